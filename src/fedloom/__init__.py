@@ -1,0 +1,3 @@
+"""Federated learning for unequal data."""
+
+__version__ = "0.1.0"

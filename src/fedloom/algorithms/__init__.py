@@ -1,0 +1,1 @@
+"""Federated algorithms, one file for each method, named as in ``algorithm.kind``."""

@@ -1,0 +1,65 @@
+"""One data set, held as arrays: the only form in which data travels inside fedloom."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.errors import DataError
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+class Arrays(NamedTuple):
+    """Examples, labels and which of them are kept for the common test."""
+
+    name: str
+    x: NDArray[Any]  # [n, ...] uint8 for images [n, C, H, W] in 0..255, else float32
+    y: Ints  # [n] in 0..classes-1
+    test: NDArray[np.bool_]  # [n] True: the publisher's (or the user's) test row; never trained on
+    labels: tuple[str, ...]  # the name of each class
+    mean: tuple[float, ...] = (0.0,)  # per channel, subtracted on use, after uint8 was scaled to [0, 1]
+    std: tuple[float, ...] = (1.0,)
+    client: Ints | None = None  # [n] in 0..clients-1, where the data itself says who holds a row
+
+    @property
+    def classes(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape[1:])
+
+
+def checked(arrays: Arrays) -> Arrays:
+    """The same arrays, if they keep every promise of their fields; else a DataError that says which not."""
+    n, at = len(arrays.x), f"data '{arrays.name}'"
+    if n == 0:
+        raise DataError(f"{at}: has no rows")
+    if arrays.x.ndim < 2:
+        raise DataError(f"{at}: x must have at least two dimensions [rows, features] (got shape {arrays.x.shape})")
+    if arrays.x.dtype not in (np.uint8, np.float32):
+        raise DataError(f"{at}: x must be uint8 or float32 (got {arrays.x.dtype})")
+    for name, column in (("y", arrays.y), ("test", arrays.test), ("client", arrays.client)):
+        if column is not None and column.shape != (n,):
+            raise DataError(f"{at}: {name} must have one entry for each of the {n} rows of x (got {column.shape})")
+    if arrays.y.min() < 0 or arrays.y.max() >= arrays.classes:
+        raise DataError(
+            f"{at}: labels must lie in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})"
+        )
+    if arrays.x.dtype == np.float32 and not np.isfinite(arrays.x).all():
+        bad = int(np.flatnonzero(~np.isfinite(arrays.x.reshape(n, -1)).all(1))[0])
+        raise DataError(f"{at}: x has values that are not finite (first in row {bad})")
+    if arrays.test.all():
+        raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
+    channels = arrays.x.shape[1] if arrays.x.ndim == 4 else 1
+    for name, values in (("mean", arrays.mean), ("std", arrays.std)):
+        if len(values) not in (1, channels):
+            raise DataError(f"{at}: {name} must have 1 or {channels} entries (got {len(values)})")
+    if min(arrays.std) <= 0:
+        raise DataError(f"{at}: std must be positive (got {arrays.std})")
+    if arrays.client is not None and arrays.client.min() < 0:
+        raise DataError(f"{at}: client ids must not be negative (got {arrays.client.min()})")
+    return arrays

@@ -1,0 +1,1 @@
+"""The engine: plan, local work, exchange, evaluation, state."""

@@ -1,0 +1,62 @@
+"""The errors a user can meet: each names the place, the value and the fix, and carries the exit code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong: ``where: what (got ...) (fix)``."""
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" + (f" ({self.fix})" if self.fix else "")
+
+
+class FedloomError(Exception):
+    """The root of every error that fedloom raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(FedloomError):
+    """An experiment that cannot be run as written; lists every fault at once."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = list(faults)
+        count = f"{len(self.faults)} faults" if len(self.faults) > 1 else "1 fault"
+        super().__init__(f"the configuration has {count}\n" + "\n".join(f"  {fault}" for fault in self.faults))
+
+
+class DataError(FedloomError):
+    """Data that is missing, damaged or not what was promised."""
+
+
+class CheckpointError(FedloomError):
+    """A run folder or checkpoint that cannot be used."""
+
+
+class DivergedError(FedloomError):
+    """Training produced numbers that are not finite."""
+
+    exit_code = 3
+
+
+class StorageError(FedloomError):
+    """The disk refused a write; what was saved before stays readable."""
+
+    exit_code = 4
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that names the closest valid word, or all of them when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, 1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(names)}" if names else "none is known"

@@ -1,0 +1,1 @@
+"""Networks, one file for each family; a kind is a class with its settings as fields."""

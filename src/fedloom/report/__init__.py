@@ -1,0 +1,1 @@
+"""Tables and pictures; reads only what a run wrote."""

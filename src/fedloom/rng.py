@@ -1,0 +1,59 @@
+"""Randomness is an address: a seed, a name and a path, never an object that advances.
+
+``stream`` gives a NumPy generator for a few draws; ``bits`` and ``uniform`` hash whole tensors of
+addresses at once, on any device, for draws by the million. Nothing random is ever checkpointed.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_A = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_B = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def stream(seed: int, name: str, *path: int) -> np.random.Generator:
+    """The generator at one address; the same address always gives the same draws."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, zlib.crc32(name.encode()), *path])))
+
+
+def bits(seed: int, name: str, *path: Tensor | int) -> Tensor:
+    """64 random bits for every address, where tensors in ``path`` broadcast against each other."""
+    state = _scramble(torch.tensor(seed) ^ (zlib.crc32(name.encode()) * 0x10001))
+    for part in path:
+        state = _scramble(torch.as_tensor(part).to(torch.int64) + _to(state, part) * _GOLDEN)
+    return state
+
+
+def uniform(seed: int, name: str, *path: Tensor | int) -> Tensor:
+    """A float32 in [0, 1) for every address."""
+    return unit(bits(seed, name, *path))
+
+
+def unit(word: Tensor) -> Tensor:
+    """64 random bits as a float32 in [0, 1)."""
+    return ((word >> 40) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
+
+
+def fold(key: Tensor, *path: Tensor | int) -> Tensor:
+    """The address ``path`` below ``key``: how a key becomes many."""
+    for part in path:
+        key = _scramble(torch.as_tensor(part).to(key.device) + key * _GOLDEN)
+    return key
+
+
+def _to(state: Tensor, part: Tensor | int) -> Tensor:
+    return state.to(part.device) if isinstance(part, Tensor) else state
+
+
+def _scramble(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64; int64 arithmetic wraps, and the masks make the shifts logical."""
+    z = z + _GOLDEN
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_A
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_B
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
