@@ -1,3 +1,30 @@
 """Federated learning for unequal data."""
 
+from __future__ import annotations
+
+from typing import Any
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "run": "fedloom.api",
+    "resume": "fedloom.api",
+    "History": "fedloom.history",
+    "Algorithm": "fedloom.algorithm",
+    "Inbox": "fedloom.algorithm",
+    "Model": "fedloom.algorithm",
+    "Update": "fedloom.algorithm",
+    "Work": "fedloom.algorithm",
+    "Batch": "fedloom.task",
+    "FedAvg": "fedloom.algorithms.fedavg",
+}
+__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: ``fedloom --help`` need not wait for torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_PUBLIC[name]), name)

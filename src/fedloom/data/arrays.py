@@ -46,9 +46,7 @@ def checked(arrays: Arrays) -> Arrays:
         if column is not None and column.shape != (n,):
             raise DataError(f"{at}: {name} must have one entry for each of the {n} rows of x (got {column.shape})")
     if arrays.y.min() < 0 or arrays.y.max() >= arrays.classes:
-        raise DataError(
-            f"{at}: labels must lie in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})"
-        )
+        raise DataError(f"{at}: labels must lie in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
     if arrays.x.dtype == np.float32 and not np.isfinite(arrays.x).all():
         bad = int(np.flatnonzero(~np.isfinite(arrays.x.reshape(n, -1)).all(1))[0])
         raise DataError(f"{at}: x has values that are not finite (first in row {bad})")

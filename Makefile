@@ -1,0 +1,49 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test quick lint types format bench clean
+
+help: ## List what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(READY) ## Create .venv with everything installed
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## Train FedAvg on unequal digits, and show what came of it
+	@rm -rf demo && mkdir demo
+	$(BIN)/fedloom partition --out demo/partition.png
+	$(BIN)/fedloom run --out demo/fedavg
+	@echo; echo "pictures: demo/partition.png (who has what) and demo/fedavg/curves.png (what came of it)"
+
+test: lint types ## Lint, check types, and run every test
+	$(BIN)/python -m pytest -n 2
+
+quick: $(READY) ## Run the tests that take no more than a few seconds
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(READY) ## Check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+format: $(READY) ## Rewrite files in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure speed, and write benchmarks/results
+	$(BIN)/python -m benchmarks.executors
+	$(BIN)/python -m benchmarks.clients
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache

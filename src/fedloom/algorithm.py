@@ -1,0 +1,179 @@
+"""What a federated algorithm is: a frozen record of hyper-parameters and a dozen pure functions.
+
+Client functions are written for *one* client and the engine maps them over a cohort, so they must
+not branch on the value of a tensor, write into an argument, draw randomness or do I/O. Override the
+smallest thing that differs: ``loss`` before ``gradient`` before ``step``.
+
+A round, in the order in which the functions are called::
+
+    server   down = send(server)
+    client   mine = join(down), once; then  x = start(down, mine)
+             x, memory = step(...)  for each batch  -- by default the optimiser along gradient(...) of loss(...)
+             upload, mine = finish(x, down, mine, work);  a = weight(upload, work)
+    server   server = update(server, inbox)           -- inbox.total = sum of a * upload, inbox.mean = total / sum of a
+    users    w = serve(down, mine)                    -- the model that a client predicts with
+
+Without a server every node is its own: ``update`` runs at each node on what it heard from its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from pydantic import ConfigDict, PrivateAttr
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.optim import Optimizer
+from fedloom.schema import Spec
+from fedloom.task import Batch, Task
+
+Nothing: TypeAlias = tuple[()]
+
+
+class HasModel(Protocol):
+    @property
+    def w(self) -> Tensor: ...
+
+
+S = TypeVar("S", bound=HasModel)  # what the server (or a node) keeps and sends
+C = TypeVar("C")  # what a client keeps
+U = TypeVar("U")  # what a client uploads
+
+
+class Model(NamedTuple):
+    """The state of a server that keeps one model."""
+
+    w: Tensor  # [P]
+
+
+class Update(NamedTuple):
+    """The upload of a client that sends how far its model moved."""
+
+    dw: Tensor  # [P]
+
+
+class Work(NamedTuple):
+    """What one client does in this round."""
+
+    steps: Tensor  # [] local steps
+    examples: Tensor  # [] training examples that the client has
+    lr: Tensor  # [] local learning rate
+    round: Tensor  # [] counted from 0
+
+
+class Carry(NamedTuple):
+    """What local training carries from step to step."""
+
+    x: Any  # what is trained: a vector [P] or a tree of them
+    memory: Any  # the optimiser's memory
+
+
+class Inbox(NamedTuple, Generic[U]):
+    """What the server (or a node) heard: ``total`` = sum_k a_k u_k in float64, and what it takes to read it."""
+
+    total: U
+    weight: Tensor  # [] sum_k a_k
+    senders: Tensor  # [] how many sent, draws with replacement counted each
+    population: Tensor  # [] how many clients there are
+    uploads: Any = ()  # [K, ...] every upload, only for algorithms that are not ``linear``
+    weights: Any = ()  # [K] the a_k, likewise
+
+    @property
+    def mean(self) -> U:
+        """The weighted mean of the uploads, in float64."""
+        return tree.tmap(lambda x: x / self.weight, self.total)
+
+
+class Algorithm(Spec, Generic[S, C, U]):
+    """The base of all methods; the defaults of the client's part are those of FedAvg."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "server"
+    linear: ClassVar[bool] = True  # uploads are only ever summed; False: ``update`` needs each of them
+    communicates: ClassVar[bool] = True  # False: nothing travels, and no byte is counted
+    served: ClassVar[Literal["pre_fit", "post_fit"]] = "pre_fit"  # is a client's model judged before or after training?
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
+    local_defaults: ClassVar[Mapping[str, Any]] = {}  # settings of ``local`` that belong to the method's definition
+
+    _task: Task | None = PrivateAttr(None)
+    _optimizer: Optimizer | None = PrivateAttr(None)
+
+    def bind(self, task: Task, optimizer: Optimizer) -> Algorithm[S, C, U]:
+        """The same algorithm, tied to a task and a local optimiser."""
+        bound = self.model_copy()
+        bound._task, bound._optimizer = task, optimizer
+        return bound
+
+    @property
+    def task(self) -> Task:
+        assert self._task is not None, "bind() first"
+        return self._task
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "bind() first"
+        return self._optimizer
+
+    @property
+    def tune_epochs(self) -> int:
+        """For how many epochs a client fine-tunes a throw-away copy before its personal evaluation."""
+        return 0
+
+    # -- at the server, or at each node of a network without one ------------------------------------
+    def init(self, w: Tensor) -> S:
+        """The state before the first round."""
+        raise NotImplementedError
+
+    def send(self, server: S) -> S:
+        """The part of the state that clients are sent."""
+        return server
+
+    def update(self, server: S, inbox: Inbox[U]) -> S:
+        """The state after the round."""
+        raise NotImplementedError
+
+    # -- at one client --------------------------------------------------------------------------
+    def join(self, down: S) -> C:
+        """The state of a client that takes part for the first time."""
+        raise NotImplementedError
+
+    def start(self, down: S, mine: C) -> Any:
+        """Where local training starts."""
+        return down.w
+
+    def loss(self, x: Any, batch: Batch, down: S, mine: C) -> Tensor:
+        """What local training descends."""
+        return self.task.loss(x, batch)
+
+    def gradient(self, x: Any, batch: Batch, down: S, mine: C) -> Any:
+        """The direction that the local optimiser is given."""
+        return self.task.differentiate(lambda at: self.loss(at, batch, down, mine), x)
+
+    def step(self, at: Carry, batch: Batch, down: S, mine: C) -> Carry:
+        """One local step."""
+        g = self.gradient(at.x, batch, down, mine)
+        return Carry(*self.optimizer.update(g, at.memory, at.x, batch.lr))
+
+    def model(self, x: Any) -> Tensor:
+        """The model inside what is trained; it sees each batch first, to keep running statistics."""
+        return x if isinstance(x, Tensor) else x.w
+
+    def finish(self, x: Any, down: S, mine: C, work: Work) -> tuple[U, C]:
+        """What is uploaded, and what the client keeps."""
+        raise NotImplementedError
+
+    def weight(self, upload: U, work: Work) -> Tensor:
+        """How much this upload counts."""
+        return work.examples
+
+    def serve(self, down: S, mine: C) -> Tensor:
+        """The model with which this client predicts.  ``[P]``"""
+        return down.w
+
+
+def like(x: Tensor, reference: Tensor) -> Tensor:
+    """``x`` in the precision of ``reference``: sums are float64, models are not."""
+    return x.to(reference.dtype)

@@ -1,0 +1,71 @@
+"""FedOpt: the server treats the mean update as a gradient and gives it to an optimiser of its own.
+
+Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum as in FedAvgM
+(Hsu et al., Measuring the Effects of Non-Identical Data Distribution, 2019).
+
+    d = sum_k (n_k / n) (w_k - w)
+    sgd:       w <- w + lr d
+    momentum:  m <- beta1 m + d;                     w <- w + lr m
+    others:    m <- beta1 m + (1 - beta1) d;         w <- w + lr m / (sqrt(v) + tau),  v_0 = tau^2, and
+      adagrad: v <- v + d^2
+      adam:    v <- beta2 v + (1 - beta2) d^2
+      yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    m: Tensor  # [P]
+    v: Tensor  # [P]
+
+
+class FedOpt(Algorithm[Server, Nothing, Update]):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"rule": "sgd"}
+
+    rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
+    lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    tau: PositiveFloat = Field(1e-3, description="how much the adaptive rules adapt; larger is less")
+
+    def init(self, w: Tensor) -> Server:
+        return Server(w, torch.zeros_like(w), torch.full_like(w, self.tau**2))
+
+    def send(self, server: Server) -> Server:
+        return Server(server.w, server.m[:0], server.v[:0])
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x - down.w), ()
+
+    def update(self, server: Server, inbox: Inbox[Update]) -> Server:
+        d = like(inbox.mean.dw, server.w)
+        lr = self.lr if self.lr is not None else 1.0 if self.rule in ("sgd", "momentum") else 0.03
+        if self.rule == "sgd":
+            return server._replace(w=server.w + lr * d)
+        if self.rule == "momentum":
+            m = self.beta1 * server.m + d
+            return server._replace(w=server.w + lr * m, m=m)
+        m = self.beta1 * server.m + (1 - self.beta1) * d
+        v = self._second_moment(server.v, d.square())
+        return Server(server.w + lr * m / (v.sqrt() + self.tau), m, v)
+
+    def _second_moment(self, v: Tensor, d2: Tensor) -> Tensor:
+        if self.rule == "adagrad":
+            return v + d2
+        if self.rule == "adam":
+            return self.beta2 * v + (1 - self.beta2) * d2
+        return v - (1 - self.beta2) * d2 * torch.sign(v - d2)

@@ -1,0 +1,369 @@
+"""Running experiments from Python: ``run``, ``resume`` and the loop that the command line drives, too."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedloom import record
+from fedloom.config import Config, InMemory, as_toml, config_hash, override, parse, read_toml
+from fedloom.data.arrays import Arrays
+from fedloom.data.files import default_root
+from fedloom.data.sources import from_arrays, from_torch
+from fedloom.engine import checkpoint
+from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, StorageError
+from fedloom.experiment import Prepared, prepare
+from fedloom.history import History
+from fedloom.record import RunFolder, Timing
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    round: int
+    rounds: int
+    metrics: dict[str, float]  # of the newest evaluation
+    excluded: tuple[int, ...]  # clients left out of this round because their work was not finite
+    clients: int  # that trained in this round
+    seconds: float  # that this round took
+
+
+class Listener(Protocol):
+    """Somebody who watches a run; the run itself never prints."""
+
+    def started(self, prepared: Prepared, folder: Path | None, done: int) -> None: ...
+
+    def advanced(self, progress: Progress) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class Silence:
+    """A listener that says nothing."""
+
+    def started(self, prepared: Prepared, folder: Path | None, done: int) -> None: ...
+
+    def advanced(self, progress: Progress) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class InterruptedRun(KeyboardInterrupt):
+    """A run that was asked to stop, and was saved."""
+
+    def __init__(self, run_dir: Path | None, round_: int) -> None:
+        super().__init__(f"stopped after round {round_}")
+        self.run_dir, self.round = run_dir, round_
+
+
+def run(
+    algorithm: str | AnyAlgorithm | type[AnyAlgorithm] = "fedavg",
+    *,
+    data: Any = "digits",
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> History:
+    """Run one experiment and return its history.
+
+    ``data`` is the name of a source, a path, a table of settings, ``(x, y)`` arrays, ``Arrays`` or a
+    torch Dataset. Other keywords are the sections and keys of an experiment file: ``rounds=20``,
+    ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless ``out`` names a folder.
+    """
+    table: dict[str, Any] = dict(settings)
+    arrays = _as_arrays(data)
+    table["data"] = data if arrays is None else {"source": InMemory.kind}
+    own = None
+    if isinstance(algorithm, str):
+        table["algorithm"] = algorithm if "algorithm" not in table else {"kind": algorithm, **table["algorithm"]}
+    else:
+        own = algorithm if not isinstance(algorithm, type) else algorithm()
+        table["algorithm"] = {"kind": _reference(own), **own.model_dump(mode="json", exclude_none=True)}
+    config = parse(table)
+    if own is not None:
+        config = config._replace(algorithm=own)
+    return start(
+        config, out=Path(out) if out is not None else None, root=_root(data_root), arrays=arrays, listener=listener
+    )
+
+
+def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """The experiment in a file (or the default one), with overrides."""
+    table, notes = override(read_toml(path) if path is not None else {}, overrides)
+    return parse(table, notes)
+
+
+def start(
+    config: Config,
+    *,
+    out: Path | None,
+    root: Path,
+    arrays: Arrays | None = None,
+    listener: Listener | None = None,
+) -> History:
+    """Run a new experiment from its first round."""
+    prepared = prepare(config, root, arrays)
+    folder = None
+    with _storage(out):
+        if out is not None:
+            environment = record.environment(prepared.experiment.device) | _choices(prepared)
+            folder = record.create(out, as_toml(config), environment)
+            shared = prepared.shared
+            record.save_partition(folder, shared.owner, shared.held_out, shared.described())
+    return _drive(prepared, folder, None, listener or Silence())
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    data: Any = None,
+    data_root: str | Path | None = None,
+    at: int | None = None,
+    rounds: int | None = None,
+    listener: Listener | None = None,
+) -> History:
+    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``."""
+    path = Path(run_dir)
+    if not (path / "config.toml").is_file():
+        raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
+    table = read_toml(path / "config.toml")
+    if rounds is not None:
+        if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
+            why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
+            raise ConfigError([Fault("--rounds", why)])
+        table["rounds"] = rounds
+    arrays = _as_arrays(data)
+    if arrays is None and table.get("data", {}).get("source") == InMemory.kind:
+        raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
+    config = parse(table)
+    prepared = prepare(config, _root(data_root), arrays)
+    _same_data(path, prepared)
+    with _storage(path):
+        folder = RunFolder(path)
+        if rounds is not None:
+            record.write_text(path / "config.toml", as_toml(config))
+    return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
+
+
+def _drive(prepared: Prepared, folder: RunFolder | None, at: int | None, listener: Listener) -> History:
+    """The loop over rounds. ``at``: None to start anew, -1 for the newest checkpoint, else a round."""
+    try:
+        with _storage(folder.path if folder else None), tempfile.TemporaryDirectory() as scratch:
+            return _rounds(prepared, folder, Path(scratch), at, listener)
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int | None, listener: Listener) -> History:
+    exp, config = prepared.experiment, prepared.config
+    store = _store(config, exp, folder.path if folder else scratch)
+    state, records = _entry(exp, store, folder, at)
+    listener.started(prepared, folder.path if folder else None, state.round)
+    saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
+    with _interruptible(listener) as stop:
+        if not records:
+            newest = _evaluated(exp, state, store, ())
+            records.append(newest)
+            if folder:
+                folder.metrics(newest)
+        while state.round < exp.rounds:
+            began = time.perf_counter()
+            state, excluded = advance(exp, state, store)
+            trained = time.perf_counter()
+            due = state.round % exp.evaluate.every == 0 or state.round == exp.rounds
+            if due or excluded:
+                line = _evaluated(exp, state, store, excluded) if due else _excluded(state, excluded)
+                newest = line if due else newest
+                records.append(line)
+            evaluated = time.perf_counter()
+            if folder and (due or excluded):
+                folder.metrics(records[-1])
+            ended = state.round == exp.rounds or stop.is_set()
+            if folder and (ended or state.round - saved >= config.checkpoint.every):
+                checkpoint.save(folder.checkpoints, state, store, folder.lengths())
+                saved = state.round
+            clients = len(exp.drawn(state.round - 1).ids)
+            now = time.perf_counter()
+            if folder:
+                folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
+            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began))
+            if ended and state.round < exp.rounds:
+                raise InterruptedRun(folder.path if folder else None, state.round)
+    model = _model(exp, state, store)
+    seconds = time.perf_counter() - clock
+    history = History(
+        algorithm=config.kinds["algorithm"],
+        rounds=state.round,
+        seconds=seconds,
+        records=records,
+        model=exp.task.module(*model) if model is not None else None,
+        run_dir=folder.path if folder else None,
+    )
+    if folder:
+        _finish(prepared, folder, state, store, history)
+    return history
+
+
+def _entry(
+    exp: Experiment, store: ClientStore, folder: RunFolder | None, at: int | None
+) -> tuple[RunState, list[dict[str, Any]]]:
+    """Where the loop enters: the first round, or a checkpoint with the metrics written up to it."""
+    state = begin(exp)
+    if folder is None or at is None:
+        return state, []
+    if not checkpoint.rounds(folder.checkpoints):
+        folder.rewind({})
+        return state, []
+    loaded = checkpoint.load(folder.checkpoints, state, store, at=None if at == -1 else at)
+    folder.rewind(loaded.lengths)
+    return loaded.state, record.read_metrics(folder.path)
+
+
+def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...]) -> dict[str, Any]:
+    metrics = evaluate(exp, state, store)
+    if not record.is_finite(metrics):
+        bad = ", ".join(name for name, value in metrics.items() if value != value or abs(value) == float("inf"))
+        lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
+        raise DivergedError(
+            f"round {state.round}: the evaluation is not finite ({bad}); "
+            f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
+        )
+    line = {"round": state.round, **metrics, "bytes/up": state.up, "bytes/down": state.down}
+    return line | ({"excluded": list(excluded)} if excluded else {})
+
+
+def _excluded(state: RunState, excluded: tuple[int, ...]) -> dict[str, Any]:
+    return {"round": state.round, "excluded": list(excluded)}
+
+
+def _model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
+    """The common model of a finished run: the server's, or the average of a network's nodes."""
+    if not exp.algorithm.communicates:
+        return None
+    if exp.is_network:
+        total = sum(
+            (part.w.double().sum(0) for part in models_of(exp, state, store, torch.arange(exp.federation.clients))),
+            torch.zeros(()),
+        )
+        return (total / exp.federation.clients).to(exp.task.w0.dtype), state.buffers.mean(0)
+    return exp.algorithm.send(state.server).w, state.buffers
+
+
+def _finish(prepared: Prepared, folder: RunFolder, state: RunState, store: ClientStore, history: History) -> None:
+    exp = prepared.experiment
+    model = _model(exp, state, store)
+    notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
+    if model is not None:
+        checkpoint.save_model(folder.path / "model.safetensors", exp.task.tensors(*model), notes)
+    else:
+        parts = list(models_of(exp, state, store, torch.arange(exp.federation.clients)))
+        tensors = {"ids": torch.cat([p.ids for p in parts]), "w": torch.cat([p.w for p in parts])}
+        layout = json.dumps(
+            {name: list(x.shape) for name, x in exp.task.tensors(exp.task.w0, exp.task.buffers0).items()}
+        )
+        checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
+    folder.write("summary.json", history.as_json())
+    history.plot(folder.path / "curves.png")
+
+
+def _store(config: Config, exp: Experiment, folder: Path) -> ClientStore:
+    if config.engine.store == "disk":
+        return DiskStore(folder / "clients", exp.federation.clients)
+    return RamStore(exp.federation.clients)
+
+
+def _choices(prepared: Prepared) -> dict[str, Any]:
+    exp = prepared.experiment
+    return {
+        "executor": exp.executor,
+        "executor_reason": prepared.reason,
+        "lanes": exp.lanes,
+        "parameters": exp.task.size,
+        "config_hash": config_hash(prepared.config),
+    }
+
+
+def _same_data(path: Path, prepared: Prepared) -> None:
+    """Refuse to go on with other data than the run began with."""
+    then, now = json.loads((path / "partition.json").read_text()), prepared.shared.described()
+    for key, what in (("data_sha256", "the data"), ("sha256", "the partition")):
+        if then[key] != now[key]:
+            raise CheckpointError(
+                f"{path}: {what} is not what this run began with ({then[key][:12]}, now {now[key][:12]})"
+            )
+
+
+def _as_arrays(data: Any) -> Arrays | None:
+    if isinstance(data, Arrays):
+        return data
+    if isinstance(data, Dataset):
+        return from_torch(data)
+    if isinstance(data, tuple) and len(data) == 2:
+        return from_arrays(*data)
+    return None
+
+
+def _reference(algorithm: AnyAlgorithm) -> str:
+    """The name by which a config can find this object's class again."""
+    cls = type(algorithm)
+    package, _, name = cls.__module__.rpartition(".")
+    return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__name__}"
+
+
+def _root(data_root: str | Path | None) -> Path:
+    return Path(data_root) if data_root is not None else default_root()
+
+
+@contextmanager
+def _storage(path: Path | None) -> Iterator[None]:
+    """A disk that is full or refuses a write ends the run with one clear error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        kept = (
+            f"; the last checkpoint is intact: fedloom resume {path}"
+            if path and (path / "checkpoints").is_dir()
+            else ""
+        )
+        raise StorageError(f"writing below {path or 'a temporary folder'} failed: {error.strerror}{kept}") from error
+
+
+@contextmanager
+def _interruptible(listener: Listener) -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM finish the round, so that it can be saved; a second one stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        listener.stopping()
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,448 @@
+"""The command line: the only place that prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from fedloom import __version__
+from fedloom.errors import ConfigError, Fault, FedloomError
+
+app = typer.Typer(
+    name="fedloom",
+    help="Federated learning for unequal data: simulate, compare and reproduce.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+data_app = typer.Typer(help="Get, import and list data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Root = Annotated[Path | None, typer.Option("--data-root", help="Where data sets lie (or set FEDLOOM_DATA).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[EXPERIMENT.toml] [KEY=VALUE]...", help="An experiment file and settings that override it."
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line; every expected error is one message and an exit code, never a traceback."""
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except FedloomError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os._exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"fedloom {__version__}")
+
+
+@app.command()
+def run(
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; by default a new one below runs/.")] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
+    ] = False,
+    print_config: Annotated[bool, typer.Option(help="Print the complete experiment as TOML, and stop.")] = False,
+    data_root: Root = None,
+) -> None:
+    """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
+    from fedloom import api, config, record
+    from fedloom.data.files import default_root
+
+    experiment = api.load_config(*_file_and_overrides(settings or []))
+    if print_config:
+        print(config.as_toml(experiment), end="")
+        return
+    folder = out or record.unused(Path("runs"), _run_name(experiment))
+    _watched(json_, lambda watch: api.start(experiment, out=folder, root=data_root or default_root(), listener=watch))
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    from_: Annotated[int | None, typer.Option("--from", help="Take the checkpoint of this round.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Go on to so many rounds in all.")] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
+    ] = False,
+    data_root: Root = None,
+) -> None:
+    """Continue a run from its newest checkpoint; what comes out is what would have come without the stop."""
+    from fedloom import api
+
+    _watched(json_, lambda watch: api.resume(run_dir, at=from_, rounds=rounds, data_root=data_root, listener=watch))
+
+
+@app.command()
+def partition(
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the picture here (.png or .svg).")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    data_root: Root = None,
+) -> None:
+    """Share out a data set, print how unequal it came out, and draw each client by class.
+
+    A bare name is a partition: fedloom partition shards data=cifar10 partition.clients=100
+    """
+    from fedloom import api
+    from fedloom.data.files import default_root
+    from fedloom.experiment import share
+    from fedloom.report import partition as report
+
+    words = [f"partition.kind={w}" if _is_word(w) else w for w in settings or []]
+    experiment = api.load_config(*_file_and_overrides(words))
+    shared = share(experiment, data_root or default_root())
+    described = shared.described()
+    picture = out or Path(f"partition-{experiment.kinds['partition'].replace(':', '-')}-{shared.arrays.name}.png")
+    title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
+    report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
+    if json_:
+        print(json.dumps(described | {"picture": str(picture)}))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in report.table(shared.summary()):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    for note in shared.notes:
+        console.print(f"repair: {note}", highlight=False, markup=False)
+    console.print(f"fingerprint {described['sha256'][:16]}", highlight=False)
+    console.print(f"drawn in {picture}", highlight=False, markup=False)
+
+
+_FAMILIES = ("algorithms", "datasets", "partitions", "models", "topologies")
+
+
+@app.command("list")
+def list_(
+    family: Annotated[Literal["algorithms", "datasets", "partitions", "models", "topologies"], typer.Argument()],
+    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """List what there is: algorithms, datasets, partitions, models or topologies."""
+    from fedloom.report import catalogue
+
+    found = catalogue.entries(family)
+    if json_:
+        print(json.dumps([entry._asdict() for entry in found]))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for entry in found:
+        table.add_row(entry.name, entry.summary + (f"  [{entry.origin}]" if entry.origin != "fedloom" else ""))
+    Console().print(table, markup=False)
+
+
+@app.command()
+def describe(
+    name: Annotated[str, typer.Argument(help="An algorithm, data set, partition, model or topology.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs."""
+    from fedloom.report import catalogue
+
+    page = catalogue.describe(name)
+    if json_:
+        print(json.dumps(page.as_json()))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{page.name} ({page.family})\n")
+    console.print(page.text.rstrip())
+    if page.settings:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("setting", "type", "default", "meaning"):
+            table.add_column(column, no_wrap=column != "meaning")
+        for setting in page.settings:
+            table.add_row(setting.name, setting.kind, setting.default, setting.meaning)
+        console.print()
+        console.print(table)
+    for line in page.costs:
+        console.print(line)
+
+
+@app.command()
+def check(
+    algorithm: Annotated[str, typer.Argument(help="A name, file.py, file.py:Class or package.module:Class.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Put an algorithm, yours or ours, to the laws that every algorithm here obeys."""
+    from fedloom import laws
+    from fedloom.config import find_algorithm
+
+    cls = find_algorithm(algorithm, "algorithm")
+    verdicts = [(law, laws.verdict(law, cls)) for law in laws.LAWS]
+    broken = [law for law, fault in verdicts if fault]
+    if json_:
+        print(json.dumps({law.__name__: fault or "holds" for law, fault in verdicts}))
+    else:
+        for law, fault in verdicts:
+            print(f"{'BROKEN' if fault else 'holds ':6}  {laws.title(law)}" + (f"\n        {fault}" if fault else ""))
+        print(f"\n{len(verdicts) - len(broken)} of {len(verdicts)} laws hold for {algorithm}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, devices, data, and one real round of training."""
+    from fedloom.report import health
+
+    failed = 0
+    for finding in health.findings():
+        failed += not finding.ok
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}: {finding.detail}", flush=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@data_app.command("list")
+def data_list(data_root: Root = None, json_: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the published data sets, and which of them are here."""
+    from fedloom.data.download import PUBLISHED
+    from fedloom.data.files import default_root, missing_files
+
+    root = data_root or default_root()
+    found = {"digits": True, **{name: not missing_files(p.layout, root) for name, p in PUBLISHED.items()}}
+    if json_:
+        print(json.dumps({"root": str(root), "present": found}))
+        return
+    print(f"data root: {root}")
+    for name, here in found.items():
+        print(f"  {name:15} {'here' if here else f'not here: fedloom data get {name}'}")
+
+
+@data_app.command("get")
+def data_get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
+    """Download a data set from its publisher, checked, and resumed where it broke off."""
+    from fedloom.data import download
+    from fedloom.data.files import default_root
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(name, total=None, amount="")
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, amount=f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+        where = download.get(name, data_root or default_root(), report=report)
+    print(f"{name}: complete and checked, in {where}")
+
+
+@data_app.command("import")
+def data_import(
+    name: Annotated[str, typer.Argument()],
+    directory: Annotated[Path, typer.Argument(help="The folder with the publisher's files.")],
+    data_root: Root = None,
+) -> None:
+    """Take a data set from files that are already on this machine."""
+    from fedloom.data import download
+    from fedloom.data.files import default_root
+
+    where = download.import_files(name, directory, data_root or default_root())
+    print(f"{name}: checked and copied to {where}")
+
+
+def _file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
+    files = [w for w in words if "=" not in w]
+    if len(files) > 1:
+        raise ConfigError([Fault(files[1], "a second experiment file", "settings are written key=value")])
+    return (Path(files[0]) if files else None), [w for w in words if "=" in w]
+
+
+def _is_word(text: str) -> bool:
+    return "=" not in text and not text.endswith(".toml")
+
+
+def _run_name(experiment: Any) -> str:
+    kinds = experiment.kinds
+    plain = f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}"
+    return experiment.basics.name or "".join(c if c.isalnum() or c in "-_." else "-" for c in plain)
+
+
+def _watched(as_json: bool, work: Callable[[Any], Any]) -> None:
+    from fedloom import api
+
+    watch = Watch(Console(stderr=as_json, highlight=False, soft_wrap=True))
+    try:
+        history = work(watch)
+    except api.InterruptedRun as stop:
+        watch.close()
+        watch.say(f"stopped and saved after round {stop.round}; go on with: fedloom resume {stop.run_dir}")
+        raise typer.Exit(130) from stop
+    finally:
+        watch.close()
+    watch.ended(history)
+    if as_json:
+        print(json.dumps(history.as_json()))
+
+
+class Watch:
+    """Shows a run: a live bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
+        self._excluded = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def started(self, prepared: Any, folder: Path | None, done: int) -> None:
+        import torch
+
+        exp, shared = prepared.experiment, prepared.shared
+        for note in prepared.config.notes:
+            self.say(f"note: {note}")
+        device = f"{exp.device} ({torch.get_num_threads()} threads)" if exp.device.type == "cpu" else str(exp.device)
+        place = f" · {folder}" if folder else ""
+        self.say(f"fedloom {__version__} · {device} · {exp.executor} ({prepared.reason}) · seed {exp.seed}{place}")
+        s = shared.summary()
+        self.say(
+            f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
+            f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
+            f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {exp.task.size:,} parameters"
+        )
+        for note in shared.notes:
+            self.say(f"partition: {note}")
+        if done:
+            self.say(f"resumed after round {done} of {exp.rounds}")
+        self._began, self._done = time.perf_counter(), done
+        if self._console.is_terminal:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("round {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[now]}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("rounds", total=exp.rounds, completed=done, now="")
+            self._bar.start()
+
+    def advanced(self, progress: Any) -> None:
+        self._clients += progress.clients
+        now = time.perf_counter()
+        elapsed = now - self._began
+        pace = (progress.round - self._done) / elapsed
+        left = (progress.rounds - progress.round) / pace
+        shown = [f"{_short(n)} {v:.3f}" for n, v in _headline(progress.metrics)]
+        text = "  ".join([*shown, f"{self._clients / elapsed:,.0f} clients/s", f"{_span(left)} left"])
+        if progress.excluded:
+            self._excluded += len(progress.excluded)
+            self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress.round, now=text)
+        elif now - self._said >= 2.0 or progress.round == progress.rounds:
+            self._said = now
+            self.say(f"round {progress.round}/{progress.rounds}  {text}")
+
+    def stopping(self) -> None:
+        self.say("finishing this round, then saving (again to stop at once)")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _sketch(self, history: Any) -> None:
+        """The course of the first accuracy in one line of text."""
+        frame = history.metrics
+        names = [name for name in frame if name.endswith("/accuracy")]
+        if not names or len(frame) < 3:
+            return
+        values = [v for v in frame[names[0]].tolist() if v == v]
+        picked = [values[round(i * (len(values) - 1) / 49)] for i in range(50)] if len(values) > 50 else values
+        line = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * v))] for v in picked)
+        self.say(f"\n{names[0]}  {line}  {values[-1]:.1%}")
+
+    def ended(self, history: Any) -> None:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("metric", "last", "best", "mean of last 10"):
+            table.add_column(column, justify="left" if column == "metric" else "right")
+        for name, value in history.summary.items():
+            if name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance")):
+                table.add_row(name, *(f"{v:.4f}" for v in value))
+        self._console.print(table)
+        self._sketch(history)
+        if self._excluded:
+            self.say(f"{self._excluded} client updates were not finite and left out")
+        up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
+        pace = f"{history.rounds} rounds in {history.seconds:.1f} s"
+        self.say(f"{pace} · clients sent {_bytes(up)} and received {_bytes(down)}")
+        if history.run_dir is None:
+            return
+        run = history.run_dir
+        self.say(f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves")
+        model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
+        self.say(f"{run}/{model}")
+        self.say(
+            "\nnext:\n"
+            f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
+            f"  fedloom run {run}/config.toml algorithm.kind={'fedopt' if history.algorithm != 'fedopt' else 'fedavg'}\n"
+            f"  fedloom describe {history.algorithm}"
+        )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
+    """The loss and accuracy that stand for a run, the common model's first."""
+    names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
+    first = names[0].rpartition("/")[0] if names else ""
+    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy") if n in metrics]
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _span(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+"""Configuration: strict TOML in, settings objects out, every fault at once.
+
+An experiment is a table of sections. ``data``, ``partition``, ``model``, ``algorithm`` and ``topology``
+are chosen by name, and the class of that name is the schema of the rest of the section; a name with a
+colon, ``package.module:Class`` or ``file.py:Class``, is the user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import tomli_w
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from torch import nn
+
+from fedloom.algorithm import Algorithm
+from fedloom.data.arrays import Arrays, Ints
+from fedloom.data.partition import Assignment, Partition
+from fedloom.data.sources import Source, from_arrays, source_for_path
+from fedloom.engine.evaluate import Evaluate
+from fedloom.engine.exchange import Topology
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.plan import Cohort
+from fedloom.errors import ConfigError, DataError, Fault, nearest
+from fedloom.models.net import Model
+from fedloom.optim import Local
+from fedloom.schema import Spec, defined_in, kinds, load, load_module, modules, read
+
+USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
+
+
+class Basics(Spec):
+    """The settings outside any section."""
+
+    seed: NonNegativeInt = Field(0, description="all randomness follows from it")
+    rounds: PositiveInt = 50
+    name: str = Field("", description="a name for the run folder; unset: algorithm, data and seed")
+
+
+class Engine(Spec):
+    """Where and how the work is done; none of it changes what is computed."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
+    executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
+    lanes: PositiveInt | None = Field(None, description="most clients side by side; unset: by the net's size")
+    store: Literal["ram", "disk"] = Field("ram", description="where clients' states are kept")
+    threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
+
+
+class Checkpoints(Spec):
+    """When a run is saved; it is also saved at its end and when it is interrupted."""
+
+    every: PositiveInt = Field(10, description="rounds between checkpoints")
+
+
+class Config(NamedTuple):
+    """A complete, valid experiment."""
+
+    basics: Basics
+    data: Source
+    partition: Partition
+    model: Model
+    local: Local
+    cohort: Cohort
+    algorithm: AnyAlgorithm
+    evaluate: Evaluate
+    engine: Engine
+    checkpoint: Checkpoints
+    topology: Topology | None
+    kinds: dict[str, str]  # the name by which each chosen thing was called
+    notes: tuple[str, ...] = ()  # what was left out, in words
+
+
+_PLAIN: dict[str, type[Spec]] = {
+    "local": Local,
+    "cohort": Cohort,
+    "evaluate": Evaluate,
+    "engine": Engine,
+    "checkpoint": Checkpoints,
+}
+_DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
+_KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
+
+
+# -- from text to a table ------------------------------------------------------------------------
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError([Fault(str(path), "no such experiment file")]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
+
+
+def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """``table`` with ``section.key=value`` settings applied, and what had to be left out for them.
+
+    Where a setting changes a section's kind, the settings of the old kind that the new one does not
+    know are left out, and said to be.
+    """
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
+    faults, given = [], {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            faults.append(Fault(setting, "is not of the form key=value", "as in local.lr=0.05"))
+            continue
+        given[key.strip()] = _value(text.strip())
+    notes = []
+    for key in sorted(given, key=lambda k: k.split(".")[-1] not in ("kind", "source")):  # kinds come first
+        section, _, leaf = key.partition(".")
+        if section in _KEYS and leaf in ("", _KEYS[section]):
+            out[section], dropped = _switch(section, out.get(section, {}), given[key])
+            notes += [f"{section}.{k} is not a setting of {given[key]} and was left out" for k in dropped]
+        elif leaf:
+            home = out.setdefault(section, {})
+            if isinstance(home, str):
+                home = out[section] = {_KEYS.get(section, "kind"): home}
+            if not isinstance(home, dict):
+                faults.append(Fault(key, f"'{section}' is not a section"))
+                continue
+            home[leaf] = given[key]
+        else:
+            out[key] = given[key]
+    if faults:
+        raise ConfigError(faults)
+    return out, notes
+
+
+def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str]]:
+    key = _KEYS[section]
+    if isinstance(name, Mapping):
+        return dict(name), []
+    old = {key: old} if isinstance(old, str) else dict(old)
+    if old.get(key, _DEFAULTS[section]) == name:
+        return old | {key: name}, []
+    cls = _CHOOSE[section](str(name), f"{section}.{key}")
+    known = {field.alias or n for n, field in cls.model_fields.items()}
+    keep = {k: v for k, v in old.items() if k in known}
+    return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+# -- from a table to settings --------------------------------------------------------------------
+def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
+    """The experiment that ``table`` describes, or one ConfigError with everything that is wrong with it."""
+    faults: list[Fault] = []
+    sections = {*_PLAIN, *_KEYS}
+    basics, wrong = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
+    faults += wrong
+    for key in table:
+        if key not in Basics.model_fields and key not in sections:
+            hint = nearest(key, [*Basics.model_fields, *sections])
+            faults.append(Fault(key, f"unknown key (got {table[key]!r})", hint))
+    chosen: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for section in _KEYS:
+        if section == "topology" and section not in table:
+            continue
+        names[section], chosen[section], wrong = _chosen(section, table.get(section, {}))
+        faults += wrong
+    local_table = _with_local_defaults(table.get("local", {}), chosen.get("algorithm"))
+    for section, cls in _PLAIN.items():
+        given = local_table if section == "local" else table.get(section, {})
+        if not isinstance(given, Mapping):
+            faults.append(Fault(section, f"should be a table of settings (got {given!r})"))
+            continue
+        chosen[section], wrong = read(cls, given, section)
+        faults += wrong
+    faults += _contradictions(table, chosen)
+    if faults:
+        raise ConfigError(faults)
+    if chosen["algorithm"].family == "gossip" and "topology" not in chosen:
+        names["topology"], chosen["topology"], _ = _chosen("topology", {})
+    assert basics is not None
+    chosen.setdefault("topology", None)
+    return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
+    key = _KEYS[section]
+    table = {key: given} if isinstance(given, str) else given
+    if not isinstance(table, Mapping):
+        return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
+    rest = {k: v for k, v in table.items() if k != key}
+    name = table.get(key, _DEFAULTS[section])
+    if not isinstance(name, str):
+        return "", None, [Fault(f"{section}.{key}", f"should be a name (got {name!r})")]
+    try:
+        if section == "data" and _is_path(name):
+            name, found = source_for_path(name)
+            rest = found | rest
+        in_memory = section == "data" and name == InMemory.kind
+        cls = InMemory if in_memory else _CHOOSE[section](name, f"{section}.{key}")
+    except ConfigError as error:
+        return name, None, error.faults
+    except DataError as error:
+        return name, None, [Fault(f"{section}.{key}", str(error))]
+    value, faults = read(cls, rest, section)
+    return name, value, faults
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name
+
+
+def _with_local_defaults(given: Any, algorithm: AnyAlgorithm | None) -> Any:
+    """``local`` with what the algorithm's own definition says, where the user said nothing of it."""
+    if not isinstance(given, Mapping) or algorithm is None or {"steps", "epochs"} & set(given):
+        return given
+    return {**algorithm.local_defaults, **given}
+
+
+def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
+    """Settings that are each valid and cannot hold together."""
+    faults = []
+    local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
+    if local is not None and {"steps", "epochs"} <= local.model_fields_set and local.steps is not None:
+        faults.append(Fault("local", "steps and epochs are both given", "keep one of them"))
+    if cohort is not None and cohort.size is not None:
+        if cohort.sampling == "all":
+            faults.append(Fault("cohort.size", f"{cohort.size} contradicts sampling = 'all'", "keep one of them"))
+        clients = getattr(partition, "clients", None)
+        if cohort.sampling == "uniform" and clients is not None and cohort.size > clients:
+            fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
+            faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
+    if alg is not None and cohort is not None:
+        if cohort.sampling == "proportional" and getattr(alg, "weighting", None) == "samples":
+            why = "counts a client's data twice: once in the draw, once in algorithm.weighting = 'samples'"
+            faults.append(Fault("cohort.sampling", f"'proportional' {why}", "set algorithm.weighting=uniform"))
+        if alg.family == "gossip" and cohort.model_fields_set:
+            why = "a network without a server trains every node in every round"
+            faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
+        if alg.family != "gossip" and "topology" in table:
+            faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
+        if not alg.communicates and getattr(partition, "holdout", None) == 0 and "natural" != _kind(partition):
+            why = "there is no common model to judge, and no client holds out rows of its own"
+            faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
+    return faults
+
+
+def _kind(spec: Any) -> str:
+    return getattr(type(spec), "kind", "")
+
+
+# -- finding things by name ----------------------------------------------------------------------
+class InMemory(Source):
+    """Data that was handed over in Python; it cannot be loaded again from its name."""
+
+    kind: ClassVar[str] = "in-memory"
+
+    def load(self, root: Path, seed: int) -> Arrays:
+        raise DataError("the data of this experiment was handed over in Python: pass it again with data=...")
+
+
+def algorithms(*, own: bool = True) -> dict[str, type[AnyAlgorithm]]:
+    """Every algorithm on disk: the package's by file name, then those of the working folder, if ``own``."""
+    found = {m.__name__.rpartition(".")[2]: _only(m) for m in modules("fedloom.algorithms")[1:]}
+    for path in user_algorithms() if own else []:
+        found.setdefault(path.stem, _only(load_module(str(path), path.name)))
+    return found
+
+
+def user_algorithms() -> list[Path]:
+    """The user's algorithm files in the working folder."""
+    folder = Path(USER_ALGORITHMS)
+    return sorted(p for p in folder.glob("*.py") if not p.name.startswith("_")) if folder.is_dir() else []
+
+
+def _only(module: Any) -> type[AnyAlgorithm]:
+    classes: list[type[AnyAlgorithm]] = [
+        c
+        for c in vars(module).values()
+        if defined_in(c, Algorithm, module) and c.__pydantic_generic_metadata__["origin"] is None  # not Algorithm[...]
+    ]
+    if len(classes) != 1:
+        what = f"should define one subclass of fedloom.Algorithm (it has {[c.__name__ for c in classes] or 'none'})"
+        raise ConfigError([Fault(str(getattr(module, "__file__", module.__name__)), what)])
+    return classes[0]
+
+
+def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
+    if ":" in name:
+        thing = load(name, at)
+        if not (inspect.isclass(thing) and issubclass(thing, Algorithm)):
+            raise ConfigError([Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm")])
+        return thing
+    if name.endswith(".py"):
+        return _only(load_module(name, at))
+    packaged = [m for m in modules("fedloom.algorithms")[1:] if m.__name__.rpartition(".")[2] == name]
+    if packaged:
+        return _only(packaged[0])
+    own = {path.stem: path for path in user_algorithms()}
+    if name in own:
+        return _only(load_module(str(own[name]), at))
+    known = [m.__name__.rpartition(".")[2] for m in modules("fedloom.algorithms")[1:]]
+    raise ConfigError([Fault(at, f"there is no algorithm '{name}'", nearest(name, [*known, *own]))])
+
+
+def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str], Any] | None) -> Callable[..., Any]:
+    def find(name: str, at: str) -> Any:
+        if ":" in name:
+            thing = load(name, at)
+            if inspect.isclass(thing) and issubclass(thing, base):
+                return thing
+            wrapped = wrap(thing, name) if wrap is not None else None
+            if wrapped is None:
+                raise ConfigError([Fault(at, f"'{name}' is not a {word}", f"a subclass of {base.__name__} is needed")])
+            return wrapped
+        known = kinds(base, package)
+        if name not in known:
+            raise ConfigError([Fault(at, f"there is no {word} '{name}'", nearest(name, known))])
+        return known[name]
+
+    return find
+
+
+def _wrap_module(thing: Any, name: str) -> type[Model] | None:
+    """A user's ``nn.Module`` class as a model: its settings are the arguments of its constructor."""
+    if not (inspect.isclass(thing) and issubclass(thing, nn.Module)):
+        return None
+
+    class Own(Model):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+
+        def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+            offered = {"shape": shape, "classes": classes}
+            net: nn.Module = _call(thing, dict(self.__pydantic_extra__ or {}), offered, "model")
+            return net
+
+    return Own
+
+
+def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
+    """A user's function as a partition: ``f(y, clients, rng, **settings)`` returns the owner of each row."""
+    if not callable(thing):
+        return None
+
+    class Own(Partition):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+
+        def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
+            offered = {"y": y, "classes": classes, "rng": rng, "client": client, "clients": self.clients}
+            owner = np.asarray(_call(thing, dict(self.__pydantic_extra__ or {}), offered, "partition"))
+            if owner.shape != y.shape or owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= self.clients:
+                what = f"'{name}' must return for each of the {len(y)} rows a client in 0..{self.clients - 1}"
+                got = f"got {owner.dtype} of shape {owner.shape}"
+                raise ConfigError([Fault("partition.kind", f"{what} ({got})")])
+            return Assignment(owner.astype(np.int64), self.clients, ())
+
+    return Own
+
+
+def _wrap_source(thing: Any, name: str) -> type[Source] | None:
+    """A user's function as a data source: it returns ``Arrays``, or (x, y)."""
+    if not callable(thing):
+        return None
+
+    class Own(Source):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+
+        def load(self, root: Path, seed: int) -> Arrays:
+            result = _call(thing, dict(self.__pydantic_extra__ or {}), {"root": root, "seed": seed}, "data")
+            return result if isinstance(result, Arrays) else from_arrays(*result, name=name, seed=seed)
+
+    return Own
+
+
+def _call(thing: Any, settings: dict[str, Any], offered: dict[str, Any], section: str) -> Any:
+    """Call the user's ``thing`` with its settings and whatever of ``offered`` it has a parameter for."""
+    takes = inspect.signature(thing).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    unknown = [] if anything else [k for k in settings if k not in takes]
+    if unknown:
+        raise ConfigError([Fault(f"{section}.{k}", "unknown key", nearest(k, takes)) for k in unknown])
+    given = {k: v for k, v in offered.items() if anything or k in takes} | settings
+    missing = [n for n, p in takes.items() if p.default is p.empty and n not in given and p.kind not in (2, 4)]
+    if missing:
+        raise ConfigError([Fault(f"{section}.{n}", "required") for n in missing])
+    return thing(**given)
+
+
+_CHOOSE: dict[str, Callable[[str, str], Any]] = {
+    "data": _finder(Source, "fedloom.data.sources", "data source", _wrap_source),
+    "partition": _finder(Partition, "fedloom.data.partition", "partition", _wrap_partition),
+    "model": _finder(Model, "fedloom.models", "model", _wrap_module),
+    "algorithm": find_algorithm,
+    "topology": _finder(Topology, "fedloom.engine.exchange", "topology", None),
+}
+
+
+# -- from settings back to text ------------------------------------------------------------------
+def as_table(config: Config) -> dict[str, Any]:
+    """The complete experiment, every default written out; parsing it gives the same config."""
+    table: dict[str, Any] = _plain(config.basics)
+    for section in (*_KEYS, *_PLAIN):
+        spec = getattr(config, section)
+        if spec is not None:
+            name = {_KEYS[section]: config.kinds[section]} if section in _KEYS else {}
+            table[section] = name | _plain(spec)
+    if config.local.steps is not None:
+        table["local"].pop("epochs")
+    if config.algorithm.family == "gossip":
+        table.pop("cohort")
+    return table
+
+
+def _plain(spec: Spec) -> dict[str, Any]:
+    return {k: v for k, v in spec.model_dump(mode="json").items() if v is not None}
+
+
+def as_toml(config: Config) -> str:
+    """The complete experiment as TOML."""
+    return tomli_w.dumps(as_table(config))
+
+
+def config_hash(config: Config) -> str:
+    """The name of what is computed: settings that cannot change a number are not in it."""
+    table = as_table(config)
+    for section in ("checkpoint", "name"):
+        table.pop(section, None)
+    table["engine"].pop("store")
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,446 @@
+"""Getting published sets: from the publisher, resumed and verified, or from files the user already has.
+
+Nothing is downloaded unless ``get`` is called. A file appears under its final name only once it is whole.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from fedloom.data.files import LAYOUTS, Layout, places_below, read_published
+from fedloom.errors import DataError, StorageError, nearest
+
+Report: TypeAlias = Callable[[int, int], None]  # bytes that are here, bytes in all
+_BLOCK = 1 << 18
+# URLError, timeouts and resets are OSErrors; an address that makes no sense is a ValueError
+_NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)
+
+
+class Remote(NamedTuple):
+    """One file as its publisher offers it."""
+
+    file: str
+    size: int
+    sha256: str
+
+
+class Published(NamedTuple):
+    """A set, the places that offer it, and the folders in which people usually keep it."""
+
+    layout: Layout
+    bases: tuple[str, ...]  # tried in order
+    remotes: tuple[Remote, ...]
+    folders: tuple[str, ...] = ()
+
+    @property
+    def archived(self) -> bool:
+        """Whether the publisher packs the files into one archive."""
+        return self.remotes[0].file.endswith(".tar.gz")
+
+    @property
+    def folder_names(self) -> tuple[str, ...]:
+        return (".", self.layout.folder, self.layout.name, *self.folders)
+
+
+PUBLISHED: dict[str, Published] = {
+    "mnist": Published(
+        LAYOUTS["mnist"],
+        ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
+        (
+            Remote(
+                "train-images-idx3-ubyte.gz",
+                9_912_422,
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            ),
+            Remote(
+                "train-labels-idx1-ubyte.gz",
+                28_881,
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            ),
+            Remote(
+                "t10k-images-idx3-ubyte.gz",
+                1_648_877,
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            ),
+            Remote(
+                "t10k-labels-idx1-ubyte.gz",
+                4_542,
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            ),
+        ),
+        ("raw", "MNIST/raw", "MNIST"),
+    ),
+    "fashion_mnist": Published(
+        LAYOUTS["fashion_mnist"],
+        (
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion",
+        ),
+        (
+            Remote(
+                "train-images-idx3-ubyte.gz",
+                26_421_880,
+                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            ),
+            Remote(
+                "train-labels-idx1-ubyte.gz",
+                29_515,
+                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            ),
+            Remote(
+                "t10k-images-idx3-ubyte.gz",
+                4_422_102,
+                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            ),
+            Remote(
+                "t10k-labels-idx1-ubyte.gz",
+                5_148,
+                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            ),
+        ),
+        ("raw", "FashionMNIST/raw", "FashionMNIST", "data/fashion"),
+    ),
+    "cifar10": Published(
+        LAYOUTS["cifar10"],
+        ("https://www.cs.toronto.edu/~kriz",),
+        (
+            Remote(
+                "cifar-10-binary.tar.gz",
+                170_052_171,
+                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            ),
+        ),
+    ),
+    "cifar100": Published(
+        LAYOUTS["cifar100"],
+        ("https://www.cs.toronto.edu/~kriz",),
+        (
+            Remote(
+                "cifar-100-binary.tar.gz",
+                168_513_733,
+                "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+            ),
+        ),
+    ),
+}
+
+
+def get(
+    name: str,
+    root: Path,
+    report: Report | None = None,
+    *,
+    base_url: str | None = None,
+    published: Mapping[str, Published] = PUBLISHED,
+    timeout: float = 30.0,
+) -> Path:
+    """Downloads a published set below ``root``, unless it is there already, and returns its folder.
+
+    ``base_url`` replaces the publisher's addresses: files are taken from ``base_url/FILE``. What an interrupted
+    download left in FILE.part is continued.
+    """
+    chosen = _known(name, published)
+    layout, folder = chosen.layout, root / chosen.layout.folder
+    if _is_whole(layout, root):
+        return folder
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    bases = (base_url.rstrip("/"),) if base_url else chosen.bases
+    total = sum(remote.size for remote in chosen.remotes)
+    before = 0
+    for remote in chosen.remotes:
+        part, final = folder / f"{remote.file}.part", folder / remote.file
+        if chosen.archived or _fault(final, remote):
+            urls = [f"{base}/{remote.file}" for base in bases]
+            _download(layout.name, remote, urls, part, partial(_tell, report, before, total), timeout)
+            if chosen.archived:
+                _install(_unpacked(part, layout, folder))
+                part.unlink()
+            else:
+                with _writing(final):
+                    part.replace(final)
+        before += remote.size
+        _tell(report, before, total, 0)
+    read_published(layout, places_below(layout, root))
+    return folder
+
+
+def import_files(name: str, directory: Path, root: Path, *, published: Mapping[str, Published] = PUBLISHED) -> Path:
+    """Copies a published set out of ``directory`` (or out of the publisher's archive), and returns its new folder.
+
+    The files may lie in the folder itself or in one of the usual sub-folders; idx files may be uncompressed.
+    They are read and checked before anything is copied.
+    """
+    chosen = _known(name, published)
+    layout, folder = chosen.layout, root / chosen.layout.folder
+    if not directory.exists():
+        raise DataError(f"{directory}: no such folder (looked for {directory.absolute()})")
+    if directory.is_file() and not chosen.archived:
+        raise DataError(f"{directory}: is a file; give the folder that holds {', '.join(layout.files)}")
+    archive = directory if directory.is_file() else _archive_in(directory, chosen)
+    found = {} if directory.is_file() else _found_in(directory, chosen)
+    missing = [file for file in layout.files if file not in found]
+    if missing and archive is None:
+        raise DataError(_missing_message(chosen, directory, missing))
+    if not missing:
+        read_published(layout, found)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if missing:
+        assert archive is not None
+        _install(_unpacked(archive, layout, folder))
+    else:
+        _install(_copied(found, folder))
+    return folder
+
+
+def _tell(report: Report | None, before: int, total: int, here: int) -> None:
+    if report is not None:
+        report(before + here, total)
+
+
+def _known(name: str, published: Mapping[str, Published]) -> Published:
+    key = name.replace("-", "_")
+    if key not in published:
+        raise DataError(f"no published data set is called '{name}' ({nearest(key, published)})")
+    return published[key]
+
+
+def _is_whole(layout: Layout, root: Path) -> bool:
+    try:
+        read_published(layout, places_below(layout, root))
+    except DataError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------- downloading
+
+
+def _download(
+    name: str, remote: Remote, urls: list[str], part: Path, tell: Callable[[int], None], timeout: float
+) -> None:
+    """Makes ``part`` the whole and verified file, trying one address after the other."""
+    if not _fault(part, remote):
+        return
+    if _size(part) >= remote.size:
+        part.unlink()
+    troubles: list[str] = []
+    for url in urls:
+        again = True
+        while again:
+            before, resumed = _size(part), False
+            try:
+                resumed = _receive(url, remote, part, tell, timeout)
+                trouble = _fault(part, remote)
+            except _NETWORK_ERRORS as error:
+                trouble = _told(error)
+            if not trouble:
+                return
+            if _size(part) >= remote.size:  # all bytes, but wrong ones; perhaps only those from an earlier run
+                part.unlink()
+                again = resumed
+            else:  # a connection that broke is taken up again for as long as it brings something
+                again = _size(part) > before or (before > 0 and _size(part) == 0)
+        troubles.append(f"{url}: {trouble}")
+    kept = f"\n  {_size(part)} bytes are kept, and the same command continues from there" if _size(part) else ""
+    raise DataError(
+        f"data '{name}' could not be downloaded\n  " + "\n  ".join(troubles) + kept + "\n"
+        f"  if you can get the files some other way:  fedloom data import {name} DIR"
+    )
+
+
+def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], timeout: float) -> bool:
+    """Adds what the address gives to ``part``, from where it stopped if the server can; says whether it could."""
+    have = _size(part)
+    headers = {"User-Agent": "fedloom"} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            part.unlink(missing_ok=True)
+        raise
+    with answer:
+        resumed = bool(answer.status == http.client.PARTIAL_CONTENT)
+        if resumed and not re.match(rf"bytes {have}-", answer.headers.get("Content-Range", "")):
+            part.unlink(missing_ok=True)
+            raise http.client.HTTPException(f"asked for bytes {have}-, got {answer.headers.get('Content-Range')}")
+        have = have if resumed else 0
+        length = answer.headers.get("Content-Length")
+        if length is not None and have + int(length) != remote.size:
+            raise http.client.HTTPException(f"expected {remote.size} bytes, the server offers {have + int(length)}")
+        tell(have)
+        with _writing(part):
+            out = part.open("ab" if resumed else "wb")
+        with out:
+            while have <= remote.size and (block := answer.read(_BLOCK)):
+                with _writing(part):
+                    out.write(block)
+                    out.flush()  # here, so that a full disk is not mistaken for a broken network
+                have += len(block)
+                tell(min(have, remote.size))
+    return resumed
+
+
+def _fault(path: Path, remote: Remote) -> str:
+    """What is wrong with a file that should be the publisher's; nothing if it is."""
+    size = _size(path)
+    if size != remote.size:
+        return f"expected {remote.size} bytes, got {size}{' or more' if size > remote.size else ''}"
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return "" if found == remote.sha256 else f"expected sha256 {remote.sha256}, got {found}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server answers {error.code} {error.reason}"
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    return str(reason) or type(reason).__name__
+
+
+# ----------------------------------------------------------------------------------------------- importing
+
+
+def _found_in(directory: Path, chosen: Published) -> dict[str, Path]:
+    """Where the files of the set lie, in that one of the usual folders which has the most of them."""
+    finds = [_files_in(directory / name, chosen.layout) for name in chosen.folder_names]
+    return max(finds, key=len)
+
+
+def _files_in(folder: Path, layout: Layout) -> dict[str, Path]:
+    near = {file: [folder / word for word in _spellings(file) if (folder / word).is_file()] for file in layout.files}
+    return {file: paths[0] for file, paths in near.items() if paths}
+
+
+def _spellings(file: str) -> list[str]:
+    """The names under which a file is met: as published, unpacked, and as some unpackers write it."""
+    plain = file.removesuffix(".gz")
+    return list(dict.fromkeys([file, plain, plain.replace("-idx", ".idx")]))
+
+
+def _archive_in(directory: Path, chosen: Published) -> Path | None:
+    if not chosen.archived:
+        return None
+    paths = [directory / name / chosen.remotes[0].file for name in chosen.folder_names]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _missing_message(chosen: Published, directory: Path, missing: list[str]) -> str:
+    looked = ", ".join(str(directory / name) for name in chosen.folder_names)
+    pickled = [path for path in sorted(directory.glob("cifar-*")) if re.search(r"python|-py$", path.name)]
+    hint = f"\n  {pickled[0]} is the Python version; the binary version is needed" if pickled else ""
+    archive = f" (or {chosen.remotes[0].file})" if chosen.archived else ""
+    return (
+        f"data '{chosen.layout.name}' cannot be imported: no {', '.join(missing)}{archive}\n  looked in {looked}{hint}"
+    )
+
+
+def _copied(found: Mapping[str, Path], folder: Path) -> dict[Path, Path]:
+    """Copies beside their final places; an idx file that is not compressed is, so that one layout is enough."""
+    staged: dict[Path, Path] = {}
+    try:
+        for file, path in found.items():
+            new, final = folder / f"{file}.new", folder / file
+            if final.exists() and final.samefile(path):
+                continue
+            staged[new] = final
+            with _writing(new), path.open("rb") as source, new.open("wb") as out:
+                if file.endswith(".gz") and source.peek(2)[:2] != b"\x1f\x8b":
+                    with gzip.GzipFile("", "wb", 6, out, mtime=0) as packed:
+                        shutil.copyfileobj(source, packed, _BLOCK)
+                else:
+                    shutil.copyfileobj(source, out, _BLOCK)
+    except BaseException:
+        _discard(staged)
+        raise
+    return staged
+
+
+def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
+    """The set's files out of its archive, read and checked, beside their final places.
+
+    Members are chosen by exact name and copied as bytes: no name, link or mode in the archive is believed.
+    """
+    sizes = {part.files[0]: part.rows * layout.record for part in layout.parts}
+    members = {f"{layout.folder}/{file}": file for file in sizes}
+    staged: dict[Path, Path] = {}
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                file = members.get(member.name.removeprefix("./"))
+                if file is None:
+                    continue
+                if not member.isreg() or member.size != sizes[file]:
+                    raise DataError(
+                        f"{archive}: '{member.name}' must be a plain file of {sizes[file]} bytes (found {member.size})"
+                    )
+                content = tar.extractfile(member)
+                assert content is not None
+                new = folder / f"{file}.new"
+                staged[new] = folder / file
+                with _writing(new):
+                    out = new.open("wb")
+                with out:
+                    while block := content.read(_BLOCK):
+                        with _writing(new):
+                            out.write(block)
+                            out.flush()
+        missing = [name for name, file in members.items() if folder / f"{file}.new" not in staged]
+        if missing:
+            raise DataError(f"{archive}: does not hold {', '.join(missing)}")
+        try:
+            read_published(layout, {file: folder / f"{file}.new" for file in sizes})
+        except DataError as error:
+            raise DataError(f"{archive}: {error}") from error
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        _discard(staged)
+        raise DataError(f"{archive}: damaged ({_size(archive)} bytes): {error}") from error
+    except BaseException:
+        _discard(staged)
+        raise
+    return staged
+
+
+def _install(staged: Mapping[Path, Path]) -> None:
+    """Moves whole files to their final names, each in one step."""
+    try:
+        for new, final in staged.items():
+            with _writing(final):
+                new.replace(final)
+    finally:
+        _discard(staged)
+
+
+def _discard(staged: Mapping[Path, Path]) -> None:
+    for new in staged:
+        new.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the disk refuses inside is told as a StorageError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {os.strerror(error.errno) if error.errno else error}"
+        ) from error

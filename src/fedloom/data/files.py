@@ -1,0 +1,645 @@
+"""Readers: each turns files into rows, or says which file is wrong, where in it, and what was expected."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib.util
+import math
+import os
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from fedloom.data.arrays import Ints
+from fedloom.errors import DataError, nearest
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Place: TypeAlias = Callable[[int], str]  # where a row lies, in words
+
+
+class Rows(NamedTuple):
+    """What a reader found, before it is settled which rows are for the test."""
+
+    x: NDArray[Any]
+    y: Ints
+    labels: tuple[str, ...]
+    test: NDArray[np.bool_] | None = None  # None: the files do not say
+    client: Ints | None = None
+
+
+def default_root() -> Path:
+    """The folder of all data: $FEDLOOM_DATA, else fedloom/data below the user's cache folder."""
+    chosen = os.environ.get("FEDLOOM_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "fedloom" / "data"
+
+
+# ------------------------------------------------------------------------------------------- published sets
+
+
+class Part(NamedTuple):
+    """Some rows of a published set: an idx pair (images, labels), or one file of fixed-length records."""
+
+    files: tuple[str, ...]
+    rows: int
+    test: bool
+
+
+class Layout(NamedTuple):
+    """How a published set lies on disk."""
+
+    name: str
+    folder: str
+    shape: tuple[int, int, int]
+    parts: tuple[Part, ...]
+    classes: tuple[tuple[str, ...], ...]  # the class names, for each label a row has
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(file for part in self.parts for file in part.files)
+
+    @property
+    def record(self) -> int:
+        """The bytes of one record: its labels, then its pixels."""
+        return len(self.classes) + math.prod(self.shape)
+
+
+DIGIT_NAMES = tuple("0123456789")
+FASHION_NAMES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+COARSE_NAMES = tuple(
+    """aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
+    household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes
+    large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees
+    vehicles_1 vehicles_2""".split()  # noqa: SIM905
+)
+FINE_NAMES = tuple(
+    """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()  # noqa: SIM905
+)
+
+
+def idx_layout(name: str, folder: str, classes: tuple[str, ...], train: int = 60_000, test: int = 10_000) -> Layout:
+    """The layout of MNIST and of the sets made in its image."""
+    pair = "{0}-images-idx3-ubyte.gz", "{0}-labels-idx1-ubyte.gz"
+    parts = (
+        Part(tuple(file.format("train") for file in pair), train, False),
+        Part(tuple(file.format("t10k") for file in pair), test, True),
+    )
+    return Layout(name, folder, (1, 28, 28), parts, (classes,))
+
+
+def cifar10_layout(batch: int = 10_000) -> Layout:
+    """The layout of the binary version of CIFAR-10, with ``batch`` rows in each of its six files."""
+    train = tuple(Part((f"data_batch_{i}.bin",), batch, False) for i in range(1, 6))
+    parts = (*train, Part(("test_batch.bin",), batch, True))
+    return Layout("cifar10", "cifar-10-batches-bin", (3, 32, 32), parts, (CIFAR10_NAMES,))
+
+
+def cifar100_layout(train: int = 50_000, test: int = 10_000) -> Layout:
+    """The layout of the binary version of CIFAR-100, whose rows have a coarse and a fine label."""
+    parts = (Part(("train.bin",), train, False), Part(("test.bin",), test, True))
+    return Layout("cifar100", "cifar-100-binary", (3, 32, 32), parts, (COARSE_NAMES, FINE_NAMES))
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        idx_layout("mnist", "mnist", DIGIT_NAMES),
+        idx_layout("fashion_mnist", "fashion-mnist", FASHION_NAMES),
+        cifar10_layout(),
+        cifar100_layout(),
+    )
+}
+
+
+def missing_files(layout: Layout, root: Path) -> list[str]:
+    """The files of a published set that are not below ``root``."""
+    return [file for file in layout.files if not (root / layout.folder / file).is_file()]
+
+
+def places_below(layout: Layout, root: Path) -> dict[str, Path]:
+    """Where each file of a published set lies below ``root``; if any is missing, a DataError with the way to get it."""
+    missing = missing_files(layout, root)
+    if missing:
+        raise DataError(
+            f"data '{layout.name}' is not here: no {', '.join(missing)} in {root / layout.folder}\n"
+            f"  download it:                 fedloom data get {layout.name}\n"
+            f"  or take files you have:      fedloom data import {layout.name} DIR"
+        )
+    return {file: root / layout.folder / file for file in layout.files}
+
+
+def read_published(layout: Layout, places: Mapping[str, Path], column: int = 0) -> Rows:
+    """All rows of a published set, every file of it checked, with label ``column`` as the class."""
+    counts = [part.rows for part in layout.parts]
+    x = np.empty((sum(counts), *layout.shape), np.uint8)
+    y = np.empty((sum(counts), len(layout.classes)), np.uint8)
+    start = 0
+    for part in layout.parts:
+        rows = slice(start, start + part.rows)
+        files = [places[file] for file in part.files]
+        if len(files) == 2:
+            x[rows] = read_idx(files[0], (part.rows, *layout.shape[1:]))[:, None]
+            y[rows] = read_idx(files[1], (part.rows,))[:, None]
+        else:
+            x[rows], y[rows] = read_records(files[0], layout.shape, len(layout.classes), part.rows)
+        for labels, names in zip(y[rows].T, layout.classes, strict=True):
+            if labels.max() >= len(names):
+                bad = int(np.argmax(labels >= len(names)))
+                raise DataError(
+                    f"{files[-1]}: labels must lie in 0..{len(names) - 1} (got {labels[bad]} in row {bad}); "
+                    "the file is damaged or is another set"
+                )
+        start = rows.stop
+    test = np.repeat([part.test for part in layout.parts], counts)
+    return Rows(x, y[:, column].astype(np.int64), layout.classes[column], test)
+
+
+def read_idx(path: Path, shape: tuple[int, ...] | None = None) -> Bytes:
+    """The unsigned bytes of an idx file, plain or gzip (told by its content), of exactly ``shape`` if that is given."""
+    with _readable(path), _plain(path) as file:
+        magic = file.read(4)
+        if len(magic) < 4 or magic[:3] != b"\0\0\x08" or magic[3] == 0:
+            raise DataError(
+                f"{path}: is not an idx file of unsigned bytes: it must begin with 00 00 08 and the number of "
+                f"dimensions (got {magic.hex(' ') or 'an empty file'})"
+            )
+        header = file.read(4 * magic[3])
+        if len(header) < 4 * magic[3]:
+            raise DataError(f"{path}: truncated: expected {4 + 4 * magic[3]} header bytes, found {4 + len(header)}")
+        found = tuple(int(n) for n in np.frombuffer(header, ">u4"))
+        if shape is not None and found != shape:
+            raise DataError(f"{path}: must hold {_by(shape)} bytes of data (its header says {_by(found)})")
+        size = math.prod(found)
+        body = file.read(size + 1)  # one more than there should be: finds surplus bytes, and the checksum of gzip
+    if len(body) != size:
+        surplus = "at least " if len(body) > size else ""
+        raise DataError(
+            f"{path}: {'too long' if surplus else 'truncated'}: its header promises {_by(found)} = {size} bytes "
+            f"of data, found {surplus}{len(body)}"
+        )
+    return np.frombuffer(body, np.uint8).reshape(found)
+
+
+def read_records(path: Path, shape: tuple[int, ...], labels: int, rows: int | None = None) -> tuple[Bytes, Bytes]:
+    """The images and the labels of a file of records (label bytes, then pixels), ``rows`` of them if that is given."""
+    record = labels + math.prod(shape)
+    with _readable(path):
+        size = path.stat().st_size
+        expected = record * (max(1, round(size / record)) if rows is None else rows)
+        if size != expected:
+            raise DataError(
+                f"{path}: {'truncated' if size < expected else 'too long'}: expected {expected} bytes "
+                f"({expected // record} records of {record}), found {size}"
+            )
+        table = np.fromfile(path, np.uint8).reshape(-1, record)
+    return table[:, labels:].reshape(-1, *shape), table[:, :labels]
+
+
+def read_digits() -> Rows:
+    """The 1797 digits of 8x8 pixels that scikit-learn's wheel carries, read without importing scikit-learn."""
+    spec = importlib.util.find_spec("sklearn")
+    homes = [Path(home) for home in (spec.submodule_search_locations or [])] if spec else []
+    known = [home / "datasets" / "data" / "digits.csv.gz" for home in homes]
+    path = next((path for path in known if path.is_file()), None) or next(
+        (path for home in homes for path in home.rglob("digits.csv.gz")), None
+    )
+    if path is None:
+        raise DataError("data 'digits': scikit-learn's file digits.csv.gz was not found (pip install scikit-learn)")
+    with _readable(path), gzip.open(path, "rt") as file:
+        table = np.loadtxt(file, dtype=np.int64, delimiter=",", ndmin=2)
+    if table.shape[1] != 65 or not (table.min() >= 0 and table[:, :64].max() <= 16 and table[:, 64].max() <= 9):
+        raise DataError(f"{path}: must hold 64 pixels in 0..16 and a digit in each line (pip install scikit-learn)")
+    x = (table[:, :64] * 255 // 16).astype(np.uint8).reshape(-1, 1, 8, 8)
+    return Rows(x, table[:, 64], DIGIT_NAMES)
+
+
+# --------------------------------------------------------------------------------------------- arrays, npz
+
+NPZ_KEYS = ("x", "y", "client", "test")
+NPZ_SPLIT_KEYS = tuple(f"{key}_{split}" for key in ("x", "y", "client") for split in ("train", "test"))
+
+
+def read_npz(path: Path) -> Rows:
+    """The rows of an npz file: x, y, client, test; or x_train, y_train, x_test, y_test, client_train, client_test.
+
+    ``client`` and ``test`` are optional, and so is ``labels``, the names of the classes 0, 1, 2, ...
+    """
+    found = _npz_arrays(path)
+    for key in found:
+        if key not in (*NPZ_KEYS, *NPZ_SPLIT_KEYS, "labels"):
+            raise DataError(f"{path}: unknown array '{key}' ({nearest(key, (*NPZ_KEYS, *NPZ_SPLIT_KEYS, 'labels'))})")
+    whole, split = [key for key in found if key in NPZ_KEYS], [key for key in found if key in NPZ_SPLIT_KEYS]
+    if whole and split:
+        raise DataError(f"{path}: has both '{whole[0]}' and '{split[0]}' (use x and y, or x_train, y_train, ...)")
+    if split:
+        found = {**_joined(found, path), **({"labels": found["labels"]} if "labels" in found else {})}
+    for key in ("x", "y"):
+        if key not in found:
+            raise DataError(f"{path}: has no array '{key}' (it holds {', '.join(found) or 'nothing'})")
+    labels = tuple(str(name) for name in found["labels"].tolist()) if "labels" in found else None
+    return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path))
+
+
+def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    if not zipfile.is_zipfile(existing(path)):
+        raise DataError(f"{path}: is not a whole npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
+    with _readable(path), np.load(path, allow_pickle=False) as archive:
+        arrays = {}
+        for key in archive.files:
+            try:
+                arrays[key] = archive[key]
+            except ValueError as error:
+                raise DataError(
+                    f"{path}: array '{key}' cannot be read: {error} (save plain numbers or strings, not objects)"
+                ) from error
+        return arrays
+
+
+def _joined(found: Mapping[str, NDArray[Any]], path: Path) -> dict[str, NDArray[Any]]:
+    """The train arrays followed by the test arrays; without any test array, the train arrays alone."""
+    splits = ("train", "test") if any(key.endswith("_test") for key in found) else ("train",)
+    keys = [key for key in ("x", "y", "client") if any(f"{key}_{split}" in found for split in ("train", "test"))]
+    for key in keys:
+        for split in splits:
+            if f"{key}_{split}" not in found:
+                raise DataError(f"{path}: has no array '{key}_{split}' (it holds {', '.join(found)})")
+    for split in splits:
+        sizes = {key: len(np.atleast_1d(found[f"{key}_{split}"])) for key in keys}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{key}_{split} {size}" for key, size in sizes.items())
+            raise DataError(f"{path}: the {split} arrays must have equally many rows (got {told})")
+    try:
+        joined = {key: np.concatenate([found[f"{key}_{split}"] for split in splits]) for key in keys}
+    except ValueError as error:
+        raise DataError(f"{path}: the train and test arrays do not fit together: {error}") from error
+    if len(splits) == 2:
+        key = keys[0]
+        joined["test"] = np.repeat([False, True], [len(found[f"{key}_train"]), len(found[f"{key}_test"])])
+    return joined
+
+
+def rows_of_arrays(
+    x: NDArray[Any],
+    y: NDArray[Any],
+    client: NDArray[Any] | None,
+    test: NDArray[Any] | None,
+    labels: Sequence[str] | None,
+    at: str,
+) -> Rows:
+    """Arrays as a user holds them, as rows; a DataError, placed by ``at``, for what cannot be that."""
+    where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
+    examples = as_examples(x, at)
+    for name, column in (("y", y), ("client", client), ("test", test)):
+        if column is not None and column.shape not in ((len(x),), (len(x), 1)):
+            hint = " (of one-hot labels, take y.argmax(1))" if name == "y" and column.ndim == 2 else ""
+            raise DataError(
+                f"{at}: {name} must have one entry for each of the {len(x)} rows of x (got shape {column.shape}){hint}"
+            )
+    if labels is None:
+        codes, names = coded(y.reshape(-1), "label", where)
+    else:
+        codes, names = _whole_numbers(y.reshape(-1), "label", where), tuple(labels)
+        outside = (codes < 0) | (codes >= len(names))
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {codes[row]})")
+    holders = None if client is None else coded(client.reshape(-1), "client", where)[0]
+    return Rows(examples, codes, names, None if test is None else _flags(test.reshape(-1), where), holders)
+
+
+def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
+    """uint8 images as [n, C, H, W]; all other numbers as float32, their values unchanged.
+
+    Four dimensions are images: channels come first if the second dimension is 1 or 3, last if only the fourth
+    is, and first if neither is. Three dimensions of uint8 are grey images [n, H, W].
+    """
+    if x.dtype.kind not in "buif":
+        raise DataError(f"{at}: x must hold numbers (got {x.dtype})")
+    if x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    if x.dtype == np.uint8 and x.ndim == 3:
+        x = x[:, None]
+    if x.dtype == np.uint8 and x.ndim == 4:
+        return np.ascontiguousarray(x)
+    with np.errstate(over="ignore"):  # what overflows becomes infinite, which `checked` refuses by row
+        return np.ascontiguousarray(x, dtype=np.float32)
+
+
+def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[str, ...]]:
+    """The rank of each value among the sorted distinct ones (numbers by size, words by spelling), and their names."""
+    if column.dtype.kind in "US":
+        words = column if column.dtype.kind == "U" else np.char.decode(column, "utf-8", "replace")
+        distinct, codes = np.unique(words, return_inverse=True)
+        if "" in distinct:
+            raise DataError(f"{where(int(np.argmax(words == '')))}: the {what} is empty")
+        numbers = [_number(word) for word in distinct.tolist()]
+        if any(number is None for number in numbers):
+            return codes.reshape(-1).astype(np.int64), tuple(distinct.tolist())
+        for index, number in enumerate(numbers):
+            if not isinstance(number, int):
+                row = int(np.argmax(codes == index))
+                raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got '{distinct[index]}')")
+        values = sorted({number for number in numbers if isinstance(number, int)})
+        rank = {value: index for index, value in enumerate(values)}
+        ranks = np.array([rank[number] for number in numbers if isinstance(number, int)], np.int64)
+        return ranks[codes.reshape(-1)], tuple(str(value) for value in values)
+    distinct, codes = np.unique(_whole_numbers(column, what, where), return_inverse=True)
+    return codes.reshape(-1).astype(np.int64), tuple(str(value) for value in distinct.tolist())
+
+
+def _number(word: str) -> int | float | None:
+    """The number a word spells, as an int where it is whole; None for any other word."""
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return int(number) if math.isfinite(number) and number.is_integer() else number
+
+
+def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> Ints:
+    if column.dtype.kind == "f":
+        bad = ~np.isfinite(column) | (column != np.floor(column))
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got {column[row]})")
+    elif column.dtype.kind not in "bui":
+        raise DataError(f"{where(0)}: the {what} must be a whole number or a word (got {column.dtype})")
+    return column.astype(np.int64)
+
+
+def _flags(test: NDArray[Any], where: Place) -> NDArray[np.bool_]:
+    if test.dtype.kind not in "bui" or ((test != 0) & (test != 1)).any():
+        row = 0 if test.dtype.kind not in "bui" else int(np.argmax((test != 0) & (test != 1)))
+        raise DataError(f"{where(row)}: test must be true or false (got {test[row]})")
+    return test.astype(np.bool_)
+
+
+# -------------------------------------------------------------------------------------------------- tables
+
+
+class Columns(NamedTuple):
+    """Which columns of a table are not features."""
+
+    label: str
+    client: str | None = None
+    split: str | None = None
+
+    def features(self, names: Sequence[str], at: str) -> list[str]:
+        """The other columns, all of which must be features."""
+        for index, name in enumerate(names):
+            if not name:
+                raise DataError(
+                    f"{at}: column {index + 1} has no name (if it numbers the rows, leave it out: "
+                    "to_csv(..., index=False))"
+                )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"{at}: column '{twice[0]}' occurs twice")
+        for field, name in self._asdict().items():
+            if name is not None and name not in names:
+                raise DataError(f"{at}: has no column '{name}', named by {field} ({nearest(name, names)})")
+        rest = [name for name in names if name not in self]
+        if not rest:
+            raise DataError(f"{at}: has no column of features beside {', '.join(names)}")
+        return rest
+
+
+def read_csv(path: Path, columns: Columns) -> Rows:
+    """The rows of a CSV file with a header line: numbers in every column that ``columns`` does not name."""
+    cells: array[float] = array("d")
+    named: dict[str, list[str]] = {name: [] for name in columns if name is not None}
+    lines: list[int] = []
+    records = _csv_records(existing(path))
+    header = [name.strip() for name in next(records, (0, []))[1]]
+    if not header:
+        raise DataError(f"{path}: is empty (its first line must name the columns)")
+    features = columns.features(header, str(path))
+    positions = [header.index(name) for name in features]
+    spots = {name: header.index(name) for name in named}
+    for line, row in records:
+        if len(row) != len(header):
+            raise DataError(f"{path}, line {line}: has {len(row)} cells where the header has {len(header)}")
+        try:
+            cells.extend([float(row[position]) for position in positions])
+        except ValueError:
+            bad = next(name for name, p in zip(features, positions, strict=True) if _number(row[p]) is None)
+            raise DataError(
+                f"{path}, line {line}, column '{bad}': is not a number (got {row[header.index(bad)]!r}); "
+                "encode words as numbers, or drop the column"
+            ) from None
+        for name, spot in spots.items():
+            named[name].append(row[spot].strip())
+        lines.append(line)
+    if not lines:
+        raise DataError(f"{path}: has a header but no rows")
+    with np.errstate(over="ignore"):
+        x = np.frombuffer(cells, np.float64).reshape(-1, len(features)).astype(np.float32)
+    where: Place = lambda row: f"{path}, line {lines[row]}"  # noqa: E731
+    return _table_rows(x, features, {name: np.array(words) for name, words in named.items()}, columns, where)
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each record with the number of the line it ends on; a blank line is no record."""
+    with _readable(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            yield from ((reader.line_num, row) for row in reader if row)
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: is not well-formed CSV: {error}") from error
+
+
+def read_parquet(path: Path, columns: Columns) -> Rows:
+    """The rows of a Parquet file: numbers in every column that ``columns`` does not name."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
+    try:
+        table = pq.ParquetFile(existing(path)).read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    # pandas stores its row index as such a column; the rows' numbers are no feature
+    names = [name for name in table.column_names if not name.startswith("__index_level_")]
+    features = columns.features(names, str(path))
+    if not table.num_rows:
+        raise DataError(f"{path}: has no rows")
+    for name in names:
+        if table[name].null_count:
+            row = int(np.argmax(table[name].is_null().to_numpy()))
+            raise DataError(f"{path}, row {row}, column '{name}': is missing (fill it or drop the row)")
+    x = np.empty((table.num_rows, len(features)), np.float32)
+    for index, name in enumerate(features):
+        kind = table[name].type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise DataError(f"{path}, column '{name}': must hold numbers (got {kind}); encode or drop it")
+        with np.errstate(over="ignore"):
+            x[:, index] = table[name].to_numpy()
+    named = {name: np.array(table[name].to_pylist()) for name in columns if name is not None}
+    return _table_rows(x, features, named, columns, lambda row: f"{path}, row {row}")
+
+
+def _table_rows(
+    x: NDArray[np.float32],
+    features: Sequence[str],
+    named: Mapping[str, NDArray[Any]],
+    columns: Columns,
+    where: Place,
+) -> Rows:
+    if not np.isfinite(x).all():
+        row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
+        raise DataError(f"{where(row)}, column '{features[column]}': is not a finite number (got {x[row, column]})")
+    y, labels = coded(named[columns.label], f"label (column '{columns.label}')", where)
+    client = test = None
+    if columns.client is not None:
+        client, _ = coded(named[columns.client], f"client (column '{columns.client}')", where)
+    if columns.split is not None:
+        words = np.char.lower(named[columns.split].astype(str))
+        odd = ~np.isin(words, ("train", "test"))
+        if odd.any():
+            row = int(np.argmax(odd))
+            raise DataError(f"{where(row)}, column '{columns.split}': must be train or test (got {str(words[row])!r})")
+        test = words == "test"
+    return Rows(x, y, labels, test, client)
+
+
+# -------------------------------------------------------------------------------------------------- images
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+
+
+def read_images(folder: Path, size: int | None, channels: int) -> Rows:
+    """The images below ``folder``: [train|test/][client/]class/image, the depth telling whether there are clients."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder of images (looked for {folder.absolute()})")
+    splits = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    divided = "train" in splits and splits <= {"train", "test"}
+    listed = _image_paths(folder)
+    inner = [parts[1:] if divided else parts for parts in listed]
+    form = ("train|test/" if divided else "") + "[client/]class/image"
+    for parts, rest in zip(listed, inner, strict=True):
+        if len(rest) not in (2, 3):
+            raise DataError(f"{folder.joinpath(*parts)}: does not lie at {form} below {folder}")
+        if len(rest) != len(inner[0]):
+            raise DataError(
+                f"{folder.joinpath(*parts)} and {folder.joinpath(*listed[0])}: lie at different depths; every image "
+                f"must be at {form} below {folder}, with client folders everywhere or nowhere"
+            )
+    pixels = _stacked([folder.joinpath(*parts) for parts in listed], size, channels)
+    where: Place = lambda row: str(folder.joinpath(*listed[row]))  # noqa: E731
+    y, labels = coded(np.array([rest[-2] for rest in inner]), "class folder", where)
+    client = coded(np.array([rest[0] for rest in inner]), "client folder", where)[0] if len(inner[0]) == 3 else None
+    test = np.array([parts[0] == "test" for parts in listed]) if divided and "test" in splits else None
+    return Rows(pixels, y, labels, test, client)
+
+
+def _image_paths(folder: Path) -> list[tuple[str, ...]]:
+    """The place of every image below the folder, in order of name; a stranger beside images is refused."""
+    files = sorted(path.relative_to(folder).parts for path in folder.rglob("*") if path.is_file())
+    files = [parts for parts in files if not any(part.startswith(".") for part in parts) and parts[-1] != "Thumbs.db"]
+    images = [parts for parts in files if parts[-1].lower().endswith(SUFFIXES)]
+    if not images:
+        raise DataError(f"{folder}: holds no images (looked for {', '.join(SUFFIXES)})")
+    homes = {parts[:-1] for parts in images}
+    for parts in files:
+        if parts[:-1] in homes and not parts[-1].lower().endswith(SUFFIXES):
+            raise DataError(f"{folder.joinpath(*parts)}: is not an image ({', '.join(SUFFIXES)}); remove it")
+    return images
+
+
+def _stacked(paths: Sequence[Path], size: int | None, channels: int) -> Bytes:
+    first = _pixels(paths[0], size, channels)
+    stack = np.empty((len(paths), *first.shape), np.uint8)
+    for index, path in enumerate(paths):
+        pixels = _pixels(path, size, channels)
+        if pixels.shape != first.shape:
+            got, want = ("x".join(str(n) for n in shape[:0:-1]) for shape in (pixels.shape, first.shape))
+            raise DataError(
+                f"{path}: is {got} pixels where {paths[0]} is {want}; images must be of one size "
+                f"(or give size, as in size = {min(first.shape[1:])})"
+            )
+        stack[index] = pixels
+    return stack
+
+
+def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
+    """One image as [C, H, W], upright."""
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: cannot be read as an image: {error}") from error
+    if size is not None:
+        upright = upright.resize((size, size), Image.Resampling.BILINEAR)
+    pixels = np.asarray(upright, np.uint8)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def existing(path: Path) -> Path:
+    """The path, if a file lies there."""
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else f"no such file (looked for {path.absolute()})"
+        raise DataError(f"{path}: {what}")
+    return path
+
+
+@contextmanager
+def _plain(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
+    """The file's content, unpacked where it is gzip, whatever its name says."""
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        if zipped:
+            with gzip.open(raw) as file:
+                yield file
+        else:
+            yield raw
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Whatever goes wrong inside while reading is told as a DataError about ``path``."""
+    try:
+        yield
+    except EOFError as error:
+        raise DataError(f"{path}: truncated: the gzip stream in its {path.stat().st_size} bytes has no end") from error
+    except (gzip.BadGzipFile, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: damaged: {error} ({path.stat().st_size} bytes)") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(n) for n in shape)

@@ -1,0 +1,405 @@
+"""Where rows come from: the built-in digits, four published sets, and the user's own files and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field, field_validator, model_validator
+from torch.utils.data import Dataset, IterableDataset
+from typing_extensions import override
+
+from fedloom import rng
+from fedloom.data.arrays import Arrays, Ints, checked
+from fedloom.data.files import (
+    LAYOUTS,
+    Columns,
+    Layout,
+    Rows,
+    places_below,
+    read_csv,
+    read_digits,
+    read_images,
+    read_npz,
+    read_parquet,
+    read_published,
+    rows_of_arrays,
+)
+from fedloom.errors import DataError
+from fedloom.schema import Kind
+
+TEST_SHARE = 0.2
+Scale = tuple[tuple[float, ...], tuple[float, ...]]  # the mean and the std of each channel
+
+
+class Source(Kind):
+    """Where the rows come from; ``load`` gives them as checked arrays."""
+
+    pool: Annotated[bool, Field(description="put train and test rows together, so that no row is a test row")] = False
+    augment: Annotated[
+        Literal["none", "flip", "crop_flip"], Field(description="what is done to training images, by chance, each time")
+    ] = "none"
+    normalise: Annotated[
+        Literal["default", "half"],
+        Field(description="default: the set's own mean and deviation; half: from [0, 1] to [-1, 1]"),
+    ] = "default"
+
+    @property
+    def name(self) -> str:
+        """What the data is called in messages."""
+        return self.kind
+
+    def read(self, root: Path) -> Rows:
+        """The rows as the files have them."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it reads its rows")
+
+    def test_rows(self, rows: Rows, seed: int) -> NDArray[np.bool_]:
+        """Which rows are kept for the common test: those the data marks, else a drawn share."""
+        return drawn_test_rows(rows.y, TEST_SHARE, seed) if rows.test is None else rows.test
+
+    def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
+        """The default mean and std of each channel."""
+        return pixel_scale(x, test)
+
+    @property
+    def standardises(self) -> bool:
+        """Whether each feature is given mean 0 and std 1."""
+        return False
+
+    def load(self, root: Path, seed: int) -> Arrays:
+        """The data, from files below ``root`` (or where ``path`` says), with its test rows settled by ``seed``."""
+        rows = self.read(root)
+        images = rows.x.ndim == 4
+        for field, value, neutral in (("augment", self.augment, "none"), ("normalise", self.normalise, "default")):
+            if value != neutral and not images:
+                raise DataError(
+                    f"data '{self.name}': {field} = '{value}' is for images [n, C, H, W] "
+                    f"(got rows of shape {rows.x.shape[1:]}); leave it at '{neutral}'"
+                )
+        test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
+        if self.normalise == "half":
+            mean, std = ((0.5,) * rows.x.shape[1],) * 2
+        else:
+            mean, std = self.scale(rows.x, test)
+        x = standardised(rows.x, test) if self.standardises else rows.x
+        return checked(Arrays(self.name, x, rows.y, test, rows.labels, mean, std, rows.client))
+
+
+class Undivided(Source):
+    """A source whose publisher does not say which rows are for the test."""
+
+    test: Annotated[
+        float, Field(ge=0, lt=1, description="share of each class kept for the test, if the data does not say which")
+    ] = TEST_SHARE
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Self:
+        if self.pool and self.test not in (0, TEST_SHARE):
+            raise ValueError(f"pool = true leaves no test rows, so test = {self.test:g} has no meaning; drop one")
+        return self
+
+    @override
+    def test_rows(self, rows: Rows, seed: int) -> NDArray[np.bool_]:
+        if rows.test is None:
+            return drawn_test_rows(rows.y, self.test, seed)
+        if self.test != TEST_SHARE:
+            raise DataError(
+                f"data '{self.name}': marks its own test rows, so test = {self.test:g} has no meaning "
+                "(drop it, or the marks)"
+            )
+        return rows.test
+
+
+class Digits(Undivided):
+    """1797 handwritten digits of 8x8 grey pixels, which come with scikit-learn: always there."""
+
+    kind: ClassVar[str] = "digits"
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_digits()
+
+    @override
+    def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
+        return (0.3045,), (0.3760,)
+
+
+class PublishedSet(Source):
+    """A set with a publisher's files and a publisher's test rows."""
+
+    layout: ClassVar[Layout]
+    constants: ClassVar[Scale]
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_published(self.layout, places_below(self.layout, root))
+
+    @override
+    def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
+        return self.constants
+
+
+class Mnist(PublishedSet):
+    """70 000 handwritten digits of 28x28 grey pixels."""
+
+    kind: ClassVar[str] = "mnist"
+    layout: ClassVar[Layout] = LAYOUTS["mnist"]
+    constants: ClassVar[Scale] = (0.1307,), (0.3081,)
+
+
+class FashionMnist(PublishedSet):
+    """70 000 pictures of clothes, of 28x28 grey pixels."""
+
+    kind: ClassVar[str] = "fashion_mnist"
+    layout: ClassVar[Layout] = LAYOUTS["fashion_mnist"]
+    constants: ClassVar[Scale] = (0.2860,), (0.3530,)
+
+
+class Cifar10(PublishedSet):
+    """60 000 colour photographs of 32x32 pixels in 10 classes."""
+
+    kind: ClassVar[str] = "cifar10"
+    layout: ClassVar[Layout] = LAYOUTS["cifar10"]
+    constants: ClassVar[Scale] = (0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.262)
+
+
+class Cifar100(PublishedSet):
+    """60 000 colour photographs of 32x32 pixels in 100 classes, which form 20 groups."""
+
+    kind: ClassVar[str] = "cifar100"
+    layout: ClassVar[Layout] = LAYOUTS["cifar100"]
+    constants: ClassVar[Scale] = Cifar10.constants
+
+    labels: Annotated[Literal["fine", "coarse"], Field(description="the 100 classes, or the 20 groups")] = "fine"
+
+    @override
+    def read(self, root: Path) -> Rows:
+        places = places_below(self.layout, root)
+        return read_published(self.layout, places, column=("coarse", "fine").index(self.labels))
+
+
+class File(Undivided):
+    """The user's own data, lying at ``path``."""
+
+    path: Annotated[str, Field(min_length=1, description="the file or folder")]
+
+    @property
+    @override
+    def name(self) -> str:
+        return self.path
+
+    @property
+    def place(self) -> Path:
+        return Path(self.path).expanduser()
+
+
+class Npz(File):
+    """NumPy arrays x, y and, optionally, client and test; or x_train, y_train, x_test, y_test."""
+
+    kind: ClassVar[str] = "npz"
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_npz(self.place)
+
+
+class Images(File):
+    """A folder of images: [train|test/][client/]class/image."""
+
+    kind: ClassVar[str] = "images"
+
+    size: Annotated[int | None, Field(ge=1, description="scale every image to size x size pixels")] = None
+    channels: Annotated[Literal[1, 3], Field(description="1: grey, 3: colour")] = 3
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_images(self.place, self.size, self.channels)
+
+
+class Table(File):
+    """A table: one column of labels, and numbers in all columns that are not named here."""
+
+    label: Annotated[str, Field(description="the column of the classes")] = "label"
+    client: Annotated[str | None, Field(description="the column that says who holds the row")] = None
+    split: Annotated[str | None, Field(description="the column that says train or test")] = None
+    standardise: Annotated[bool, Field(description="give each feature mean 0, std 1 over the training rows")] = True
+
+    @field_validator("augment", "normalise")
+    @classmethod
+    def _no_images(cls, value: str) -> str:
+        if value not in ("none", "default"):
+            raise ValueError("is for images, and a table has none")
+        return value
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.label, self.client, self.split)
+
+    @property
+    @override
+    def standardises(self) -> bool:
+        return self.standardise
+
+
+class Csv(Table):
+    """A CSV file whose first line names the columns."""
+
+    kind: ClassVar[str] = "csv"
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_csv(self.place, self.columns)
+
+
+class Parquet(Table):
+    """A Parquet file."""
+
+    kind: ClassVar[str] = "parquet"
+
+    @override
+    def read(self, root: Path) -> Rows:
+        return read_parquet(self.place, self.columns)
+
+
+def source_for_path(path: str) -> tuple[str, dict[str, str]]:
+    """The kind of source that reads ``path``, and its settings."""
+    place = Path(path).expanduser()
+    suffix = place.suffix.lower()
+    if place.is_dir():
+        return "images", {"path": path}
+    if suffix in (".npz", ".csv", ".parquet"):
+        return suffix[1:], {"path": path}
+    problem = "is not of a kind that is read" if place.exists() else f"no such file or folder ({place.absolute()})"
+    raise DataError(f"{path}: {problem} (.npz, .csv, .parquet, or a folder of images)")
+
+
+# --------------------------------------------------------------------------------------------- from Python
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    *,
+    client: Any = None,
+    test: Any = None,
+    name: str = "arrays",
+    labels: Sequence[str] | None = None,
+    test_fraction: float = TEST_SHARE,
+    seed: int = 0,
+) -> Arrays:
+    """Data from NumPy arrays or torch tensors; if ``test`` is not given, ``test_fraction`` of each class is drawn.
+
+    ``labels`` are the names of the classes 0, 1, 2, ...; without them, the distinct values of ``y`` are the
+    classes, in sorted order.
+    """
+    if not 0 <= test_fraction < 1:
+        raise DataError(f"data '{name}': test_fraction must lie in [0, 1) (got {test_fraction})")
+    holder, marked = (None if column is None else _numpy(column) for column in (client, test))
+    rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'")
+    kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
+    mean, std = pixel_scale(rows.x, kept)
+    return checked(Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client))
+
+
+def from_torch(
+    dataset: Dataset[Any],
+    *,
+    name: str = "dataset",
+    labels: Sequence[str] | None = None,
+    test_fraction: float = TEST_SHARE,
+    seed: int = 0,
+) -> Arrays:
+    """Data from one pass through a torch data set of (x, y) pairs: x a tensor, an array or a PIL image.
+
+    The names of the classes are ``labels``, or else the data set's own ``classes``, where it has them.
+    """
+    examples: list[NDArray[Any]] = []
+    classes: list[Any] = []
+    for row, pair in enumerate(_pairs(dataset)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DataError(f"data '{name}', row {row}: must be a pair (x, y) (got {type(pair).__name__})")
+        example = _example(pair[0])
+        if examples and example.shape != examples[0].shape:
+            raise DataError(
+                f"data '{name}', row {row}: has shape {example.shape} where row 0 has {examples[0].shape}; "
+                "rows must be of one shape (resize them in the data set's transform)"
+            )
+        examples.append(example)
+        classes.append(pair[1].item() if hasattr(pair[1], "item") else pair[1])
+    if not examples:
+        raise DataError(f"data '{name}': has no rows")
+    own = getattr(dataset, "classes", None)
+    if labels is None and isinstance(own, (list, tuple)) and not isinstance(classes[0], str):
+        labels = [str(word) for word in own]
+    x, y = np.stack(examples), np.array(classes)
+    return from_arrays(x, y, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
+
+
+def _pairs(dataset: Dataset[Any]) -> Iterable[Any]:
+    # a data set with a length need not end an iteration by IndexError, so its length is what counts
+    return dataset if isinstance(dataset, IterableDataset) else (dataset[i] for i in range(len(dataset)))  # type: ignore[arg-type]
+
+
+def _example(x: Any) -> NDArray[Any]:
+    if isinstance(x, Image.Image):
+        pixels = np.asarray(x if x.mode in ("L", "RGB") else x.convert("RGB"), np.uint8)
+        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return np.atleast_1d(_numpy(x))
+
+
+def _numpy(values: Any) -> NDArray[Any]:
+    if isinstance(values, torch.Tensor):
+        plain = values.detach().cpu()
+        return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+    return np.asarray(values)
+
+
+# ------------------------------------------------------------------------------------------- pure functions
+
+
+def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
+    """``share`` of the rows, the same share of each class as nearly as whole rows allow, leaving each class one row."""
+    counts = np.bincount(y)
+    quota = counts * share
+    take = np.floor(quota).astype(np.int64)
+    # largest remainders: many small classes together still give their share
+    extra = round(float(quota.sum())) - int(take.sum())
+    take[np.argsort(take - quota, kind="stable")[:extra]] += 1
+    take = np.minimum(take, np.maximum(counts - 1, 0))
+    order = rng.stream(seed, "test_split").permutation(len(y))
+    by_class = order[np.argsort(y[order], kind="stable")]
+    rank = np.arange(len(y)) - np.repeat(np.cumsum(counts) - counts, counts)
+    test = np.zeros(len(y), np.bool_)
+    test[by_class] = rank < np.repeat(take, counts)
+    return test
+
+
+def pixel_scale(x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
+    """The mean and std of each channel over the training images, in [0, 1]; (0, 1) for what is not uint8 images."""
+    if x.dtype != np.uint8 or x.ndim != 4 or test.all():
+        return (0.0,), (1.0,)
+    train = np.flatnonzero(~test)
+    total, squares = np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    for block in np.array_split(train, max(1, len(train) // 4096)):  # in blocks, since float64 is eight times uint8
+        pixels = x[block] / 255.0
+        total += pixels.sum((0, 2, 3))
+        squares += (pixels**2).sum((0, 2, 3))
+    count = len(train) * x.shape[2] * x.shape[3]
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+    return tuple(mean.tolist()), tuple(np.where(std > 1e-6, std, 1.0).tolist())
+
+
+def standardised(x: NDArray[Any], test: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Each feature with mean 0 and std 1 over the training rows; one that is constant there is 0 everywhere."""
+    train = x[~test].astype(np.float64)
+    if not len(train):
+        return x.astype(np.float32)
+    constant = train.max(0) == train.min(0)
+    mean, std = train.mean(0), np.where(constant, 1.0, train.std(0))
+    return np.where(constant, 0.0, (x - mean) / std).astype(np.float32)

@@ -1,0 +1,181 @@
+"""Local training: one client's functions, run for one client after another or for many side by side.
+
+``loop`` and ``lanes`` compute the same thing. ``loop`` trains one client at a time with plain autograd
+and channels-last images; ``lanes`` maps the client over the rows of stacked parameters with vmap, and
+narrows as clients finish, so that a short client costs nothing once it is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedloom import tree
+from fedloom.algorithm import Algorithm, Carry
+from fedloom.data.augment import augmented
+from fedloom.data.federation import Federation
+from fedloom.engine.plan import Group
+from fedloom.task import Batch, Task
+
+Executor: TypeAlias = Literal["loop", "lanes"]
+AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
+
+# Parameters that may be stacked side by side: a gradient step holds about six such matrices.
+_STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
+
+
+class Given(NamedTuple):
+    """What the clients of a group are given before they train."""
+
+    down: Any  # what the server sent: one value, or [K, ...] where every node has its own
+    mine: Any  # [K, ...] what each client kept
+    buffers: Tensor  # [K, Q] the running statistics each starts with
+    shared: bool = True  # whether ``down`` is one value
+
+    @property
+    def down_dim(self) -> int | None:
+        return None if self.shared else 0
+
+    def rows(self, which: slice | int) -> Given:
+        """What these clients of the group were given."""
+        down = self.down if self.shared else tree.take(self.down, which)
+        return Given(down, tree.take(self.mine, which), self.buffers[which], self.shared)
+
+
+class Outcome(NamedTuple):
+    """What a group of clients did."""
+
+    uploads: Any  # [K, ...]
+    states: Any  # [K, ...]
+    weights: Tensor  # [K]
+    buffers: Tensor  # [K, Q]
+
+
+def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
+    """The executor for this net, device and cohort by a fixed rule, and the reason in words."""
+    if task.has_statistics:
+        return "loop", "the net has BatchNorm"
+    if cohort < 2:
+        return "loop", "one client at a time"
+    if device.type != "cpu":
+        return "lanes", f"{device.type} trains many clients at once"
+    if task.has_convolutions:
+        return "loop", "convolutions on a CPU"
+    return "lanes", "a net without convolutions"
+
+
+def lane_limit(task: Task, device: torch.device) -> int:
+    """How many clients may train side by side; fixed by the net's size, never by what memory is free."""
+    return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, 1)))
+
+
+def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Outcome:
+    """One round of every client of ``group``."""
+    group = group.to(fed.x.device)
+    if not alg.task.lanes:
+        return tree.stack([_train_one(alg, fed, group, k, given) for k in range(len(group.ids))])
+
+    def finish(at: Any, down: Any, mine: Any, work: Any) -> tuple[Any, Any, Tensor]:
+        upload, state = alg.finish(at, down, mine, work)
+        return upload, state, alg.weight(upload, work)
+
+    # The work is mapped even where it is not used: vmap needs one mapped argument, and stateless
+    # clients of one server have no other.
+    begin = mapped(lambda down, mine, _: alg.start(down, mine), (given.down_dim, 0, 0))
+    x, buffers = _descend_lanes(alg, fed, group, begin(given.down, given.mine, group.work), given)
+    uploads, states, weights = mapped(finish, (0, given.down_dim, 0, 0))(x, given.down, given.mine, group.work)
+    return Outcome(uploads, states, weights, buffers)
+
+
+def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
+    """The stacked models ``x`` [K, P] after training on the clients' data, and their statistics."""
+    group = group.to(fed.x.device)
+    if alg.task.lanes:
+        return _descend_lanes(alg, fed, group, x, given)
+    return tree.stack([_descend_one(alg, fed, group, k, x[k], given.rows(k)) for k in range(len(group.ids))])
+
+
+def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, given: Given) -> tuple[Any, Tensor]:
+    at = mapped(lambda v, _: Carry(v, alg.optimizer.init(v)), (0, 0))(x, group.work)
+    step = mapped(alg.step, (0, Batch(0, 0, 0, 0, 0, None, 0), given.down_dim, 0))  # type: ignore[arg-type]
+    active, done, now = len(group.ids), [], given
+    for t, width in enumerate(group.widths):
+        still = sum(1 for steps in group.steps[:active] if steps > t)
+        if still < active:
+            done.append(tree.take(at.x, slice(still, active)))
+            at, now, active = tree.take(at, slice(0, still)), now.rows(slice(0, still)), still
+        keys = group.keys[:active, t]
+        examples, labels = fed.examples(group.rows[:active, t, :width])
+        batch = Batch(
+            x=augmented(examples, keys, fed.augment),
+            y=labels,
+            mask=group.mask[:active, t, :width],
+            key=keys,
+            progress=t / group.work.steps[:active],
+            lr=group.work.lr[0],
+            buffers=now.buffers,
+        )
+        at = step(at, batch, now.down, now.mine)
+    return tree.cat([at.x, *reversed(done)]), given.buffers
+
+
+def _train_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, given: Given) -> Outcome:
+    one, work = given.rows(k), tree.take(group.work, k)
+    x, buffers = _descend_one(alg, fed, group, k, alg.start(one.down, one.mine), one)
+    upload, state = alg.finish(x, one.down, one.mine, work)
+    return Outcome(upload, state, alg.weight(upload, work), buffers)
+
+
+def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: Any, given: Given) -> tuple[Any, Tensor]:
+    at, buffers = Carry(x, alg.optimizer.init(x)), given.buffers
+    counts = group.mask[k].sum(-1).long().tolist()
+    keeps_statistics = alg.task.has_statistics
+    for t in range(group.steps[k]):
+        examples, labels = fed.examples(group.rows[k, t, : counts[t]])
+        examples = augmented(examples, group.keys[k, t], fed.augment)
+        if examples.dim() == 4:
+            examples = examples.contiguous(memory_format=torch.channels_last)
+        batch = Batch(
+            x=examples,
+            y=labels,
+            mask=torch.ones_like(labels, dtype=torch.float32),
+            key=group.keys[k, t],
+            progress=t / group.work.steps[k],
+            lr=group.work.lr[k],
+            buffers=buffers,
+        )
+        if keeps_statistics:
+            buffers = alg.task.statistics(alg.model(at.x), batch)
+        at = alg.step(at, batch, given.down, given.mine)
+    return at.x, buffers
+
+
+def mapped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
+    """vmap that takes arguments without leaves, such as the state of a stateless client, as they are."""
+
+    def call(*args: Any) -> Any:
+        in_dims = tuple(d if tree.leaves(a) else None for d, a in zip(dims, args, strict=True))
+        return vmap(f, in_dims=in_dims)(*args)
+
+    return call
+
+
+@cache
+def reuse_memory() -> None:
+    """Let the allocator keep large blocks instead of handing each back to the system.
+
+    A local step allocates matrices of many megabytes; fetching them anew costs page faults that were
+    measured to make lanes on a CPU two to eight times slower. Only glibc needs to be told.
+    """
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)

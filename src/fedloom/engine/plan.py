@@ -1,0 +1,176 @@
+"""The plan of a round: which clients take part, and which examples each of them reads at each step.
+
+A plan is a pure function of (seed, round, clients): it never depends on the executor, on the order of
+clients or on how many train side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from fedloom import rng, tree
+from fedloom.algorithm import Work
+from fedloom.data.federation import Ranges
+from fedloom.optim import Local
+from fedloom.schema import Spec
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+class Cohort(Spec):
+    """Who takes part in a round."""
+
+    size: PositiveInt | None = None  # unset: 10, or all clients where there are fewer
+    sampling: Literal["uniform", "proportional", "all"] = "uniform"
+
+
+class Address(NamedTuple):
+    """Where the randomness of a plan lies."""
+
+    seed: int
+    round: int
+    name: str = "batches"
+
+
+class Drawn(NamedTuple):
+    """The clients of a round, each once, in order, and how often each was drawn."""
+
+    ids: Tensor  # [K] long
+    times: Tensor  # [K] float
+
+
+class Group(NamedTuple):
+    """Clients that train side by side, the longest first.
+
+    ``rows`` are padded to the widest batch and the longest client; what is padding has mask 0, and the
+    executors never compute steps that are padding for every client.
+    """
+
+    ids: Tensor  # [K] long
+    rows: Tensor  # [K, T, B] long
+    mask: Tensor  # [K, T, B] float
+    keys: Tensor  # [K, T] long: the randomness of each step
+    steps: list[int]  # [K] descending
+    widths: list[int]  # [T] the widest real batch of each step
+    work: Work  # of [K]
+
+    def to(self, device: torch.device) -> Group:
+        """The same group where it will be trained."""
+        moved = (self.rows.to(device), self.mask.to(device), self.keys.to(device))
+        return Group(self.ids, *moved, self.steps, self.widths, tree.tmap(lambda x: x.to(device), self.work))
+
+
+def draw(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
+    """The cohort of a round; a client without training data is never drawn."""
+    able = np.flatnonzero(sizes.numpy() > 0)
+    size = cohort.size if cohort.size is not None else min(10, len(able))
+    chance = rng.stream(seed, "cohort", round_)
+    if cohort.sampling == "all":
+        ids, times = able, np.ones(len(able))
+    elif cohort.sampling == "uniform":
+        ids = able[np.sort(chance.choice(len(able), min(size, len(able)), replace=False))]
+        times = np.ones(len(ids))
+    else:
+        upto = np.cumsum(sizes.numpy()[able])
+        picks = np.searchsorted(upto, chance.random(size) * upto[-1], side="right")
+        ids, counts = np.unique(able[picks], return_counts=True)
+        times = counts.astype(np.float64)
+    return Drawn(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(times.astype(np.float32)))
+
+
+class Amount(NamedTuple):
+    """How much each client does."""
+
+    width: Tensor  # [K] examples in a full batch
+    per_epoch: Tensor  # [K] steps
+    steps: Tensor  # [K] steps of the whole round
+
+
+def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
+    """Steps and batch widths of clients with ``sizes`` examples; ``epochs`` overrides what ``local`` says."""
+    width = sizes if local.batch == 0 else sizes.clamp(max=local.batch)
+    whole = torch.div(sizes, width.clamp(min=1), rounding_mode="floor")
+    per_epoch = whole if local.drop_last else -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
+    if epochs is None and local.steps is not None:
+        return Amount(width, per_epoch, torch.full_like(sizes, local.steps))
+    return Amount(width, per_epoch, per_epoch * (epochs or local.epochs))
+
+
+def groups(ids: Tensor, amount: Amount, lanes: int) -> list[Tensor]:
+    """The positions in ``ids`` that train side by side: at most ``lanes``, alike in width and length.
+
+    Clients whose batches are less than half as wide are kept apart, so that padding never costs more
+    than the work itself.
+    """
+    scale = torch.ceil(torch.log2(amount.width.double().clamp(min=1))).long()
+    order = np.lexsort((ids.numpy(), -amount.steps.numpy(), -scale.numpy()))
+    found: list[Tensor] = []
+    at = 0
+    while at < len(order):
+        same = scale.numpy()[order[at : at + lanes]] == scale.numpy()[order[at]]
+        end = at + (int(np.argmin(same)) if not same.all() else len(same))
+        found.append(torch.from_numpy(order[at:end].copy()))
+        at = end
+    return found
+
+
+def plans(
+    local: Local,
+    ranges: Ranges,
+    ids: Tensor,
+    address: Address,
+    *,
+    lr: float,
+    lanes: int,
+    epochs: int | None = None,
+) -> Iterator[Group]:
+    """The groups of a round, one at a time, so that a large cohort's indices never exist all at once."""
+    sizes = ranges.sizes[ids]
+    amount = amounts(local, sizes, epochs)
+    for part in groups(ids, amount, lanes):
+        chosen = Amount(*(column[part] for column in amount))
+        yield _group(ranges, ids[part], chosen, address, lr)
+
+
+def _group(ranges: Ranges, ids: Tensor, amount: Amount, address: Address, lr: float) -> Group:
+    sizes = ranges.sizes[ids]
+    longest, widest = int(amount.steps.max()), int(amount.width.max())
+    epochs = int((-torch.div(-amount.steps, amount.per_epoch.clamp(min=1), rounding_mode="floor")).max())
+    order = _shuffles(ids, sizes, epochs, address)  # [K, E, n]
+    t = torch.arange(longest)[None, :, None]
+    b = torch.arange(widest)[None, None, :]
+    per_epoch, width = amount.per_epoch[:, None, None].clamp(min=1), amount.width[:, None, None]
+    epoch, place = torch.div(t, per_epoch, rounding_mode="floor"), (t % per_epoch) * width + b
+    real = (t < amount.steps[:, None, None]) & (b < width) & (place < sizes[:, None, None])
+    k = torch.arange(len(ids))[:, None, None]
+    pick = order[k, epoch.clamp(max=epochs - 1), place.clamp(max=order.shape[2] - 1)]
+    rows = ranges.rows[(ranges.start[ids][:, None, None] + pick).where(real, 0)]
+    work = Work(
+        steps=amount.steps.to(torch.float32),
+        examples=sizes.to(torch.float32),
+        lr=torch.full((len(ids),), lr, dtype=torch.float32),
+        round=torch.full((len(ids),), float(address.round), dtype=torch.float32),
+    )
+    return Group(
+        ids=ids,
+        rows=rows,
+        mask=real.to(torch.float32),
+        keys=rng.bits(address.seed, f"{address.name}/keys", address.round, ids[:, None], torch.arange(longest)),
+        steps=amount.steps.tolist(),
+        widths=real.any(0).sum(-1).tolist(),
+        work=work,
+    )
+
+
+def _shuffles(ids: Tensor, sizes: Tensor, epochs: int, at: Address) -> Tensor:
+    """For each client and epoch its examples in a random order, padding last.  ``[K, E, n]``"""
+    place = torch.arange(int(sizes.max()))
+    word = rng.bits(at.seed, at.name, at.round, ids[:, None, None], torch.arange(epochs)[:, None], place)
+    word = (word >> 1).masked_fill(place >= sizes[:, None, None], _LAST)  # >> 1: no draw is as late as padding
+    return word.argsort(dim=-1, stable=True)

@@ -1,0 +1,188 @@
+"""The run: a pure step from one RunState to the next, and the state from which it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.data.federation import Federation
+from fedloom.engine.evaluate import Evaluate
+from fedloom.engine.exchange import Tally, Topology, add, gossip, inbox, sound
+from fedloom.engine.local import AnyAlgorithm, Executor, Given, Outcome, mapped, train
+from fedloom.engine.plan import Address, Cohort, Drawn, draw, plans
+from fedloom.engine.store import ClientStore
+from fedloom.errors import DivergedError
+from fedloom.optim import Local
+from fedloom.task import Task
+
+
+class RunState(NamedTuple):
+    """All that a run is at the end of a round; client state lives beside it in the store."""
+
+    round: int  # rounds done
+    server: Any  # the server's state, or [N, ...] the state of every node
+    buffers: Tensor  # [Q] mean running statistics, or [N, Q]
+    up: int  # bytes that clients have sent so far
+    down: int  # bytes that clients have received so far
+
+
+class Kept(NamedTuple):
+    """What the store keeps for a client."""
+
+    mine: Any  # the algorithm's
+    buffers: Any  # its running statistics, where they stay local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that a round needs, resolved: objects instead of names."""
+
+    algorithm: AnyAlgorithm  # bound to the task
+    task: Task
+    federation: Federation
+    local: Local
+    cohort: Cohort
+    evaluate: Evaluate
+    rounds: int
+    seed: int
+    device: torch.device
+    executor: Executor
+    lanes: int  # clients side by side
+    topology: Topology | None = None
+    buffers: Literal["average", "local"] = "average"
+
+    @property
+    def is_network(self) -> bool:
+        return self.algorithm.family == "gossip"
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether running statistics stay with the clients."""
+        return self.buffers == "local" and self.task.buffers0.numel() > 0
+
+    def given(self, state: RunState, store: ClientStore, ids: Tensor) -> Given:
+        """What these clients hold before they train in the next round."""
+        at = ids.to(self.device)
+        if self.is_network:
+            nodes = tree.take(state.server, at)
+            down, buffers = mapped(self.algorithm.send, (0,))(nodes), state.buffers[at]
+            fresh = self.algorithm.join(tree.take(down, 0))
+        else:
+            down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
+            fresh = self.algorithm.join(down)
+        kept = store.gather(ids, Kept(fresh, self.task.buffers0 if self.keeps_buffers else ()))
+        return Given(down, kept.mine, kept.buffers if self.keeps_buffers else buffers, not self.is_network)
+
+    def drawn(self, round_: int) -> Drawn:
+        """Who takes part in this round; in a network without a server, everybody."""
+        sizes = self.federation.train.sizes
+        if self.is_network:
+            return Drawn(torch.arange(len(sizes)), torch.ones(len(sizes)))
+        return draw(self.cohort, sizes, self.seed, round_)
+
+
+def begin(exp: Experiment) -> RunState:
+    """The state before the first round: every node of a network starts from the same model."""
+    server, buffers = exp.algorithm.init(exp.task.w0), exp.task.buffers0
+    if exp.is_network:
+        n = exp.federation.clients
+        server = tree.tmap(lambda x: x.expand(n, *x.shape).contiguous(), server)
+        buffers = buffers.expand(n, -1).contiguous()
+    return RunState(0, server, buffers, 0, 0)
+
+
+def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
+    """One round; also the clients that were left out of it because their work was not finite."""
+    with torch.no_grad():
+        after, excluded = _gossip_round(exp, state, store) if exp.is_network else _star_round(exp, state, store)
+    if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], (after.server, after.buffers)), 1)[0]):
+        raise DivergedError(
+            f"round {state.round + 1}: the model is no longer finite; clients of the round: "
+            f"{_names(exp.drawn(state.round).ids.tolist())}; {_rate(exp, state.round)}"
+        )
+    return after, excluded
+
+
+def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
+    alg, drawn = exp.algorithm, exp.drawn(state.round)
+    times = dict(zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True))
+    tally, upload = Tally(), 0
+    for group in _groups(exp, state.round, drawn.ids):
+        outcome = train(alg, exp.federation, group, exp.given(state, store, group.ids))
+        part = sound(group.ids, outcome, torch.tensor([times[i] for i in group.ids.tolist()]))
+        _keep(exp, store, part.ids, part.outcome)
+        tally = add(tally, part, linear=alg.linear)
+        upload = tree.nbytes((outcome.uploads, outcome.buffers)) // len(group.ids)
+    if tally.total is None:
+        raise DivergedError(
+            f"round {state.round + 1}: no client returned finite numbers "
+            f"({_names(tally.excluded)}); {_rate(exp, state.round)}"
+        )
+    server = alg.update(state.server, inbox(tally, exp.federation.clients))
+    sent = tree.nbytes((alg.send(state.server), state.buffers))
+    up, down = (upload, sent) if alg.communicates else (0, 0)
+    cohort = len(drawn.ids)
+    after = RunState(
+        round=state.round + 1,
+        server=server,
+        buffers=(tally.buffers / tally.weight).to(state.buffers.dtype),
+        up=state.up + up * cohort,
+        down=state.down + down * cohort,
+    )
+    return after, tuple(sorted(tally.excluded))
+
+
+def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
+    alg, n = exp.algorithm, exp.federation.clients
+    assert exp.topology is not None
+    rows = exp.topology.matrix(n).to(exp.device)
+    ids, parts = [], []
+    for group in _groups(exp, state.round, torch.arange(n)):
+        parts.append(train(alg, exp.federation, group, exp.given(state, store, group.ids)))
+        ids.append(group.ids)
+    order = torch.cat(ids).argsort()
+    outcome: Outcome = tree.take(tree.cat(parts), order.to(exp.device))
+    heard, buffers, ok = gossip(rows, outcome, n)
+    well = ok.cpu().nonzero().squeeze(1)
+    if not len(well):
+        raise DivergedError(
+            f"round {state.round + 1}: no node has finite numbers ({_names(range(n))}); {_rate(exp, state.round)}"
+        )
+    _keep(exp, store, well, tree.take(outcome, well.to(exp.device)))
+    server = tree.where(ok, mapped(alg.update, (0, 0))(state.server, heard), state.server)
+    links = int((rows > 0).sum()) - int((rows.diagonal() > 0).sum())
+    bytes_ = links * (tree.nbytes((outcome.uploads, outcome.buffers)) // n)
+    after = RunState(
+        round=state.round + 1,
+        server=server,
+        buffers=torch.where(ok[:, None], buffers.to(state.buffers.dtype), state.buffers),
+        up=state.up + bytes_,
+        down=state.down + bytes_,
+    )
+    return after, tuple((~ok).cpu().nonzero().squeeze(1).tolist())
+
+
+def _groups(exp: Experiment, round_: int, ids: Tensor) -> Any:
+    lr = exp.local.lr_at(round_, exp.rounds)
+    return plans(exp.local, exp.federation.train, ids, Address(exp.seed, round_), lr=lr, lanes=exp.lanes)
+
+
+def _keep(exp: Experiment, store: ClientStore, ids: Tensor, outcome: Outcome) -> None:
+    if len(ids):
+        store.scatter(ids, Kept(outcome.states, outcome.buffers if exp.keeps_buffers else ()))
+
+
+def _rate(exp: Experiment, round_: int) -> str:
+    lr = exp.local.lr_at(round_, exp.rounds)
+    return f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
+
+
+def _names(ids: Any) -> str:
+    """The clients by number, the first ten of many."""
+    listed = list(ids)
+    shown = ", ".join(str(i) for i in listed[:10])
+    return f"client {shown}" if len(listed) == 1 else f"clients {shown}" + (" ..." if len(listed) > 10 else "")

@@ -1,0 +1,238 @@
+"""Where clients keep their state between rounds: in memory, or on disk for more of them than memory holds.
+
+Both stores have one interface. A client never seen reads as ``fresh``. ``commit`` makes what was
+scattered durable and returns what a checkpoint must remember; ``restore`` goes back to that point.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.errors import CheckpointError
+
+Memo = dict[str, int]
+
+
+class ClientStore(Protocol):
+    def gather(self, ids: Tensor, fresh: Any) -> Any:
+        """The stacked states of ``ids``; ``fresh`` is the state of one client not seen before."""
+
+    def scatter(self, ids: Tensor, states: Any) -> None:
+        """Keep these stacked states."""
+
+    def commit(self) -> Memo:
+        """Make everything durable as far as this store can by itself."""
+
+    def release(self) -> None:
+        """The oldest checkpoint is gone: what only it referred to may be overwritten."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold itself."""
+
+    def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
+        """Go back to a committed point; ``others`` are older points that must stay readable."""
+
+
+class RamStore:
+    """States in memory: one row for each client seen, in tensors that grow by doubling."""
+
+    def __init__(self, clients: int) -> None:
+        self._slot: NDArray[np.int64] = np.full(clients, -1, dtype=np.int64)
+        self._ids: list[NDArray[np.int64]] = []
+        self._used = 0
+        self._rows: Any = None
+
+    def gather(self, ids: Tensor, fresh: Any) -> Any:
+        if not tree.leaves(fresh):
+            return fresh
+        slots = torch.from_numpy(self._slot[ids.numpy()])
+        blank = tree.tmap(lambda x: x.expand(len(ids), *x.shape), fresh)
+        if self._rows is None or bool((slots < 0).all()):
+            return tree.tmap(torch.Tensor.contiguous, blank)
+        self._rows = tree.unflatten(fresh, [r.to(f.device) for r, f in _pairs(self._rows, fresh)])
+        at = slots.clamp(min=0)
+        held = tree.tmap(lambda x: x[at.to(x.device)], self._rows)
+        return tree.tmap(lambda h, b: tree.where((slots >= 0).to(h.device), h, b), held, blank)
+
+    def scatter(self, ids: Tensor, states: Any) -> None:
+        if not tree.leaves(states):
+            return
+        new = ids.numpy()[self._slot[ids.numpy()] < 0]
+        self._slot[new] = np.arange(self._used, self._used + len(new))
+        self._ids.append(new.copy())
+        self._used += len(new)
+        self._grow(states)
+        slots = torch.from_numpy(self._slot[ids.numpy()])
+        for row, state in _pairs(self._rows, states):
+            row[slots.to(row.device)] = state
+
+    def commit(self) -> Memo:
+        return {"rows": self._used}
+
+    def release(self) -> None:
+        return
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self._rows is None:
+            return {}
+        held = {f"state.{k:03d}": x[: self._used].cpu() for k, x in enumerate(tree.leaves(self._rows))}
+        return {"ids": torch.from_numpy(np.concatenate(self._ids)), **held}
+
+    def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
+        self._slot[:] = -1
+        self._ids, self._used, self._rows = [], 0, None
+        if memo.get("rows"):
+            names = sorted(name for name in tensors if name.startswith("state."))
+            self.scatter(tensors["ids"], tuple(tensors[name] for name in names))
+
+    def _grow(self, states: Any) -> None:
+        room = 0 if self._rows is None else len(tree.leaves(self._rows)[0])
+        if self._used <= room:
+            return
+        size = max(self._used, 2 * room)
+        blank = tree.tmap(lambda x: torch.zeros(size, *x.shape[1:], dtype=x.dtype, device=x.device), states)
+        if self._rows is not None:
+            for wide, row in _pairs(blank, self._rows):
+                wide[:room] = row.to(wide.device)
+        self._rows = blank
+
+
+class DiskStore:
+    """States in a slot file; a journal says which slot holds whose row, and how it must sum.
+
+    A row that a checkpoint refers to is never overwritten: the client's next row goes to another slot,
+    and a line in the journal says so. A checkpoint remembers only how long the journal was, so that a
+    crash at any moment loses nothing but what came after it.
+    """
+
+    _LINE = np.dtype([("id", "<i8"), ("slot", "<i8"), ("crc", "<u4")])
+
+    def __init__(self, folder: Path, clients: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        flags = os.O_RDWR | os.O_CREAT
+        self._rows, self._journal = os.open(folder / "rows.bin", flags), os.open(folder / "journal.bin", flags)
+        self._clients = clients
+        self._reset()
+
+    def _reset(self) -> None:
+        self._slot: NDArray[np.int64] = np.full(self._clients, -1, dtype=np.int64)
+        self._crc: NDArray[np.uint32] = np.zeros(self._clients, dtype=np.uint32)
+        self._lines = 0  # in the journal
+        self._next = 0  # the first slot never used
+        self._free: list[int] = []
+        self._loose: set[int] = set()  # slots written since the last commit: no checkpoint knows them
+        self._stale: list[int] = []  # slots that the last checkpoint still needs
+        self._older: list[int] = []  # slots that only the checkpoint before it still needs
+
+    def gather(self, ids: Tensor, fresh: Any) -> Any:
+        parts = tree.leaves(fresh)
+        if not parts:
+            return fresh
+        width = sum(x.numel() * x.element_size() for x in parts)
+        block = np.empty((len(ids), width), dtype=np.uint8)
+        blank = np.frombuffer(b"".join(_raw(x) for x in parts), dtype=np.uint8)
+        for k, client in enumerate(ids.tolist()):
+            slot = int(self._slot[client])
+            if slot < 0:
+                block[k] = blank
+                continue
+            row = os.pread(self._rows, width, slot * width)
+            if len(row) != width or zlib.crc32(row) != int(self._crc[client]):
+                raise CheckpointError(f"{self._folder / 'rows.bin'}: the state of client {client} is damaged")
+            block[k] = np.frombuffer(row, dtype=np.uint8)
+        return tree.unflatten(fresh, _columns(block, parts))
+
+    def scatter(self, ids: Tensor, states: Any) -> None:
+        parts = [x.detach().cpu().contiguous() for x in tree.leaves(states)]
+        if not parts:
+            return
+        rows = np.concatenate([x.numpy().reshape(len(ids), -1).view(np.uint8) for x in parts], axis=1)
+        lines = np.empty(len(ids), dtype=self._LINE)
+        for k, client in enumerate(ids.tolist()):
+            row = rows[k].tobytes()
+            slot = self._slot_for(client)
+            os.pwrite(self._rows, row, slot * len(row))
+            self._slot[client], self._crc[client] = slot, zlib.crc32(row)
+            lines[k] = (client, slot, self._crc[client])
+        os.pwrite(self._journal, lines.tobytes(), self._lines * self._LINE.itemsize)
+        self._lines += len(lines)
+
+    def commit(self) -> Memo:
+        os.fsync(self._rows)
+        os.fsync(self._journal)
+        return {"lines": self._lines}
+
+    def release(self) -> None:
+        self._free.extend(self._older)
+        self._older, self._stale, self._loose = self._stale, [], set()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
+        lines = self._read(max([memo["lines"], *(other["lines"] for other in others)]))
+        self._reset()
+        upto = lines[: memo["lines"]]
+        self._slot[upto["id"]], self._crc[upto["id"]] = upto["slot"], upto["crc"]
+        self._lines, self._next = memo["lines"], int(lines["slot"].max(initial=-1)) + 1
+        needed = np.zeros(self._next, dtype=bool)
+        needed[self._slot[self._slot >= 0]] = True
+        older = np.zeros_like(needed)
+        for other in others:
+            held = np.full(self._clients, -1, dtype=np.int64)
+            held[lines["id"][: other["lines"]]] = lines["slot"][: other["lines"]]
+            older[held[held >= 0]] = True
+        self._older = np.flatnonzero(older & ~needed).tolist()
+        self._free = np.flatnonzero(~older & ~needed).tolist()
+
+    def _read(self, count: int) -> NDArray[Any]:
+        raw = os.pread(self._journal, count * self._LINE.itemsize, 0)
+        if len(raw) != count * self._LINE.itemsize:
+            raise CheckpointError(
+                f"{self._folder / 'journal.bin'}: is cut off after line {len(raw) // self._LINE.itemsize} "
+                f"(the checkpoint needs {count})"
+            )
+        return np.frombuffer(raw, dtype=self._LINE)
+
+    def _slot_for(self, client: int) -> int:
+        held = int(self._slot[client])
+        if held in self._loose:
+            return held
+        if held >= 0:
+            self._stale.append(held)
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot, self._next = self._next, self._next + 1
+        self._loose.add(slot)
+        return slot
+
+
+def _raw(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().numpy().tobytes()
+
+
+def _pairs(a: Any, b: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def _columns(block: NDArray[np.uint8], like: list[Tensor]) -> list[Tensor]:
+    """The bytes of stacked rows as stacked tensors."""
+    out, at = [], 0
+    for x in like:
+        size = x.numel() * x.element_size()
+        flat = torch.from_numpy(block[:, at : at + size].copy()).reshape(-1)
+        out.append(flat.view(x.dtype).reshape(len(block), *x.shape).to(x.device))
+        at += size
+    return out

@@ -1,0 +1,103 @@
+"""What every net has in common: a ``body`` that makes features and a linear ``head`` that makes logits.
+
+Parameters are drawn from torch's default generator, so the caller's seed decides them. Layers start as PyTorch
+starts them, except that the convolutions of the deep nets start as He et al. (2015) propose.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError, Fault
+from fedloom.schema import Kind
+
+
+class Net(nn.Module):
+    """Logits ``[B, classes]`` by ``head(body(x))``; parameter names begin with ``body.`` or ``head.``."""
+
+    def __init__(self, body: nn.Module, features: int, classes: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+class Model(Kind):
+    """A net by name, with its settings; it fits itself to the shape of the data."""
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """A freshly initialised net for float32 inputs ``[B, *shape]``, with children ``body`` and ``head``."""
+        raise NotImplementedError
+
+
+class NormedModel(Model):
+    """A deep net whose normalisation is a choice.
+
+    ``group`` keeps no statistics, so clients share nothing but parameters; ``batch`` has running statistics, which
+    ``buffers`` says to average or to leave with each client; ``none`` gives every convolution a bias instead.
+    Group and batch normalisation have equally many parameters.
+    """
+
+    norm: Literal["group", "batch", "none"] = "group"
+    groups: PositiveInt = 2  # at most; each layer takes the largest number that leaves equal groups of two or more
+    buffers: Literal["average", "local"] = "average"
+
+    def normal(self, channels: int) -> nn.Module:
+        """The normalisation of one layer."""
+        if self.norm == "none":
+            return nn.Identity()
+        if self.norm == "batch":
+            return nn.BatchNorm2d(channels)
+        # a group of one channel would be constant, and so blind, where a stage has shrunk to one pixel
+        fits = [n for n in range(2, self.groups + 1) if channels % n == 0 and channels // n >= 2]
+        return nn.GroupNorm(max(fits, default=1), channels)
+
+    def conv(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+        """A convolution that keeps the size (divided by ``stride``); its bias is left to the normalisation."""
+        layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=self.norm == "none")
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        return layer
+
+    def unit(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+        """A convolution and its normalisation."""
+        return nn.Sequential(self.conv(inputs, outputs, kernel, stride), self.normal(outputs))
+
+
+class GlobalMean(nn.Module):
+    """The mean of each channel over the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+def hidden(body: nn.Sequential, inputs: int, widths: tuple[int, ...]) -> int:
+    """Adds fully connected layers with ReLU to ``body`` and says how many features come out."""
+    for i, width in enumerate(widths, 1):
+        body.add_module(f"fc{i}", nn.Sequential(nn.Linear(inputs, width), nn.ReLU()))
+        inputs = width
+    return inputs
+
+
+def image(kind: str, shape: tuple[int, ...], least: int, fix: str = "") -> tuple[int, int, int]:
+    """``shape`` as channels, height and width, or one fault that says what ``kind`` needs and which nets fit."""
+    got = "x".join(map(str, shape))
+    if len(shape) != 3:
+        what = f"{kind} needs images of channels x height x width (got shape {got})"
+        raise ConfigError([Fault("model.kind", what, "logistic and mlp take any shape")])
+    channels, height, width = shape
+    if min(height, width) < least:
+        fits = "logistic, mlp and resnet20 work" if min(height, width) >= 3 else "logistic and mlp work"
+        what = f"{kind} needs images of at least {least}x{least} (got {got})"
+        raise ConfigError([Fault("model.kind", what, f"{fits} there" + (f"; so does {fix}" if fix else ""))])
+    return channels, height, width
+
+
+def parameters(net: nn.Module) -> int:
+    """How many numbers training can change."""
+    return sum(p.numel() for p in net.parameters() if p.requires_grad)

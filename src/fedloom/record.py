@@ -1,0 +1,177 @@
+"""The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON or safetensors.
+
+config.toml  environment.json  partition.safetensors  partition.json     written once
+metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
+timings.jsonl   how long rounds took; never the same twice, hence apart
+checkpoints/    model.safetensors  curves.png  summary.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from fedloom import __version__
+from fedloom.data.arrays import Ints
+from fedloom.errors import CheckpointError, ConfigError, Fault
+
+_STREAMS = ("metrics.jsonl", "timings.jsonl")
+
+
+class Timing(NamedTuple):
+    """How long the parts of a round took, in seconds."""
+
+    round: int
+    train: float
+    evaluate: float
+    record: float
+    clients: int
+
+
+class RunFolder:
+    """A run's folder, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = open(path / ".lock", "w")  # noqa: SIM115  held for as long as the run lives
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise CheckpointError(f"{path}: another process is using this run folder") from error
+        self._files = {name: open(path / name, "ab") for name in _STREAMS}  # noqa: SIM115
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def close(self) -> None:
+        for file in (*self._files.values(), self._lock):
+            file.close()
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one evaluation, and have it on its way to disk before going on."""
+        self._append("metrics.jsonl", record)
+
+    def timing(self, timing: Timing) -> None:
+        self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
+
+    def lengths(self) -> dict[str, int]:
+        """How long the append-only files are, once all of it is on disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def rewind(self, lengths: dict[str, int]) -> None:
+        """Forget what was appended after a checkpoint; the rounds that wrote it will be done again."""
+        for name, file in self._files.items():
+            have, keep = os.path.getsize(self.path / name), lengths.get(name, 0)
+            if have < keep:
+                raise CheckpointError(f"{self.path / name}: has {have} bytes, the checkpoint needs {keep}")
+            file.truncate(keep)
+            file.seek(0, os.SEEK_END)
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file, whole or not at all."""
+        write_text(self.path / name, json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        self._files[name].write(json.dumps(record).encode() + b"\n")
+        self._files[name].flush()
+
+
+def create(path: Path, config: str, environment: dict[str, Any]) -> RunFolder:
+    """A new run folder; one that already holds anything is refused."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        fix = f"choose another, or continue it with: fedloom resume {path}" if (path / "config.toml").exists() else ""
+        raise ConfigError([Fault("--out", f"{path} already exists and is not empty", fix or "choose another")])
+    path.mkdir(parents=True, exist_ok=True)
+    write_text(path / "config.toml", config)
+    folder = RunFolder(path)
+    folder.write("environment.json", environment)
+    return folder
+
+
+def unused(parent: Path, name: str) -> Path:
+    """A folder below ``parent`` that does not exist yet: ``name``, or ``name-2`` and so on."""
+    path, count = parent / name, 1
+    while path.exists():
+        count += 1
+        path = parent / f"{name}-{count}"
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], described: dict[str, Any]) -> None:
+    """Who has which row, and its fingerprint."""
+    part = folder.path / "partition.safetensors.part"
+    save_file({"owner": owner, "held_out": held_out.astype(np.uint8)}, part)
+    os.replace(part, folder.path / "partition.safetensors")
+    folder.write("partition.json", described)
+
+
+def load_partition(path: Path) -> tuple[Ints, NDArray[np.bool_]]:
+    """The owner of each training row of a run, and whether the owner holds it out."""
+    tensors = load_file(path / "partition.safetensors")
+    return tensors["owner"], tensors["held_out"].astype(bool)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, in order; a last line that a crash cut short is left out."""
+    lines = (path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def is_finite(metrics: dict[str, float]) -> bool:
+    return all(math.isfinite(value) for value in metrics.values())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """With what a run was made: versions, machine, commit."""
+    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "versions": {"python": platform.python_version(), **packages},
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        **gpu,
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    """The commit of fedloom's own sources, or nothing where they are not a checkout."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found[1] if Path(found[0]) / "src" / "fedloom" == here else ""

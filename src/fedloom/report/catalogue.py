@@ -1,0 +1,176 @@
+"""The catalogue: what there is by name, and a page for each thing, read off its class."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from typing import Any, NamedTuple, get_args
+
+import torch
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from torch import nn
+
+from fedloom import tree
+from fedloom.algorithm import Work
+from fedloom.config import algorithms, find_algorithm, user_algorithms
+from fedloom.data.partition import Partition
+from fedloom.data.sources import Source
+from fedloom.engine.exchange import Topology
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.errors import ConfigError, Fault, nearest
+from fedloom.models.net import Model
+from fedloom.optim import Local
+from fedloom.schema import kinds
+from fedloom.task import Task
+
+
+class Entry(NamedTuple):
+    """One line of a list."""
+
+    name: str
+    summary: str
+    origin: str  # "fedloom", or the file where it lies
+
+
+class Setting(NamedTuple):
+    """A field, as a reader wants to know it."""
+
+    name: str
+    kind: str  # with its bounds
+    default: str
+    meaning: str
+
+
+class Page(NamedTuple):
+    """All that is to be said of one thing."""
+
+    name: str
+    family: str
+    text: str
+    settings: list[Setting]
+    costs: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"settings": [s._asdict() for s in self.settings]}
+
+
+_FAMILIES: dict[str, tuple[type[Any], str]] = {
+    "datasets": (Source, "fedloom.data.sources"),
+    "partitions": (Partition, "fedloom.data.partition"),
+    "models": (Model, "fedloom.models"),
+    "topologies": (Topology, "fedloom.engine.exchange"),
+}
+
+
+def entries(family: str) -> list[Entry]:
+    """Everything of one family; the user's own algorithm files are read, not run."""
+    if family != "algorithms":
+        found = kinds(*_FAMILIES[family])
+        return [Entry(name, _first(inspect.getdoc(cls) or ""), "fedloom") for name, cls in sorted(found.items())]
+    packaged = algorithms(own=False)
+    listed = [Entry(name, _first(_module_doc(cls)), "fedloom") for name, cls in packaged.items()]
+    for path in user_algorithms():
+        try:
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        except (SyntaxError, UnicodeDecodeError) as error:
+            text = f"cannot be read: {error}"
+        listed.append(Entry(path.stem, _first(text), str(path)))
+    return listed
+
+
+def describe(name: str) -> Page:
+    """The page of the thing with this name, in whatever family it is."""
+    for family, (base, package) in _FAMILIES.items():
+        found = kinds(base, package)
+        if name in found:
+            cls = found[name]
+            return Page(name, family.removesuffix("s"), inspect.getdoc(cls) or "", settings_of(cls), [])
+    if name in ("local", "training"):
+        return Page(name, "section", inspect.getdoc(Local) or "", settings_of(Local), [])
+    try:
+        algorithm = find_algorithm(name, "describe")
+    except ConfigError as error:
+        known = [e.name for family in ("algorithms", *_FAMILIES) for e in entries(family)]
+        if ":" in name or name.endswith(".py"):
+            raise
+        raise ConfigError([Fault(name, "nothing of this name", nearest(name, known))]) from error
+    return Page(name, "algorithm", _module_doc(algorithm), settings_of(algorithm), costs(algorithm))
+
+
+def settings_of(cls: type[BaseModel]) -> list[Setting]:
+    """The fields of a spec with their bounds, defaults and meaning."""
+    return [
+        Setting(
+            name, _type(field), "required" if field.is_required() else _shown(field.default), field.description or ""
+        )
+        for name, field in cls.model_fields.items()
+    ]
+
+
+def costs(cls: type[AnyAlgorithm]) -> list[str]:
+    """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
+    task = Task(nn.Linear(30, 4))
+    alg = cls().bind(task, Local().optimiser())
+    server = alg.init(task.w0)
+    down = alg.send(server)
+    mine = alg.join(down)
+    one = torch.ones(())
+    with torch.no_grad():
+        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one))
+
+    def models(value: Any) -> str:
+        return f"{sum(x.numel() for x in tree.leaves(value)) / task.size:.3g} x model"
+
+    keeper = "each node" if alg.family == "gossip" else "the server"
+    lines = [
+        "",
+        f"family: {alg.family}; uploads are {'summed' if alg.linear else 'needed one by one'}",
+        f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
+    ]
+    if not alg.communicates:
+        return [*lines, "bytes: nothing is sent"]
+    if alg.family == "gossip":
+        return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
+    return [*lines, f"bytes: {models(down)} down and {models(upload)} up for each client and round"]
+
+
+def _module_doc(cls: type[Any]) -> str:
+    """The docstring of the class's file, where the paper and the pseudo-code stand."""
+    module = sys.modules[cls.__module__]
+    return inspect.getdoc(module) or inspect.getdoc(cls) or ""
+
+
+def _first(text: str) -> str:
+    """The first sentence or line."""
+    return text.strip().split("\n")[0]
+
+
+def _type(field: FieldInfo) -> str:
+    kind = field.annotation
+    plain = str(kind) if get_args(kind) or not hasattr(kind, "__name__") else kind.__name__  # type: ignore[union-attr]
+    if "Literal" in plain:
+        plain = " | ".join(str(v) for v in get_args(kind))
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = []
+    for bound in [*field.metadata, *_inner(kind)]:
+        limits += [f"{sign} {getattr(bound, key):g}" for key, sign in signs.items() if hasattr(bound, key)]
+    plain = plain.replace("typing.", "").split("Annotated[")[-1] if "Annotated" in plain else plain
+    if "Annotated" in str(kind):
+        plain = _annotated_name(kind)
+    return " ".join([plain.replace("NoneType", "none"), ", ".join(limits)]).strip()
+
+
+def _inner(kind: Any) -> list[Any]:
+    """The bounds inside ``Annotated[...] | None``."""
+    return [m for part in get_args(kind) for m in getattr(part, "__metadata__", ())]
+
+
+def _annotated_name(kind: Any) -> str:
+    parts = [getattr(p, "__origin__", p) for p in get_args(kind)]
+    return " | ".join("none" if p is type(None) else getattr(p, "__name__", str(p)) for p in parts)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,204 @@
+"""A partition as people see it: one stacked bar for each client, coloured by class, and a few numbers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.data.arrays import Ints
+from fedloom.data.partition import Summary
+from fedloom.errors import ConfigError, Fault, StorageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_BARS = 100
+_MOST_NAMED = 20
+_INK, _FAINT = "#2b2f36", "#d9dce1"
+# Ten colours that stay apart on paper and for colour-blind readers, dark and light in turn so that neighbours differ.
+_TEN = (
+    "#3b6fb6", "#f2a541", "#3a9d78", "#d1495b", "#8a63b8", "#e8d25c", "#7a5c45", "#6cc0e5", "#e38bb8", "#8a9299",
+)  # fmt: skip
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fedloom",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.color": _INK,
+    "text.parse_math": False,  # a class may be called "$"
+}
+_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
+
+
+def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path, title: str = "") -> None:
+    """Writes the picture of who holds how many rows of which class, as the suffix ``.png`` or ``.svg`` says."""
+    if path.suffix.lower() not in _METADATA:
+        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        shown = _shown(clients)
+        figure = _figure(shown, _table(y, owner, clients, shown, len(labels)), labels, _headline(title, clients))
+        buffer = io.BytesIO()
+        suffix = path.suffix.lower()
+        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def table(summary: Summary) -> list[tuple[str, str]]:
+    """The names and values that describe a partition, ready to print."""
+    s = summary
+    return [
+        ("clients", f"{s.clients:,}"),
+        ("rows", f"{s.rows:,}"),
+        ("rows per client", f"{s.size_min:,} to {s.size_max:,} (median {s.size_median:,.0f}, mean {s.size_mean:,.1f})"),
+        ("inequality of sizes (Gini)", f"{s.size_gini:.2f}"),
+        ("classes per client", f"{s.classes_min} to {s.classes_max} of {s.classes} (mean {s.classes_mean:.1f})"),
+        ("effective classes per client", f"{s.effective_classes:.2f}"),
+        ("share of the largest class", f"{s.top_share:.0%}"),
+        ("heterogeneity (0 to 1)", f"{s.heterogeneity:.2f}"),
+    ]
+
+
+def lines(summary: Summary, notes: Sequence[str] = ()) -> list[str]:
+    """The table as aligned lines of text, followed by the notes."""
+    pairs = table(summary)
+    width = max(len(name) for name, _ in pairs)
+    return [*(f"{name:<{width}}  {value}" for name, value in pairs), *(f"note: {note}" for note in notes)]
+
+
+def _shown(clients: int) -> Ints:
+    """The clients that get a bar: all of them, or evenly spaced ones."""
+    return np.linspace(0, clients - 1, min(clients, _MOST_BARS)).round().astype(np.int64)
+
+
+def _table(y: Ints, owner: Ints, clients: int, shown: Ints, classes: int) -> Ints:
+    """The rows of each class that each shown client holds."""
+    place = np.full(clients, -1)
+    place[shown] = np.arange(len(shown))
+    bar = place[owner]
+    cells = bar[bar >= 0] * classes + y[bar >= 0]
+    return np.bincount(cells, minlength=len(shown) * classes).reshape(len(shown), classes)
+
+
+def _headline(title: str, clients: int) -> str:
+    subset = f"{_MOST_BARS} of {clients:,} clients, evenly spaced" if clients > _MOST_BARS else ""
+    return "\n".join(part for part in (title, subset) if part)
+
+
+def _figure(shown: Ints, counts: Ints, labels: tuple[str, ...], headline: str) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    bars = len(shown)
+    width = float(np.clip(3.4 + 0.16 * bars, 6.0, 13.0))
+    figure = Figure(figsize=(width, 4.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colours = _colours(len(labels))
+    _bars(axes, counts, colours)
+    _frame(axes, shown, counts, headline)
+    if len(labels) <= _MOST_NAMED:
+        _legend(axes, labels, colours)
+    else:
+        _colour_bar(figure, axes, labels)
+    return figure
+
+
+def _colours(classes: int) -> list[Any]:
+    import matplotlib
+
+    if classes <= len(_TEN):
+        return list(_TEN[:classes])
+    if classes <= _MOST_NAMED:
+        return [matplotlib.colormaps["tab20"](k) for k in range(classes)]
+    return list(matplotlib.colormaps["turbo"](np.linspace(0.03, 0.97, classes)))
+
+
+def _bars(axes: Axes, counts: Ints, colours: list[Any]) -> None:
+    """One collection of all rectangles that hold rows: ten thousand artists would be slow and large."""
+    from matplotlib.collections import PolyCollection
+
+    top = counts.cumsum(axis=1)
+    bar, label = np.nonzero(counts)
+    low, high = (top - counts)[bar, label], top[bar, label]
+    left, right = bar - 0.41, bar + 0.41
+    corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
+    few = len(colours) <= _MOST_NAMED and len(counts) <= 50
+    rectangles = PolyCollection(
+        list(corners),
+        facecolors=[colours[k] for k in label],
+        edgecolors="white" if few else "none",
+        linewidths=0.4 if few else 0.0,
+        antialiaseds=few,  # without an outline, soft edges would leave hairlines between classes
+    )
+    axes.add_collection(rectangles)
+
+
+def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    bars = len(shown)
+    margin = max(0.7, 4.0 - bars / 2)  # a few bars do not fill the width
+    axes.set_xlim(-margin, bars - 1 + margin)
+    axes.set_ylim(0, max(1.0, 1.04 * float(counts.sum(axis=1).max())))
+    step = next(s for s in (1, 2, 5, 10, 20) if bars / s <= 26)
+    ticks = np.arange(0, bars, step)
+    axes.set_xticks(ticks, [f"{shown[k]}" for k in ticks], rotation=45 if shown[-1] >= 1000 else 0)
+    axes.set_xlabel("client", color=_INK)
+    axes.set_ylabel("rows", color=_INK)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.grid(axis="y", color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors=_INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    if headline:
+        axes.set_title(headline, loc="left", fontsize=10.5, color=_INK, pad=10)
+
+
+def _legend(axes: Axes, labels: tuple[str, ...], colours: list[Any]) -> None:
+    """Classes from top to bottom as they lie in a bar."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colours[k], label=_short(labels[k])) for k in range(len(labels) - 1, -1, -1)]
+    axes.legend(
+        handles=patches,
+        title="class",
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.02),
+        frameon=False,
+        handlelength=1.0,
+        handleheight=1.0,
+        fontsize=8.5 if len(labels) <= len(_TEN) else 7.0,
+        labelspacing=0.35,
+    )
+
+
+def _colour_bar(figure: Figure, axes: Axes, labels: tuple[str, ...]) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+
+    classes = len(labels)
+    norm = BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
+    scale = ScalarMappable(norm, ListedColormap(_colours(classes)))
+    ticks = np.unique(np.linspace(0, classes - 1, 11).round().astype(int))
+    bar = figure.colorbar(scale, ax=axes, ticks=ticks, pad=0.015, aspect=28, drawedges=False)
+    bar.ax.set_yticklabels([_short(labels[k]) for k in ticks])
+    bar.ax.tick_params(length=0, which="both", colors=_INK)
+    bar.ax.set_title("class", fontsize=9, color=_INK)
+    bar.outline.set_visible(False)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 18 else name[:17] + "…"

@@ -1,0 +1,172 @@
+"""A task: a network and its loss, seen as pure functions of one flat parameter vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.func import grad as func_grad
+
+from fedloom import rng, tree
+
+X = TypeVar("X")
+
+
+class Batch(NamedTuple):
+    """What one local step sees."""
+
+    x: Tensor  # [B, ...] normalised
+    y: Tensor  # [B]
+    mask: Tensor  # [B] 1 for a real example, 0 for padding
+    key: Tensor  # [] int64: this step's randomness, as data
+    progress: Tensor  # [] in [0, 1): how far into the client's local work this step is
+    lr: Tensor  # [] the local learning rate of this round
+    buffers: Tensor  # [Q] the running statistics that the net starts this step with
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a function of a key, so that it is the same in every executor and after a resume."""
+
+    key: Tensor
+
+    def __init__(self, p: float, index: int) -> None:
+        super().__init__()
+        self.p, self.index = p, index
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        place = torch.arange(x.numel(), device=x.device).view(x.shape)
+        keep = rng.unit(rng.fold(self.key, self.index, place)) >= self.p
+        return x * keep / (1.0 - self.p)
+
+
+class Task:
+    """``apply``, ``loss`` and ``grad`` of one net at any point ``w`` [P]; the net itself never changes.
+
+    ``lanes`` says who will call: torch.func's transforms (which nest in vmap) or plain autograd
+    (which costs less when one client trains at a time). Both compute the same function.
+    """
+
+    def __init__(self, net: nn.Module, *, lanes: bool = False) -> None:
+        net = _with_keyed_dropout(copy.deepcopy(net))
+        self.lanes = lanes
+        self._train, self._eval = copy.deepcopy(net).train(), net.eval()
+        parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.names = tuple(parameters)
+        self._shapes = [p.shape for p in parameters.values()]
+        self._sizes = [p.numel() for p in parameters.values()]
+        self.w0 = _flat(p.detach() for p in parameters.values())  # [P]
+        floats = {n: b for n, b in net.named_buffers() if b.is_floating_point()}
+        self._buffer_names, self._buffer_shapes = tuple(floats), [b.shape for b in floats.values()]
+        self._buffer_sizes = [b.numel() for b in floats.values()]
+        self.buffers0 = _flat(floats.values())  # [Q]
+        self._dropouts = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
+
+    @property
+    def size(self) -> int:
+        """P, the number of trainable parameters."""
+        return self.w0.numel()
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether examples of one batch influence each other, as in BatchNorm."""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._train.modules())
+
+    @property
+    def has_convolutions(self) -> bool:
+        return any(isinstance(m, nn.modules.conv._ConvNd) for m in self._train.modules())
+
+    def to(self, device: torch.device, *, lanes: bool) -> Task:
+        """The same task on another device, for another kind of caller."""
+        other = copy.copy(self)
+        other.lanes = lanes
+        other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
+        other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
+        return other
+
+    def apply(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
+        """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
+        out: Tensor = functional_call(self._eval, {**self._unflat(w), **self._unflat_buffers(buffers)}, (x,))
+        return out
+
+    def loss(self, w: Tensor, batch: Batch) -> Tensor:
+        """The mean cross-entropy over the real examples of ``batch``, in training mode."""
+        logits, _ = self._forward(w, batch)
+        each = nn.functional.cross_entropy(logits, batch.y, reduction="none")
+        return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
+
+    def grad(self, w: Tensor, batch: Batch) -> Tensor:
+        """The gradient of ``loss`` at ``w``.  ``[P]``"""
+        return self.differentiate(lambda v: self.loss(v, batch), w)
+
+    def differentiate(self, f: Callable[[X], Tensor], x: X) -> X:
+        """The gradient of the scalar function ``f`` at the tree ``x``."""
+        if self.lanes:
+            gradient: X = func_grad(f)(x)
+            return gradient
+        with torch.enable_grad():
+            point = tree.tmap(lambda leaf: leaf.detach().requires_grad_(), x)
+            found = torch.autograd.grad(f(point), tree.leaves(point), materialize_grads=True)
+        return tree.unflatten(x, found)
+
+    def statistics(self, w: Tensor, batch: Batch) -> Tensor:
+        """The running statistics after the net has seen ``batch`` at ``w``.  ``[Q]``"""
+        with torch.no_grad():
+            return self._forward(w, batch)[1]
+
+    def mask(self, *prefixes: str) -> Tensor:
+        """1 on the parameters whose name starts with one of ``prefixes``, else 0.  ``[P]``"""
+        parts = zip(self.names, self._sizes, strict=True)
+        return torch.cat([torch.full((n,), float(name.startswith(prefixes))) for name, n in parts]).to(self.w0.device)
+
+    def tensors(self, w: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """The parameters and statistics under their own names, as ``nn.Module.load_state_dict`` wants them."""
+        flat = {**self._unflat(w), **self._unflat_buffers(buffers)}
+        return {name: value.detach().clone().contiguous() for name, value in flat.items()}
+
+    def module(self, w: Tensor, buffers: Tensor) -> nn.Module:
+        """A plain module in evaluation mode that holds these parameters."""
+        net = copy.deepcopy(self._eval)
+        net.load_state_dict(self.tensors(w, buffers), strict=False)
+        return net
+
+    def _forward(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        # BatchNorm writes its buffers in place: give it copies, and read the copies back.
+        held = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
+        keys = {f"{n}.key" if n else "key": batch.key for n in self._dropouts}
+        logits: Tensor = functional_call(self._train, {**self._unflat(w), **held, **keys}, (batch.x,))
+        return logits, _flat(held.values()) if held else batch.buffers
+
+    def _unflat(self, w: Tensor) -> dict[str, Tensor]:
+        parts = zip(self.names, torch.split(w, self._sizes), self._shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in parts}
+
+    def _unflat_buffers(self, buffers: Tensor) -> dict[str, Tensor]:
+        if not self._buffer_names:
+            return {}
+        parts = zip(self._buffer_names, torch.split(buffers, self._buffer_sizes), self._buffer_shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in parts}
+
+
+def _flat(tensors: Any) -> Tensor:
+    parts = [t.reshape(-1) for t in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _with_keyed_dropout(net: nn.Module) -> nn.Module:
+    """The net with every ``nn.Dropout`` replaced, since torch's own draws from a hidden generator."""
+    places = [n for n, m in net.named_modules() if isinstance(m, nn.Dropout)]
+    for index, place in enumerate(places):
+        parent_name, _, name = place.rpartition(".")
+        drop = net.get_submodule(place)
+        assert isinstance(drop, nn.Dropout)
+        if place == "":
+            return KeyedDropout(drop.p, index)
+        setattr(net.get_submodule(parent_name), name, KeyedDropout(drop.p, index))
+    return net
