@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import tempfile
 import threading
@@ -239,7 +240,7 @@ def _entry(
 def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...]) -> dict[str, Any]:
     metrics = evaluate(exp, state, store)
     if not record.is_finite(metrics):
-        bad = ", ".join(name for name, value in metrics.items() if value != value or abs(value) == float("inf"))
+        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
         raise DivergedError(
             f"round {state.round}: the evaluation is not finite ({bad}); "
@@ -355,7 +356,7 @@ def _interruptible(listener: Listener) -> Iterator[threading.Event]:
         yield stop
         return
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(_number: int, _frame: Any) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()

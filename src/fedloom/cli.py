@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -385,7 +386,7 @@ class Watch:
         names = [name for name in frame if name.endswith("/accuracy")]
         if not names or len(frame) < 3:
             return
-        values = [v for v in frame[names[0]].tolist() if v == v]
+        values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
         picked = [values[round(i * (len(values) - 1) / 49)] for i in range(50)] if len(values) > 50 else values
         line = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * v))] for v in picked)
         self.say(f"\n{names[0]}  {line}  {values[-1]:.1%}")
@@ -410,10 +411,11 @@ class Watch:
         self.say(f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves")
         model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
         self.say(f"{run}/{model}")
+        other = "fedopt" if history.algorithm != "fedopt" else "fedavg"
         self.say(
             "\nnext:\n"
             f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
-            f"  fedloom run {run}/config.toml algorithm.kind={'fedopt' if history.algorithm != 'fedopt' else 'fedavg'}\n"
+            f"  fedloom run {run}/config.toml algorithm.kind={other}\n"
             f"  fedloom describe {history.algorithm}"
         )
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.data.arrays import Arrays, Ints
+from fedloom.data.files import Rows
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.sources import Source, from_arrays, source_for_path
 from fedloom.engine.evaluate import Evaluate
@@ -248,7 +249,7 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
-        if not alg.communicates and getattr(partition, "holdout", None) == 0 and "natural" != _kind(partition):
+        if not alg.communicates and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
     return faults
@@ -264,7 +265,7 @@ class InMemory(Source):
 
     kind: ClassVar[str] = "in-memory"
 
-    def load(self, root: Path, seed: int) -> Arrays:
+    def read(self, root: Path) -> Rows:  # noqa: ARG002
         raise DataError("the data of this experiment was handed over in Python: pass it again with data=...")
 
 

@@ -1,0 +1,268 @@
+"""The laws that every algorithm obeys, as functions that anybody can put an algorithm to.
+
+Each law takes an algorithm class and raises ``BrokenLawError`` where it does not hold. They run on a small
+federation with very unequal clients; ``fedloom check my_method.py`` runs them all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom import tree
+from fedloom.algorithm import Carry, Work
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.data.arrays import Arrays
+from fedloom.data.federation import federate
+from fedloom.engine import checkpoint
+from fedloom.engine.evaluate import Evaluate, evaluate
+from fedloom.engine.exchange import Full, Tally, add, inbox, sound
+from fedloom.engine.local import AnyAlgorithm, Executor, train
+from fedloom.engine.plan import Address, Cohort, plans
+from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.optim import Local
+from fedloom.task import Batch, Task
+
+_SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
+_TOLERANCE = 1e-5
+
+
+class BrokenLawError(Exception):
+    """A law that does not hold, and how."""
+
+
+def batched_is_alone(cls: type[AnyAlgorithm]) -> None:
+    """Clients trained side by side do what each does alone."""
+    _agree(_after(_world(cls, executor="lanes"), 3), _after(_world(cls, executor="loop"), 3), "lanes and loop")
+
+
+def lane_count_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
+    """How many clients train side by side changes nothing."""
+    _agree(_after(_world(cls, lanes=6), 3), _after(_world(cls, lanes=2), 3), "6 lanes and 2 lanes")
+
+
+def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
+    """The order in which the clients of a round are heard changes nothing."""
+    world = _world(cls, executor="loop")
+    if world.is_network:
+        return  # a node hears its neighbours by name
+    state, store, ids = begin(world), _store(world), torch.arange(world.federation.clients)
+    groups = list(plans(world.local, world.federation.train, ids, Address(3, 0), lr=0.05, lanes=1))
+    heard = []
+    for order in (groups, groups[::-1]):
+        tally = Tally()
+        for group in order:
+            outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
+            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), linear=world.algorithm.linear)
+        heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.clients)))
+    _agree(heard[0], heard[1], "clients heard forwards and backwards")
+
+
+def resumed_is_never_crashed(cls: type[AnyAlgorithm]) -> None:
+    """A run saved and loaded after every round is the run that never stopped, bit for bit."""
+    world = _world(cls)
+    whole = _after(world, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        state, store = begin(world), _store(world)
+        for _ in range(4):
+            state, _ = advance(world, state, store)
+            checkpoint.save(Path(folder), state, store, {})
+            store = _store(world)
+            state = checkpoint.load(Path(folder), begin(world), store).state
+    _agree(whole, _everything(world, state, store), "the whole run and the resumed one", exactly=True)
+
+
+def ram_is_disk(cls: type[AnyAlgorithm]) -> None:
+    """Clients' states kept in memory and on disk give the same run, bit for bit."""
+    world = _world(cls)
+    with tempfile.TemporaryDirectory() as folder:
+        on_disk = _after(world, 4, store=DiskStore(Path(folder), len(_SIZES)))
+    _agree(_after(world, 4), on_disk, "the store in memory and the one on disk", exactly=True)
+
+
+def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
+    """No function of the algorithm writes into what it is given."""
+    alg, down, mine, batch = _one_client(cls)
+    x = alg.start(down, mine)
+    at = Carry(x, alg.optimizer.init(x))
+    work = Work(torch.tensor(2.0), torch.tensor(5.0), torch.tensor(0.1), torch.tensor(0.0))
+    _untouched("start", alg.start, down, mine)
+    _untouched("gradient", alg.gradient, x, batch, down, mine)
+    _untouched("step", alg.step, at, batch, down, mine)
+    moved = alg.step(at, batch, down, mine).x
+    _untouched("finish", alg.finish, moved, down, mine, work)
+    _untouched("serve", alg.serve, down, mine)
+    world = _world(cls)
+    state = begin(world)
+    before = tree.tmap(torch.clone, state.server)
+    advance(world, state, _store(world))
+    _agree(before, state.server, "the server's state before and after a round was computed from it", exactly=True)
+
+
+def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
+    """The states of server and clients keep their structure, shapes and data types."""
+    alg, down, mine, batch = _one_client(cls)
+    x = alg.start(down, mine)
+    moved = alg.step(Carry(x, alg.optimizer.init(x)), batch, down, mine).x
+    one = torch.ones(())
+    _, kept = alg.finish(moved, down, mine, Work(one, one, one, one))
+    _same_form(mine, kept, "a client's state")
+    world = _world(cls)
+    first = begin(world)
+    second, _ = advance(world, first, _store(world))
+    _same_form(first.server, second.server, "the server's state")
+
+
+def neutral_is_fedavg(cls: type[AnyAlgorithm]) -> None:
+    """Under its neutral settings, where it names any, the algorithm is FedAvg, bit for bit."""
+    if cls.fedavg_when is None:
+        return
+    ours = _after(_world(cls, settings=dict(cls.fedavg_when)), 3).server.w
+    theirs = _after(_world(FedAvg), 3).server.w
+    _agree(ours, theirs, f"{cls.__name__} with {dict(cls.fedavg_when)} and FedAvg", exactly=True)
+
+
+def training_changes_something(cls: type[AnyAlgorithm]) -> None:
+    """After a round the models that clients are served are no longer the initial ones, and all is finite."""
+    world = _world(cls)
+    state, store = begin(world), _store(world)
+    before = evaluate(world, state, store)
+    state, excluded = advance(world, state, store)
+    after = evaluate(world, state, store)
+    if excluded:
+        raise BrokenLawError(f"clients {list(excluded)} returned numbers that are not finite")
+    if before == after:
+        raise BrokenLawError("no metric moved in a whole round of training")
+
+
+LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
+    batched_is_alone,
+    lane_count_is_irrelevant,
+    client_order_is_irrelevant,
+    resumed_is_never_crashed,
+    ram_is_disk,
+    arguments_are_unchanged,
+    state_keeps_its_shape,
+    neutral_is_fedavg,
+    training_changes_something,
+)
+
+
+def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) -> str:
+    """How the law is broken, or an empty string where it holds."""
+    try:
+        law(cls)
+    except BrokenLawError as broken:
+        return str(broken)
+    except Exception as error:  # an algorithm that raises is as broken as one that errs
+        return f"raised {type(error).__name__}: {error}"
+    return ""
+
+
+def title(law: Callable[[type[AnyAlgorithm]], None]) -> str:
+    """The law in words."""
+    return (law.__doc__ or law.__name__).strip()
+
+
+# -- a small world -------------------------------------------------------------------------------
+def _world(
+    cls: type[AnyAlgorithm], *, executor: Executor = "lanes", lanes: int = 6, settings: dict[str, Any] | None = None
+) -> Experiment:
+    """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
+    rng = np.random.default_rng(5)
+    owner = np.repeat(np.arange(len(_SIZES)), [n + 2 for n in _SIZES])
+    n = len(owner) + 30
+    y = rng.integers(0, 3, n)
+    x = rng.normal(size=(n, 5)).astype(np.float32) + 2 * np.eye(3, 5, dtype=np.float32)[y]
+    test = np.arange(n) >= len(owner)
+    held_out = np.concatenate([np.arange(k + 2) < 2 for k in _SIZES])
+    arrays = Arrays("law", x, y, test, ("a", "b", "c"))
+    device = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        task = Task(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), lanes=executor == "lanes")
+    local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
+    alg = cls(**(settings or {})).bind(task, local.optimiser())
+    return Experiment(
+        algorithm=alg,
+        task=task,
+        federation=federate(arrays, owner, len(_SIZES), held_out, device=device),
+        local=local,
+        cohort=Cohort(size=4),
+        evaluate=Evaluate(),
+        rounds=4,
+        seed=3,
+        device=device,
+        executor=executor,
+        lanes=lanes if executor == "lanes" else 1,
+        topology=Full() if cls.family == "gossip" else None,
+    )
+
+
+def _store(world: Experiment) -> ClientStore:
+    return RamStore(world.federation.clients)
+
+
+class _Whole(NamedTuple):
+    """All that there is after some rounds."""
+
+    server: Any
+    clients: Any
+
+
+def _after(world: Experiment, rounds: int, store: ClientStore | None = None) -> _Whole:
+    store = _store(world) if store is None else store
+    state = begin(world)
+    for _ in range(rounds):
+        state, _ = advance(world, state, store)
+    return _everything(world, state, store)
+
+
+def _everything(world: Experiment, state: RunState, store: ClientStore) -> _Whole:
+    return _Whole(state.server, world.given(state, store, torch.arange(world.federation.clients)).mine)
+
+
+def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]:
+    """An algorithm, and what its client functions are given in a first step."""
+    world = _world(cls, executor="loop")
+    alg = world.algorithm
+    down = alg.send(alg.init(world.task.w0))
+    group = next(iter(plans(world.local, world.federation.train, torch.tensor([3]), Address(3, 0), lr=0.05, lanes=1)))
+    x, y = world.federation.examples(group.rows[0, 0])
+    one = torch.ones(())
+    return alg, down, alg.join(down), Batch(x, y, torch.ones(len(y)), group.keys[0, 0], 0 * one, 0.05 * one, x[0, :0])
+
+
+def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:
+    for (name, left), (_, right) in zip(tree.named(a), tree.named(b), strict=True):
+        if exactly and not torch.equal(left, right):
+            raise BrokenLawError(f"{what} differ in '{name}' by up to {_gap(left, right):.3g}")
+        if not torch.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise BrokenLawError(f"{what} differ in '{name}' by up to {_gap(left, right):.3g}")
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("nan")
+
+
+def _untouched(name: str, function: Callable[..., Any], *arguments: Any) -> None:
+    before = [tree.tmap(torch.clone, argument) for argument in arguments]
+    function(*arguments)
+    for place, (old, new) in enumerate(zip(before, arguments, strict=True)):
+        for (leaf, a), (_, b) in zip(tree.named(old), tree.named(new), strict=True):
+            if not torch.equal(a, b):
+                raise BrokenLawError(f"{name}() wrote into its argument {place + 1} ('{leaf}')")
+
+
+def _same_form(a: Any, b: Any, what: str) -> None:
+    old = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(a)]
+    new = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(b)]
+    if old != new:
+        raise BrokenLawError(f"{what} changed its form: {old} became {new}")
