@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.func import grad as func_grad
 
 from fedloom import rng, tree
+from fedloom.errors import ConfigError, Fault
 
 X = TypeVar("X")
 
@@ -55,6 +56,7 @@ class Task:
 
     def __init__(self, net: nn.Module, *, lanes: bool = False) -> None:
         net = _with_keyed_dropout(copy.deepcopy(net))
+        _refuse_hidden_state(net)
         self.lanes = lanes
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -67,6 +69,8 @@ class Task:
         self._buffer_sizes = [b.numel() for b in floats.values()]
         self.buffers0 = _flat(floats.values())  # [Q]
         self._dropouts = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
+        keys = {_key(n) for n in self._dropouts}
+        self._counters = [n for n, b in net.named_buffers() if not b.is_floating_point() and n not in keys]
 
     @property
     def size(self) -> int:
@@ -98,7 +102,8 @@ class Task:
     def loss(self, w: Tensor, batch: Batch) -> Tensor:
         """The mean cross-entropy over the real examples of ``batch``, in training mode."""
         logits, _ = self._forward(w, batch)
-        each = nn.functional.cross_entropy(logits, batch.y, reduction="none")
+        # The same as nn.functional.cross_entropy, which vmap takes apart into many more small operations.
+        each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
@@ -139,8 +144,9 @@ class Task:
     def _forward(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         # BatchNorm writes its buffers in place: give it copies, and read the copies back.
         held = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
-        keys = {f"{n}.key" if n else "key": batch.key for n in self._dropouts}
-        logits: Tensor = functional_call(self._train, {**self._unflat(w), **held, **keys}, (batch.x,))
+        fixed = {n: self._train.get_buffer(n).clone() for n in self._counters}
+        keys = {_key(n): batch.key for n in self._dropouts}
+        logits: Tensor = functional_call(self._train, {**self._unflat(w), **held, **fixed, **keys}, (batch.x,))
         return logits, _flat(held.values()) if held else batch.buffers
 
     def _unflat(self, w: Tensor) -> dict[str, Tensor]:
@@ -159,14 +165,36 @@ def _flat(tensors: Any) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
+def _key(dropout: str) -> str:
+    return f"{dropout}.key" if dropout else "key"
+
+
 def _with_keyed_dropout(net: nn.Module) -> nn.Module:
     """The net with every ``nn.Dropout`` replaced, since torch's own draws from a hidden generator."""
-    places = [n for n, m in net.named_modules() if isinstance(m, nn.Dropout)]
+    places = [n for n, m in net.named_modules(remove_duplicate=False) if isinstance(m, nn.Dropout)]
     for index, place in enumerate(places):
         parent_name, _, name = place.rpartition(".")
         drop = net.get_submodule(place)
-        assert isinstance(drop, nn.Dropout)
+        if not isinstance(drop, nn.Dropout):  # its parent has several names, and was met under another
+            continue
         if place == "":
             return KeyedDropout(drop.p, index)
         setattr(net.get_submodule(parent_name), name, KeyedDropout(drop.p, index))
     return net
+
+
+def _refuse_hidden_state(net: nn.Module) -> None:
+    """Layers that draw or count where nobody sees it would make a resumed run another run."""
+    faults = []
+    for name, layer in net.named_modules():
+        drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+        draws = drops or isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d)
+        inner = isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0
+        if draws or inner:
+            what = f"{type(layer).__name__} at '{name}' draws from torch's hidden generator"
+            faults.append(Fault("model.kind", what, "nn.Dropout is the dropout that can be repeated"))
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
+            what = f"{type(layer).__name__} at '{name}' has no momentum, and so counts batches across clients"
+            faults.append(Fault("model.kind", what, "give it one, such as momentum=0.1"))
+    if faults:
+        raise ConfigError(faults)

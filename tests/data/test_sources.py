@@ -638,6 +638,12 @@ def test_bad_image_folders_are_refused(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a' / 'notes.txt'}: is not an image" in refusal(source)
 
 
+def test_images_of_sixteen_bits_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(tmp_path / "a" / "0.png")
+    assert "more than 8 bits" in refusal(Images(path=str(tmp_path), channels=1))
+
+
 # --------------------------------------------------------------------------------------------- from Python
 
 

@@ -241,21 +241,23 @@ def _download(
         part.unlink()
     troubles: list[str] = []
     for url in urls:
-        again = True
+        best, fresh, again = _size(part), False, True
         while again:
-            before, resumed = _size(part), False
+            before = _size(part)
             try:
-                resumed = _receive(url, remote, part, tell, timeout)
+                _receive(url, remote, part, tell, timeout)
                 trouble = _fault(part, remote)
             except _NETWORK_ERRORS as error:
                 trouble = _told(error)
             if not trouble:
                 return
-            if _size(part) >= remote.size:  # all bytes, but wrong ones; perhaps only those from an earlier run
+            if _size(part) >= remote.size:  # all bytes, but wrong ones
                 part.unlink()
-                again = resumed
-            else:  # a connection that broke is taken up again for as long as it brings something
-                again = _size(part) > before or (before > 0 and _size(part) == 0)
+            here = _size(part)
+            # a connection that broke is taken up again for as long as it brings more than was ever here, and
+            # bytes that turned out useless, perhaps those of an earlier run, are worth one start from nothing
+            begin = before > 0 and here == 0 and not fresh
+            again, best, fresh = here > best or begin, max(best, here), fresh or begin
         troubles.append(f"{url}: {trouble}")
     kept = f"\n  {_size(part)} bytes are kept, and the same command continues from there" if _size(part) else ""
     raise DataError(
@@ -264,8 +266,8 @@ def _download(
     )
 
 
-def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], timeout: float) -> bool:
-    """Adds what the address gives to ``part``, from where it stopped if the server can; says whether it could."""
+def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], timeout: float) -> None:
+    """Adds what the address gives to ``part``, from where it stopped if the server can, else from the beginning."""
     have = _size(part)
     headers = {"User-Agent": "fedloom"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
@@ -275,7 +277,7 @@ def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], 
             part.unlink(missing_ok=True)
         raise
     with answer:
-        resumed = bool(answer.status == http.client.PARTIAL_CONTENT)
+        resumed = answer.status == http.client.PARTIAL_CONTENT
         if resumed and not re.match(rf"bytes {have}-", answer.headers.get("Content-Range", "")):
             part.unlink(missing_ok=True)
             raise http.client.HTTPException(f"asked for bytes {have}-, got {answer.headers.get('Content-Range')}")
@@ -287,13 +289,12 @@ def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], 
         with _writing(part):
             out = part.open("ab" if resumed else "wb")
         with out:
-            while have <= remote.size and (block := answer.read(_BLOCK)):
+            while have <= remote.size and (block := answer.read1(_BLOCK)):
                 with _writing(part):
                     out.write(block)
                     out.flush()  # here, so that a full disk is not mistaken for a broken network
                 have += len(block)
                 tell(min(have, remote.size))
-    return resumed
 
 
 def _fault(path: Path, remote: Remote) -> str:

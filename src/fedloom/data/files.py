@@ -591,6 +591,8 @@ def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
     """One image as [C, H, W], upright."""
     try:
         with Image.open(path) as image:
+            if image.mode[0] in "IF":  # converting these would cut off all levels above 255
+                raise DataError(f"{path}: has more than 8 bits in a pixel (mode {image.mode}); save it with 8")
             upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: cannot be read as an image: {error}") from error

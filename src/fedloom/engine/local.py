@@ -29,6 +29,8 @@ AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
 
 # Parameters that may be stacked side by side: a gradient step holds about six such matrices.
 _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
+# Input values that may be gathered for the steps of one stretch.
+_GATHERED = 1 << 22
 
 
 class Given(NamedTuple):
@@ -103,27 +105,61 @@ def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Giv
 
 
 def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, given: Given) -> tuple[Any, Tensor]:
+    def steps(at: Carry, batches: Batch, down: Any, mine: Any) -> Carry:
+        each = zip(batches.x, batches.y, batches.mask, batches.key, batches.progress, strict=True)
+        for examples, labels, mask, key, progress in each:
+            batch = Batch(examples, labels, mask, key, progress, batches.lr, batches.buffers)
+            at = alg.step(at, batch, down, mine)
+        return at
+
     at = mapped(lambda v, _: Carry(v, alg.optimizer.init(v)), (0, 0))(x, group.work)
-    step = mapped(alg.step, (0, Batch(0, 0, 0, 0, 0, None, 0), given.down_dim, 0))  # type: ignore[arg-type]
-    active, done, now = len(group.ids), [], given
-    for t, width in enumerate(group.widths):
-        still = sum(1 for steps in group.steps[:active] if steps > t)
-        if still < active:
-            done.append(tree.take(at.x, slice(still, active)))
-            at, now, active = tree.take(at, slice(0, still)), now.rows(slice(0, still)), still
-        keys = group.keys[:active, t]
-        examples, labels = fed.examples(group.rows[:active, t, :width])
-        batch = Batch(
+    run = mapped(steps, (0, Batch(0, 0, 0, 0, 0, None, 0), given.down_dim, 0))  # type: ignore[arg-type]
+    done, now = [], given
+    for stretch in stretches(group, fed.x[0].numel()):
+        if stretch.lanes < len(now.buffers):
+            done.append(tree.take(at.x, slice(stretch.lanes, None)))
+            at, now = tree.take(at, slice(0, stretch.lanes)), now.rows(slice(0, stretch.lanes))
+        where = (slice(0, stretch.lanes), slice(stretch.first, stretch.last))
+        examples, labels = fed.examples(group.rows[*where, : stretch.width])
+        keys = group.keys[where]
+        batches = Batch(
             x=augmented(examples, keys, fed.augment),
             y=labels,
-            mask=group.mask[:active, t, :width],
+            mask=group.mask[*where, : stretch.width],
             key=keys,
-            progress=t / group.work.steps[:active],
+            progress=torch.arange(stretch.first, stretch.last, device=keys.device)
+            / group.work.steps[: stretch.lanes, None],
             lr=group.work.lr[0],
             buffers=now.buffers,
         )
-        at = step(at, batch, now.down, now.mine)
+        at = run(at, batches, now.down, now.mine)
     return tree.cat([at.x, *reversed(done)]), given.buffers
+
+
+class Stretch(NamedTuple):
+    """Steps in which the same lanes are at work on batches of one width."""
+
+    first: int
+    last: int
+    lanes: int
+    width: int
+
+
+def stretches(group: Group, features: int) -> list[Stretch]:
+    """The steps of a group, cut wherever a client finishes, the batches narrow or their inputs grow too many.
+
+    One call of vmap for a stretch instead of one for a step: for small nets, its cost is most of a step.
+    """
+    found: list[Stretch] = []
+    for t, width in enumerate(group.widths):
+        lanes = sum(1 for steps in group.steps if steps > t)
+        last = found[-1] if found else None
+        fits = last is not None and (t + 1 - last.first) * lanes * width * features <= _GATHERED
+        if last is not None and (last.lanes, last.width) == (lanes, width) and fits:
+            found[-1] = last._replace(last=t + 1)
+        else:
+            found.append(Stretch(t, t + 1, lanes, width))
+    return found
 
 
 def _train_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, given: Given) -> Outcome:

@@ -1,0 +1,51 @@
+"""What every benchmark shares: interleaved timing, and a result file that says where it was measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fedloom import record
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each piece of work, taken in turns, so that a busy machine is busy for all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for name in work:
+        work[name]()  # warm
+    for _ in range(repeats):
+        for name, run in work.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
+    """How many times faster ``name`` is than ``against``: the median over turns, each turn its own pair."""
+    return median(b / a for a, b in zip(seconds[name], seconds[against], strict=True))
+
+
+def write(name: str, results: Any) -> Path:
+    """Results as JSON, with the machine and versions that gave them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{device.type}.json"
+    where = record.environment(device) | {"machine": platform.machine(), "cores": _cores()}
+    path.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
+    return path
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
