@@ -1,7 +1,45 @@
-"""Every test uses one thread: two workers on two cores would otherwise wait for each other most of the time."""
+"""What tests share: one thread each, and a way to lay out a small experiment."""
 
 from __future__ import annotations
 
 import os
 
+# Two workers with two threads each on two cores would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedloom.config import parse
+from fedloom.data.arrays import Arrays
+from fedloom.engine.run import Experiment
+from fedloom.experiment import prepare
+
+
+def blobs(sizes: tuple[int, ...] = (4, 12, 7), *, test: int = 20, features: int = 4, classes: int = 3) -> Arrays:
+    """Overlapping classes; the rows of client i lie together and know their client."""
+    rng = np.random.default_rng(0)
+    client = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.zeros(test, dtype=np.int64)])
+    y = rng.integers(0, classes, len(client))
+    x = rng.normal(size=(len(client), features)) + 1.5 * np.eye(classes, features)[y]
+    rows = np.arange(len(client)) >= sum(sizes)
+    return Arrays("blobs", x.astype(np.float32), y, rows, tuple("abcdefghij"[:classes]), client=client)
+
+
+@pytest.fixture
+def world() -> Callable[..., Experiment]:
+    """Lay out an experiment on blobs, one client for each size: ``world(sizes, algorithm=..., local=...)``."""
+
+    def make(sizes: tuple[int, ...] = (4, 12, 7), *, arrays: Arrays | None = None, **table: Any) -> Experiment:
+        partition = {"kind": "natural", "holdout": 0.0}
+        cohort = {} if "topology" in table else {"cohort": {"sampling": "all"}}
+        full = (
+            {"partition": partition, "model": {"kind": "logistic"}, "local": {"batch": 0, "lr": 0.5}} | cohort | table
+        )
+        return prepare(parse(full), Path(), blobs(sizes) if arrays is None else arrays).experiment
+
+    return make

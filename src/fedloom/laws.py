@@ -94,7 +94,6 @@ def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
     at = Carry(x, alg.optimizer.init(x))
     work = Work(torch.tensor(2.0), torch.tensor(5.0), torch.tensor(0.1), torch.tensor(0.0))
     _untouched("start", alg.start, down, mine)
-    _untouched("gradient", alg.gradient, x, batch, down, mine)
     _untouched("step", alg.step, at, batch, down, mine)
     moved = alg.step(at, batch, down, mine).x
     _untouched("finish", alg.finish, moved, down, mine, work)

@@ -78,7 +78,7 @@ def nbytes(tree: Any) -> int:
 
 
 # Enough columns to keep the processor busy, few enough that a block in float64 stays in its cache.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 20
 
 
 def mix(rows: Tensor, tree: T) -> T:

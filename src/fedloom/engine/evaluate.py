@@ -90,7 +90,7 @@ def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str,
     sizes = fed.test.sizes
     judged = _sample(exp, (sizes > 0) & (fed.train.sizes > 0))
     correct, loss = np.zeros(fed.clients), np.zeros(fed.clients)
-    if alg.family == "server" and not alg.tune_epochs and exp.buffers == "average":
+    if alg.family in ("server", "closed_form") and not alg.tune_epochs and exp.buffers == "average":
         owner = fed.test.owners()
         chosen = torch.isin(owner, judged)
         scores = rows_scored(exp, alg.send(state.server).w, state.buffers, fed.test.rows[chosen].to(exp.device))
