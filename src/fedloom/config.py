@@ -339,6 +339,7 @@ def _wrap_module(thing: Any, name: str) -> type[Model] | None:
     class Own(Model):
         model_config = ConfigDict(extra="allow")
         kind: ClassVar[str] = name
+        buffers: Literal["average", "local"] = "average"
 
         def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
             offered = {"shape": shape, "classes": classes}

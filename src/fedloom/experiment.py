@@ -104,7 +104,8 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
         executor=executor,
         lanes=lanes,
         topology=config.topology,
-        buffers=getattr(config.model, "buffers", "average"),
+        # Where nothing is sent, running statistics are not sent either.
+        buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
     )
     return Prepared(experiment, shared, config, reason)
 

@@ -277,9 +277,21 @@ def test_a_users_module_with_batch_norm_chooses_its_buffers(tmp_path: Any, buffe
     assert prepared.experiment.keeps_buffers == (buffers == "local")
 
 
-def test_a_client_of_one_example_does_not_stop_batch_norm() -> None:
-    """BatchNorm cannot normalise one row of features: such a client must not take the round down with it."""
-    fed = federation((1, 40, 25), shape=IMAGE, classes=4)
+def test_a_batch_of_one_that_batch_norm_cannot_normalise_is_refused_by_name() -> None:
+    fed = federation((30, 41, 25), shape=IMAGE, classes=4)
     exp = experiment(fed, Normed(), executor="loop", local=Local(batch=10))
-    state, _ = advance(exp, begin(exp), RamStore(3))
-    assert bool(state.server.w.isfinite().all())
+    with pytest.raises(ConfigError, match="client 1 has a batch of 1.*drop_last"):
+        advance(exp, begin(exp), RamStore(3))
+    dropping = experiment(fed, Normed(), executor="loop", local=Local(batch=10, drop_last=True))
+    assert advance(dropping, begin(dropping), RamStore(3))[1] == ()
+
+
+def test_without_communication_statistics_stay_with_the_clients(tmp_path: Any) -> None:
+    table = {
+        "data": {"source": "in-memory"},
+        "model": {"kind": "test_local:Normed"},
+        "partition": {"clients": 3},
+        "algorithm": "local_only",
+    }
+    exp = prepare(parse(table), tmp_path, images()).experiment
+    assert exp.keeps_buffers

@@ -22,6 +22,7 @@ from fedloom.algorithm import Algorithm, Carry
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import Group
+from fedloom.errors import ConfigError, Fault
 from fedloom.task import Batch, Task
 
 Executor: TypeAlias = Literal["loop", "lanes"]
@@ -188,7 +189,12 @@ def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: An
             buffers=buffers,
         )
         if keeps_statistics:
-            buffers = alg.task.statistics(alg.model(at.x), batch)
+            try:
+                buffers = alg.task.statistics(alg.model(at.x), batch)
+            except ValueError as error:  # torch's word for a batch with nothing to take a variance of
+                what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
+                fix = 'norm = "group" can; else try local.drop_last=true, local.batch or partition.min_size'
+                raise ConfigError([Fault("model", what, fix)]) from error
         at = alg.step(at, batch, given.down, given.mine)
     return at.x, buffers
 
