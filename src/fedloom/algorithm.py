@@ -61,6 +61,7 @@ class Work(NamedTuple):
     examples: Tensor  # [] training examples that the client has
     lr: Tensor  # [] local learning rate
     round: Tensor  # [] counted from 0
+    survey: Any = ()  # what ``survey`` found in all of the client's data, for algorithms that ask for it
 
 
 class Carry(NamedTuple):
@@ -77,6 +78,7 @@ class Inbox(NamedTuple, Generic[U]):
     weight: Tensor  # [] sum_k a_k
     senders: Tensor  # [] how many sent, draws with replacement counted each
     population: Tensor  # [] how many clients there are
+    examples: Tensor  # [] how many training examples they have together
     uploads: Any = ()  # [K, ...] every upload, only for algorithms that are not ``linear``
     weights: Any = ()  # [K] the a_k, likewise
 
@@ -96,7 +98,9 @@ class Algorithm(Spec, Generic[S, C, U]):
     communicates: ClassVar[bool] = True  # False: nothing travels, and no byte is counted
     served: ClassVar[Literal["pre_fit", "post_fit"]] = "pre_fit"  # is a client's model judged before or after training?
     fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
-    local_defaults: ClassVar[Mapping[str, Any]] = {}  # settings of ``local`` that belong to the method's definition
+    fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the settings of FedAvg which it then is
+    plain_sgd: ClassVar[bool] = False  # True: its definition needs local steps without momentum, decay or clipping
+    distinct: ClassVar[bool] = False  # True: a client must not be drawn twice in a round
 
     _task: Task | None = PrivateAttr(None)
     _optimizer: Optimizer | None = PrivateAttr(None)
@@ -118,9 +122,23 @@ class Algorithm(Spec, Generic[S, C, U]):
         return self._optimizer
 
     @property
+    def surveys(self) -> bool:
+        """Whether a client first looks at all of its data once, by ``survey``."""
+        return False
+
+    @property
+    def sends_to_all(self) -> bool:
+        """Whether the server sends its model to every client, and not only to those who will train."""
+        return False
+
+    @property
     def tune_epochs(self) -> int:
         """For how many epochs a client fine-tunes a throw-away copy before its personal evaluation."""
         return 0
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        """Settings of other sections that belong to the method's definition, where the user says nothing."""
+        return {}
 
     # -- at the server, or at each node of a network without one ------------------------------------
     def init(self, w: Tensor) -> S:
@@ -138,6 +156,10 @@ class Algorithm(Spec, Generic[S, C, U]):
     # -- at one client --------------------------------------------------------------------------
     def join(self, down: S) -> C:
         """The state of a client that takes part for the first time."""
+        raise NotImplementedError
+
+    def survey(self, batch: Batch, down: S, mine: C) -> Any:
+        """A sum over the real examples of one batch; the client's sum over all its data is ``work.survey``."""
         raise NotImplementedError
 
     def start(self, down: S, mine: C) -> Any:

@@ -25,7 +25,7 @@ from fedloom.data.sources import from_arrays, from_torch
 from fedloom.engine import checkpoint
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import AnyAlgorithm
-from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.run import Experiment, RunState, advance, begin, names_of
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, StorageError
 from fedloom.experiment import Prepared, prepare
@@ -115,18 +115,17 @@ def start(
     *,
     out: Path | None,
     root: Path,
+    numbered: bool = False,
     arrays: Arrays | None = None,
     listener: Listener | None = None,
 ) -> History:
-    """Run a new experiment from its first round."""
+    """Run a new experiment from its first round; ``numbered``: if ``out`` is taken, in ``out-2`` and so on."""
     prepared = prepare(config, root, arrays)
     folder = None
     with _storage(out):
         if out is not None:
-            environment = record.environment(prepared.experiment.device) | _choices(prepared)
-            folder = record.create(out, as_toml(config), environment)
-            shared = prepared.shared
-            record.save_partition(folder, shared.owner, shared.held_out, shared.described())
+            folder = record.create(record.unused(out) if numbered else out, as_toml(config))
+            _lay_out(folder, prepared)
     return _drive(prepared, folder, None, listener or Silence())
 
 
@@ -148,15 +147,21 @@ def resume(
         if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
             why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
             raise ConfigError([Fault("--rounds", why)])
+        if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
+            raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
         table["rounds"] = rounds
     arrays = _as_arrays(data)
     if arrays is None and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
     config = parse(table)
     prepared = prepare(config, _root(data_root), arrays)
-    _same_data(path, prepared)
+    laid_out = (path / "partition.json").is_file()
+    if laid_out:
+        _same_data(path, prepared)
     with _storage(path):
         folder = RunFolder(path)
+        if not laid_out:  # the run was killed before its first round
+            _lay_out(folder, prepared)
         if rounds is not None:
             record.write_text(path / "config.toml", as_toml(config))
     return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
@@ -177,6 +182,7 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
     store = _store(config, exp, folder.path if folder else scratch)
     state, records = _entry(exp, store, folder, at)
     listener.started(prepared, folder.path if folder else None, state.round)
+    earlier = folder.spent() if folder else 0.0
     saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
     with _interruptible(listener) as stop:
         if not records:
@@ -208,7 +214,7 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
             if ended and state.round < exp.rounds:
                 raise InterruptedRun(folder.path if folder else None, state.round)
     model = _model(exp, state, store)
-    seconds = time.perf_counter() - clock
+    seconds = earlier + time.perf_counter() - clock
     history = History(
         algorithm=config.kinds["algorithm"],
         rounds=state.round,
@@ -229,11 +235,11 @@ def _entry(
     state = begin(exp)
     if folder is None or at is None:
         return state, []
-    if not checkpoint.rounds(folder.checkpoints):
-        folder.rewind({})
+    if at == -1 and not checkpoint.rounds(folder.checkpoints):
+        folder.rewind({}, 0)
         return state, []
     loaded = checkpoint.load(folder.checkpoints, state, store, at=None if at == -1 else at)
-    folder.rewind(loaded.lengths)
+    folder.rewind(loaded.lengths, loaded.state.round)
     return loaded.state, record.read_metrics(folder.path)
 
 
@@ -242,8 +248,9 @@ def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: t
     if not record.is_finite(metrics):
         bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
+        ids = exp.drawn(max(0, state.round - 1)).ids.tolist()
         raise DivergedError(
-            f"round {state.round}: the evaluation is not finite ({bad}); "
+            f"round {state.round}: the evaluation is not finite ({bad}); clients of the round: {names_of(ids)}; "
             f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
         )
     line = {"round": state.round, **metrics, "bytes/up": state.up, "bytes/down": state.down}
@@ -288,6 +295,13 @@ def _store(config: Config, exp: Experiment, folder: Path) -> ClientStore:
     if config.engine.store == "disk":
         return DiskStore(folder / "clients", exp.federation.clients)
     return RamStore(exp.federation.clients)
+
+
+def _lay_out(folder: RunFolder, prepared: Prepared) -> None:
+    """What a run folder holds before the first round."""
+    folder.write("environment.json", record.environment(prepared.experiment.device) | _choices(prepared))
+    shared = prepared.shared
+    record.save_partition(folder, shared.owner, shared.held_out, shared.described())
 
 
 def _choices(prepared: Prepared) -> dict[str, Any]:

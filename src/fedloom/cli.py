@@ -22,7 +22,6 @@ from fedloom.errors import ConfigError, Fault, FedloomError
 
 app = typer.Typer(
     name="fedloom",
-    help="Federated learning for unequal data: simulate, compare and reproduce.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -60,10 +59,19 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(f"fedloom {__version__}")
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Federated learning for unequal data: simulate, compare and reproduce."""
 
 
 @app.command()
@@ -73,19 +81,21 @@ def run(
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
-    print_config: Annotated[bool, typer.Option(help="Print the complete experiment as TOML, and stop.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the complete experiment as TOML, and stop.")
+    ] = False,
     data_root: Root = None,
 ) -> None:
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
-    from fedloom import api, config, record
+    from fedloom import api, config
     from fedloom.data.files import default_root
 
     experiment = api.load_config(*_file_and_overrides(settings or []))
     if print_config:
         print(config.as_toml(experiment), end="")
         return
-    folder = out or record.unused(Path("runs"), _run_name(experiment))
-    _watched(json_, lambda watch: api.start(experiment, out=folder, root=data_root or default_root(), listener=watch))
+    folder, root = out or Path("runs") / _run_name(experiment), data_root or default_root()
+    _watched(json_, lambda watch: api.start(experiment, out=folder, numbered=out is None, root=root, listener=watch))
 
 
 @app.command()
@@ -362,7 +372,7 @@ class Watch:
         pace = (progress.round - self._done) / elapsed
         left = (progress.rounds - progress.round) / pace
         shown = [f"{_short(n)} {v:.3f}" for n, v in _headline(progress.metrics)]
-        text = "  ".join([*shown, f"{self._clients / elapsed:,.0f} clients/s", f"{_span(left)} left"])
+        text = "  ".join([*shown, f"{self._clients / elapsed:,.3g} clients/s", f"{_span(left)} left"])
         if progress.excluded:
             self._excluded += len(progress.excluded)
             self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")

@@ -41,7 +41,7 @@ USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is
 class Basics(Spec):
     """The settings outside any section."""
 
-    seed: NonNegativeInt = Field(0, description="all randomness follows from it")
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="all randomness follows from it")
     rounds: PositiveInt = 50
     name: str = Field("", description="a name for the run folder; unset: algorithm, data and seed")
 
@@ -144,7 +144,10 @@ def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str
     old = {key: old} if isinstance(old, str) else dict(old)
     if old.get(key, _DEFAULTS[section]) == name:
         return old | {key: name}, []
-    cls = _CHOOSE[section](str(name), f"{section}.{key}")
+    try:
+        cls = _CHOOSE[section](str(name), f"{section}.{key}")
+    except ConfigError:
+        return old | {key: name}, []  # parse will say so, together with whatever else is wrong
     known = {field.alias or n for n, field in cls.model_fields.items()}
     keep = {k: v for k, v in old.items() if k in known}
     return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
@@ -154,6 +157,10 @@ def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(text)  # .5 is a number to everybody but TOML
+    except ValueError:
         return text
 
 
@@ -175,9 +182,8 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
             continue
         names[section], chosen[section], wrong = _chosen(section, table.get(section, {}))
         faults += wrong
-    local_table = _with_local_defaults(table.get("local", {}), chosen.get("algorithm"))
     for section, cls in _PLAIN.items():
-        given = local_table if section == "local" else table.get(section, {})
+        given = _with_defaults(section, table.get(section, {}), chosen.get("algorithm"))
         if not isinstance(given, Mapping):
             faults.append(Fault(section, f"should be a table of settings (got {given!r})"))
             continue
@@ -220,17 +226,20 @@ def _is_path(name: str) -> bool:
     return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name
 
 
-def _with_local_defaults(given: Any, algorithm: AnyAlgorithm | None) -> Any:
-    """``local`` with what the algorithm's own definition says, where the user said nothing of it."""
-    if not isinstance(given, Mapping) or algorithm is None or {"steps", "epochs"} & set(given):
+def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
+    """A section with what the algorithm's own definition says, where the user said nothing of it."""
+    if not isinstance(given, Mapping) or algorithm is None:
         return given
-    return {**algorithm.local_defaults, **given}
+    own = dict(algorithm.defaults().get(section, {}))
+    if section == "local" and {"steps", "epochs"} & set(given):  # the one excludes the other
+        own.pop("steps", None)
+    return {**own, **given}
 
 
 def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
     """Settings that are each valid and cannot hold together."""
-    faults = []
     local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
+    faults = _against_the_algorithm(alg, local, cohort)
     if local is not None and {"steps", "epochs"} <= local.model_fields_set and local.steps is not None:
         faults.append(Fault("local", "steps and epochs are both given", "keep one of them"))
     if cohort is not None and cohort.size is not None:
@@ -241,8 +250,8 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
             faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
     if alg is not None and cohort is not None:
-        if cohort.sampling == "proportional" and getattr(alg, "weighting", None) == "samples":
-            why = "counts a client's data twice: once in the draw, once in algorithm.weighting = 'samples'"
+        if cohort.sampling == "proportional" and str(getattr(alg, "weighting", "")).startswith("samples"):
+            why = f"counts a client's data twice: once in the draw, once in algorithm.weighting = '{alg.weighting}'"
             faults.append(Fault("cohort.sampling", f"'proportional' {why}", "set algorithm.weighting=uniform"))
         if alg.family == "gossip" and cohort.model_fields_set:
             why = "a network without a server trains every node in every round"
@@ -252,6 +261,20 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         if not alg.communicates and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
+    return faults
+
+
+def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:
+    """Settings that the algorithm's definition excludes."""
+    faults = []
+    if alg is not None and local is not None and alg.plain_sgd:
+        for key in ("momentum", "weight_decay", "clip"):
+            if getattr(local, key):
+                what = f"{type(alg).__name__} is defined for plain SGD steps (got {getattr(local, key)})"
+                faults.append(Fault(f"local.{key}", what, f"leave {key} at 0"))
+    if alg is not None and cohort is not None and alg.distinct and cohort.sampling == "proportional":
+        what = f"{type(alg).__name__} keeps a state for each client, which a second draw in a round would break"
+        faults.append(Fault("cohort.sampling", what, "use uniform or all"))
     return faults
 
 

@@ -27,6 +27,7 @@ from fedloom.engine.local import AnyAlgorithm, Executor, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.models.net import Net
 from fedloom.optim import Local
 from fedloom.task import Batch, Task
 
@@ -61,7 +62,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
         for group in order:
             outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
             tally = add(tally, sound(group.ids, outcome, torch.ones(1)), linear=world.algorithm.linear)
-        heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.clients)))
+        heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes)))
     _agree(heard[0], heard[1], "clients heard forwards and backwards")
 
 
@@ -92,7 +93,7 @@ def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
     alg, down, mine, batch = _one_client(cls)
     x = alg.start(down, mine)
     at = Carry(x, alg.optimizer.init(x))
-    work = Work(torch.tensor(2.0), torch.tensor(5.0), torch.tensor(0.1), torch.tensor(0.0))
+    work = _work(alg, batch, down, mine)
     _untouched("start", alg.start, down, mine)
     _untouched("step", alg.step, at, batch, down, mine)
     moved = alg.step(at, batch, down, mine).x
@@ -110,8 +111,7 @@ def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
     alg, down, mine, batch = _one_client(cls)
     x = alg.start(down, mine)
     moved = alg.step(Carry(x, alg.optimizer.init(x)), batch, down, mine).x
-    one = torch.ones(())
-    _, kept = alg.finish(moved, down, mine, Work(one, one, one, one))
+    _, kept = alg.finish(moved, down, mine, _work(alg, batch, down, mine))
     _same_form(mine, kept, "a client's state")
     world = _world(cls)
     first = begin(world)
@@ -124,7 +124,7 @@ def neutral_is_fedavg(cls: type[AnyAlgorithm]) -> None:
     if cls.fedavg_when is None:
         return
     ours = _after(_world(cls, settings=dict(cls.fedavg_when)), 3).server.w
-    theirs = _after(_world(FedAvg), 3).server.w
+    theirs = _after(_world(FedAvg, settings=dict(cls.fedavg_as)), 3).server.w
     _agree(ours, theirs, f"{cls.__name__} with {dict(cls.fedavg_when)} and FedAvg", exactly=True)
 
 
@@ -186,7 +186,8 @@ def _world(
     device = torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        task = Task(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), lanes=executor == "lanes")
+        net = Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), 6, 3)
+    task = Task(net, lanes=executor == "lanes")
     local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
     alg = cls(**(settings or {})).bind(task, local.optimiser())
     return Experiment(
@@ -237,6 +238,12 @@ def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]
     x, y = world.federation.examples(group.rows[0, 0])
     one = torch.ones(())
     return alg, down, alg.join(down), Batch(x, y, torch.ones(len(y)), group.keys[0, 0], 0 * one, 0.05 * one, x[0, :0])
+
+
+def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
+    """The work of a client that has this one batch."""
+    survey = alg.survey(batch, down, mine) if alg.surveys else ()
+    return Work(torch.tensor(2.0), batch.mask.sum(), torch.tensor(0.1), torch.tensor(0.0), survey)
 
 
 def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:

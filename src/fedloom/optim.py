@@ -50,11 +50,11 @@ def clipped(g: Any, limit: float) -> Any:
 class Local(Spec):
     """How a client trains in one round."""
 
-    optimizer: Literal["sgd"] = "sgd"
+    optimizer: Literal["sgd"] = Field("sgd", description="the local optimiser")
     lr: PositiveFloat = Field(0.1, description="learning rate of the first round")
-    momentum: float = Field(0.0, ge=0, lt=1)
-    nesterov: bool = False
-    weight_decay: NonNegativeFloat = 0.0
+    momentum: float = Field(0.0, ge=0, lt=1, description="share of the last step's direction that is kept")
+    nesterov: bool = Field(False, description="look ahead along the momentum")
+    weight_decay: NonNegativeFloat = Field(0.0, description="pull towards zero, added to the gradient")
     clip: NonNegativeFloat = Field(0.0, description="largest norm of a gradient; 0 leaves gradients as they are")
     epochs: PositiveInt = Field(1, description="passes over the client's data; not used when steps is given")
     steps: PositiveInt | None = Field(None, description="exact number of local steps, instead of epochs")
@@ -62,9 +62,11 @@ class Local(Spec):
     drop_last: bool = Field(
         False, description="leave out a last batch that is not full, unless it is the client's only one"
     )
-    schedule: Literal["constant", "exponential", "step", "cosine"] = "constant"
+    schedule: Literal["constant", "exponential", "step", "cosine"] = Field(
+        "constant", description="of the learning rate over rounds"
+    )
     decay: float = Field(0.99, gt=0, le=1, description="factor per round (exponential) or per step_every rounds (step)")
-    step_every: PositiveInt = 100
+    step_every: PositiveInt = Field(100, description="rounds between decays of the step schedule")
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Local:

@@ -9,22 +9,25 @@ checkpoints/    model.safetensors  curves.png  summary.json
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from fedloom import __version__
 from fedloom.data.arrays import Ints
+from fedloom.engine.checkpoint import write_tensors
 from fedloom.errors import CheckpointError, ConfigError, Fault
 
 _STREAMS = ("metrics.jsonl", "timings.jsonl")
@@ -59,7 +62,8 @@ class RunFolder:
 
     def close(self) -> None:
         for file in (*self._files.values(), self._lock):
-            file.close()
+            with suppress(OSError):  # what a full disk did not take was reported when it was written
+                file.close()
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one evaluation, and have it on its way to disk before going on."""
@@ -69,19 +73,31 @@ class RunFolder:
         self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
 
     def lengths(self) -> dict[str, int]:
-        """How long the append-only files are, once all of it is on disk."""
-        for file in self._files.values():
-            os.fsync(file.fileno())
-        return {name: file.tell() for name, file in self._files.items()}
+        """How long the metrics are, once all of them are on disk."""
+        file = self._files["metrics.jsonl"]
+        os.fsync(file.fileno())
+        return {"metrics.jsonl": file.tell()}
 
-    def rewind(self, lengths: dict[str, int]) -> None:
-        """Forget what was appended after a checkpoint; the rounds that wrote it will be done again."""
-        for name, file in self._files.items():
-            have, keep = os.path.getsize(self.path / name), lengths.get(name, 0)
-            if have < keep:
-                raise CheckpointError(f"{self.path / name}: has {have} bytes, the checkpoint needs {keep}")
-            file.truncate(keep)
-            file.seek(0, os.SEEK_END)
+    def rewind(self, lengths: dict[str, int], done: int) -> None:
+        """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
+        metrics = self.path / "metrics.jsonl"
+        have, keep = os.path.getsize(metrics), lengths.get("metrics.jsonl", 0)
+        if have < keep:
+            raise CheckpointError(f"{metrics}: has {have} bytes, the checkpoint needs {keep}")
+        # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
+        timings = sum(len(line) for line, timing in self._timed() if timing["round"] <= done)
+        for name, size in (("metrics.jsonl", keep), ("timings.jsonl", timings)):
+            self._files[name].truncate(size)
+            self._files[name].seek(0, os.SEEK_END)
+
+    def spent(self) -> float:
+        """How many seconds the rounds so far took."""
+        return sum(timing["train"] + timing["evaluate"] + timing["record"] for _, timing in self._timed())
+
+    def _timed(self) -> Iterator[tuple[bytes, dict[str, float]]]:
+        for line in (self.path / "timings.jsonl").read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                yield line, json.loads(line)
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file, whole or not at all."""
@@ -92,25 +108,24 @@ class RunFolder:
         self._files[name].flush()
 
 
-def create(path: Path, config: str, environment: dict[str, Any]) -> RunFolder:
-    """A new run folder; one that already holds anything is refused."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+def create(path: Path, config: str) -> RunFolder:
+    """A new run folder; one that already holds anything (but a start that was cut short) is refused."""
+    if path.exists() and (not path.is_dir() or any(p.name != "config.toml.part" for p in path.iterdir())):
         fix = f"choose another, or continue it with: fedloom resume {path}" if (path / "config.toml").exists() else ""
         raise ConfigError([Fault("--out", f"{path} already exists and is not empty", fix or "choose another")])
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / "config.toml", config)
-    folder = RunFolder(path)
-    folder.write("environment.json", environment)
-    return folder
+    return RunFolder(path)
 
 
-def unused(parent: Path, name: str) -> Path:
-    """A folder below ``parent`` that does not exist yet: ``name``, or ``name-2`` and so on."""
-    path, count = parent / name, 1
-    while path.exists():
-        count += 1
-        path = parent / f"{name}-{count}"
-    return path
+def unused(path: Path) -> Path:
+    """A new folder ``path``, or ``path-2`` and so on; two processes never get the same."""
+    for count in itertools.count(1):
+        new = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with suppress(FileExistsError):
+            new.mkdir(parents=True)
+            break
+    return new
 
 
 def write_text(path: Path, text: str) -> None:
@@ -122,7 +137,7 @@ def write_text(path: Path, text: str) -> None:
 def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], described: dict[str, Any]) -> None:
     """Who has which row, and its fingerprint."""
     part = folder.path / "partition.safetensors.part"
-    save_file({"owner": owner, "held_out": held_out.astype(np.uint8)}, part)
+    write_tensors(part, {"owner": torch.from_numpy(owner), "held_out": torch.from_numpy(held_out.astype(np.uint8))})
     os.replace(part, folder.path / "partition.safetensors")
     folder.write("partition.json", described)
 

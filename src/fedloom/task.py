@@ -106,6 +106,15 @@ class Task:
         each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
+    def encode(self, w: Tensor, batch: Batch, *, frozen: bool = False) -> Tensor:
+        """What the net's ``body`` makes of the inputs, in training mode or ``frozen`` in evaluation mode.  ``[B, D]``"""
+        body = getattr(self._eval if frozen else self._train, "body", None)
+        if not isinstance(body, nn.Module):
+            raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
+        inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
+        out: Tensor = functional_call(body, inside, (batch.x,))
+        return out.flatten(1)
+
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """The gradient of ``loss`` at ``w``.  ``[P]``"""
         return self.differentiate(lambda v: self.loss(v, batch), w)
@@ -142,12 +151,17 @@ class Task:
         return net
 
     def _forward(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        # BatchNorm writes its buffers in place: give it copies, and read the copies back.
-        held = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
-        fixed = {n: self._train.get_buffer(n).clone() for n in self._counters}
+        held = self._held(w, batch)
+        logits: Tensor = functional_call(self._train, held, (batch.x,))
+        return logits, _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
+
+    def _held(self, w: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """All that the net holds during one forward pass."""
+        # BatchNorm writes its buffers in place: give it copies, which can be read back.
+        buffers = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
+        counters = {n: self._train.get_buffer(n).clone() for n in self._counters}
         keys = {_key(n): batch.key for n in self._dropouts}
-        logits: Tensor = functional_call(self._train, {**self._unflat(w), **held, **fixed, **keys}, (batch.x,))
-        return logits, _flat(held.values()) if held else batch.buffers
+        return {**self._unflat(w), **buffers, **counters, **keys}
 
     def _unflat(self, w: Tensor) -> dict[str, Tensor]:
         parts = zip(self.names, torch.split(w, self._sizes), self._shapes, strict=True)

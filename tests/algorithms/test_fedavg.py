@@ -32,7 +32,7 @@ def members(exp, client):
 def test_hand_worked_numbers() -> None:
     # two clients moved by (1, 0) and (0, 2), with 1 and 3 examples
     total = Update(torch.tensor([1.0 * 1 + 3.0 * 0, 1.0 * 0 + 3.0 * 2], dtype=torch.float64))
-    heard = Inbox(total, torch.tensor(4.0), torch.tensor(2.0), torch.tensor(5.0))
+    heard = Inbox(total, torch.tensor(4.0), torch.tensor(2.0), torch.tensor(5.0), torch.tensor(40.0))
     after = FedAvg(server_lr=0.5).update(Model(torch.tensor([10.0, 10.0])), heard)
     assert after.w.tolist() == [10.125, 10.75]
 

@@ -38,7 +38,9 @@ def test_rules(rule: str) -> None:
     server = alg.init(torch.zeros(3))
     for d in moves:
         total = Update(torch.from_numpy(4.0 * d))
-        server = alg.update(server, Inbox(total, torch.tensor(4.0), torch.tensor(2.0), torch.tensor(9.0)))
+        server = alg.update(
+            server, Inbox(total, torch.tensor(4.0), torch.tensor(2.0), torch.tensor(9.0), torch.tensor(9.0))
+        )
     np.testing.assert_allclose(server.w.numpy(), by_hand(rule, moves, 0.3, 0.8, 0.95, 0.01), rtol=1e-5)
 
 
@@ -47,7 +49,7 @@ def test_adam_first_step_by_hand() -> None:
     alg = FedOpt()
     server = alg.update(
         alg.init(torch.zeros(1)),
-        Inbox(Update(torch.ones(1, dtype=torch.float64)), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0)),
+        Inbox(Update(torch.ones(1, dtype=torch.float64)), *torch.ones(4)),
     )
     assert float(server.w) == pytest.approx(0.0297014, abs=1e-6)
 

@@ -280,7 +280,7 @@ def test_a_users_module_with_batch_norm_chooses_its_buffers(tmp_path: Any, buffe
 def test_a_batch_of_one_that_batch_norm_cannot_normalise_is_refused_by_name() -> None:
     fed = federation((30, 41, 25), shape=IMAGE, classes=4)
     exp = experiment(fed, Normed(), executor="loop", local=Local(batch=10))
-    with pytest.raises(ConfigError, match="client 1 has a batch of 1.*drop_last"):
+    with pytest.raises(ConfigError, match=r"client 1 has a batch of 1.*drop_last"):
         advance(exp, begin(exp), RamStore(3))
     dropping = experiment(fed, Normed(), executor="loop", local=Local(batch=10, drop_last=True))
     assert advance(dropping, begin(dropping), RamStore(3))[1] == ()

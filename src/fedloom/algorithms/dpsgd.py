@@ -27,9 +27,11 @@ class Mine(NamedTuple):
 
 class DPSGD(Algorithm[Model, Mine, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
-    local_defaults: ClassVar[Mapping[str, Any]] = {"steps": 1}
 
     order: Literal["lian", "atc"] = Field("lian", description="mix beside the gradient step, or after it")
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"local": {"steps": 1}}
 
     def init(self, w: Tensor) -> Model:
         return Model(w)

@@ -3,7 +3,9 @@
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
 
     client k:  w_k <- SGD(w; D_k)                          upload  w_k - w
-    server:    w <- w + server_lr * sum_k (n_k / n) (w_k - w)
+    server:    w <- w + server_lr * sum_k a_k (w_k - w),   where over the cohort S, of K clients out of N,
+               samples: a_k = n_k / sum_S n       uniform: a_k = 1 / K
+               samples_com: a_k = n_k / n         samples_scaled: a_k = (N / K) n_k / n      (n: of all clients)
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
 
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform", "samples_com", "samples_scaled"] = Field(
+        "samples", description="count clients by their data or alike; com: missing clients count as not moved"
+    )
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
@@ -34,7 +38,15 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
         return Update(x - down.w), ()
 
     def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighting == "samples" else torch.ones_like(work.examples)
+        return torch.ones_like(work.examples) if self.weighting == "uniform" else work.examples
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
+        return Model(server.w + like(self.server_lr * self.mean(inbox), server.w))
+
+    def mean(self, inbox: Inbox[Update]) -> Tensor:
+        """The clients' mean move under the chosen weighting."""
+        if self.weighting == "samples_com":
+            return inbox.total.dw / inbox.examples
+        if self.weighting == "samples_scaled":
+            return inbox.total.dw / inbox.examples * (inbox.population / inbox.senders)
+        return inbox.mean.dw

@@ -35,8 +35,8 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
 
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.99, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1, description="memory of the direction")
+    beta2: float = Field(0.99, ge=0, lt=1, description="memory of its size, for adam and yogi")
     tau: PositiveFloat = Field(1e-3, description="how much the adaptive rules adapt; larger is less")
 
     def init(self, w: Tensor) -> Server:

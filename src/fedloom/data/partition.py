@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ class Assignment(NamedTuple):
 class Partition(Kind):
     """A way to deal rows to clients."""
 
-    clients: PositiveInt = 20
-    holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2  # the share of a client's rows that only test its model
-    min_size: PositiveInt | None = 1  # None: 10 rows, or half the mean size where that is less
+    clients: PositiveInt = Field(20, description="how many clients there are")
+    holdout: float = Field(0.2, ge=0.0, lt=1.0, description="share of a client's rows that only test its model")
+    min_size: PositiveInt | None = Field(1, description="rows that every client has at least")
 
     def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
         """The owner of each row, given its label and, where the data knows it, its natural client."""
@@ -91,8 +91,10 @@ class Shards(Drawn):
     """
 
     kind: ClassVar[str] = "shards"
-    per_client: PositiveInt = 2
-    method: Literal["balanced_greedy", "deal_repair", "mcmahan"] = "balanced_greedy"
+    per_client: PositiveInt = Field(2, description="classes that a client holds")
+    method: Literal["balanced_greedy", "deal_repair", "mcmahan"] = Field(
+        "balanced_greedy", description="how classes are dealt to clients"
+    )
 
     def faults(self, held: int) -> list[Fault]:
         return [] if self.method == "mcmahan" else _narrow(self.clients, self.per_client, held)
@@ -124,10 +126,12 @@ class Dirichlet(Drawn):
     """
 
     kind: ClassVar[str] = "dirichlet"
-    alpha: PositiveFloat = 0.3
-    per: Literal["class", "client", "prior"] = "class"
-    guard: bool = False
-    min_size: PositiveInt | None = None
+    alpha: PositiveFloat = Field(0.3, description="the smaller, the more one-sided the clients")
+    per: Literal["class", "client", "prior"] = Field("class", description="for what the proportions are drawn")
+    guard: bool = Field(False, description="give no more to a client that has the mean size; per class only")
+    min_size: PositiveInt | None = Field(
+        None, description="rows that every client has at least; unset: 10, or half the mean size where that is less"
+    )
 
     @field_validator("guard")
     @classmethod
@@ -173,10 +177,10 @@ class Pathological(Drawn):
     """
 
     kind: ClassVar[str] = "pathological"
-    per_client: PositiveInt = 2
-    balanced: bool = False
-    shuffle_within_class: bool = True
-    random: bool = False
+    per_client: PositiveInt = Field(2, description="classes that a client holds")
+    balanced: bool = Field(False, description="share a class equally among those who hold it")
+    shuffle_within_class: bool = Field(True, description="shuffle the rows of a class before it is cut")
+    random: bool = Field(False, description="draw each client's classes, instead of dealing them in blocks")
 
     def faults(self, held: int) -> list[Fault]:
         return _narrow(self.clients, self.per_client, held)
@@ -215,7 +219,7 @@ class Quantity(Drawn):
     """
 
     kind: ClassVar[str] = "quantity"
-    exponent: PositiveFloat = 1.5
+    exponent: PositiveFloat = Field(1.5, description="of the power law of sizes; larger is more unequal")
 
     def draw(self, y: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:  # noqa: ARG002
         least = self.least(len(y))

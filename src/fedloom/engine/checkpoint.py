@@ -2,7 +2,7 @@
 
 checkpoints/00000020/state.safetensors      the server's state
 checkpoints/00000020/clients.safetensors    the clients' states, where they are kept in memory
-checkpoints/00000020/meta.json              round, checksums, lengths of the run's append-only files
+checkpoints/00000020/meta.json              round, checksums (its own, too), lengths of the run's append-only files
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.engine.run import RunState
-from fedloom.engine.store import ClientStore
+from fedloom.engine.store import ClientStore, Memo
 from fedloom.errors import CheckpointError
 
 KEEP = 2  # the newest, and one to fall back on
@@ -36,13 +38,14 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, i
     """Write a checkpoint, then forget all but the newest ones."""
     final = folder / f"{state.round:08d}"
     scratch = folder / f".{final.name}.part"
-    shutil.rmtree(scratch, ignore_errors=True)
+    for leftover in (*folder.glob(".*.part"), *folder.glob(".*.gone")):  # of a crash
+        shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
     memo = store.commit()
-    _write(scratch / "state.safetensors", _tensors(state))
+    write_tensors(scratch / "state.safetensors", _tensors(state))
     clients = store.tensors()
     if clients:
-        _write(scratch / "clients.safetensors", clients)
+        write_tensors(scratch / "clients.safetensors", clients)
     meta = {
         "round": state.round,
         "up": state.up,
@@ -52,14 +55,14 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, i
         "sha256": {p.name: _digest(p) for p in sorted(scratch.glob("*.safetensors"))},
     }
     with open(scratch / "meta.json", "w") as file:
-        json.dump(meta, file, indent=1)
+        json.dump(meta | {"self": _sum(meta)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    _forget(final)
     os.replace(scratch, final)
     sync(folder)
     for old in rounds(folder)[:-KEEP]:
-        shutil.rmtree(folder / f"{old:08d}")
+        _forget(folder / f"{old:08d}")
     store.release()
 
 
@@ -78,19 +81,18 @@ def load(folder: Path, like: RunState, store: ClientStore, *, at: int | None = N
     try:
         meta, tensors, clients = _read(folder / f"{newest:08d}")
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
-        memos = [json.loads((folder / f"{r:08d}" / "meta.json").read_text())["store"] for r in older]
-        store.restore(meta["store"], memos, clients)
+        store.restore(meta["store"], _memos(folder, older), clients)
     except CheckpointError as error:
         offer = f"; the one of round {older[-1]} can be tried: fedloom resume RUN --from {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{offer.replace('RUN', str(folder.parent))}") from error
     for newer in (r for r in have if r > newest):  # superseded by the user's own word
-        shutil.rmtree(folder / f"{newer:08d}")
+        _forget(folder / f"{newer:08d}")
     return Loaded(state, meta["lengths"])
 
 
-def sync(folder: Path) -> None:
-    """Make renames in ``folder`` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -102,13 +104,29 @@ def _tensors(state: RunState) -> dict[str, Tensor]:
     return {**server, "buffers": state.buffers}
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path)
-    handle = os.open(path, os.O_RDONLY)
+def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+    """A safetensors file, all of it on disk; the same tensors and notes are the same bytes."""
+    path.touch()
+    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
+    plain = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        # safetensors keeps several notes in no particular order, so that there is only one
+        save_file(plain, path, metadata={"fedloom": json.dumps(notes)} if notes else None)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    os.chmod(path, mode)
+    sync(path)
+
+
+def _forget(checkpoint: Path) -> None:
+    """Delete a checkpoint so that a crash leaves it whole or gone, never half there."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    if checkpoint.exists():
+        os.replace(checkpoint, gone)
+        shutil.rmtree(gone)
 
 
 def _digest(path: Path) -> str:
@@ -116,9 +134,31 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _sum(meta: dict[str, Any]) -> str:
+    """The checksum of a checkpoint's record, but for the checksum itself."""
+    rest = {key: value for key, value in meta.items() if key != "self"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+    if meta["self"] != _sum(meta):
+        raise CheckpointError(f"checkpoint {folder} is damaged: meta.json is not what was written")
+    return meta
+
+
+def _memos(folder: Path, older: list[int]) -> list[Memo]:
+    """What the store must still be able to go back to; a checkpoint that cannot be read needs nothing."""
+    found = []
+    for round_ in older:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
+            found.append(_record(folder / f"{round_:08d}")["store"])
+    return found
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = _record(folder)
         expected = dict(meta["sha256"])
         for name, digest in expected.items():
             found = _digest(folder / name)
@@ -128,7 +168,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Te
                 )
         clients = load_file(folder / "clients.safetensors") if "clients.safetensors" in expected else {}
         return meta, load_file(folder / "state.safetensors"), clients
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -146,7 +186,7 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
 def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
     """A model as a safetensors file, written whole or not at all."""
     part = path.with_name(path.name + ".part")
-    save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, part, metadata=notes)
+    write_tensors(part, tensors, notes)
     os.replace(part, path)
 
 

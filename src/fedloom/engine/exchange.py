@@ -103,8 +103,11 @@ def add(tally: Tally, part: Sound, *, linear: bool) -> Tally:
     )
 
 
-def inbox(tally: Tally, population: int) -> Inbox[Any]:
-    """What the server reads at the end of the round; every upload in client order, where it asked for them."""
+def inbox(tally: Tally, sizes: Tensor) -> Inbox[Any]:
+    """What the server reads at the end of the round; every upload in client order, where it asked for them.
+
+    ``sizes`` [N] are the training examples of every client there is.
+    """
     uploads: Any = ()
     weights: Any = ()
     if tally.kept:
@@ -112,18 +115,19 @@ def inbox(tally: Tally, population: int) -> Inbox[Any]:
         uploads = tree.take(tree.cat([u for _, u, _ in tally.kept]), ids)
         weights = torch.cat([w for _, _, w in tally.kept])[ids.to(tally.kept[0][2].device)]
     device = tally.buffers.device
-    weight, senders, everyone = torch.tensor(
-        [tally.weight, tally.senders, population], dtype=torch.float64, device=device
+    weight, senders, population, examples = torch.tensor(
+        [tally.weight, tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64, device=device
     )
-    return Inbox(tally.total, weight, senders, everyone, uploads, weights)
+    return Inbox(tally.total, weight, senders, population, examples, uploads, weights)
 
 
-def gossip(rows: Tensor, outcome: Outcome, nodes: int) -> tuple[Inbox[Any], Tensor, Tensor]:
+def gossip(rows: Tensor, outcome: Outcome, sizes: Tensor) -> tuple[Inbox[Any], Tensor, Tensor]:
     """What each node hears, the statistics it mixes, and which nodes were sound.
 
     A node whose work is not finite is treated as absent: each link to it is cut and its weight goes
     back to the node at the other end, so that the mean of the others is preserved.
     """
+    nodes, examples = len(sizes), float(sizes.sum())
     ok = tree.finite_rows(outcome, nodes)
     up = torch.outer(ok, ok) | torch.eye(nodes, dtype=torch.bool, device=ok.device)
     live = torch.where(up, rows.to(ok.device), 0.0)
@@ -131,4 +135,8 @@ def gossip(rows: Tensor, outcome: Outcome, nodes: int) -> tuple[Inbox[Any], Tens
     silent = tree.where(ok, outcome, tree.tmap(torch.zeros_like, outcome))
     total, buffers = tree.mix(live, (silent.uploads, silent.buffers))
     heard = (live > 0).sum(1).double()
-    return Inbox(total, live.sum(1), heard, torch.full_like(heard, nodes)), buffers, ok
+    return (
+        Inbox(total, live.sum(1), heard, torch.full_like(heard, nodes), torch.full_like(heard, examples)),
+        buffers,
+        ok,
+    )

@@ -21,7 +21,7 @@ from fedloom import tree
 from fedloom.algorithm import Algorithm, Carry
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
-from fedloom.engine.plan import Group
+from fedloom.engine.plan import Group, once
 from fedloom.errors import ConfigError, Fault
 from fedloom.task import Batch, Task
 
@@ -32,6 +32,10 @@ AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
 _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
 # Input values that may be gathered for the steps of one stretch.
 _GATHERED = 1 << 22
+# Examples in one step of a survey.
+_SURVEYED = 256
+# How vmap maps a batch: all of it by lane, but for the learning rate.
+_BATCH: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
 
 
 class Given(NamedTuple):
@@ -46,7 +50,7 @@ class Given(NamedTuple):
     def down_dim(self) -> int | None:
         return None if self.shared else 0
 
-    def rows(self, which: slice | int) -> Given:
+    def rows(self, which: slice | int | Tensor) -> Given:
         """What these clients of the group were given."""
         down = self.down if self.shared else tree.take(self.down, which)
         return Given(down, tree.take(self.mine, which), self.buffers[which], self.shared)
@@ -82,6 +86,8 @@ def lane_limit(task: Task, device: torch.device) -> int:
 def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Outcome:
     """One round of every client of ``group``."""
     group = group.to(fed.x.device)
+    if alg.surveys:
+        group = group._replace(work=group.work._replace(survey=_surveys(alg, fed, group, given)))
     if not alg.task.lanes:
         return tree.stack([_train_one(alg, fed, group, k, given) for k in range(len(group.ids))])
 
@@ -105,6 +111,41 @@ def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Giv
     return tree.stack([_descend_one(alg, fed, group, k, x[k], given.rows(k)) for k in range(len(group.ids))])
 
 
+def _surveys(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Any:
+    """What each client's look at all of its data found.  ``[K, ...]``"""
+    rows, mask = (x.to(fed.x.device) for x in once(fed.train, group.ids, _SURVEYED))
+    if not alg.task.lanes:
+        return tree.stack([_survey_one(alg, fed, rows[k], mask[k], given.rows(k)) for k in range(len(group.ids))])
+    look = mapped(alg.survey, (_BATCH, given.down_dim, 0))
+    sizes = fed.train.sizes[group.ids]
+    total: Any = None
+    for t in range(rows.shape[1]):
+        at = (sizes > t * _SURVEYED).nonzero().squeeze(1).to(rows.device)  # clients that have rows left
+        some = given.rows(at)
+        found = look(_plain_batch(fed, rows[at, t], mask[at, t], some.buffers), some.down, some.mine)
+        total = found if total is None else tree.tmap(lambda a, b, to=at: a.index_add(0, to, b), total, found)
+    return total
+
+
+def _survey_one(alg: AnyAlgorithm, fed: Federation, rows: Tensor, mask: Tensor, given: Given) -> Any:
+    total: Any = None
+    for chosen, real in zip(rows, mask, strict=True):
+        count = int(real.sum())
+        if count:
+            batch = _plain_batch(fed, chosen[:count], real[:count], given.buffers)
+            found = alg.survey(batch, given.down, given.mine)
+            total = found if total is None else tree.tmap(torch.add, total, found)
+    return total
+
+
+def _plain_batch(fed: Federation, rows: Tensor, mask: Tensor, buffers: Tensor) -> Batch:
+    """Examples as they are, without augmentation and with nothing random about them."""
+    x, y = fed.examples(rows)
+    lead = rows.shape[:-1]
+    zero = torch.zeros(lead, device=x.device)
+    return Batch(x, y, mask, zero.long(), zero, torch.zeros((), device=x.device), buffers)
+
+
 def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, given: Given) -> tuple[Any, Tensor]:
     def steps(at: Carry, batches: Batch, down: Any, mine: Any) -> Carry:
         each = zip(batches.x, batches.y, batches.mask, batches.key, batches.progress, strict=True)
@@ -114,7 +155,7 @@ def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, giv
         return at
 
     at = mapped(lambda v, _: Carry(v, alg.optimizer.init(v)), (0, 0))(x, group.work)
-    run = mapped(steps, (0, Batch(0, 0, 0, 0, 0, None, 0), given.down_dim, 0))  # type: ignore[arg-type]
+    run = mapped(steps, (0, _BATCH, given.down_dim, 0))
     done, now = [], given
     for stretch in stretches(group, fed.x[0].numel()):
         if stretch.lanes < len(now.buffers):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedloom import rng, tree
@@ -26,8 +26,10 @@ _LAST = torch.iinfo(torch.int64).max
 class Cohort(Spec):
     """Who takes part in a round."""
 
-    size: PositiveInt | None = None  # unset: 10, or all clients where there are fewer
-    sampling: Literal["uniform", "proportional", "all"] = "uniform"
+    size: PositiveInt | None = Field(None, description="clients of a round; unset: 10, or all where there are fewer")
+    sampling: Literal["uniform", "proportional", "all"] = Field(
+        "uniform", description="without replacement, by size with replacement, or everybody"
+    )
 
 
 class Address(NamedTuple):
@@ -87,6 +89,7 @@ def draw(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
 class Amount(NamedTuple):
     """How much each client does."""
 
+    size: Tensor  # [K] examples
     width: Tensor  # [K] examples in a full batch
     per_epoch: Tensor  # [K] steps
     steps: Tensor  # [K] steps of the whole round
@@ -98,8 +101,8 @@ def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
     whole = torch.div(sizes, width.clamp(min=1), rounding_mode="floor")
     per_epoch = whole if local.drop_last else -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
     if epochs is None and local.steps is not None:
-        return Amount(width, per_epoch, torch.full_like(sizes, local.steps))
-    return Amount(width, per_epoch, per_epoch * (epochs or local.epochs))
+        return Amount(sizes, width, per_epoch, torch.full_like(sizes, local.steps))
+    return Amount(sizes, width, per_epoch, per_epoch * (epochs or local.epochs))
 
 
 def groups(ids: Tensor, amount: Amount, lanes: int) -> list[Tensor]:
@@ -109,7 +112,7 @@ def groups(ids: Tensor, amount: Amount, lanes: int) -> list[Tensor]:
     than the work itself.
     """
     scale = torch.ceil(torch.log2(amount.width.double().clamp(min=1))).long()
-    order = np.lexsort((ids.numpy(), -amount.steps.numpy(), -scale.numpy()))
+    order = np.lexsort((ids.numpy(), -amount.size.numpy(), -amount.steps.numpy(), -scale.numpy()))
     found: list[Tensor] = []
     at = 0
     while at < len(order):
@@ -136,6 +139,16 @@ def plans(
     for part in groups(ids, amount, lanes):
         chosen = Amount(*(column[part] for column in amount))
         yield _group(ranges, ids[part], chosen, address, lr)
+
+
+def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """All rows of each client in order, in batches of ``width``, and which are real.  ``[K, T, B]`` both"""
+    sizes = ranges.sizes[ids]
+    steps = max(1, -(-int(sizes.max()) // width))
+    place = torch.arange(steps * width).view(1, steps, width)
+    real = place < sizes[:, None, None]
+    rows = ranges.rows[(ranges.start[ids][:, None, None] + place).where(real, 0)]
+    return rows, real.to(torch.float32)
 
 
 def _group(ranges: Ranges, ids: Tensor, amount: Amount, address: Address, lr: float) -> Group:

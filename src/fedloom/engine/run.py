@@ -102,7 +102,7 @@ def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunSt
     if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], (after.server, after.buffers)), 1)[0]):
         raise DivergedError(
             f"round {state.round + 1}: the model is no longer finite; clients of the round: "
-            f"{_names(exp.drawn(state.round).ids.tolist())}; {_rate(exp, state.round)}"
+            f"{names_of(exp.drawn(state.round).ids.tolist())}; {_rate(exp, state.round)}"
         )
     return after, excluded
 
@@ -120,9 +120,9 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[R
     if tally.total is None:
         raise DivergedError(
             f"round {state.round + 1}: no client returned finite numbers "
-            f"({_names(tally.excluded)}); {_rate(exp, state.round)}"
+            f"({names_of(sorted(tally.excluded))}); {_rate(exp, state.round)}"
         )
-    server = alg.update(state.server, inbox(tally, exp.federation.clients))
+    server = alg.update(state.server, inbox(tally, exp.federation.train.sizes))
     sent = tree.nbytes((alg.send(state.server), state.buffers))
     up, down = (upload, sent) if alg.communicates else (0, 0)
     cohort = len(drawn.ids)
@@ -131,7 +131,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[R
         server=server,
         buffers=(tally.buffers / tally.weight).to(state.buffers.dtype),
         up=state.up + up * cohort,
-        down=state.down + down * cohort,
+        down=state.down + down * (exp.federation.clients if alg.sends_to_all else cohort),
     )
     return after, tuple(sorted(tally.excluded))
 
@@ -146,11 +146,11 @@ def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple
         ids.append(group.ids)
     order = torch.cat(ids).argsort()
     outcome: Outcome = tree.take(tree.cat(parts), order.to(exp.device))
-    heard, buffers, ok = gossip(rows, outcome, n)
+    heard, buffers, ok = gossip(rows, outcome, exp.federation.train.sizes)
     well = ok.cpu().nonzero().squeeze(1)
     if not len(well):
         raise DivergedError(
-            f"round {state.round + 1}: no node has finite numbers ({_names(range(n))}); {_rate(exp, state.round)}"
+            f"round {state.round + 1}: no node has finite numbers ({names_of(range(n))}); {_rate(exp, state.round)}"
         )
     _keep(exp, store, well, tree.take(outcome, well.to(exp.device)))
     server = tree.where(ok, mapped(alg.update, (0, 0))(state.server, heard), state.server)
@@ -181,7 +181,7 @@ def _rate(exp: Experiment, round_: int) -> str:
     return f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
 
 
-def _names(ids: Any) -> str:
+def names_of(ids: Any) -> str:
     """The clients by number, the first ten of many."""
     listed = list(ids)
     shown = ", ".join(str(i) for i in listed[:10])

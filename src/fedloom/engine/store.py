@@ -7,6 +7,7 @@ scattered durable and returns what a checkpoint must remember; ``restore`` goes 
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,8 +112,8 @@ class DiskStore:
     """States in a slot file; a journal says which slot holds whose row, and how it must sum.
 
     A row that a checkpoint refers to is never overwritten: the client's next row goes to another slot,
-    and a line in the journal says so. A checkpoint remembers only how long the journal was, so that a
-    crash at any moment loses nothing but what came after it.
+    and a line in the journal says so. A checkpoint remembers only how long the journal was, and how it
+    summed, so that a crash at any moment loses nothing but what came after it.
     """
 
     _LINE = np.dtype([("id", "<i8"), ("slot", "<i8"), ("crc", "<u4")])
@@ -122,6 +123,8 @@ class DiskStore:
         self._folder = folder
         flags = os.O_RDWR | os.O_CREAT
         self._rows, self._journal = os.open(folder / "rows.bin", flags), os.open(folder / "journal.bin", flags)
+        for file in (self._rows, self._journal):
+            weakref.finalize(self, os.close, file)
         self._clients = clients
         self._reset()
 
@@ -129,6 +132,7 @@ class DiskStore:
         self._slot: NDArray[np.int64] = np.full(self._clients, -1, dtype=np.int64)
         self._crc: NDArray[np.uint32] = np.zeros(self._clients, dtype=np.uint32)
         self._lines = 0  # in the journal
+        self._sum = 0  # of the journal
         self._next = 0  # the first slot never used
         self._free: list[int] = []
         self._loose: set[int] = set()  # slots written since the last commit: no checkpoint knows them
@@ -157,21 +161,21 @@ class DiskStore:
         parts = [x.detach().cpu().contiguous() for x in tree.leaves(states)]
         if not parts:
             return
-        rows = np.concatenate([x.numpy().reshape(len(ids), -1).view(np.uint8) for x in parts], axis=1)
+        rows = np.concatenate([x.reshape(len(ids), -1).view(torch.uint8).numpy() for x in parts], axis=1)
         lines = np.empty(len(ids), dtype=self._LINE)
         for k, client in enumerate(ids.tolist()):
             row = rows[k].tobytes()
             slot = self._slot_for(client)
-            os.pwrite(self._rows, row, slot * len(row))
+            _write(self._rows, row, slot * len(row))
             self._slot[client], self._crc[client] = slot, zlib.crc32(row)
             lines[k] = (client, slot, self._crc[client])
-        os.pwrite(self._journal, lines.tobytes(), self._lines * self._LINE.itemsize)
-        self._lines += len(lines)
+        _write(self._journal, lines.tobytes(), self._lines * self._LINE.itemsize)
+        self._lines, self._sum = self._lines + len(lines), zlib.crc32(lines.tobytes(), self._sum)
 
     def commit(self) -> Memo:
         os.fsync(self._rows)
         os.fsync(self._journal)
-        return {"lines": self._lines}
+        return {"lines": self._lines, "crc": self._sum}
 
     def release(self) -> None:
         self._free.extend(self._older)
@@ -181,9 +185,12 @@ class DiskStore:
         return {}
 
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
-        lines = self._read(max([memo["lines"], *(other["lines"] for other in others)]))
+        lines = self._read(memo["lines"])  # older points are older lines of the same journal
         self._reset()
         upto = lines[: memo["lines"]]
+        self._sum = zlib.crc32(upto.tobytes())
+        if self._sum != memo["crc"]:
+            raise CheckpointError(f"{self._folder / 'journal.bin'}: is damaged (its checksum is not the checkpoint's)")
         self._slot[upto["id"]], self._crc[upto["id"]] = upto["slot"], upto["crc"]
         self._lines, self._next = memo["lines"], int(lines["slot"].max(initial=-1)) + 1
         needed = np.zeros(self._next, dtype=bool)
@@ -220,7 +227,15 @@ class DiskStore:
 
 
 def _raw(x: Tensor) -> bytes:
-    return x.detach().cpu().contiguous().numpy().tobytes()
+    return x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _write(file: int, data: bytes, at: int) -> None:
+    """All of ``data``: a disk that is nearly full takes a part first, and only refuses the rest."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(file, left, at)
+        left, at = left[count:], at + count
 
 
 def _pairs(a: Any, b: Any) -> list[tuple[Tensor, Tensor]]:

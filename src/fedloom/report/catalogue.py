@@ -20,10 +20,10 @@ from fedloom.data.sources import Source
 from fedloom.engine.exchange import Topology
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.models.net import Model
+from fedloom.models.net import Model, Net
 from fedloom.optim import Local
 from fedloom.schema import kinds
-from fedloom.task import Task
+from fedloom.task import Batch, Task
 
 
 class Entry(NamedTuple):
@@ -64,6 +64,9 @@ _FAMILIES: dict[str, tuple[type[Any], str]] = {
 }
 
 
+_SINGULAR = {"datasets": "data set", "partitions": "partition", "models": "model", "topologies": "topology"}
+
+
 def entries(family: str) -> list[Entry]:
     """Everything of one family; the user's own algorithm files are read, not run."""
     if family != "algorithms":
@@ -86,7 +89,7 @@ def describe(name: str) -> Page:
         found = kinds(base, package)
         if name in found:
             cls = found[name]
-            return Page(name, family.removesuffix("s"), inspect.getdoc(cls) or "", settings_of(cls), [])
+            return Page(name, _SINGULAR[family], inspect.getdoc(cls) or "", settings_of(cls), [])
     if name in ("local", "training"):
         return Page(name, "section", inspect.getdoc(Local) or "", settings_of(Local), [])
     try:
@@ -111,22 +114,26 @@ def settings_of(cls: type[BaseModel]) -> list[Setting]:
 
 def costs(cls: type[AnyAlgorithm]) -> list[str]:
     """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
-    task = Task(nn.Linear(30, 4))
+    task = Task(Net(nn.Linear(30, 5), 5, 4))
     alg = cls().bind(task, Local().optimiser())
     server = alg.init(task.w0)
     down = alg.send(server)
     mine = alg.join(down)
     one = torch.ones(())
+    batch = Batch(torch.ones(2, 30), torch.zeros(2).long(), torch.ones(2), one.long(), 0 * one, one, torch.zeros(0))
+    survey = alg.survey(batch, down, mine) if alg.surveys else ()
     with torch.no_grad():
-        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one))
+        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one, survey))
 
     def models(value: Any) -> str:
-        return f"{sum(x.numel() for x in tree.leaves(value)) / task.size:.3g} x model"
+        count = sum(x.numel() for x in tree.leaves(value)) / task.size
+        return f"{count:.3g} x model" if count else "nothing"
 
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
-        f"family: {alg.family}; uploads are {'summed' if alg.linear else 'needed one by one'}",
+        f"family: {alg.family}; uploads are {'summed' if alg.linear else 'needed one by one'}"
+        + ("; each client looks at all of its data once before it trains" if alg.surveys else ""),
         f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
     ]
     if not alg.communicates:

@@ -1,0 +1,341 @@
+"""Writes docs/configuration.md and docs/algorithms.md from the classes that define them.
+
+python docs/generate.py            write both pages
+python docs/generate.py --check    say whether they are up to date, and exit with 1 if not
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fedloom.config import Basics, Checkpoints, Engine, algorithms
+from fedloom.data.partition import Partition
+from fedloom.data.sources import Source
+from fedloom.engine.evaluate import Evaluate
+from fedloom.engine.exchange import Topology
+from fedloom.engine.plan import Cohort
+from fedloom.errors import ConfigError
+from fedloom.models.net import Model, parameters
+from fedloom.optim import Local
+from fedloom.report.catalogue import costs
+from fedloom.schema import kinds
+
+HERE = Path(__file__).parent
+MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
+
+# What keys mean that their classes do not explain themselves; a description in the class goes first.
+MEANING = {
+    "rounds": "how many rounds the run has",
+    "partition.clients": "how many clients there are",
+    "partition.holdout": "share of a client's rows, rounded up, that only test that client's model",
+    "partition.min_size": "fewest rows of a client; unset: 10, or half the mean size where that is less",
+    "partition.per_client": "classes that each client holds",
+    "partition.method": "how shards are dealt (see above)",
+    "partition.alpha": "concentration; the smaller, the more one-sided the clients",
+    "partition.per": "what is drawn: the cut of each class, each client's mix, or a mix around the data's own",
+    "partition.guard": 'give no more to a client that already has the mean size; only with `per = "class"`',
+    "partition.balanced": "share a class out evenly between its holders",
+    "partition.shuffle_within_class": "mix the rows of a class before it is cut",
+    "partition.random": "draw each client's classes instead of giving them out in blocks",
+    "partition.exponent": "steepness of the power law of sizes",
+    "partition.natural.clients": "merge the data's clients into so many; unset: as many as the data has",
+    "model.widths": "sizes of the hidden layers",
+    "model.padding": "`same` pads the convolutions by 2, `valid` does not",
+    "model.norm": "kind of normalisation; `batch` has running statistics",
+    "model.groups": "groups of GroupNorm, at most",
+    "model.buffers": "what becomes of BatchNorm's running statistics: averaged, or kept by each client",
+    "model.width": "channels of the first stage",
+    "model.stem": "first layers: one 3x3 convolution, or ImageNet's that divides the size by four",
+    "model.growth": "channels that each layer adds",
+    "local.optimizer": "the local solver",
+    "local.momentum": "momentum of the local solver; its memory starts anew in every round",
+    "local.nesterov": "Nesterov's form of momentum",
+    "local.weight_decay": "added to the gradient, times the parameters",
+    "local.schedule": "how the learning rate changes from round to round",
+    "local.step_every": "rounds between two decays of the `step` schedule",
+    "cohort.size": "clients in a round; unset: 10, or all where there are fewer",
+    "cohort.sampling": "without replacement, with replacement in proportion to data, or everybody in every round",
+    "algorithm.fedopt.beta1": "decay of the first moment",
+    "algorithm.fedopt.beta2": "decay of the second moment",
+}
+
+HEAD = """# Configuration
+
+{made}
+
+An experiment is a TOML file of sections. Every key has a default, so an empty file is a valid experiment:
+FedAvg on digits. A key on the command line overrides the file, `section.key=value`:
+
+```console
+$ fedloom run experiment.toml local.lr=0.05 cohort.size=5
+$ fedloom run experiment.toml algorithm.kind=fedopt algorithm.rule=yogi
+$ fedloom run experiment.toml --print-config
+```
+
+- `--print-config` prints the experiment with its defaults filled in. A key that is unset is left out.
+- A section that is chosen by name may be only that name: `model = "logistic"`, or `model=logistic` on the command line.
+- When the command line changes a section's kind, keys that the new kind does not know are left out, and the run says
+  which.
+- An unknown key, a wrong type or a value out of bounds is an error that names the place, the value and the nearest
+  valid name. The exit code is 2. Nothing has been written by then.
+- From Python the sections are keyword arguments: `fedloom.run("fedavg", rounds=20, local={{"lr": 0.05}})`.
+
+Some settings are valid alone and refused together: `local.steps` with `local.epochs`; `cohort.size` with
+`cohort.sampling = "all"`; a cohort larger than the number of clients; `cohort.sampling = "proportional"` with
+`algorithm.weighting = "samples"`, which would count data twice; a `cohort` for an algorithm without a server, which
+trains every node in every round; a `topology` for one with a server.
+"""
+
+OWN = """## Your own
+
+Wherever a kind is named, `package.module:Name` or `path/to/file.py:Name` takes yours. Its other keys in the section
+are handed to it.
+
+| section | what the name refers to |
+|---|---|
+| `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
+| `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
+| `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
+| `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
+"""
+
+DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data says so; else
+`test` of each class is drawn. Published sets are looked for below `--data-root`, else `FEDLOOM_DATA`, else the user's
+cache folder; they are downloaded only by `fedloom data get NAME`. In a file, `data = "mine.npz"` is short for
+`source = "npz"` with that `path`, and so for `.csv`, `.parquet`, and for a folder of images if the path has a slash."""
+
+PARTITION = """Rows that are not test rows are dealt to clients. Every way ends in bounded time: it draws once, then
+repairs what breaks a promise (such as a client below `min_size`), and the repair is printed and recorded."""
+
+MODEL = """Nets fit themselves to the shape of the data. This is how many parameters they have with ten classes and
+their default settings; a dash means that the image is too small for the net."""
+
+SHAPES = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
+
+
+def configuration() -> str:
+    """The page of every section and key."""
+    sources, partitions = kinds(Source, "fedloom.data.sources"), kinds(Partition, "fedloom.data.partition")
+    models, topologies = kinds(Model, "fedloom.models"), kinds(Topology, "fedloom.engine.exchange")
+    parts = [
+        HEAD.format(made=MADE),
+        "## Outside any section\n",
+        _table("", Basics),
+        "\n## data\n",
+        DATA + "\n",
+        _chosen("data", "source", Source, sources, default="digits"),
+        "\n## partition\n",
+        PARTITION + "\n",
+        _chosen("partition", "kind", Partition, partitions, default="dirichlet"),
+        "\n## model\n",
+        MODEL + "\n",
+        _sizes(models),
+        _chosen("model", "kind", Model, models, default="mlp"),
+        "\n## local\n",
+        _about(Local),
+        _table("local", Local),
+        "\n## cohort\n",
+        _about(Cohort),
+        _table("cohort", Cohort),
+        "\n## algorithm\n",
+        "What each algorithm does stands in [algorithms.md](algorithms.md).\n",
+        _chosen("algorithm", "kind", None, algorithms(own=False), default="fedavg"),
+        "\n## topology\n",
+        "Who hears whom in a network without a server; weights are Metropolis weights.\n",
+        _chosen("topology", "kind", Topology, topologies, default="ring"),
+        "\n## evaluate\n",
+        _about(Evaluate),
+        _table("evaluate", Evaluate),
+        "\n## engine\n",
+        _about(Engine),
+        _table("engine", Engine),
+        "\n## checkpoint\n",
+        _about(Checkpoints),
+        _table("checkpoint", Checkpoints),
+        "\n" + OWN,
+    ]
+    return "\n".join(parts)
+
+
+def algorithm_page() -> str:
+    """The page of every algorithm in the package."""
+    found = algorithms(own=False)
+    parts = [
+        "# Algorithms\n",
+        MADE + "\n",
+        "Each is one file in `src/fedloom/algorithms/`, named as in `algorithm.kind`. The text below is the file's\n"
+        "own; `fedloom describe NAME` prints it. Every one obeys the laws that `fedloom check NAME` tries.\n",
+        "| name | family | a client keeps | what is judged |\n|---|---|---|---|",
+    ]
+    for name, cls in found.items():
+        kept = costs(cls)[2].partition("each client ")[2]
+        parts.append(f"| [`{name}`](#{name}) | {cls.family} | {kept} | {_judged(cls)} |")
+    for name, cls in found.items():
+        module = sys.modules[cls.__module__]
+        parts += [f"\n## {name}\n", _markdown(module.__doc__ or ""), ""]
+        if cls.model_fields:
+            parts += [_table(f"algorithm.{name}", cls), ""]
+        for section, settings in cls().defaults().items():
+            said = ", ".join(f"`{section}.{key} = {_toml(value)}`" for key, value in settings.items())
+            parts.append(f"- part of the method, where you say nothing else: {said}")
+        parts += [f"- {line}" for line in costs(cls) if line]
+        parts.append(f"- run it: `fedloom run algorithm.kind={name}`")
+    return "\n".join(parts) + "\n"
+
+
+def _judged(cls: Any) -> str:
+    if cls.family == "gossip":
+        return "the average model, every node, and each node on its own data"
+    own = "each client's own model" if cls.family == "personal" else "the same on each client's data"
+    if cls.served == "post_fit" and cls.communicates:
+        own = "a fine-tuned copy on each client's data"
+    return f"the server's model, and {own}" if cls.communicates else own
+
+
+def _chosen(section: str, key: str, base: type[BaseModel] | None, found: dict[str, Any], default: str) -> str:
+    """A section that is chosen by name: the keys that all kinds have, then those of each kind."""
+    names = ", ".join(f"`{name}`" for name in sorted(found))
+    lines = [
+        f"| key | type | default | meaning |\n|---|---|---|---|\n| `{key}` | name | `{_toml(default)}` | {names} |"
+    ]
+    common = base.model_fields if base is not None else {}
+    lines += [_row(section, name, field) for name, field in common.items()]
+    for name, cls in sorted(found.items()):
+        mine = {k: f for k, f in cls.model_fields.items() if k not in common or f.default != common[k].default}
+        about = "" if section == "algorithm" else _markdown(cls.__doc__ or "")
+        lines.append(f"\n### {section}: {name}" + (f"\n\n{about}" if about else ""))
+        if mine:
+            lines.append("\n| key | type | default | meaning |\n|---|---|---|---|")
+            lines += [_row(section, k, field, name) for k, field in mine.items()]
+        elif section == "algorithm":
+            lines.append("\nNo settings of its own.")
+    return "\n".join(lines)
+
+
+def _sizes(found: dict[str, Any]) -> str:
+    """How many parameters each net has, counted without allocating them."""
+    heads = [" x ".join(map(str, shape)) for shape in SHAPES]
+    lines = [f"| kind | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    for name, cls in sorted(found.items()):
+        counts = []
+        for shape in SHAPES:
+            try:
+                with torch.device("meta"):
+                    counts.append(f"{parameters(cls().build(shape, 10)):,}")
+            except ConfigError:
+                counts.append("-")
+        lines.append(f"| `{name}` | {' | '.join(counts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(section: str, cls: type[BaseModel]) -> str:
+    rows = [_row(section, name, field) for name, field in cls.model_fields.items()]
+    return "\n".join(["| key | type | default | meaning |\n|---|---|---|---|", *rows])
+
+
+def _row(section: str, name: str, field: FieldInfo, kind: str = "") -> str:
+    default = "required" if field.is_required() else "unset" if field.default is None else f"`{_toml(field.default)}`"
+    return f"| `{name}` | {_type(field)} | {default} | {_meaning(section, name, field, kind)} |"
+
+
+def _meaning(section: str, name: str, field: FieldInfo, kind: str) -> str:
+    if field.description:
+        return field.description.replace("|", "\\|")
+    places = [f"{section}.{kind}.{name}", f"{section}.{name}", name if not section else ""]
+    found = next((MEANING[place] for place in places if place in MEANING), "")
+    if not found:
+        raise SystemExit(f"docs/generate.py: {places[1]} has no meaning; describe it in its class, or in MEANING")
+    return found
+
+
+def _type(field: FieldInfo) -> str:
+    kind = field.annotation
+    words = [_word(part) for part in (get_args(kind) if _is_union(kind) else (kind,)) if part is not NoneType]
+    bounds = _bounds(field.metadata) or _bounds(m for part in get_args(kind) for m in getattr(part, "__metadata__", ()))
+    return " or ".join(words) + (f", {bounds}" if bounds else "")
+
+
+def _is_union(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " \\| ".join(f"`{value}`" for value in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"list of {_word(get_args(kind)[0])}s"
+    plain = {"int": "whole number", "float": "number", "str": "text", "bool": "`true` \\| `false`"}
+    return plain[getattr(kind, "__origin__", kind).__name__]
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [(sign, getattr(m, key)) for m in metadata for key, sign in signs.items() if hasattr(m, key)]
+    return ", ".join(f"{sign} {'2^63' if limit == 2**63 else f'{limit:g}'}" for sign, limit in found)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _about(cls: type[BaseModel]) -> str:
+    return _markdown(cls.__doc__ or "") + "\n"
+
+
+def _markdown(doc: str) -> str:
+    """A docstring as Markdown: indented pseudo-code becomes a block, and what is quoted as code stays so."""
+    first, _, rest = doc.strip().partition("\n")
+    lines, out, code = [first, *_dedented(rest)], [], False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not code:
+            out += ["```text"]
+        if code and line and not indented:
+            out[-1:] = ["```", ""] if not out[-1] else [out[-1], "```"]
+        elif line.startswith("``") and out and out[-1].endswith("."):
+            out.append("")
+        code = indented or (code and not line)
+        out.append(line[4:] if indented else line.replace("``", "`"))
+    return "\n".join([*out, "```"] if code else out).rstrip()
+
+
+def _dedented(text: str) -> list[str]:
+    lines = text.split("\n") if text else []
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    return [line[margin:].rstrip() for line in lines]
+
+
+PAGES = {"configuration.md": configuration, "algorithms.md": algorithm_page}
+
+
+def main() -> int:
+    """Write the pages, or with --check compare them."""
+    stale = [name for name, page in PAGES.items() if _read(HERE / name) != page()]
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"docs/{name} is out of date: python docs/generate.py")
+        return 1 if stale else 0
+    for name in stale:
+        (HERE / name).write_text(PAGES[name](), encoding="utf-8")
+        print(f"wrote docs/{name}")
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

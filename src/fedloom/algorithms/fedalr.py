@@ -1,0 +1,133 @@
+"""FedALR: the server gives each client's update a rate of its own, by how well it agrees with the rest.
+
+Federated learning with adaptive learning rates at the server, for non-IID data.
+
+    client i:  as FedAvg;  u_i = w - w_i,  r_i = ||u_i||,  uh_i = u_i / r_i
+    server:    t <- t + 1;  gbar = (1 / K) sum_i uh_i;  m <- gbar / t + m (t - 1) / t         (eq. 7)
+               s_i = <uh_i, m>                                                               (eq. 6)
+               eta_i = exp(s_i - 1)
+               w <- w - server_lr (1 / K) sum_i eta_i uh_i                                   (eq. 3)
+
+The text leaves several readings open; each is an option, and the first value is the literal one.
+``apply``: (3) with unit updates, with unit updates times the mean (or median) norm, or with raw ones.
+``momentum``: (7) as the mean over all rounds, bias-corrected exponential, or this round's mean alone.
+``map = "const"`` is the control that every result needs beside it: m shrinks as rounds go by, the rates
+all tend to exp(-1), and what is left is normalised averaging with a constant step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "literal": {},
+    "fedavg_scale": {"apply": "mean_norm", "eta_norm": "mean1"},
+    "no_adapt": {"map": "const"},
+    "raw": {"apply": "raw"},
+}
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    m: Tensor  # [P] float64: the running direction, not corrected for bias
+    t: Tensor  # [] aggregations that m holds
+
+
+class FedALR(Algorithm[Server, Nothing, Update]):
+    linear: ClassVar[bool] = False
+
+    preset: Literal["literal", "fedavg_scale", "no_adapt", "raw"] = Field("literal", description="a named reading")
+    server_lr: PositiveFloat = Field(1.0, description="the server's step")
+    normalise: bool = Field(True, description="divide updates by their norm before (6) and (7)")
+    momentum: Literal["cumulative", "ema", "none"] = Field("cumulative", description="how (7) remembers")
+    ema_beta: float = Field(0.9, ge=0, lt=1, description="memory of the exponential mean")
+    momentum_input: Literal["unit", "raw"] = Field("unit", description="what enters (7)")
+    momentum_lag: Literal[0, 1] = Field(0, description="1: (6) uses the direction of the round before")
+    momentum_reset_every: NonNegativeInt = Field(0, description="rounds after which m starts anew; 0: never")
+    align: Literal["inner", "cosine"] = Field("inner", description="(6) as it stands, or divided by ||m||")
+    map: Literal["exp", "clip01", "relu", "identity", "const"] = Field("exp", description="from s_i to the rate")
+    const_value: float = Field(math.exp(-1), description="the rate of map = const")
+    temperature: PositiveFloat = Field(1.0, description="exp((s_i - 1) / temperature)")
+    apply: Literal["unit", "mean_norm", "median_norm", "raw"] = Field("unit", description="what (3) sums")
+    eta_norm: Literal["none", "mean1"] = Field("none", description="mean1: divide the rates by their mean")
+    weight_by: Literal["cohort", "population", "samples"] = Field("cohort", description="1/K, 1/N or by data in (3)")
+    eps_norm: NonNegativeFloat = Field(1e-12, description="an update shorter than this is left out")
+    clip_step: NonNegativeFloat = Field(0.0, description="largest norm of the whole step; 0: none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_reading(cls, given: Any) -> Any:
+        return {**PRESETS.get(given.get("preset", "literal"), {}), **given} if isinstance(given, dict) else given
+
+    def init(self, w: Tensor) -> Server:
+        return Server(
+            w, torch.zeros_like(w, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=w.device)
+        )
+
+    def send(self, server: Server) -> Server:
+        return Server(server.w, server.m[:0], server.t)
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x - down.w), ()
+
+    def update(self, server: Server, inbox: Inbox[Update]) -> Server:
+        dw = inbox.uploads.dw.double()
+        r = torch.linalg.vector_norm(dw, dim=1)
+        kept = r > self.eps_norm
+        if not bool(kept.any()):
+            return server
+        dw, r, n = dw[kept], r[kept], inbox.weights[kept]
+        unit = dw / r[:, None]
+        m, t = self._remember(server, (unit if self.normalise and self.momentum_input == "unit" else dw).mean(0))
+        heard = self._direction(server.m, server.t) if self.momentum_lag else self._direction(m, t)
+        eta = self.rates(unit if self.normalise else dw / r.square()[:, None], heard)
+        length = {
+            "unit": torch.ones_like(r),
+            "mean_norm": r.mean().expand_as(r),
+            "median_norm": r.median().expand_as(r),
+        }
+        a = n / n.sum() if self.weight_by == "samples" else torch.ones_like(n) / len(n)
+        a = a * len(n) / inbox.population if self.weight_by == "population" else a
+        step = self.server_lr * (a * eta * length.get(self.apply, r)) @ unit
+        if self.clip_step:
+            step = step * (self.clip_step / torch.linalg.vector_norm(step).clamp(min=self.clip_step))
+        return Server(server.w + like(step, server.w), m, t)
+
+    def rates(self, g: Tensor, m: Tensor) -> Tensor:
+        """eta_i for the updates ``g`` [K, P] and the running direction ``m``."""
+        s = g @ m
+        if self.align == "cosine":
+            s = s / torch.linalg.vector_norm(m).clamp(min=1e-12)
+        if self.map == "exp":
+            eta = torch.exp((s - 1) / self.temperature)
+        elif self.map == "const":
+            eta = torch.full_like(s, self.const_value)
+        else:
+            eta = s.clamp(0, 1) if self.map == "clip01" else s.clamp(min=0) if self.map == "relu" else s
+        if self.eta_norm == "mean1":
+            mean = eta.mean()
+            # rates that cancel out say nothing about scale: fall back on counting clients alike
+            eta = torch.where(mean.abs() < 1e-8, torch.ones_like(eta), eta / mean)
+        return eta
+
+    def _remember(self, server: Server, gbar: Tensor) -> tuple[Tensor, Tensor]:
+        """Eq. (7), with the estimate of the round before on its right-hand side."""
+        anew = self.momentum == "none" or (self.momentum_reset_every and int(server.t) >= self.momentum_reset_every)
+        m, t = (torch.zeros_like(server.m), torch.zeros_like(server.t)) if anew else (server.m, server.t)
+        if self.momentum == "ema":
+            return self.ema_beta * m + (1 - self.ema_beta) * gbar, t + 1
+        return gbar / (t + 1) + m * (t / (t + 1)), t + 1
+
+    def _direction(self, m: Tensor, t: Tensor) -> Tensor:
+        """The estimate that (6) uses: an exponential mean is corrected for having started at zero."""
+        return m / (1 - self.ema_beta**t).clamp(min=1e-12) if self.momentum == "ema" else m

@@ -1,0 +1,100 @@
+"""FedMGDA+: weights under which the average is a common descent direction of the clients' unit updates.
+
+Hu et al., Federated Learning Meets Multi-objective Optimization, IEEE TNSE 2022, Algorithm 1.
+
+    client i:  as FedAvg;  u_i = w - w_i,   uh_i = u_i / ||u_i||
+    server:    lambda* = argmin 1/2 ||sum_i lambda_i uh_i||^2
+                         over  sum_i lambda_i = 1,  |lambda_i - n_i / sum n| <= epsilon,  0 <= lambda_i <= 1
+               w <- w - eta decay^t sum_i lambda*_i uh_i
+
+epsilon = 0 is normalised averaging, epsilon = 1 is MGDA. A client that did not move is left out: the
+least norm would give it all the weight. The quadratic program is solved in float64 by accelerated
+projected gradients, until the Frank-Wolfe gap, a certificate, is at most ``tolerance``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    t: Tensor  # [] rounds in which the model moved
+
+
+class FedMGDA(Algorithm[Server, Nothing, Update]):
+    linear: ClassVar[bool] = False
+
+    eta: PositiveFloat = Field(1.0, description="the server's step along the common direction")
+    decay: float = Field(1.0, gt=0, le=1, description="factor of eta per round")
+    epsilon: float = Field(0.1, ge=0, le=1, description="how far a weight may be from the client's share of the data")
+    norm_eps: NonNegativeFloat = Field(1e-8, description="added to a norm before it divides")
+    tolerance: PositiveFloat = Field(1e-8, description="largest gap at which the weights are taken for optimal")
+    max_iter: PositiveInt = Field(5000, description="most iterations of the solver")
+
+    def init(self, w: Tensor) -> Server:
+        return Server(w, torch.zeros((), dtype=torch.float64, device=w.device))
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x - down.w), ()
+
+    def update(self, server: Server, inbox: Inbox[Update]) -> Server:
+        moves = inbox.uploads.dw
+        norms = torch.linalg.vector_norm(moves, dim=1, dtype=torch.float64)
+        moved = norms > 0
+        if not bool(moved.any()):
+            return server
+        unit = moves[moved].double() / (norms[moved] + self.norm_eps)[:, None]
+        share = inbox.weights[moved] / inbox.weights[moved].sum()
+        d = common_direction(unit @ unit.T, share, self.epsilon, self.tolerance, self.max_iter) @ unit
+        eta = self.eta * self.decay**server.t
+        return Server(server.w + like(eta * d, server.w), server.t + 1)
+
+
+def common_direction(P: Tensor, share: Tensor, epsilon: float, tolerance: float, max_iter: int) -> Tensor:
+    """The weights of least ``lambda' P lambda`` in the box around ``share``, by FISTA.  ``[K]``"""
+    low, high = (share - epsilon).clamp(min=0), (share + epsilon).clamp(max=1)
+    step = 1.0 / torch.linalg.eigvalsh(P)[-1].clamp(min=1e-300)
+    x = y = share
+    t = 1.0
+    for turn in range(max_iter):
+        if turn % 10 == 0 and gap(P, x, low, high) <= tolerance:
+            break
+        after = project(y - step * (P @ y), low, high)
+        t_after = (1 + (1 + 4 * t * t) ** 0.5) / 2
+        y, x, t = after + (t - 1) / t_after * (after - x), after, t_after
+    return x
+
+
+def gap(P: Tensor, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """How much lower the linearised objective could be anywhere in the box: 0 only at the optimum."""
+    slope = P @ x
+    order = slope.argsort()
+    room = (high - low)[order]
+    left = (1 - low.sum() - (room.cumsum(0) - room)).clamp(min=0)  # fill the cheapest first
+    best = low @ slope + torch.minimum(room, left) @ slope[order]
+    return x @ slope - best
+
+
+def project(v: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The nearest point of the box whose entries sum to one.
+
+    It is clip(v - s) for the shift s at which the sum is one; the sum falls along straight pieces between
+    the shifts at which an entry reaches its bound, so s lies on the one piece that crosses one.
+    """
+    edges = torch.cat([v - low, v - high]).sort().values
+    sums = (v - edges[:, None]).clamp(low, high).sum(1)  # falling
+    after = int((sums > 1).sum().clamp(1, len(edges) - 1))
+    left, right = edges[after - 1], edges[after]
+    fall = (sums[after - 1] - sums[after]).clamp(min=1e-300)
+    s = left + (right - left) * ((sums[after - 1] - 1) / fall).clamp(0, 1)
+    return (v - s).clamp(low, high)

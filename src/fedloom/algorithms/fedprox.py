@@ -1,0 +1,43 @@
+"""FedProx: a proximal term holds each client near the model it was sent, and unequal work is welcome.
+
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, eq. 2 and Algorithm 2.
+
+    client k:  w_k <- argmin_v F_k(v) + (mu / 2) ||v - w||^2, by SGD:  v <- v - eta [g_k(v) + mu (v - w)]
+    server:    as FedAvg
+
+The paper's text draws clients by size and averages them alike; its code draws them uniformly and weights
+them by size, and so does ``preset = "code"``. FLGo does what the text says: ``preset = "paper"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, model_validator
+from torch import Tensor
+
+from fedloom.algorithm import Model, Nothing
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.task import Batch
+
+
+class FedProx(FedAvg):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
+
+    mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
+    preset: Literal["code", "paper"] = Field("code", description="who is drawn and how they count: see above")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paper_counts_alike(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("preset") == "paper":
+            return {"weighting": "uniform", **given}
+        return given
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
+
+    def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
+        g = self.task.grad(x, batch)
+        return g + self.mu * (x - down.w) if self.mu else g

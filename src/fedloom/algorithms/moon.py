@@ -1,0 +1,68 @@
+"""MOON: a contrastive term pulls a client's representation to the global one and off its own last one.
+
+Li et al., Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
+
+    z = body(v; x),  z_glob = body(w; x),  z_prev = body(v_prev; x)
+    l_con = -log( e^{cos(z, z_glob) / T} / (e^{cos(z, z_glob) / T} + e^{cos(z, z_prev) / T}) )
+          = softplus( (cos(z, z_prev) - cos(z, z_glob)) / T )
+    client k:  v <- SGD on cross-entropy + mu l_con, from w;   v_prev <- v
+    server:    as FedAvg
+
+In a client's first round there is no v_prev and the round is FedAvg: ``first = "skip"`` leaves the term
+out, ``first = "global"`` takes w for v_prev, which makes it a constant. The net's ``body`` is the
+encoder; the paper's projection head is a setting of the net (``model.projection = 256``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, softplus
+
+from fedloom.algorithm import Algorithm, Inbox, Model, Update, Work, like
+from fedloom.task import Batch
+
+
+class Mine(NamedTuple):
+    w: Tensor  # [P] the client's model at the end of its last round
+    seen: Tensor  # [] 1 once there is one
+
+
+class Moon(Algorithm[Model, Mine, Update]):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
+    distinct: ClassVar[bool] = True
+
+    mu: NonNegativeFloat = Field(0.1, description="weight of the contrastive term")
+    temperature: PositiveFloat = Field(0.5, description="T: the smaller, the sharper the contrast")
+    first: Literal["skip", "global"] = Field("skip", description="what stands for v_prev in a client's first round")
+    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Mine:
+        return Mine(torch.zeros_like(down.w), torch.zeros(()).to(down.w))
+
+    def loss(self, x: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
+        loss = self.task.loss(x, batch)
+        return loss + self.mu * self.contrast(x, batch, down, mine) if self.mu else loss
+
+    def contrast(self, x: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
+        """l_con, meant over the batch."""
+        before = torch.where(mine.seen > 0, mine.w, down.w)
+        z = self.task.encode(x, batch)
+        z_glob, z_prev = (self.task.encode(w, batch, frozen=True) for w in (down.w, before))
+        apart = cosine_similarity(z, z_prev, dim=1, eps=1e-8) - cosine_similarity(z, z_glob, dim=1, eps=1e-8)
+        each = softplus(apart / self.temperature) * batch.mask
+        l_con = each.sum() / batch.mask.sum().clamp(min=1)
+        return l_con * mine.seen if self.first == "skip" else l_con
+
+    def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
+        return Update(x - down.w), Mine(x, torch.ones_like(mine.seen))
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))

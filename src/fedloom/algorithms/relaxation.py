@@ -1,0 +1,43 @@
+"""FedProx + Relaxation: the server takes only a part of the step to the clients' average.
+
+FedProx for networks of unequal devices, with a relaxation step at the server.
+
+    client k:  as FedProx
+    server:    w <- alpha w + (1 - alpha) sum_k a_k w_k  =  w + (1 - alpha) sum_k a_k (w_k - w)
+
+It is under-relaxation, that is FedProx with a server rate of 1 - alpha: it damps the noise of the cohort
+by about (1 - alpha) / (1 + alpha) and slows the mean. alpha = 0 is FedProx; a negative alpha extrapolates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, model_validator
+from torch import Tensor
+
+from fedloom.algorithm import Inbox, Update
+from fedloom.algorithms.fedprox import FedProx
+
+
+class Relaxation(FedProx):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0, "alpha": 0.0}
+
+    mu: NonNegativeFloat = Field(1.0, description="how strongly a client is held near the model it was sent")
+    alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
+    allow_over_relaxation: bool = Field(False, description="permit a negative alpha")
+    broadcast: Literal["cohort", "all"] = Field("cohort", description="who is sent the model: counted in bytes only")
+
+    @model_validator(mode="after")
+    def _negative_only_if_meant(self) -> Relaxation:
+        if self.alpha < 0 and not self.allow_over_relaxation:
+            raise ValueError(f"alpha = {self.alpha:g} extrapolates; set allow_over_relaxation = true if that is meant")
+        return self
+
+    @property
+    def sends_to_all(self) -> bool:
+        return self.broadcast == "all"
+
+    def mean(self, inbox: Inbox[Update]) -> Tensor:
+        return (1 - self.alpha) * super().mean(inbox)

@@ -1,0 +1,79 @@
+"""SCAFFOLD: control variates correct each client's drift.
+
+Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, Algorithm 1.
+
+    client i:  y <- w;  y <- y - eta (g_i(y) - c_i + c), K times
+               option I:   c_i+ = grad f_i(w) on all its data       option II:  c_i+ = c_i - c + (w - y) / (K eta)
+               upload  y - w  and  c_i+ - c_i;   c_i <- c_i+
+    server:    w <- w + server_lr * mean (y - w);   c <- c + (1 / N) sum (c_i+ - c_i)
+
+(w - y) / (K eta) is the mean gradient only for plain SGD: momentum, weight decay and clipping are refused.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Work, like
+from fedloom.task import Batch
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    c: Tensor  # [P]
+
+
+class Mine(NamedTuple):
+    c: Tensor  # [P]
+
+
+class Moved(NamedTuple):
+    dw: Tensor  # [P] the move, times what it counts
+    dc: Tensor  # [P]
+    counts: Tensor  # []
+
+
+class Scaffold(Algorithm[Server, Mine, Moved]):
+    plain_sgd: ClassVar[bool] = True
+    distinct: ClassVar[bool] = True
+
+    option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
+    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    weighting: Literal["uniform", "samples"] = Field("uniform", description="how clients count in the model's mean")
+
+    @property
+    def surveys(self) -> bool:
+        return self.option == "I"
+
+    def init(self, w: Tensor) -> Server:
+        return Server(w, torch.zeros_like(w))
+
+    def join(self, down: Server) -> Mine:
+        return Mine(torch.zeros_like(down.w))
+
+    def survey(self, batch: Batch, down: Server, mine: Mine) -> Tensor:
+        return self.task.grad(down.w, batch) * batch.mask.sum()
+
+    def gradient(self, x: Tensor, batch: Batch, down: Server, mine: Mine) -> Tensor:
+        return self.task.grad(x, batch) - mine.c + down.c
+
+    def finish(self, x: Tensor, down: Server, mine: Mine, work: Work) -> tuple[Moved, Mine]:
+        if self.option == "I":
+            renewed = work.survey / work.examples
+        else:
+            renewed = mine.c - down.c + (down.w - x) / (work.steps.clamp(min=1) * work.lr)
+        c = torch.where(work.steps > 0, renewed, mine.c)
+        counts = work.examples if self.weighting == "samples" else torch.ones_like(work.examples)
+        return Moved(counts * (x - down.w), c - mine.c, counts), Mine(c)
+
+    def weight(self, upload: Moved, work: Work) -> Tensor:
+        return torch.ones_like(work.examples)
+
+    def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
+        dw, dc, counts = inbox.total
+        w = server.w + like(self.server_lr * (dw / counts), server.w)
+        return Server(w, server.c + like(dc / inbox.population, server.c))

@@ -1,0 +1,593 @@
+"""The command line: what it prints, what it writes, and what it says to everything that cannot be run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from terminal import SMALL, Done, Quick, environment, fedloom, files, started
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Quick]:
+    server = Quick()
+    yield server
+    server.close()
+
+
+# -- the default run -------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    done = fedloom("run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert time.perf_counter() - began < 30
+    header, partition, *lines = done.out.splitlines()
+    assert re.match(r"fedloom \d+\.\d+\.\d+ · cpu .* · lanes .* · seed 0 · runs/fedavg-digits-seed0", header)
+    assert partition.startswith("digits: 1,438 rows on 20 clients")
+    assert any(re.match(r"round 50/50 +loss \d\.\d+ +accuracy 0\.9\d+ +.* clients/s", line) for line in lines)
+    assert sum(line.startswith("  fedloom ") for line in lines) == 3  # what to do next
+    assert "\x1b" not in done.out  # no colours or bars where nobody sees them
+    run = tmp_path / "runs" / "fedavg-digits-seed0"
+    assert {p.name for p in run.iterdir()} == {
+        *(
+            ".lock",
+            "checkpoints",
+            "config.toml",
+            "curves.png",
+            "environment.json",
+            "metrics.jsonl",
+            "model.safetensors",
+        ),
+        *("partition.json", "partition.safetensors", "summary.json", "timings.jsonl"),
+    }
+    assert json.loads(run.joinpath("summary.json").read_text())["metrics"]["global/test/accuracy"]["last"] > 0.9
+    again = fedloom("run", "rounds=1", *SMALL, cwd=tmp_path)
+    assert (tmp_path / "runs" / "fedavg-digits-seed0-2").is_dir(), again.err
+
+
+def test_json_is_the_last_line_of_stdout_and_nothing_else_is(tmp_path: Path) -> None:
+    done = fedloom("run", "rounds=3", *SMALL, "--json", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 1
+    result = done.json
+    assert list(result) == ["run_dir", "algorithm", "rounds", "seconds", "rounds_per_second", "metrics"]
+    assert result["run_dir"] == "r"
+    assert result["algorithm"] == "fedavg"
+    assert result["rounds"] == 3
+    assert result["rounds_per_second"] == pytest.approx(3 / result["seconds"], rel=0.05)
+    assert {"global/test/accuracy", "global/test/loss", "personal/pre_fit/test/accuracy_worst10"} <= set(
+        result["metrics"]
+    )
+    for value in result["metrics"].values():
+        assert list(value) == ["last", "best", "mean_last_10"]
+        assert all(isinstance(v, float | int) for v in value.values())
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["round"] for r in records] == [0, 1, 2, 3]
+    assert result["metrics"]["global/test/loss"]["last"] == records[-1]["global/test/loss"]
+    assert result == json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert not any("second" in key or "time" in key for r in records for key in r)
+    timings = [json.loads(line) for line in (tmp_path / "r" / "timings.jsonl").read_text().splitlines()]
+    assert [t["round"] for t in timings] == [1, 2, 3]
+
+
+def test_the_printed_config_is_complete_and_gives_the_same_run(tmp_path: Path, quick: Quick) -> None:
+    words = ("rounds=3", "seed=5", "local.momentum=0.5", "data.test=0.3", *SMALL)
+    printed = quick("run", *words, "--print-config", cwd=tmp_path)
+    assert printed.code == 0
+    assert files(tmp_path) == set()
+    table = tomllib.loads(printed.out)
+    assert set(table) >= {
+        "data",
+        "partition",
+        "model",
+        "algorithm",
+        "local",
+        "cohort",
+        "evaluate",
+        "engine",
+        "checkpoint",
+    }
+    assert table["local"]["momentum"] == 0.5
+    (tmp_path / "printed.toml").write_text(printed.out)
+    assert quick("run", "printed.toml", "--print-config", cwd=tmp_path).out == printed.out
+    for name, experiment in (("a", words), ("b", ("printed.toml",))):
+        assert quick("run", *experiment, "--out", name, cwd=tmp_path).code == 0
+    for name in ("metrics.jsonl", "model.safetensors", "partition.safetensors", "config.toml"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["local_only", "dpsgd", "fedopt", "fedavg_ft"])
+def test_the_printed_config_of_every_family_can_be_run(tmp_path: Path, quick: Quick, kind: str) -> None:
+    words = (f"algorithm.kind={kind}", "rounds=1", "partition.clients=6", "model.kind=logistic")
+    printed = quick("run", *words, "--print-config", cwd=tmp_path)
+    (tmp_path / "printed.toml").write_text(printed.out)
+    done = quick("run", "printed.toml", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "r" / "config.toml").read_text() == printed.out
+
+
+def test_overrides_change_the_file_and_say_what_they_leave_out(tmp_path: Path, quick: Quick) -> None:
+    (tmp_path / "exp.toml").write_text(
+        'seed = 3\n[partition]\nkind = "dirichlet"\nclients = 7\nalpha = 0.5\n[local]\nlr = 0.3\n'
+    )
+    words = (
+        "partition.kind=shards",
+        "partition.per_client=3",
+        "local.lr=0.01",
+        "rounds=1",
+        "model=logistic",
+        "name=mine",
+    )
+    done = quick("run", "exp.toml", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "partition.alpha is not a setting of shards and was left out" in done.out
+    table = tomllib.loads((tmp_path / "runs" / "mine" / "config.toml").read_text())
+    assert table["seed"] == 3
+    assert table["partition"]["kind"] == "shards"
+    assert (table["partition"]["clients"], table["partition"]["per_client"]) == (7, 3)
+    assert table["local"]["lr"] == 0.01
+    assert table["model"]["kind"] == "logistic"
+
+
+def test_runs_started_together_do_not_take_each_others_folder(tmp_path: Path) -> None:
+    both = [started("run", "rounds=2", *SMALL, f"local.lr={lr}", cwd=tmp_path) for lr in (0.1, 0.2)]
+    ends = [p.communicate(timeout=60) for p in both]
+    assert [p.returncode for p in both] == [0, 0], ends
+    rates = {tomllib.loads(p.read_text())["local"]["lr"] for p in tmp_path.glob("runs/*/config.toml")}
+    assert rates == {0.1, 0.2}
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode != 0,
+    reason="needs network namespaces",
+)
+def test_a_machine_without_network_is_enough(tmp_path: Path) -> None:
+    command = ["unshare", "-n", sys.executable, "-m", "fedloom", "run", "rounds=1", *SMALL, "--out", "r"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- what cannot be run ----------------------------------------------------------------------------
+def refused(quick: Quick, cwd: Path, *words: str, code: int = 2) -> str:
+    """The message of a command that is refused: one message, no traceback, nothing written."""
+    before = files(cwd)
+    done = quick("run", *words, cwd=cwd)
+    assert done.code == code, (done.out, done.err)
+    assert done.err.startswith("error: ")
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    assert files(cwd) == before
+    return done.err
+
+
+BAD = [
+    (["locla.lr=3"], "locla: unknown key .*did you mean 'local'"),
+    (["local.lrr=3"], r"local\.lrr: unknown key \(got 3\) \(did you mean 'lr'\?\)"),
+    (["ronuds=3"], "ronuds: unknown key .*did you mean 'rounds'"),
+    (["local.lr=fast"], r"local\.lr: .*number.*got 'fast'"),
+    (["rounds=2.5"], "rounds: .*integer.*got 2.5"),
+    (["local=3"], r"local: should be a table of settings \(got 3\)"),
+    (["model.widths=64"], r"model\.widths: .*got 64"),
+    (["local.lr=0"], r"local\.lr: .*greater than 0.*got 0"),
+    (["local.lr=nan"], r"local\.lr: .*finite"),
+    (["local.momentum=1"], r"local\.momentum: .*less than 1"),
+    (["rounds=0"], "rounds: .*greater than 0"),
+    (["seed=-1"], "seed: .*greater than or equal to 0"),
+    (["seed=99999999999999999999"], "seed: .*less than"),
+    (["partition.clients=0"], r"partition\.clients: .*greater than 0"),
+    (["partition.holdout=1"], r"partition\.holdout: .*less than 1"),
+    (["partition.clients=100000"], r"partition\.clients: 100000 clients cannot share 1438 rows"),
+    (["local.schedule=linear"], r"local\.schedule: .*'constant'.*got 'linear'"),
+    (["algorithm.kind=fedvag"], r"algorithm\.kind: there is no algorithm 'fedvag' \(did you mean 'fedavg'\?\)"),
+    (["data.source=digit"], "data.source: .*did you mean 'digits'"),
+    (["model.kind=mpl"], "model.kind: .*did you mean 'mlp'"),
+    (["partition.kind=iidd"], "partition.kind: .*did you mean 'iid'"),
+    (["algorithm.kind=dpsgd", "topology.kind=rign"], "topology.kind: .*did you mean 'ring'"),
+    # each is valid, and together they are not
+    (["local.steps=3", "local.epochs=2"], "local: steps and epochs are both given"),
+    (["local.nesterov=true"], "nesterov needs momentum"),
+    (["cohort.size=30"], r"cohort\.size: 30 of partition\.clients = 20"),
+    (["cohort.size=5", "cohort.sampling=all"], r"cohort\.size: 5 contradicts sampling = 'all'"),
+    (["cohort.sampling=proportional"], "counts a client's data twice.*algorithm.weighting=uniform"),
+    (["topology.kind=ring"], "topology: is only for algorithms without a server"),
+    (["algorithm.kind=dpsgd", "cohort.size=3"], "cohort: a network without a server trains every node"),
+    (["algorithm.kind=dpsgd", "partition.clients=1"], "a network needs at least two nodes"),
+    (
+        ["algorithm.kind=local_only", "partition.holdout=0"],
+        r"partition\.holdout: .*no common model.*partition.holdout=0\.2",
+    ),
+    (["data.test=0", "partition.holdout=0"], "has no test rows"),
+    (["model.kind=cnn_fedavg"], r"cnn_fedavg needs images of at least 16x16 \(got 1x8x8\)"),
+    (["engine.device=cuda:9"], r"engine\.device"),
+    (["engine.device=tpu"], r"engine\.device: .*got 'tpu'"),
+    (["partition.kind=natural"], "does not say which client"),
+    # files
+    (["missing.toml"], r"missing\.toml: no such experiment file"),
+    (["broken.toml"], r"broken\.toml: not readable as TOML: .*line 1"),
+    (["folder"], "folder: not readable as TOML"),
+    (["one.toml", "two.toml"], r"two\.toml: a second experiment file"),
+    (["=3"], "=3: is not of the form key=value"),
+    (["data.source=./none.npz"], r"none\.npz: no such file"),
+    (["model.kind=none.py:Net"], r"model\.kind: no such file: none\.py"),
+    (["model.kind=own.py:Nett"], r"model\.kind: 'own\.py' has no 'Nett' \(did you mean 'Net'\?\)"),
+    (["model.kind=own.py:number"], r"model\.kind: 'own\.py:number' is not a model"),
+    (["model.kind=failing.py:Net"], r"failing\.py failed to load: ZeroDivisionError"),
+    (["algorithm.kind=own.py:Net"], "is not a subclass of fedloom.Algorithm"),
+    (["model.kind=own.py:Net", "model.hiden=3"], r"model\.hiden: unknown key \(did you mean 'hidden'\?\)"),
+    (["--out", "full"], "--out: full already exists and is not empty"),
+    (["--out", "broken.toml"], r"--out: broken\.toml already exists"),
+]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A working folder with what the bad commands refer to."""
+    (tmp_path / "broken.toml").write_text("rounds = = 3\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\nnumber = 3\n"
+        "class Net(nn.Module):\n    def __init__(self, shape, classes, hidden=3): super().__init__()\n"
+    )
+    (tmp_path / "failing.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_input_is_refused(quick: Quick, desk: Path, words: list[str], message: str) -> None:
+    assert re.search(message, refused(quick, desk, *words))
+
+
+def test_all_faults_are_reported_at_once(quick: Quick, tmp_path: Path) -> None:
+    (tmp_path / "exp.toml").write_text(
+        """
+seed = "seven"
+round = 5
+[locall]
+lr = 0.1
+[local]
+lr = -1.0
+batchsize = 3
+[partition]
+kind = "dirichlet"
+clients = 0
+alpah = 3
+[model]
+kind = "mpl"
+[algorithm]
+kind = "fedavg"
+server_lr = "fast"
+[cohort]
+size = 5
+sampling = "all"
+"""
+    )
+    message = refused(quick, tmp_path, "exp.toml", "topology.kind=rign", "engine.store=floppy")
+    places = [line.split(":")[0].strip() for line in message.splitlines()[1:]]
+    assert set(places) == {
+        *("seed", "round", "locall", "partition.clients", "partition.alpah", "model.kind", "algorithm.server_lr"),
+        *("local.lr", "local.batchsize", "cohort.size", "topology.kind", "engine.store"),
+    }
+    assert message.startswith("error: the configuration has 12 faults")
+    for hint in ("'rounds'", "'local'", "'alpha'", "'mlp'", "'batch'", "'ring'"):
+        assert f"did you mean {hint}?" in message
+
+
+def test_wrong_names_on_the_command_line_are_reported_together(quick: Quick, tmp_path: Path) -> None:
+    message = refused(
+        quick, tmp_path, "algorithm.kind=fedavgg", "model.kind=mpl", "local.lrr=3", "cohort.size=0", "noequals="
+    )
+    assert message.startswith("error: the configuration has 5 faults")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+def test_a_missing_data_set_names_its_files_and_both_commands(quick: Quick, tmp_path: Path, name: str) -> None:
+    done = quick("run", f"data.source={name}", "--data-root", tmp_path / "data", cwd=tmp_path)
+    assert done.code == 2
+    assert str(tmp_path / "data") in done.err
+    assert ("train-images-idx3-ubyte.gz" if "mnist" in name else ".bin") in done.err
+    assert f"fedloom data get {name}" in done.err
+    assert f"fedloom data import {name} DIR" in done.err
+    assert files(tmp_path) == set()
+    by_variable = quick("run", f"data.source={name}", cwd=tmp_path, env={"FEDLOOM_DATA": str(tmp_path / "elsewhere")})
+    assert str(tmp_path / "elsewhere") in by_variable.err
+
+
+def test_an_unknown_option_and_an_unknown_command(quick: Quick, tmp_path: Path) -> None:
+    for words in (("run", "--jsn"), ("rnu",), ("describe",), ("list", "nonsense")):
+        done = quick(*words, cwd=tmp_path)
+        assert done.code == 2
+        assert "Traceback" not in done.err
+        assert "Usage" in done.err or "error" in done.err.lower()
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(quick: Quick, tmp_path: Path) -> None:
+    assert "writing below /proc/fedloom/x failed" in refused(
+        quick, tmp_path, "rounds=1", "--out", "/proc/fedloom/x", code=4
+    )
+
+
+# -- numbers that are not finite -------------------------------------------------------------------
+@pytest.mark.parametrize("executor", ["loop", "lanes"])
+def test_divergence_stops_with_round_clients_and_rate(quick: Quick, tmp_path: Path, executor: str) -> None:
+    words = ("local.lr=1e8", "rounds=20", "local.epochs=3", f"engine.executor={executor}", "--out", "r")
+    done = quick("run", *words, cwd=tmp_path)
+    assert done.code == 3, done.err
+    message = done.err.splitlines()[-1]
+    assert re.match(
+        r"error: round \d+: .*clients \d+, \d+.*the local learning rate was 1e\+08 \(try local\.lr=1e\+07", message
+    )
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "r" / "model.safetensors").exists()
+    for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines():
+        assert "NaN" not in line
+        assert "Infinity" not in line
+
+
+NAN_CLIENT = '''
+"""FedAvg with one broken client.
+
+Nobody, Never.
+"""
+import torch
+from fedloom import FedAvg, Update
+
+
+class Broken(FedAvg):
+    examples: int
+
+    def finish(self, x, down, mine, work):
+        hit = (work.examples == self.examples) & (work.round % 2 == 1)
+        return Update(torch.where(hit, torch.full_like(x, float("nan")), x - down.w)), ()
+'''
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_one_client_that_is_not_finite_is_left_out_counted_and_named(quick: Quick, tmp_path: Path, every: int) -> None:
+    (tmp_path / "broken.py").write_text(NAN_CLIENT)
+    base = ("partition.clients=5", "cohort.sampling=all", "model.kind=logistic", "rounds=4")
+    assert quick("run", *base, "--out", "plain", cwd=tmp_path).code == 0
+    parts = load_file(tmp_path / "plain" / "partition.safetensors")
+    kept = np.bincount(parts["owner"][parts["held_out"] == 0])
+    client = int(np.flatnonzero([np.count_nonzero(kept == n) == 1 for n in kept])[0])
+    words = ("algorithm.kind=./broken.py:Broken", f"algorithm.examples={kept[client]}", f"evaluate.every={every}")
+    done = quick("run", *base, *words, "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    named = {r["round"]: r["excluded"] for r in records if "excluded" in r}
+    assert named == {2: [client], 4: [client]}
+    assert [r["round"] for r in records] == ([0, 1, 2, 3, 4] if every == 1 else [0, 2, 4])
+    assert f"round 2: left out clients [{client}]" in done.out
+    assert "2 client updates were not finite and left out" in done.out
+
+
+# -- the user's own --------------------------------------------------------------------------------
+OWN = '''
+import numpy as np
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, hidden=8):
+        super().__init__()
+        self.a, self.b = nn.Linear(int(np.prod(shape)), hidden), nn.Linear(hidden, classes)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x.flatten(1))))
+
+
+def halves(y, clients, rng, small=0.25):
+    """The first client gets a quarter of the rows, the others share the rest."""
+    owner = rng.integers(1, clients, len(y))
+    owner[rng.random(len(y)) < small] = 0
+    return owner
+
+
+def wrong(y, clients):
+    return np.full(len(y), clients)
+
+
+def blobs(seed, n=300):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, n)
+    return (rng.normal(size=(n, 4)) + 3 * y[:, None]).astype(np.float32), y
+'''
+
+
+def test_the_users_own_model_partition_and_data(quick: Quick, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    words = ("model.kind=own.py:Net", "model.hidden=5", "partition.kind=own.py:halves", "partition.small=0.5")
+    done = quick(
+        "run",
+        *words,
+        "data.source=own:blobs",
+        "data.n=200",
+        "rounds=2",
+        "partition.clients=4",
+        "--json",
+        "--out",
+        "r",
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.err
+    assert "200 rows" in done.err or "160 rows" in done.err
+    model = load_file(tmp_path / "r" / "model.safetensors")
+    assert {n: x.shape for n, x in model.items()} == {
+        "a.weight": (5, 4),
+        "a.bias": (5,),
+        "b.weight": (3, 5),
+        "b.bias": (3,),
+    }
+    parts = load_file(tmp_path / "r" / "partition.safetensors")
+    assert 0.35 < (parts["owner"] == 0).mean() < 0.65
+    resumed = quick("resume", "r", "--rounds", "3", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    bad = quick("run", "partition.kind=own.py:wrong", "--out", "w", cwd=tmp_path)
+    assert bad.code == 2
+    assert re.search(
+        r"partition\.kind: 'own\.py:wrong' must return for each of the 1438 rows a client in 0\.\.19", bad.err
+    )
+
+
+ALGORITHM = '''
+"""Half steps: the server takes half of the mean update.
+
+A test of fedloom, 2025.
+
+    w <- w + share * mean
+"""
+from pydantic import Field
+from fedloom import FedAvg, Inbox, Model, Update
+
+
+class HalfStep(FedAvg):
+    share: float = Field(0.5, gt=0, le=1, description="how much of it")
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + (self.share * inbox.mean.dw).to(server.w.dtype))
+'''
+
+
+def test_an_algorithm_in_the_working_folder_is_listed_described_and_run_by_its_bare_name(
+    quick: Quick, tmp_path: Path
+) -> None:
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms" / "half_step.py").write_text(ALGORITHM)
+    listed = quick("list", "algorithms", "--json", cwd=tmp_path)
+    mine = [entry for entry in json.loads(listed.out) if entry["name"] == "half_step"]
+    assert mine == [
+        {
+            "name": "half_step",
+            "summary": "Half steps: the server takes half of the mean update.",
+            "origin": "algorithms/half_step.py",
+        }
+    ]
+    assert "half_step" in quick("list", "algorithms", cwd=tmp_path).out
+    page = quick("describe", "half_step", cwd=tmp_path).out
+    assert "w <- w + share * mean" in page
+    assert re.search(r"share +float > 0, <= 1 +0\.5 +how much of it", page)
+    done = quick(
+        "run", "algorithm.kind=half_step", "algorithm.share=1.0", "rounds=2", *SMALL, "--out", "mine", cwd=tmp_path
+    )
+    assert done.code == 0, done.err
+    plain = quick("run", "rounds=2", *SMALL, "--out", "plain", cwd=tmp_path)
+    assert plain.code == 0
+    assert (tmp_path / "mine" / "metrics.jsonl").read_bytes() == (tmp_path / "plain" / "metrics.jsonl").read_bytes()
+    assert "half_stepp" in refused_name(quick, tmp_path)
+    assert quick("resume", "mine", "--rounds", "3", cwd=tmp_path).code == 0
+
+
+def refused_name(quick: Quick, cwd: Path) -> str:
+    done = quick("run", "algorithm.kind=half_stepp", cwd=cwd)
+    assert done.code == 2
+    assert "did you mean 'half_step'?" in done.err
+    return done.err
+
+
+# -- looking around --------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["algorithms", "datasets", "partitions", "models", "topologies"])
+def test_lists(quick: Quick, tmp_path: Path, family: str) -> None:
+    listed = json.loads(quick("list", family, "--json", cwd=tmp_path).out)
+    expected = {
+        "algorithms": {"fedavg", "fedavg_ft", "fedopt", "local_only", "dpsgd"},
+        "datasets": {"digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "npz", "csv", "parquet", "images"},
+        "partitions": {"iid", "shards", "dirichlet", "pathological", "quantity", "natural"},
+        "models": {
+            "logistic",
+            "mlp",
+            "cnn_fedavg",
+            "cnn64",
+            "cnn_law",
+            "lenet5",
+            "resnet20",
+            "resnet50",
+            "densenet121",
+        },
+        "topologies": {"ring", "full"},
+    }[family]
+    assert {entry["name"] for entry in listed} >= expected
+    assert all(entry["summary"] for entry in listed)
+    text = quick("list", family, cwd=tmp_path)
+    assert text.code == 0
+    assert all(name in text.out for name in expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedopt", "dpsgd", "local_only", "fedavg_ft", "dirichlet", "cnn64", "digits", "ring", "local"]
+)
+def test_pages(quick: Quick, tmp_path: Path, name: str) -> None:
+    page = json.loads(quick("describe", name, "--json", cwd=tmp_path).out)
+    assert page["name"] == name
+    assert page["text"]
+    assert quick("describe", name, cwd=tmp_path).out.startswith(name)
+
+
+def test_the_page_of_an_algorithm_has_paper_settings_state_and_bytes(quick: Quick, tmp_path: Path) -> None:
+    page = quick("describe", "fedopt", cwd=tmp_path).out
+    assert "Adaptive Federated Optimization" in page
+    assert "v <- beta2 v" in page
+    assert re.search(r"beta1 +float >= 0, < 1 +0\.9", page)
+    assert "bytes" in page
+    assert "keeps" in page
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(quick: Quick, tmp_path: Path) -> None:
+    done = quick("describe", "fedpot", cwd=tmp_path)
+    assert done.code == 2
+    assert "did you mean 'fedopt'?" in done.err
+
+
+def test_data_lists_what_is_here(quick: Quick, tmp_path: Path) -> None:
+    listed = json.loads(quick("data", "list", "--json", "--data-root", tmp_path, cwd=tmp_path).out)
+    assert listed["root"] == str(tmp_path)
+    assert listed["present"] == {
+        "digits": True,
+        **dict.fromkeys(["mnist", "fashion_mnist", "cifar10", "cifar100"], False),
+    }
+    text = quick("data", "list", cwd=tmp_path).out
+    assert "fedloom data get cifar10" in text
+
+
+def test_the_doctor_trains_a_little(tmp_path: Path) -> None:
+    done = fedloom("doctor", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "FAIL" not in done.out
+    assert re.search(r"training: 3 rounds of FedAvg on digits in .* accuracy 0\.\d+", done.out)
+    assert files(tmp_path) == set()
+
+
+def test_version_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
+    script = """
+import sys
+import fedloom.cli
+sys.argv = ["fedloom", "--version"]
+try:
+    fedloom.cli.main()
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"fedloom \d+\.\d+\.\d+", done.stdout)
+    shown: Done = fedloom("run", "--help", cwd=tmp_path)
+    assert shown.code == 0
+    for option in ("--out", "--json", "--print-config", "--data-root"):
+        assert option in shown.out

@@ -1,0 +1,231 @@
+"""The documentation, executed: every command and every snippet, in order, from an empty folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fedloom import cli, laws
+from fedloom.config import parse, read_toml
+from fedloom.report.catalogue import entries
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# They need a network, or make the environment that this test already runs in.
+SKIPPED = ("make ", "git clone ", "source ", "cd fedloom", "fedloom data get ")
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        """The path in a first line such as ``# algorithms/mine.py``: then the block is that file's content."""
+        found = re.match(r"# ([\w./-]+\.(?:py|toml))\n", self.text)
+        return found[1] if found else ""
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a console; the other lines are what they printed."""
+        lines = self.text.splitlines()
+        return [line[2:] for line in lines if line.startswith("$ ")] if self.language == "console" else lines
+
+
+class Ran(NamedTuple):
+    """A command, how it ended and what it printed."""
+
+    command: str
+    code: int
+    out: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    for found in re.finditer(r"^```(\w+)[^\n]*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        yield Block(found[1], found[2])
+
+
+def execute(page: str) -> list[Ran]:
+    """Do what a page says, in the working folder; whatever fails where the page does not say so, raises."""
+    done: list[Ran] = []
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page):
+        if block.file:
+            path = Path(block.file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            exec(compile(block.text, "snippet", "exec"), names)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
+        elif block.language in ("console", "bash"):
+            done += [ran(command) for command in block.commands if command and not command.startswith(SKIPPED)]
+    return done
+
+
+def ran(command: str) -> Ran:
+    """Run one command line, and insist on the exit code that its comment promises, or on 0."""
+    promised = re.search(r"# exit code (\d+)", command)
+    words = shlex.split(command, comments=True)
+    out = io.StringIO()
+    if words[0] == "fedloom":
+        code = in_process(words, out)
+    else:
+        process = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        code = process.returncode
+        out.write(process.stdout)
+    assert code == (int(promised[1]) if promised else 0), f"{command} ended with {code}\n{out.getvalue()}"
+    return Ran(command, code, out.getvalue())
+
+
+def in_process(words: list[str], out: io.StringIO) -> int:
+    """The installed command without a new Python: ``main`` is what the script calls."""
+    before, sys.argv = sys.argv, words
+    try:
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        sys.argv = before
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+    yield tmp_path
+    for name in [n for n in sys.modules if n.startswith("fedloom_user_")]:
+        del sys.modules[name]
+
+
+def printed(done: list[Ran], start: str) -> str:
+    """What the last command that starts so printed."""
+    return next(one.out for one in reversed(done) if one.command.startswith(start))
+
+
+@pytest.mark.slow
+def test_readme(folder: Path) -> None:
+    done = execute((ROOT / "README.md").read_text(encoding="utf-8"))
+    rounds = [json.loads(line)["round"] for line in (folder / "first/metrics.jsonl").read_text().splitlines()]
+    assert rounds == list(range(31))  # the resumed run has every round once
+    assert (folder / "shards.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads(printed(done, "fedloom run first/config.toml").splitlines()[-1])
+    assert result["algorithm"] == "fedopt"
+    assert result["metrics"]["global/test/accuracy"]["last"] > 0.5
+    assert tomllib.loads(printed(done, "fedloom run local.lr=0.05 --print-config"))["local"]["lr"] == 0.05
+    assert "fedleash" in printed(done, "fedloom list algorithms")
+    assert "strength of the pull" in " ".join(printed(done, "fedloom describe fedleash").split())
+    verdict = printed(done, "fedloom check fedleash")
+    assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in verdict
+    assert read_toml(folder / "leash/config.toml")["algorithm"]["mu"] == 0.5
+
+
+@pytest.mark.slow
+def test_tutorial(folder: Path) -> None:
+    done = execute((ROOT / "docs/tutorial.md").read_text(encoding="utf-8"))
+    verdict = printed(done, "fedloom check fedblend")
+    assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in verdict
+
+
+def test_a_command_that_fails_is_noticed(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="ended with 2"):
+        execute("```console\n$ fedloom describe nothing_of_the_kind\n```\n")
+    assert execute("```console\n$ fedloom describe nothing_of_the_kind   # exit code 2\n```\n")[0].code == 2
+    with pytest.raises(AssertionError, match="ended with 0"):
+        execute("```console\n$ fedloom list topologies   # exit code 2\n```\n")
+
+
+def test_a_snippet_that_fails_is_noticed(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        execute("```python\n1 / 0\n```\n")
+    execute("```python\n# later/used.py\n1 / 0\n```\n")
+    assert (folder / "later/used.py").is_file()
+
+
+def test_an_algorithm_that_breaks_a_law_is_noticed(folder: Path) -> None:
+    lazy = (
+        "```python\n# algorithms/lazy.py\nfrom fedloom import FedAvg\n\n\n"
+        "class Lazy(FedAvg):\n    def update(self, server, inbox):\n        return server\n```\n"
+    )
+    with pytest.raises(AssertionError, match="BROKEN"):
+        execute(lazy + "```console\n$ fedloom check lazy\n```\n")
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "algorithms.md"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    generate = module_at(ROOT / "docs/generate.py")
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate.PAGES[name](), "run python docs/generate.py"
+
+
+@pytest.mark.parametrize("family", ["algorithms", "datasets", "partitions", "models"])
+def test_readme_names_everything(family: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = ("npz", "csv", "parquet", "images")  # named as settings, in the table of formats
+    names = [e.name for e in entries(family) if e.origin == "fedloom"]
+    missing = [n for n in names if f"`{n}`" not in readme and not (n in files and f"data.source={n}" in readme)]
+    assert not missing
+
+
+def test_readme_counts_the_laws() -> None:
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    assert f"the {words[len(laws.LAWS)]} laws" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for target in (t for t in targets if "://" not in t):
+        place, _, anchor = target.partition("#")
+        file = (page.parent / place).resolve() if place else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in headings(file), target
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_pictures_are_small() -> None:
+    pictures = sorted((ROOT / "docs/images").iterdir())
+    assert pictures
+    assert [p.name for p in pictures if p.stat().st_size > 200_000] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_example_experiments_are_valid(path: Path) -> None:
+    assert parse(read_toml(path)).basics.rounds > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example_scripts_run(path: Path, folder: Path) -> None:
+    found = module_at(path).main(rounds=2)
+    assert all(0 <= value <= 1 for value in found.values())
+
+
+def module_at(path: Path) -> Any:
+    """The Python file as a module that nobody else sees."""
+    spec = importlib.util.spec_from_file_location(f"page_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,377 @@
+"""A run that was stopped, however rudely, and continued is the run that was never stopped: byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from terminal import Quick, environment, fedloom, started
+
+BASE = ("partition.clients=6", "model.kind=logistic", "seed=4")
+SERVER = (*BASE, "cohort.size=3")
+KINDS: dict[str, tuple[str, ...]] = {
+    "fedavg": (*SERVER, "algorithm.kind=fedavg", "local.momentum=0.5"),
+    "fedopt": (*SERVER, "algorithm.kind=fedopt"),
+    "local_only/ram": (*SERVER, "algorithm.kind=local_only"),
+    "local_only/disk": (*SERVER, "algorithm.kind=local_only", "engine.store=disk"),
+    "dpsgd": (*BASE, "algorithm.kind=dpsgd"),
+}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Quick]:
+    server = Quick()
+    yield server
+    server.close()
+
+
+def result(run: Path) -> dict[str, bytes]:
+    """What must not depend on how a run came to its end."""
+    names = ("metrics.jsonl", "model.safetensors", "personal.safetensors", "partition.safetensors", "config.toml")
+    return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
+
+
+def lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until the run has written so many evaluations."""
+    limit = time.perf_counter() + 60
+    while lines(run) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.perf_counter() < limit
+        time.sleep(0.005)
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_every_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str) -> None:
+    """A power cut before the first file, before the second, and so on through the whole life of a run.
+
+    A run continued after the crash is cut short once more, at another place, before it may finish.
+    """
+    words = (*KINDS[kind], "rounds=4", "checkpoint.every=1")
+    assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
+    want = result(tmp_path / "whole")
+    step, points = random.Random(kind).randint(1, 3), 0
+    for point in range(step, 1000, 3):
+        run = tmp_path / f"run{point}"
+        ended = quick("run", *words, "--out", run.name, cwd=tmp_path, crash_at=point, place=run.name)
+        if ended.code == 0:
+            break
+        assert ended.code == -9
+        points += 1
+        if (run / "config.toml").exists():
+            quick("resume", run.name, cwd=tmp_path, crash_at=7 + point % 11, place=run.name)
+            ended = quick("resume", run.name, cwd=tmp_path)
+        else:
+            ended = quick("run", *words, "--out", run.name, cwd=tmp_path)
+        assert ended.code == 0, (point, ended.err)
+        assert result(run) == want, point
+        shutil.rmtree(run)
+    assert points > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments(tmp_path: Path, kind: str) -> None:
+    chance = random.Random(f"moments {kind}")
+    words = (*KINDS[kind], "rounds=40", f"checkpoint.every={chance.randint(1, 3)}", "local.epochs=4")
+    done = fedloom("run", *words, "--out", "whole", cwd=tmp_path)
+    assert done.code == 0, done.err
+    run, command, kills = tmp_path / "r", ("run", *words, "--out", "r"), 0
+    while True:
+        process = started(*command, cwd=tmp_path)
+        if kills < 3:
+            wait_for(run, min(lines(run) + 1, 41) if not kills else 1, process)
+            time.sleep(chance.uniform(0.0, 1.2))
+            process.kill()
+        _, err = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, err
+        kills, command = kills + 1, ("resume", "r")
+    assert result(run) == result(tmp_path / "whole")
+
+
+# -- asked to stop ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, "fedavg"), (signal.SIGTERM, "local_only/disk")], ids=str)
+def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
+    quick: Quick, tmp_path: Path, number: signal.Signals, kind: str
+) -> None:
+    words = (*KINDS[kind], "rounds=60", "checkpoint.every=1000", "local.epochs=3")
+    process = started("run", *words, "--out", "r", cwd=tmp_path)
+    wait_for(tmp_path / "r", 4, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    stopped = re.search(r"stopped and saved after round (\d+); go on with: fedloom resume r", out)
+    assert stopped
+    assert 3 <= int(stopped[1]) < 60
+    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == [f"{int(stopped[1]):08d}"]
+    resumed = quick("resume", "r", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert f"resumed after round {stopped[1]} of 60" in resumed.out
+    assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
+    assert result(tmp_path / "r") == result(tmp_path / "whole")
+
+
+def test_asked_twice_it_stops_at_once(quick: Quick, tmp_path: Path) -> None:
+    words = (*KINDS["fedavg"], "rounds=200", "local.epochs=200", "checkpoint.every=1")
+    process = started("run", *words, "--out", "r", cwd=tmp_path)
+    wait_for(tmp_path / "r", 2, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert quick("run", *words, "rounds=1", "--out", "other", cwd=tmp_path).code == 0
+
+
+# -- more rounds, other rounds ---------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_longer_run_is_the_short_one_continued(quick: Quick, tmp_path: Path, kind: str) -> None:
+    words = (*KINDS[kind], "checkpoint.every=2")
+    assert quick("run", *words, "rounds=3", "--out", "short", cwd=tmp_path).code == 0
+    assert quick("run", *words, "rounds=7", "--out", "long", cwd=tmp_path).code == 0
+    done = quick("resume", "short", "--rounds", "7", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.json["rounds"] == 7
+    assert result(tmp_path / "short") == result(tmp_path / "long")
+
+
+def test_resuming_a_finished_run_changes_nothing(quick: Quick, tmp_path: Path) -> None:
+    assert quick("run", *SERVER, "rounds=3", "--out", "r", cwd=tmp_path).code == 0
+    before = result(tmp_path / "r")
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    done = quick("resume", "r", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert result(tmp_path / "r") == before
+    assert done.json["metrics"] == summary["metrics"]
+    # no rounds were done, so the pace is still that of the rounds that were
+    assert done.json["rounds_per_second"] < 3 * summary["rounds_per_second"] + 1
+
+
+def test_fewer_rounds_than_were_done_are_refused(quick: Quick, tmp_path: Path) -> None:
+    assert quick("run", *SERVER, "rounds=5", "--out", "r", cwd=tmp_path).code == 0
+    before = result(tmp_path / "r")
+    done = quick("resume", "r", "--rounds", "3", cwd=tmp_path)
+    assert done.code == 2
+    assert "--rounds" in done.err
+    assert result(tmp_path / "r") == before
+
+
+def test_a_schedule_laid_out_for_its_rounds_is_not_stretched(quick: Quick, tmp_path: Path) -> None:
+    words = (*SERVER, "local.schedule=cosine", "rounds=3", "--out", "r")
+    assert quick("run", *words, cwd=tmp_path).code == 0
+    done = quick("resume", "r", "--rounds", "5", cwd=tmp_path)
+    assert done.code == 2
+    assert "cosine" in done.err
+    assert tomllib.loads((tmp_path / "r" / "config.toml").read_text())["rounds"] == 3
+
+
+def test_timings_have_every_round_once(quick: Quick, tmp_path: Path) -> None:
+    words = (*SERVER, "rounds=4", "checkpoint.every=2", "--out", "r")
+    assert quick("run", *words, cwd=tmp_path, crash_at=40, place="r/checkpoints").code == -9
+    assert quick("resume", "r", cwd=tmp_path).code == 0
+    assert quick("resume", "r", "--rounds", "6", cwd=tmp_path).code == 0
+    timed = [json.loads(line)["round"] for line in (tmp_path / "r" / "timings.jsonl").read_text().splitlines()]
+    assert timed == sorted(set(timed))
+    assert {5, 6} <= set(timed)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+@pytest.fixture
+def run(quick: Quick, tmp_path: Path) -> Path:
+    """A run of five rounds with checkpoints of the last two."""
+    assert quick("run", *SERVER, "rounds=5", "checkpoint.every=1", "--out", "r", cwd=tmp_path).code == 0
+    return tmp_path / "r"
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_works(quick: Quick, run: Path) -> None:
+    want = result(run)
+    path = run / "checkpoints" / "00000005" / "state.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    refused = quick("resume", "r", cwd=run.parent)
+    assert refused.code == 2
+    assert "Traceback" not in refused.err
+    assert "checkpoints/00000005 is damaged: state.safetensors" in refused.err
+    offered = re.search(r"fedloom (resume r --from 4)", refused.err)
+    assert offered
+    assert result(run) == want
+    done = quick(*offered[1].split(), cwd=run.parent)
+    assert done.code == 0, done.err
+    assert result(run) == want
+
+
+@pytest.mark.parametrize("name", ["config.toml", "partition.json", "metrics.jsonl", "timings.jsonl"])
+def test_other_damaged_files_are_refused_or_not_needed(quick: Quick, run: Path, name: str) -> None:
+    path = run / name
+    path.write_bytes(b"\x00{" * (path.stat().st_size // 2 + 1))
+    done = quick("resume", "r", "--rounds", "6", cwd=run.parent)
+    assert "Traceback" not in done.err
+    if name == "timings.jsonl":
+        assert done.code == 0, done.err
+    else:
+        assert done.code == 2
+        assert name in done.err
+
+
+def test_metrics_that_were_cut_off_are_refused(quick: Quick, run: Path) -> None:
+    os.truncate(run / "metrics.jsonl", 100)
+    done = quick("resume", "r", "--rounds", "6", cwd=run.parent)
+    assert done.code == 2
+    assert re.search(r"metrics\.jsonl: has 100 bytes, the checkpoint needs \d+", done.err)
+
+
+def test_what_is_not_there_is_said_so(quick: Quick, run: Path) -> None:
+    for words, message in (
+        (("resume", "nowhere"), "nowhere: is not a run folder"),
+        (("resume", "r", "--from", "2"), r"no checkpoint of round 2 \(there are: \[4, 5\]\)"),
+    ):
+        done = quick(*words, cwd=run.parent)
+        assert done.code == 2
+        assert re.search(message, done.err)
+    before = result(run)
+    shutil.rmtree(run / "checkpoints")
+    done = quick("resume", "r", "--from", "4", cwd=run.parent)
+    assert done.code == 2
+    assert "no checkpoint of round 4" in done.err
+    assert result(run) == before
+
+
+# -- a full disk -----------------------------------------------------------------------------------
+LIMITS = {
+    "metrics": (("local_only", "evaluate.every=1"), 14_000),
+    "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp"), 20_000),
+    "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 50_000),
+    "picture": (("fedavg", "evaluate.every=10"), 20_000),
+    "partition": (("fedavg",), 5_000),
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_full_disk_stops_the_run_and_what_was_saved_stays(quick: Quick, tmp_path: Path, what: str) -> None:
+    """A limit on the size of files stands for the disk: each case is full at another file."""
+    (kind, *more), limit = LIMITS[what]
+    words = (*SERVER, f"algorithm.kind={kind}", *more, "rounds=40", "checkpoint.every=1")
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    done = fedloom("run", *words, "--out", "r", cwd=tmp_path, preexec_fn=small_disk)
+    assert done.code == 4, (done.code, done.err)
+    assert "Traceback" not in done.err
+    assert re.search(r"error: writing below r failed: File too large", done.err)
+    resumed = quick("resume", "r", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    if what in ("metrics", "rows", "picture"):
+        assert "resumed after round" in resumed.out
+        assert "the last checkpoint is intact: fedloom resume r" in done.err
+    assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
+    assert result(tmp_path / "r") == result(tmp_path / "whole")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], check=False).returncode != 0,
+    reason="needs the right to mount",
+)
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_disk_that_is_really_full(quick: Quick, tmp_path: Path, store: str) -> None:
+    words = (*SERVER, "algorithm.kind=local_only", f"engine.store={store}", "rounds=60", "checkpoint.every=2")
+    (tmp_path / "disk").mkdir()
+    script = (
+        f"mount -t tmpfs -o size=80k tmpfs {tmp_path}/disk && cd {tmp_path}/disk && "
+        f"{sys.executable} -m fedloom run {' '.join(words)} --out r; code=$?; cp -a r ../r; exit $code"
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    resumed = quick("resume", "r", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert "resumed after round" in resumed.out
+    assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
+    assert result(tmp_path / "r") == result(tmp_path / "whole")
+
+
+# -- one at a time, and the same data --------------------------------------------------------------
+def test_a_run_folder_is_used_by_one_process_at_a_time(quick: Quick, tmp_path: Path) -> None:
+    first = started("run", *SERVER, "rounds=100000", "--out", "r", cwd=tmp_path)
+    try:
+        wait_for(tmp_path / "r", 2, first)
+        for words, message in (
+            (("resume", "r"), "r: another process is using this run folder"),
+            (("run", *SERVER, "--out", "r"), "--out: r already exists.*fedloom resume r"),
+        ):
+            second = quick(*words, cwd=tmp_path)
+            assert second.code == 2
+            assert re.search(message, second.err)
+        seen = lines(tmp_path / "r")
+        wait_for(tmp_path / "r", seen + 2, first)
+    finally:
+        first.kill()
+        first.wait()
+    assert quick("resume", "r", "--rounds", "1", cwd=tmp_path).code == 2  # it has done more
+    assert json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[0])["round"] == 0
+
+
+def save_blobs(path: Path, shift: float) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 200)
+    x = (rng.normal(size=(200, 4)) + y[:, None] + shift).astype(np.float32)
+    np.savez(path, x=x, y=y)
+
+
+def test_other_data_than_the_run_began_with_is_refused(quick: Quick, tmp_path: Path) -> None:
+    save_blobs(tmp_path / "own.npz", 0.0)
+    words = ("data.source=own.npz", "partition.clients=4", "model.kind=logistic", "rounds=2", "--out", "r")
+    done = quick("run", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    before = result(tmp_path / "r")
+    save_blobs(tmp_path / "own.npz", 0.1)
+    done = quick("resume", "r", "--rounds", "4", cwd=tmp_path)
+    assert done.code == 2
+    assert "r: the data is not what this run began with" in done.err
+    assert result(tmp_path / "r") == before
+    save_blobs(tmp_path / "own.npz", 0.0)
+    assert quick("resume", "r", "--rounds", "4", cwd=tmp_path).code == 0
+
+
+def test_a_run_killed_before_it_was_laid_out_can_be_continued(quick: Quick, tmp_path: Path) -> None:
+    assert quick("run", *SERVER, "rounds=2", "--out", "whole", cwd=tmp_path).code == 0
+    (tmp_path / "r").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.toml", tmp_path / "r")
+    done = quick("resume", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert result(tmp_path / "r") == result(tmp_path / "whole")
+    assert json.loads((tmp_path / "r" / "environment.json").read_text())["executor"] == "lanes"
