@@ -16,15 +16,13 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedloom.config import Basics, Checkpoints, Engine, algorithms
+from fedloom import config
+from fedloom.config import Basics, algorithms
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
-from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.exchange import Topology
-from fedloom.engine.plan import Cohort
 from fedloom.errors import ConfigError
 from fedloom.models.net import Model, parameters
-from fedloom.optim import Local
 from fedloom.report.catalogue import costs
 from fedloom.schema import kinds
 
@@ -34,18 +32,6 @@ MADE = "<!-- Made by docs/generate.py from the classes: change those, then run i
 # What keys mean that their classes do not explain themselves; a description in the class goes first.
 MEANING = {
     "rounds": "how many rounds the run has",
-    "partition.clients": "how many clients there are",
-    "partition.holdout": "share of a client's rows, rounded up, that only test that client's model",
-    "partition.min_size": "fewest rows of a client; unset: 10, or half the mean size where that is less",
-    "partition.per_client": "classes that each client holds",
-    "partition.method": "how shards are dealt (see above)",
-    "partition.alpha": "concentration; the smaller, the more one-sided the clients",
-    "partition.per": "what is drawn: the cut of each class, each client's mix, or a mix around the data's own",
-    "partition.guard": 'give no more to a client that already has the mean size; only with `per = "class"`',
-    "partition.balanced": "share a class out evenly between its holders",
-    "partition.shuffle_within_class": "mix the rows of a class before it is cut",
-    "partition.random": "draw each client's classes instead of giving them out in blocks",
-    "partition.exponent": "steepness of the power law of sizes",
     "partition.natural.clients": "merge the data's clients into so many; unset: as many as the data has",
     "model.widths": "sizes of the hidden layers",
     "model.padding": "`same` pads the convolutions by 2, `valid` does not",
@@ -55,16 +41,6 @@ MEANING = {
     "model.width": "channels of the first stage",
     "model.stem": "first layers: one 3x3 convolution, or ImageNet's that divides the size by four",
     "model.growth": "channels that each layer adds",
-    "local.optimizer": "the local solver",
-    "local.momentum": "momentum of the local solver; its memory starts anew in every round",
-    "local.nesterov": "Nesterov's form of momentum",
-    "local.weight_decay": "added to the gradient, times the parameters",
-    "local.schedule": "how the learning rate changes from round to round",
-    "local.step_every": "rounds between two decays of the `step` schedule",
-    "cohort.size": "clients in a round; unset: 10, or all where there are fewer",
-    "cohort.sampling": "without replacement, with replacement in proportion to data, or everybody in every round",
-    "algorithm.fedopt.beta1": "decay of the first moment",
-    "algorithm.fedopt.beta2": "decay of the second moment",
 }
 
 HEAD = """# Configuration
@@ -139,30 +115,26 @@ def configuration() -> str:
         MODEL + "\n",
         _sizes(models),
         _chosen("model", "kind", Model, models, default="mlp"),
-        "\n## local\n",
-        _about(Local),
-        _table("local", Local),
-        "\n## cohort\n",
-        _about(Cohort),
-        _table("cohort", Cohort),
+        *_sections("local", "cohort"),
         "\n## algorithm\n",
         "What each algorithm does stands in [algorithms.md](algorithms.md).\n",
         _chosen("algorithm", "kind", None, algorithms(own=False), default="fedavg"),
         "\n## topology\n",
         "Who hears whom in a network without a server; weights are Metropolis weights.\n",
         _chosen("topology", "kind", Topology, topologies, default="ring"),
-        "\n## evaluate\n",
-        _about(Evaluate),
-        _table("evaluate", Evaluate),
-        "\n## engine\n",
-        _about(Engine),
-        _table("engine", Engine),
-        "\n## checkpoint\n",
-        _about(Checkpoints),
-        _table("checkpoint", Checkpoints),
+        *_sections(*(name for name in config._PLAIN if name not in ("local", "cohort"))),
         "\n" + OWN,
     ]
     return "\n".join(parts)
+
+
+def _sections(*names: str) -> list[str]:
+    """Sections that are not chosen by name."""
+    found = []
+    for name in names:
+        cls = config._PLAIN[name]
+        found += [f"\n## {name}\n", _markdown(cls.__doc__ or "") + "\n", _table(name, cls)]
+    return found
 
 
 def algorithm_page() -> str:
@@ -288,10 +260,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def _about(cls: type[BaseModel]) -> str:
-    return _markdown(cls.__doc__ or "") + "\n"
 
 
 def _markdown(doc: str) -> str:

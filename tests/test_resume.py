@@ -116,7 +116,7 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str) -> None:
 def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
     quick: Quick, tmp_path: Path, number: signal.Signals, kind: str
 ) -> None:
-    words = (*KINDS[kind], "rounds=60", "checkpoint.every=1000", "local.epochs=3")
+    words = (*KINDS[kind], "rounds=100", "checkpoint.every=1000")
     process = started("run", *words, "--out", "r", cwd=tmp_path)
     wait_for(tmp_path / "r", 4, process)
     process.send_signal(number)
@@ -125,17 +125,17 @@ def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
     assert "Traceback" not in err
     stopped = re.search(r"stopped and saved after round (\d+); go on with: fedloom resume r", out)
     assert stopped
-    assert 3 <= int(stopped[1]) < 60
+    assert 3 <= int(stopped[1]) < 100
     assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == [f"{int(stopped[1]):08d}"]
     resumed = quick("resume", "r", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
-    assert f"resumed after round {stopped[1]} of 60" in resumed.out
+    assert f"resumed after round {stopped[1]} of 100" in resumed.out
     assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
     assert result(tmp_path / "r") == result(tmp_path / "whole")
 
 
-def test_asked_twice_it_stops_at_once(quick: Quick, tmp_path: Path) -> None:
-    words = (*KINDS["fedavg"], "rounds=200", "local.epochs=200", "checkpoint.every=1")
+def test_asked_twice_it_stops_at_once(tmp_path: Path) -> None:
+    words = (*KINDS["fedavg"], "rounds=200", "local.epochs=50", "checkpoint.every=1")
     process = started("run", *words, "--out", "r", cwd=tmp_path)
     wait_for(tmp_path / "r", 2, process)
     process.send_signal(signal.SIGINT)
@@ -144,7 +144,6 @@ def test_asked_twice_it_stops_at_once(quick: Quick, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert quick("run", *words, "rounds=1", "--out", "other", cwd=tmp_path).code == 0
 
 
 # -- more rounds, other rounds ---------------------------------------------------------------------
@@ -191,7 +190,7 @@ def test_a_schedule_laid_out_for_its_rounds_is_not_stretched(quick: Quick, tmp_p
 
 def test_timings_have_every_round_once(quick: Quick, tmp_path: Path) -> None:
     words = (*SERVER, "rounds=4", "checkpoint.every=2", "--out", "r")
-    assert quick("run", *words, cwd=tmp_path, crash_at=40, place="r/checkpoints").code == -9
+    assert quick("run", *words, cwd=tmp_path, crash_at=12, place="r/checkpoints").code == -9
     assert quick("resume", "r", cwd=tmp_path).code == 0
     assert quick("resume", "r", "--rounds", "6", cwd=tmp_path).code == 0
     timed = [json.loads(line)["round"] for line in (tmp_path / "r" / "timings.jsonl").read_text().splitlines()]
@@ -262,10 +261,10 @@ def test_what_is_not_there_is_said_so(quick: Quick, run: Path) -> None:
 
 
 # -- a full disk -----------------------------------------------------------------------------------
-LIMITS = {
+LIMITS: dict[str, tuple[tuple[str, ...], int]] = {
     "metrics": (("local_only", "evaluate.every=1"), 14_000),
     "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp"), 20_000),
-    "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 50_000),
+    "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 200_000),
     "picture": (("fedavg", "evaluate.every=10"), 20_000),
     "partition": (("fedavg",), 5_000),
 }
@@ -341,7 +340,6 @@ def test_a_run_folder_is_used_by_one_process_at_a_time(quick: Quick, tmp_path: P
     finally:
         first.kill()
         first.wait()
-    assert quick("resume", "r", "--rounds", "1", cwd=tmp_path).code == 2  # it has done more
     assert json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[0])["round"] == 0
 
 

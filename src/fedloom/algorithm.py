@@ -99,6 +99,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     served: ClassVar[Literal["pre_fit", "post_fit"]] = "pre_fit"  # is a client's model judged before or after training?
     fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
     fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the settings of FedAvg which it then is
+    partial_work: ClassVar[bool] = False  # True: what a late client has done so far is welcome
     plain_sgd: ClassVar[bool] = False  # True: its definition needs local steps without momentum, decay or clipping
     distinct: ClassVar[bool] = False  # True: a client must not be drawn twice in a round
 

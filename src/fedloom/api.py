@@ -206,7 +206,7 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
             if folder and (ended or state.round - saved >= config.checkpoint.every):
                 checkpoint.save(folder.checkpoints, state, store, folder.lengths())
                 saved = state.round
-            clients = len(exp.drawn(state.round - 1).ids)
+            clients = len(exp.present(state.round - 1).drawn.ids)
             now = time.perf_counter()
             if folder:
                 folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
@@ -248,12 +248,18 @@ def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: t
     if not record.is_finite(metrics):
         bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
-        ids = exp.drawn(max(0, state.round - 1)).ids.tolist()
+        ids = exp.present(max(0, state.round - 1)).drawn.ids.tolist()
         raise DivergedError(
             f"round {state.round}: the evaluation is not finite ({bad}); clients of the round: {names_of(ids)}; "
             f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
         )
-    line = {"round": state.round, **metrics, "bytes/up": state.up, "bytes/down": state.down}
+    line = {
+        "round": state.round,
+        **metrics,
+        "bytes/up": state.up,
+        "bytes/down": state.down,
+        "time/simulated": state.seconds,
+    }
     return line | ({"excluded": list(excluded)} if excluded else {})
 
 
@@ -317,12 +323,15 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
 
 def _same_data(path: Path, prepared: Prepared) -> None:
     """Refuse to go on with other data than the run began with."""
-    then, now = json.loads((path / "partition.json").read_text()), prepared.shared.described()
+    try:
+        then = json.loads((path / "partition.json").read_text())
+        pairs = {key: (then[key], prepared.shared.described()[key]) for key in ("data_sha256", "sha256")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'partition.json'}: is damaged ({error})") from error
     for key, what in (("data_sha256", "the data"), ("sha256", "the partition")):
-        if then[key] != now[key]:
-            raise CheckpointError(
-                f"{path}: {what} is not what this run began with ({then[key][:12]}, now {now[key][:12]})"
-            )
+        old, new = pairs[key]
+        if old != new:
+            raise CheckpointError(f"{path}: {what} is not what this run began with ({old[:12]}, now {new[:12]})")
 
 
 def _as_arrays(data: Any) -> Arrays | None:

@@ -26,6 +26,7 @@ from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import Rows
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.sources import Source, from_arrays, source_for_path
+from fedloom.engine.clock import System
 from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.exchange import Topology
 from fedloom.engine.local import AnyAlgorithm
@@ -75,6 +76,7 @@ class Config(NamedTuple):
     evaluate: Evaluate
     engine: Engine
     checkpoint: Checkpoints
+    system: System
     topology: Topology | None
     kinds: dict[str, str]  # the name by which each chosen thing was called
     notes: tuple[str, ...] = ()  # what was left out, in words
@@ -86,6 +88,7 @@ _PLAIN: dict[str, type[Spec]] = {
     "evaluate": Evaluate,
     "engine": Engine,
     "checkpoint": Checkpoints,
+    "system": System,
 }
 _DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
 _KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
@@ -108,16 +111,28 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
     Where a setting changes a section's kind, the settings of the old kind that the new one does not
     know are left out, and said to be.
     """
-    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
-    faults, given = [], {}
+    faults: list[Fault] = []
+    given: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             faults.append(Fault(setting, "is not of the form key=value", "as in local.lr=0.05"))
             continue
-        given[key.strip()] = _value(text.strip())
-    notes = []
-    for key in sorted(given, key=lambda k: k.split(".")[-1] not in ("kind", "source")):  # kinds come first
+        given[key.strip()] = value_of(text.strip())
+    try:
+        out, notes = assign(table, given)
+    except ConfigError as error:
+        raise ConfigError(faults + error.faults) from error
+    if faults:
+        raise ConfigError(faults)
+    return out, notes
+
+
+def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``table`` with the value of each ``section.key`` put in its place, whole sections and kinds first."""
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
+    faults, notes = [], []
+    for key in sorted(given, key=lambda k: k.partition(".")[2] not in ("", "kind", "source")):
         section, _, leaf = key.partition(".")
         if section in _KEYS and leaf in ("", _KEYS[section]):
             out[section], dropped = _switch(section, out.get(section, {}), given[key])
@@ -153,7 +168,8 @@ def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str
     return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """What is meant by a value written on the command line."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -256,6 +272,10 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         if alg.family == "gossip" and cohort.model_fields_set:
             why = "a network without a server trains every node in every round"
             faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
+        system = chosen.get("system")
+        if alg.family == "gossip" and system is not None and (system.stragglers or system.dropout):
+            what = "late and lost clients are simulated for algorithms with a server"
+            faults.append(Fault("system", f"{what} (got {table['system']!r})", "leave stragglers and dropout out"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
         if not alg.communicates and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":

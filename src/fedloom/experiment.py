@@ -104,6 +104,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
         executor=executor,
         lanes=lanes,
         topology=config.topology,
+        system=config.system,
         # Where nothing is sent, running statistics are not sent either.
         buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
     )

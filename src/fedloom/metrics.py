@@ -81,7 +81,7 @@ def summarise(name: str, series: Sequence[float]) -> Summary:
 def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     leaf = name.rsplit("/", 1)[-1]
-    return leaf.startswith(("loss", "distance", "up", "down")) or leaf.endswith("_std")
+    return leaf.startswith(("loss", "distance", "up", "down", "simulated")) or leaf.endswith("_std")
 
 
 def count_equal(owner: Tensor, values: Tensor, clients: int) -> NDArray[np.float64]:

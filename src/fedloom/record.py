@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import subprocess
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +56,7 @@ class RunFolder:
             self._lock.close()
             raise CheckpointError(f"{path}: another process is using this run folder") from error
         self._files = {name: open(path / name, "ab") for name in _STREAMS}  # noqa: SIM115
+        self._crc = 0  # of the metrics
 
     @property
     def checkpoints(self) -> Path:
@@ -67,23 +69,26 @@ class RunFolder:
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one evaluation, and have it on its way to disk before going on."""
-        self._append("metrics.jsonl", record)
+        self._crc = zlib.crc32(self._append("metrics.jsonl", record), self._crc)
 
     def timing(self, timing: Timing) -> None:
         self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
 
     def lengths(self) -> dict[str, int]:
-        """How long the metrics are, once all of them are on disk."""
+        """How long the metrics are, and how they sum, once all of them are on disk."""
         file = self._files["metrics.jsonl"]
         os.fsync(file.fileno())
-        return {"metrics.jsonl": file.tell()}
+        return {"metrics.jsonl": file.tell(), "metrics.jsonl crc32": self._crc}
 
     def rewind(self, lengths: dict[str, int], done: int) -> None:
         """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
-        metrics = self.path / "metrics.jsonl"
-        have, keep = os.path.getsize(metrics), lengths.get("metrics.jsonl", 0)
-        if have < keep:
-            raise CheckpointError(f"{metrics}: has {have} bytes, the checkpoint needs {keep}")
+        path = self.path / "metrics.jsonl"
+        keep, metrics = lengths.get("metrics.jsonl", 0), path.read_bytes()
+        if len(metrics) < keep:
+            raise CheckpointError(f"{path}: has {len(metrics)} bytes, the checkpoint needs {keep}")
+        self._crc = zlib.crc32(metrics[:keep])
+        if self._crc != lengths.get("metrics.jsonl crc32", 0):
+            raise CheckpointError(f"{path}: is damaged (its checksum is not the checkpoint's)")
         # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
         timings = sum(len(line) for line, timing in self._timed() if timing["round"] <= done)
         for name, size in (("metrics.jsonl", keep), ("timings.jsonl", timings)):
@@ -96,16 +101,20 @@ class RunFolder:
 
     def _timed(self) -> Iterator[tuple[bytes, dict[str, float]]]:
         for line in (self.path / "timings.jsonl").read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
+            try:
                 yield line, json.loads(line)
+            except ValueError:  # cut short by a crash; how long rounds took is not worth a refusal
+                return
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file, whole or not at all."""
         write_text(self.path / name, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps(record).encode() + b"\n")
+    def _append(self, name: str, record: dict[str, Any]) -> bytes:
+        line = json.dumps(record).encode() + b"\n"
+        self._files[name].write(line)
         self._files[name].flush()
+        return line
 
 
 def create(path: Path, config: str) -> RunFolder:

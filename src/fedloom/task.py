@@ -107,7 +107,7 @@ class Task:
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
     def encode(self, w: Tensor, batch: Batch, *, frozen: bool = False) -> Tensor:
-        """What the net's ``body`` makes of the inputs, in training mode or ``frozen`` in evaluation mode.  ``[B, D]``"""
+        """What the net's ``body`` makes of the inputs, in training mode or, ``frozen``, in evaluation mode."""
         body = getattr(self._eval if frozen else self._train, "body", None)
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])

@@ -86,7 +86,7 @@ def test_drawing_a_client_twice_counts_it_twice(world) -> None:
         cohort={"sampling": "proportional", "size": 6},
         algorithm={"kind": "fedavg", "weighting": "uniform"},
     )
-    drawn = exp.drawn(0)
+    drawn = exp.present(0).drawn
     assert drawn.times.sum() == 6
     gs = torch.stack([plain_gradient(exp, members(exp, int(i)), exp.task.w0) for i in drawn.ids])
     mean = (gs * drawn.times[:, None]).sum(0) / 6

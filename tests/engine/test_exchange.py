@@ -238,7 +238,7 @@ def test_a_server_that_is_not_finite_stops_the_run() -> None:
 def test_repeated_draws_count_as_often_as_they_were_drawn() -> None:
     fed = federation((30, 2, 1))
     exp = experiment(fed, nn.Linear(5, 3), FedAvg(weighting="uniform"), cohort=Cohort(size=7, sampling="proportional"))
-    drawn = exp.drawn(0)
+    drawn = exp.present(0).drawn
     assert float(drawn.times.sum()) == 7
     assert float(drawn.times.max()) > 1
     state, _ = advance(exp, begin(exp), RamStore(3))

@@ -71,7 +71,7 @@ def uploads(exp: Experiment, round_: int = 0) -> Outcome:
     for group in plans(
         exp.local,
         exp.federation.train,
-        exp.drawn(round_).ids,
+        exp.present(round_).drawn.ids,
         Address(exp.seed, round_),
         lr=exp.local.lr_at(round_, exp.rounds),
         lanes=exp.lanes,

@@ -64,7 +64,9 @@ class FedALR(Algorithm[Server, Nothing, Update]):
     @model_validator(mode="before")
     @classmethod
     def _named_reading(cls, given: Any) -> Any:
-        return {**PRESETS.get(given.get("preset", "literal"), {}), **given} if isinstance(given, dict) else given
+        if isinstance(given, dict) and isinstance(name := given.get("preset"), str):
+            return {**PRESETS.get(name, {}), **given}
+        return given
 
     def init(self, w: Tensor) -> Server:
         return Server(
@@ -72,7 +74,7 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         )
 
     def send(self, server: Server) -> Server:
-        return Server(server.w, server.m[:0], server.t)
+        return Server(server.w, server.m[:0], server.t.new_empty(0))
 
     def join(self, down: Server) -> Nothing:
         return ()
@@ -80,12 +82,17 @@ class FedALR(Algorithm[Server, Nothing, Update]):
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
         return Update(x - down.w), ()
 
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weight_by == "samples" else torch.ones_like(work.examples)
+
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         dw = inbox.uploads.dw.double()
         r = torch.linalg.vector_norm(dw, dim=1)
-        kept = r > self.eps_norm
-        if not bool(kept.any()):
+        kept = (r > self.eps_norm).nonzero().squeeze(1)
+        if not len(kept):
             return server
+        if self.weight_by != "samples":  # a client that was drawn twice speaks twice
+            kept = kept.repeat_interleave(inbox.weights[kept].long())
         dw, r, n = dw[kept], r[kept], inbox.weights[kept]
         unit = dw / r[:, None]
         m, t = self._remember(server, (unit if self.normalise and self.momentum_input == "unit" else dw).mean(0))
@@ -94,7 +101,7 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         length = {
             "unit": torch.ones_like(r),
             "mean_norm": r.mean().expand_as(r),
-            "median_norm": r.median().expand_as(r),
+            "median_norm": r.quantile(0.5).expand_as(r),
         }
         a = n / n.sum() if self.weight_by == "samples" else torch.ones_like(n) / len(n)
         a = a * len(n) / inbox.population if self.weight_by == "population" else a

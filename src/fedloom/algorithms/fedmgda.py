@@ -25,7 +25,7 @@ from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
 
 class Server(NamedTuple):
     w: Tensor  # [P]
-    t: Tensor  # [] rounds in which the model moved
+    t: Tensor  # [] rounds in which somebody moved
 
 
 class FedMGDA(Algorithm[Server, Nothing, Update]):
@@ -40,6 +40,9 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
 
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros((), dtype=torch.float64, device=w.device))
+
+    def send(self, server: Server) -> Server:
+        return Server(server.w, server.t.new_empty(0))
 
     def join(self, down: Server) -> Nothing:
         return ()

@@ -24,6 +24,7 @@ from fedloom.task import Batch
 
 class FedProx(FedAvg):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
+    partial_work: ClassVar[bool] = True
 
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
     preset: Literal["code", "paper"] = Field("code", description="who is drawn and how they count: see above")

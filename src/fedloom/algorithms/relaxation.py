@@ -5,8 +5,10 @@ FedProx for networks of unequal devices, with a relaxation step at the server.
     client k:  as FedProx
     server:    w <- alpha w + (1 - alpha) sum_k a_k w_k  =  w + (1 - alpha) sum_k a_k (w_k - w)
 
-It is under-relaxation, that is FedProx with a server rate of 1 - alpha: it damps the noise of the cohort
-by about (1 - alpha) / (1 + alpha) and slows the mean. alpha = 0 is FedProx; a negative alpha extrapolates.
+It is under-relaxation, that is FedProx with a server rate of 1 - alpha: it slows the mean, and damps the
+variance that drawing a cohort brings, by 1 - alpha where clients go a small part of the way to their
+optimum and by (1 - alpha) / (1 + alpha) where they go all of it. alpha = 0 is FedProx; a negative alpha
+extrapolates.
 """
 
 from __future__ import annotations

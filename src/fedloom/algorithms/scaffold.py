@@ -32,9 +32,8 @@ class Mine(NamedTuple):
 
 
 class Moved(NamedTuple):
-    dw: Tensor  # [P] the move, times what it counts
-    dc: Tensor  # [P]
-    counts: Tensor  # []
+    dw: Tensor  # [P]
+    dc: Tensor  # [P] divided by what the move counts, so that the server's sum counts every client once
 
 
 class Scaffold(Algorithm[Server, Mine, Moved]):
@@ -67,13 +66,14 @@ class Scaffold(Algorithm[Server, Mine, Moved]):
         else:
             renewed = mine.c - down.c + (down.w - x) / (work.steps.clamp(min=1) * work.lr)
         c = torch.where(work.steps > 0, renewed, mine.c)
-        counts = work.examples if self.weighting == "samples" else torch.ones_like(work.examples)
-        return Moved(counts * (x - down.w), c - mine.c, counts), Mine(c)
+        return Moved(x - down.w, (c - mine.c) / self._counts(work)), Mine(c)
 
     def weight(self, upload: Moved, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
+        return self._counts(work)
 
     def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
-        dw, dc, counts = inbox.total
-        w = server.w + like(self.server_lr * (dw / counts), server.w)
-        return Server(w, server.c + like(dc / inbox.population, server.c))
+        w = server.w + like(self.server_lr * inbox.mean.dw, server.w)
+        return Server(w, server.c + like(inbox.total.dc / inbox.population, server.c))
+
+    def _counts(self, work: Work) -> Tensor:
+        return work.examples if self.weighting == "samples" else torch.ones_like(work.examples)

@@ -1,4 +1,4 @@
-"""Where rows come from: the built-in digits, four published sets, and the user's own files and arrays."""
+"""Where rows come from: the built-in digits, a generator, four published sets, and the user's files and arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from fedloom import rng
+from fedloom.data import synthetic
 from fedloom.data.arrays import Arrays, Ints, checked
 from fedloom.data.files import (
     LAYOUTS,
@@ -127,6 +128,49 @@ class Digits(Undivided):
     @override
     def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
         return (0.3045,), (0.3760,)
+
+
+class Synthetic(Source):
+    """Devices with a random linear model each: synthetic(a, b) of FedProx, each with its own training and test rows.
+
+    To keep rows with their devices, use it with ``partition = { kind = "natural", holdout = 0 }``. With
+    ``u_mode = "scalar"``, the published recipe, no label depends on ``a``; the other two give it an effect. With
+    ``iid`` all devices share one model and one distribution of inputs, and neither ``a`` nor ``b`` has an effect.
+    """
+
+    kind: ClassVar[str] = "synthetic"
+
+    a: Annotated[float, Field(ge=0, description="how much the devices' models differ; see u_mode")] = 0.5
+    b: Annotated[float, Field(ge=0, description="how much the centres of the devices' inputs differ")] = 0.5
+    devices: Annotated[int, Field(ge=1, description="how many devices there are")] = 30
+    features: Annotated[int, Field(ge=1, description="numbers in a row")] = 60
+    classes: Annotated[int, Field(ge=2, description="how many classes there are")] = 10
+    sizes: Annotated[
+        synthetic.Sizes, Field(description="rows of a device: lognormal(4, 2) + 50, or Pareto from 50 to 5000")
+    ] = "lognormal"
+    u_mode: Annotated[
+        synthetic.Shift, Field(description="scalar: as published; per_class, shared_plus: a has an effect")
+    ] = "scalar"
+    ab_as: Annotated[Literal["std", "variance"], Field(description="what a and b are of their normal laws")] = "std"
+    iid: Annotated[bool, Field(description="one model and one distribution for all devices")] = False
+    split: Annotated[float, Field(gt=0, le=1, description="share of a device's rows that it trains on")] = 0.8
+
+    @field_validator("augment", "normalise")
+    @classmethod
+    def _no_images(cls, value: str) -> str:
+        if value not in ("none", "default"):
+            raise ValueError("is for images, and this data has none")
+        return value
+
+    @override
+    def load(self, root: Path, seed: int) -> Arrays:
+        a, b = (value if self.ab_as == "std" else value**0.5 for value in (self.a, self.b))
+        shape = synthetic.Shape(self.devices, self.features, self.classes)
+        drawn = synthetic.draw(
+            shape, a=a, b=b, sizes=self.sizes, u_mode=self.u_mode, iid=self.iid, split=self.split, seed=seed
+        )
+        test = self.test_rows(drawn, seed) & (not self.pool)
+        return checked(Arrays(self.name, drawn.x, drawn.y, test, drawn.labels, client=drawn.client))
 
 
 class PublishedSet(Source):

@@ -132,10 +132,14 @@ def plans(
     lr: float,
     lanes: int,
     epochs: int | None = None,
+    steps: Tensor | None = None,
 ) -> Iterator[Group]:
-    """The groups of a round, one at a time, so that a large cohort's indices never exist all at once."""
-    sizes = ranges.sizes[ids]
-    amount = amounts(local, sizes, epochs)
+    """The groups of a round, one at a time, so that a large cohort's indices never exist all at once.
+
+    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done.
+    """
+    amount = amounts(local, ranges.sizes[ids], epochs)
+    amount = amount if steps is None else amount._replace(steps=steps)
     for part in groups(ids, amount, lanes):
         chosen = Amount(*(column[part] for column in amount))
         yield _group(ranges, ids[part], chosen, address, lr)

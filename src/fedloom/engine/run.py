@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.data.federation import Federation
+from fedloom.engine.clock import Present, System, attend, duration, speeds
 from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.exchange import Tally, Topology, add, gossip, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, Given, Outcome, mapped, train
-from fedloom.engine.plan import Address, Cohort, Drawn, draw, plans
+from fedloom.engine.plan import Address, Cohort, Drawn, Group, amounts, draw, plans
 from fedloom.engine.store import ClientStore
 from fedloom.errors import DivergedError
 from fedloom.optim import Local
@@ -28,6 +31,7 @@ class RunState(NamedTuple):
     buffers: Tensor  # [Q] mean running statistics, or [N, Q]
     up: int  # bytes that clients have sent so far
     down: int  # bytes that clients have received so far
+    seconds: float = 0.0  # that the rounds would have taken on the devices described
 
 
 class Kept(NamedTuple):
@@ -53,6 +57,7 @@ class Experiment:
     executor: Executor
     lanes: int  # clients side by side
     topology: Topology | None = None
+    system: System = field(default_factory=System)
     buffers: Literal["average", "local"] = "average"
 
     @property
@@ -77,12 +82,28 @@ class Experiment:
         kept = store.gather(ids, Kept(fresh, self.task.buffers0 if self.keeps_buffers else ()))
         return Given(down, kept.mine, kept.buffers if self.keeps_buffers else buffers, not self.is_network)
 
-    def drawn(self, round_: int) -> Drawn:
-        """Who takes part in this round; in a network without a server, everybody."""
+    def present(self, round_: int) -> Present:
+        """Who takes part in this round, and how far; in a network without a server, everybody."""
         sizes = self.federation.train.sizes
         if self.is_network:
-            return Drawn(torch.arange(len(sizes)), torch.ones(len(sizes)))
-        return draw(self.cohort, sizes, self.seed, round_)
+            return Present(Drawn(torch.arange(len(sizes)), torch.ones(len(sizes))), amounts(self.local, sizes).steps)
+        drawn = draw(self.cohort, sizes, self.seed, round_)
+        amount = amounts(self.local, sizes[drawn.ids])
+        epochs = self.local.epochs if self.local.steps is None else 1
+        partial = self.algorithm.partial_work
+        return attend(self.system, drawn, amount, epochs, (self.seed, round_), partial=partial)
+
+    def duration(self, present: Present, up: int, down: int) -> float:
+        """Seconds that the round would take on the devices described."""
+        ids = present.drawn.ids
+        amount = amounts(self.local, self.federation.train.sizes[ids])
+        examples = amount.size * present.steps / amount.per_epoch.clamp(min=1)
+        return duration(self.system, examples, self.speeds[ids], up, down)
+
+    @cached_property
+    def speeds(self) -> Tensor:
+        """Examples per second of every client.  ``[N]``"""
+        return speeds(self.system, self.federation.clients, self.seed)
 
 
 def begin(exp: Experiment) -> RunState:
@@ -102,16 +123,19 @@ def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunSt
     if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], (after.server, after.buffers)), 1)[0]):
         raise DivergedError(
             f"round {state.round + 1}: the model is no longer finite; clients of the round: "
-            f"{names_of(exp.drawn(state.round).ids.tolist())}; {_rate(exp, state.round)}"
+            f"{names_of(exp.present(state.round).drawn.ids.tolist())}; {_rate(exp, state.round)}"
         )
     return after, excluded
 
 
 def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
-    alg, drawn = exp.algorithm, exp.drawn(state.round)
+    alg, present = exp.algorithm, exp.present(state.round)
+    drawn = present.drawn
+    if not len(drawn.ids):  # everybody was late or lost: nothing is learned, and nothing else changes
+        return state._replace(round=state.round + 1), ()
     times = dict(zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True))
     tally, upload = Tally(), 0
-    for group in _groups(exp, state.round, drawn.ids):
+    for group in _groups(exp, state.round, present):
         outcome = train(alg, exp.federation, group, exp.given(state, store, group.ids))
         part = sound(group.ids, outcome, torch.tensor([times[i] for i in group.ids.tolist()]))
         _keep(exp, store, part.ids, part.outcome)
@@ -132,6 +156,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[R
         buffers=(tally.buffers / tally.weight).to(state.buffers.dtype),
         up=state.up + up * cohort,
         down=state.down + down * (exp.federation.clients if alg.sends_to_all else cohort),
+        seconds=state.seconds + exp.duration(present, up, down),
     )
     return after, tuple(sorted(tally.excluded))
 
@@ -141,7 +166,8 @@ def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple
     assert exp.topology is not None
     rows = exp.topology.matrix(n).to(exp.device)
     ids, parts = [], []
-    for group in _groups(exp, state.round, torch.arange(n)):
+    present = exp.present(state.round)
+    for group in _groups(exp, state.round, present):
         parts.append(train(alg, exp.federation, group, exp.given(state, store, group.ids)))
         ids.append(group.ids)
     order = torch.cat(ids).argsort()
@@ -162,13 +188,15 @@ def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple
         buffers=torch.where(ok[:, None], buffers.to(state.buffers.dtype), state.buffers),
         up=state.up + bytes_,
         down=state.down + bytes_,
+        seconds=state.seconds + exp.duration(present, bytes_ // n, bytes_ // n),
     )
     return after, tuple((~ok).cpu().nonzero().squeeze(1).tolist())
 
 
-def _groups(exp: Experiment, round_: int, ids: Tensor) -> Any:
-    lr = exp.local.lr_at(round_, exp.rounds)
-    return plans(exp.local, exp.federation.train, ids, Address(exp.seed, round_), lr=lr, lanes=exp.lanes)
+def _groups(exp: Experiment, round_: int, present: Present) -> Iterator[Group]:
+    lr, address = exp.local.lr_at(round_, exp.rounds), Address(exp.seed, round_)
+    ids, steps = present.drawn.ids, present.steps
+    return plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=exp.lanes, steps=steps)
 
 
 def _keep(exp: Experiment, store: ClientStore, ids: Tensor, outcome: Outcome) -> None:

@@ -1,0 +1,519 @@
+"""What a comparison came to: statistics over seeds, tables as text, CSV, Markdown and LaTeX, and curves with bands."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.metrics import Summary, lower_is_better, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Place = tuple[str, ...]  # one value of each axis of the grid, by its label
+Floats = NDArray[np.float64]
+
+_INK, _FAINT = "#2b2f36", "#e3e5e9"
+# After Okabe and Ito, for readers with any kind of colour vision; the baseline is drawn in ink.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+_MOST_PANELS = 6
+
+
+class Result(NamedTuple):
+    """One cell: a method at a place of the grid with a seed, and what its run folder holds."""
+
+    place: Place
+    method: str
+    kind: str
+    seed: int
+    hash: str
+    state: str  # done, diverged or failed
+    records: list[dict[str, Any]]
+    partition: str  # the fingerprint of who has which row
+
+
+class Question(NamedTuple):
+    """What is compared, and how it is judged."""
+
+    axes: tuple[str, ...]
+    places: tuple[Place, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    metrics: dict[str, str]  # by method
+    target: float | None
+    paper: dict[tuple[Place, str], float]
+
+    @property
+    def metric(self) -> str:
+        """The metric that ranks the methods."""
+        return self.metrics[self.baseline]
+
+    def title(self, place: Place) -> str:
+        return ", ".join(v if "=" in v else f"{k} = {v}" for k, v in zip(self.axes, place, strict=True))
+
+
+class Mean(NamedTuple):
+    """A mean over seeds and its sample standard deviation, which one seed does not have."""
+
+    mean: float
+    std: float | None
+
+
+class Reached(NamedTuple):
+    """What it took until the target, over the seeds that reached it."""
+
+    cost: Mean | None
+    seeds: int
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    place: Place
+    method: str
+    metric: str
+    seeds: int  # that finished
+    diverged: int
+    failed: int
+    last: Mean | None
+    best: Mean | None
+    tail: Mean | None  # the mean of the last ten evaluations
+    rounds: Reached | None
+    bytes: Reached | None
+    seconds: Reached | None
+    rank: int | None
+    difference: Mean | None  # of the tail to the baseline's, seed by seed
+    p: float | None
+    paper: float | None
+
+
+# -- statistics ------------------------------------------------------------------------------------
+def rows(question: Question, results: Sequence[Result]) -> list[Row]:
+    """The table: places of the grid in order, and at each of them the methods in order."""
+    return [row for place in question.places for row in _at(question, place, [r for r in results if r.place == place])]
+
+
+def choose_metrics(wanted: str, methods: Iterable[str], results: Sequence[Result]) -> dict[str, str]:
+    """The metric of each method: the wanted one, else the first accuracy of all of them, else each one's first."""
+    names = {m: accuracies([r for r in results if r.method == m]) for m in methods}
+    if wanted:
+        return dict.fromkeys(names, wanted)
+    known = [found for found in names.values() if found]
+    common = [n for n in (known[0] if known else []) if all(n in found for found in known)]
+    return {m: common[0] if common else (found or ["global/test/accuracy"])[0] for m, found in names.items()}
+
+
+def accuracies(results: Sequence[Result]) -> list[str]:
+    """The accuracies that were recorded, in order."""
+    seen = dict.fromkeys(name for result in results for line in result.records for name in line)
+    return [name for name in seen if name.endswith("/accuracy")]
+
+
+def series(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """The rounds and values of one metric."""
+    return [(r["round"], r[name]) for r in records if name in r]
+
+
+def summary_of(result: Result, metric: str) -> Summary | None:
+    """Last, best and mean of the last ten of a finished cell."""
+    values = [v for _, v in series(result.records, metric)]
+    return summarise(metric, values) if values and result.state == "done" else None
+
+
+def reached(result: Result, metric: str, target: float) -> dict[str, Any] | None:
+    """The first evaluation at which the metric is at the target or better."""
+    if result.state != "done":
+        return None
+    good: Callable[[float], bool] = (lambda v: v <= target) if lower_is_better(metric) else (lambda v: v >= target)
+    return next((r for r in result.records if metric in r and good(r[metric])), None)
+
+
+def mean_of(values: Sequence[float]) -> Mean | None:
+    """Mean and sample standard deviation."""
+    if not values:
+        return None
+    return Mean(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
+
+
+def paired_p(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """The two-sided paired t-test; unknown for fewer than two pairs, 1 where nothing differs."""
+    if len(ours) < 2:
+        return None
+    gaps = np.subtract(ours, theirs)
+    if np.ptp(gaps) == 0:
+        return 1.0 if gaps[0] == 0 else 0.0
+    try:
+        from scipy.stats import ttest_rel  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return float(ttest_rel(ours, theirs).pvalue)
+
+
+def _at(question: Question, place: Place, results: Sequence[Result]) -> list[Row]:
+    tails = {m: _tails(question, m, results) for m in question.methods}
+    plain = [_row(question, place, m, [r for r in results if r.method == m], tails) for m in question.methods]
+    whole = [r for r in plain if r.tail is not None and r.seeds == len(question.seeds) and r.metric == question.metric]
+    sign = 1 if lower_is_better(question.metric) else -1
+    order = sorted(sign * r.tail.mean for r in whole if r.tail is not None)
+    ranks = {r.method: 1 + order.index(sign * r.tail.mean) for r in whole if r.tail is not None}
+    return [row._replace(rank=ranks.get(row.method)) for row in plain]
+
+
+def _tails(question: Question, method: str, results: Sequence[Result]) -> dict[int, float]:
+    """The mean of the last ten of a method, by seed."""
+    found = {r.seed: summary_of(r, question.metrics[method]) for r in results if r.method == method}
+    return {seed: s.mean_last_10 for seed, s in found.items() if s is not None}
+
+
+def _row(
+    question: Question, place: Place, method: str, mine: Sequence[Result], tails: dict[str, dict[int, float]]
+) -> Row:
+    metric = question.metrics[method]
+    found = [s for s in (summary_of(r, metric) for r in mine) if s is not None]
+    own, base = tails[method], tails[question.baseline]
+    common = sorted(set(own) & set(base)) if method != question.baseline and metric == question.metric else []
+    ours, theirs = [own[s] for s in common], [base[s] for s in common]
+    return Row(
+        place=place,
+        method=method,
+        metric=metric,
+        seeds=len(found),
+        diverged=sum(r.state == "diverged" for r in mine),
+        failed=sum(r.state == "failed" for r in mine),
+        last=mean_of([s.last for s in found]),
+        best=mean_of([s.best for s in found]),
+        tail=mean_of([s.mean_last_10 for s in found]),
+        rounds=_cost(question, metric, mine, lambda r: r["round"]),
+        bytes=_cost(question, metric, mine, lambda r: r.get("bytes/up", 0) + r.get("bytes/down", 0)),
+        seconds=_cost(question, metric, mine, lambda r: r["time/simulated"]) if _is_timed(mine) else None,
+        rank=None,
+        difference=mean_of([a - b for a, b in zip(ours, theirs, strict=True)]),
+        p=paired_p(ours, theirs),
+        paper=question.paper.get((place, method)),
+    )
+
+
+def _is_timed(results: Sequence[Result]) -> bool:
+    return any("time/simulated" in line for r in results for line in r.records[-1:])
+
+
+def _cost(
+    question: Question, metric: str, mine: Sequence[Result], of: Callable[[dict[str, Any]], float]
+) -> Reached | None:
+    if question.target is None:
+        return None
+    hits = [hit for hit in (reached(r, metric, question.target) for r in mine) if hit is not None]
+    return Reached(mean_of([float(of(hit)) for hit in hits]), len(hits))
+
+
+# -- the table as text -----------------------------------------------------------------------------
+class Section(NamedTuple):
+    """The table of one place of the grid, ready to print."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    best: int | None  # which line has rank 1
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is shown in percent."""
+    return "accuracy" in metric.rpartition("/")[2]
+
+
+def sections(question: Question, table: Sequence[Row]) -> list[Section]:
+    """The table as words, a section for each place of the grid."""
+    columns = _columns(question, table)
+    out = []
+    for place in question.places:
+        here = [row for row in table if row.place == place]
+        lines = [[show(row) for _, show in columns] for row in here]
+        best = next((i for i, row in enumerate(here) if row.rank == 1), None)
+        out.append(Section(question.title(place), [name for name, _ in columns], lines, best))
+    return out
+
+
+def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    unit = " (%)" if is_share(question.metric) else ""
+    columns: list[tuple[str, Callable[[Row], str]]] = [("algorithm", lambda r: r.method)]
+    if len(set(question.metrics.values())) > 1:
+        columns.append(("metric", lambda r: r.metric))
+    columns += [
+        (f"last{unit}", lambda r: _score(r, r.last)),
+        (f"best{unit}", lambda r: _score(r, r.best)),
+        (f"mean of last 10{unit}", lambda r: _score(r, r.tail)),
+    ]
+    if question.target is not None:
+        goal = _number(question.metric, question.target) + ("%" if unit else "")
+        columns.append((f"rounds to {goal}", lambda r: _reach(r, r.rounds, lambda v: f"{v:.1f}")))
+        columns.append((f"MB to {goal}", lambda r: _reach(r, r.bytes, lambda v: f"{v / 1e6:.2f}")))
+        if any(row.seconds is not None for row in table):
+            columns.append((f"simulated s to {goal}", lambda r: _reach(r, r.seconds, lambda v: f"{v:.1f}")))
+    columns.append(("rank", lambda r: f"{r.rank}" if r.rank is not None else "-"))
+    if len(question.methods) > 1:
+        columns.append((f"vs {question.baseline}", lambda r: _gap(question, r)))
+        columns.append(("p", lambda r: "-" if r.p is None else "<0.001" if r.p < 0.001 else f"{r.p:.3f}"))
+    if question.paper:
+        columns.append((f"paper{unit}", lambda r: "-" if r.paper is None else _number(r.metric, r.paper)))
+    return columns
+
+
+def _number(metric: str, value: float) -> str:
+    return f"{100 * value:.2f}" if is_share(metric) else f"{value:.4g}"
+
+
+def _spread(value: Mean, show: Callable[[float], str]) -> str:
+    return show(value.mean) + (f" ± {show(value.std)}" if value.std is not None else "")
+
+
+def _score(row: Row, value: Mean | None) -> str:
+    lost = [f"{n} {word}" for n, word in ((row.diverged, "diverged"), (row.failed, "failed")) if n]
+    if value is None:
+        return "diverged" if row.diverged and not row.failed else "failed" if row.failed else "-"
+    return _spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
+
+
+def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str:
+    of = row.seeds + row.diverged + row.failed
+    if value is None or value.cost is None or value.seeds < of:
+        return f"- ({value.seeds if value else 0}/{of} seeds)"
+    return _spread(value.cost, show)
+
+
+def _gap(question: Question, row: Row) -> str:
+    if row.difference is None:
+        return "baseline" if row.method == question.baseline else "-"
+    value = row.difference.mean * (100 if is_share(row.metric) else 1)
+    return f"{value:+.2f}" if is_share(row.metric) else f"{value:+.4g}"
+
+
+def notes(question: Question, table: Sequence[Row]) -> list[str]:
+    """What a reader must know to read the table rightly."""
+    count = len(question.seeds)
+    spread = "mean ± sample standard deviation over" if count > 1 else "values of"
+    names = " / ".join(dict.fromkeys(question.metrics.values()))
+    out = [f"{names}: {spread} {count} seed{'s' if count > 1 else ''}; rank by the mean of the last ten evaluations."]
+    if len(question.methods) > 1:
+        test = f"p: two-sided paired t-test against {question.baseline} over the same seeds, not corrected for many methods"
+        weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
+        out.append(f"{test}{weak}." if count > 1 else "p: one seed gives none; take more seeds to tell methods apart.")
+    if len(set(question.metrics.values())) > 1:
+        out.append("The methods share no accuracy: only those with the baseline's metric are ranked and tested.")
+    if question.target is not None:
+        out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
+    if any(row.diverged or row.failed for row in table):
+        out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
+    if question.paper:
+        out.append("paper: the value that the paper reports, not one that was measured here.")
+    return out
+
+
+def markdown(question: Question, table: Sequence[Row]) -> str:
+    """The tables and their notes as Markdown."""
+    parts = []
+    for section in sections(question, table):
+        lines = [section.header, [":--", *["--:"] * (len(section.header) - 1)]]
+        for index, words in enumerate(section.lines):
+            cells = [word.replace("|", "\\|") for word in words]
+            lines.append([f"**{cells[0]}**", *cells[1:]] if index == section.best else cells)
+        parts += [f"### {section.title}\n"] if section.title else []
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+    parts.append("\n".join(f"- {note}" for note in notes(question, table)) + "\n")
+    return "\n".join(parts)
+
+
+_TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}"}
+_TEX |= {"^": "\\textasciicircum{}", "±": "$\\pm$", "<": "$<$", ">": "$>$", "−": "$-$"}
+
+
+def latex(question: Question, table: Sequence[Row]) -> str:
+    """One tabular, a block for each place of the grid; the best of a block is bold."""
+    found = sections(question, table)
+    header = found[0].header
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        *(f"% {note}" for note in notes(question, table)),
+        f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+        "\\toprule",
+        " & ".join(_tex(word) for word in header) + " \\\\",
+    ]
+    for section in found:
+        lines.append("\\midrule")
+        if section.title:
+            lines.append(f"\\multicolumn{{{len(header)}}}{{l}}{{{_tex(section.title)}}} \\\\")
+        for index, words in enumerate(section.lines):
+            cells = [_tex(word) for word in words]
+            if index == section.best:
+                cells[0] = f"\\textbf{{{cells[0]}}}"
+            lines.append(" & ".join(cells) + " \\\\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(c, c) for c in text)
+
+
+# -- the table as numbers --------------------------------------------------------------------------
+def as_dict(question: Question, row: Row) -> dict[str, Any]:
+    """A row as plain numbers; what is unknown is None."""
+    out: dict[str, Any] = dict(zip(question.axes, row.place, strict=True))
+    out |= {"algorithm": row.method, "metric": row.metric}
+    out |= {"seeds": row.seeds, "diverged": row.diverged, "failed": row.failed}
+    for name, value in (("last", row.last), ("best", row.best), ("mean_last_10", row.tail)):
+        out |= {name: value.mean if value else None, f"{name}_std": value.std if value else None}
+    for name, cost in (("rounds", row.rounds), ("bytes", row.bytes), ("simulated_seconds", row.seconds)):
+        of = cost.cost if cost else None
+        out |= {f"{name}_to_target": of.mean if of else None, f"{name}_to_target_std": of.std if of else None}
+    out["reached_target"] = row.rounds.seeds if row.rounds else None
+    out["rank"] = row.rank
+    gap = row.difference
+    out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
+    return out | {"p": row.p, "paper": row.paper}
+
+
+def table_csv(question: Question, table: Sequence[Row]) -> str:
+    """The table with every number in a column of its own."""
+    return _csv([as_dict(question, row) for row in table])
+
+
+def cells_csv(question: Question, results: Sequence[Result]) -> str:
+    """One line for each cell."""
+    return _csv([_cell(question, result) for result in results])
+
+
+def _cell(question: Question, result: Result) -> dict[str, Any]:
+    metric = question.metrics[result.method]
+    found = summary_of(result, metric)
+    hit = reached(result, metric, question.target) if question.target is not None else None
+    end = result.records[-1] if result.records else {}
+    out: dict[str, Any] = dict(zip(question.axes, result.place, strict=True))
+    out |= {"algorithm": result.method, "kind": result.kind, "seed": result.seed, "state": result.state}
+    out |= {"metric": metric, **(found._asdict() if found else dict.fromkeys(Summary._fields))}
+    out |= {"rounds": end.get("round"), "bytes_up": end.get("bytes/up"), "bytes_down": end.get("bytes/down")}
+    out |= {"rounds_to_target": hit["round"] if hit else None}
+    return out | {"partition": result.partition[:16], "folder": f"cells/{result.hash}"}
+
+
+def _csv(lines: Sequence[dict[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return buffer.getvalue()
+
+
+# -- curves ----------------------------------------------------------------------------------------
+def draw(question: Question, results: Sequence[Result], path: Path) -> None:
+    """A panel for each place of the grid: of each method the mean over seeds, in a band of one deviation."""
+    import matplotlib
+
+    style: dict[Any, Any] = {"svg.hashsalt": "fedloom", "text.parse_math": False, "text.color": _INK}
+    style |= {"font.family": "DejaVu Sans", "font.size": 9.0}
+    with matplotlib.rc_context(style):
+        figure = _figure(question, results)
+        part = path.with_name(f".{path.name}.part")
+        dated = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+        figure.savefig(part, format=path.suffix[1:], dpi=160, metadata=dated)
+    part.replace(path)
+
+
+def band(results: Sequence[Result], metric: str) -> tuple[Floats, Floats, Floats]:
+    """Rounds, mean and sample standard deviation over the finished seeds, where all of them were evaluated."""
+    found = [dict(series(r.records, metric)) for r in results if r.state == "done"]
+    rounds = sorted(set.intersection(*(set(f) for f in found))) if found else []
+    values = np.array([[f[r] for r in rounds] for f in found], dtype=np.float64).reshape(len(found), len(rounds))
+    deviation = values.std(axis=0, ddof=1) if len(found) > 1 else np.zeros(len(rounds))
+    return np.array(rounds, dtype=np.float64), values.mean(axis=0) if found else np.zeros(0), deviation
+
+
+def _figure(question: Question, results: Sequence[Result]) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    places = question.places[:_MOST_PANELS]
+    wide = min(len(places), 3)
+    high = math.ceil(len(places) / wide)
+    across = min(len(question.methods), 3 if wide == 1 else 5)
+    lines = math.ceil(len(question.methods) / across)
+    width = {1: 6.8, 2: 9.6, 3: 12.6}[wide]
+    figure = Figure(figsize=(width, 3.7 * high + 0.3 * lines + 0.3), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
+    for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
+        _panel(question, place, [r for r in results if r.place == place], axes)
+        if index % wide == 0:
+            axes.set_ylabel(_axis_name(question), color=_INK)
+    for axes in panels[len(places) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
+    figure.suptitle(_headline(question), x=0.01, ha="left", fontsize=10.5, color=_INK)
+    return figure
+
+
+def _headline(question: Question) -> str:
+    count = len(question.seeds)
+    text = f"mean over {count} seeds, band of ± one standard deviation" if count > 1 else f"seed {question.seeds[0]}"
+    hidden = len(question.places) - _MOST_PANELS
+    return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")
+
+
+def _axis_name(question: Question) -> str:
+    names = set(question.metrics.values())
+    name = question.metric if len(names) == 1 else question.metric.rpartition("/")[2]
+    return f"{name} (%)" if is_share(question.metric) else name
+
+
+def _panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    scale = 100.0 if is_share(question.metric) else 1.0
+    for method in question.methods:
+        rounds, mean, deviation = band([r for r in results if r.method == method], question.metrics[method])
+        colour, dash, width = _look(question, method)
+        name = f"{method} (baseline)" if method == question.baseline else method
+        if not len(rounds):  # the legend still names it
+            lost = "diverged" if all(r.state == "diverged" for r in results if r.method == method) else "no values"
+            axes.plot([], [], color=colour, ls=dash, lw=width, label=f"{name}: {lost}")
+            continue
+        low, high = scale * (mean - deviation), scale * (mean + deviation)
+        axes.fill_between(rounds, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
+        marker = "o" if len(rounds) <= 5 else ""
+        axes.plot(rounds, scale * mean, color=colour, ls=dash, lw=width, label=name, zorder=3, marker=marker, ms=3)
+    if question.target is not None:
+        axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
+    _frame(axes, share=scale == 100.0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.set_title(question.title(place), loc="left", fontsize=10, color=_INK)
+
+
+def _look(question: Question, method: str) -> tuple[str, Any, float]:
+    """Colour, dashes and width of a method's line, the same in every panel."""
+    if method == question.baseline:
+        return _INK, "-", 2.0
+    index = [m for m in question.methods if m != question.baseline].index(method)
+    return _COLOURS[index % len(_COLOURS)], _DASHES[(index // len(_COLOURS)) % len(_DASHES)], 1.6
+
+
+def _frame(axes: Axes, *, share: bool) -> None:
+    axes.set_xlabel("round", color=_INK)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors=_INK)
+    axes.margins(x=0.01)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#c9cdd3")
+    if share:
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(0.0, low), min(100.0, high))
