@@ -85,8 +85,8 @@ are handed to it.
 
 DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data says so; else
 `test` of each class is drawn. Published sets are looked for below `--data-root`, else `FEDLOOM_DATA`, else the user's
-cache folder; they are downloaded only by `fedloom data get NAME`. In a file, `data = "mine.npz"` is short for
-`source = "npz"` with that `path`, and so for `.csv`, `.parquet`, and for a folder of images if the path has a slash."""
+cache folder; they are downloaded only by `fedloom data get NAME`. `data = "mine.npz"` is short for `source = "npz"`
+with that `path`, and so for `.csv`, `.parquet`, and for a folder of images, if the path has a slash (`pictures/`)."""
 
 PARTITION = """Rows that are not test rows are dealt to clients. Every way ends in bounded time: it draws once, then
 repairs what breaks a promise (such as a client below `min_size`), and the repair is printed and recorded."""

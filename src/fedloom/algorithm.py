@@ -154,6 +154,10 @@ class Algorithm(Spec, Generic[S, C, U]):
         """The state after the round."""
         raise NotImplementedError
 
+    def told(self, before: S, inbox: Inbox[U], after: S) -> dict[str, Tensor]:
+        """What the server can tell of a round beside its result, for diagnosis."""
+        return {}
+
     # -- at one client --------------------------------------------------------------------------
     def join(self, down: S) -> C:
         """The state of a client that takes part for the first time."""

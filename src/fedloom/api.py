@@ -25,7 +25,7 @@ from fedloom.data.sources import from_arrays, from_torch
 from fedloom.engine import checkpoint
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import AnyAlgorithm
-from fedloom.engine.run import Experiment, RunState, advance, begin, names_of
+from fedloom.engine.run import Experiment, RunState, advance_watched, begin, names_of
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, StorageError
 from fedloom.experiment import Prepared, prepare
@@ -192,11 +192,11 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
                 folder.metrics(newest)
         while state.round < exp.rounds:
             began = time.perf_counter()
-            state, excluded = advance(exp, state, store)
+            state, excluded, found = advance_watched(exp, state, store)
             trained = time.perf_counter()
-            due = state.round % exp.evaluate.every == 0 or state.round == exp.rounds
+            due = exp.evaluate.due(state.round, exp.rounds)
             if due or excluded:
-                line = _evaluated(exp, state, store, excluded) if due else _excluded(state, excluded)
+                line = _evaluated(exp, state, store, excluded) | found if due else _excluded(state, excluded)
                 newest = line if due else newest
                 records.append(line)
             evaluated = time.perf_counter()

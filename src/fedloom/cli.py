@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedloom import __version__
 from fedloom.errors import ConfigError, Fault, FedloomError
@@ -112,6 +113,55 @@ def resume(
     from fedloom import api
 
     _watched(json_, lambda watch: api.resume(run_dir, at=from_, rounds=rounds, data_root=data_root, listener=watch))
+
+
+@app.command()
+def compare(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[COMPARISON.toml | ALGORITHM...] [KEY=VALUE]...",
+            help="A comparison file, or algorithms, and settings that override it.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")
+    ] = None,
+    grid: Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The method to test against; by default the first.")] = None,
+    metric: Annotated[str | None, typer.Option(help="The metric to judge by; by default the first accuracy.")] = None,
+    target: Annotated[float | None, typer.Option(help="Report what it took to reach this value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
+    ] = False,
+    data_root: Root = None,
+) -> None:
+    """Compare algorithms over seeds, and over a grid of settings; the same command goes on after an interruption.
+
+    fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
+    """
+    from fedloom import compare as comparing
+
+    options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target}
+    table, name = _comparison(words or [], grid or [], {k: v for k, v in options.items() if v is not None})
+    planned = comparing.plan(table)
+    folder = out or Path("runs") / f"compare-{table.get('name') or name or planned.name}"
+    watch = GridWatch(Console(stderr=json_, highlight=False, soft_wrap=True))
+    try:
+        done = comparing.run(planned, folder, data_root=data_root, jobs=jobs, watcher=watch)
+    except comparing.InterruptedComparison as stop:
+        watch.close()
+        watch.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
+        raise typer.Exit(130) from stop
+    finally:
+        watch.close()
+    watch.ended(done)
+    if json_:
+        print(json.dumps(done.as_json()))
+    if done.failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -298,6 +348,32 @@ def _is_word(text: str) -> bool:
     return "=" not in text and not text.endswith(".toml")
 
 
+def _comparison(words: list[str], grid: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The table of a comparison from the words of a command line, and the name of its file."""
+    from fedloom.config import override, read_toml, value_of
+
+    files = [w for w in words if "=" not in w and w.endswith(".toml")]
+    kinds = [w for w in words if _is_word(w)]
+    if len(files) > 1:
+        raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
+    table, _ = override(read_toml(Path(files[0])) if files else {}, [w for w in words if "=" in w])
+    chosen = table.setdefault("compare", {})
+    if not isinstance(chosen, dict):
+        raise ConfigError([Fault("compare", f"should be a table of settings (got {chosen!r})")])
+    if kinds or "algorithms" not in chosen:
+        chosen["algorithms"] = kinds
+    axes = {}
+    for axis in grid:
+        key, equals, text = axis.partition("=")
+        if not equals:
+            raise ConfigError([Fault("--grid", f"is not of the form key=value,value (got '{axis}')")])
+        value = value_of(text)
+        axes[key] = value if isinstance(value, list) else [value_of(v.strip()) for v in text.split(",")]
+    if axes:
+        chosen["grid"] = {**chosen.get("grid", {}), **axes}
+    return {**table, "compare": {**chosen, **options}}, Path(files[0]).stem if files else ""
+
+
 def _run_name(experiment: Any) -> str:
     kinds = experiment.kinds
     plain = f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}"
@@ -428,6 +504,81 @@ class Watch:
             f"  fedloom run {run}/config.toml algorithm.kind={other}\n"
             f"  fedloom describe {history.algorithm}"
         )
+
+
+class GridWatch:
+    """Shows a comparison: a live bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._said = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def started(self, planned: Any, folder: Path, jobs: int, standing: Any) -> None:
+        methods, places, seeds = len(planned.methods), len(planned.places), len(planned.spec.seeds)
+        grid = f" x {places} places of the grid" if planned.axes else ""
+        self.say(f"fedloom {__version__} · {methods} methods{grid} x {seeds} seeds · {jobs} side by side · {folder}")
+        for note in planned.notes:
+            self.say(f"note: {note}")
+        if standing.reused:
+            self.say(f"{standing.reused} of {standing.cells} cells are done already")
+        if self._console.is_terminal and standing.reused < standing.cells:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("cells {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[now]}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("cells", total=standing.cells, completed=standing.done, now="")
+            self._bar.start()
+
+    def moved(self, standing: Any) -> None:
+        left = "" if standing.seconds_left is None else f"{_span(standing.seconds_left)} left"
+        running = "; ".join(f"{name} {done}/{rounds}" for name, done, rounds in standing.running)
+        now = "  ".join(part for part in (left, running) if part)
+        clock = time.perf_counter()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=standing.done, now=now)
+            if standing.ended and not standing.ended.endswith(": done"):
+                self.say(standing.ended)
+        elif standing.ended or clock - self._said >= 10.0:
+            self._said = clock
+            self.say(f"cells {standing.done}/{standing.cells}  " + "  ".join(p for p in (standing.ended, left) if p))
+
+    def stopping(self) -> None:
+        self.say("finishing the rounds at work, then saving (again to stop at once)")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def ended(self, done: Any) -> None:
+        from fedloom.report import compare as report
+
+        for section in report.sections(done.question, done.rows):
+            table = Table(
+                box=None, pad_edge=False, header_style="bold", title=section.title or None, title_justify="left"
+            )
+            for index, column in enumerate(section.header):
+                table.add_column(column, justify="right" if index else "left")
+            for index, line in enumerate(section.lines):
+                table.add_row(*(Text(word) for word in line), style="bold" if index == section.best else None)
+            self.say("")
+            self._console.print(table)
+        self.say("")
+        for note in report.notes(done.question, done.rows):
+            self.say(note)
+        for cell, why in done.failures.items():
+            self.say(f"failed: {cell}: {why}")
+        folder = done.folder
+        self.say(f"\n{folder}/table.md      also as .csv and .tex\n{folder}/curves.png    also as .svg")
+        self.say(f"{folder}/cells/        a run folder for each cell, listed in cells.csv")
 
 
 def _bytes(count: float) -> str:

@@ -61,7 +61,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
         tally = Tally()
         for group in order:
             outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
-            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), linear=world.algorithm.linear)
+            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=not world.algorithm.linear)
         heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes)))
     _agree(heard[0], heard[1], "clients heard forwards and backwards")
 

@@ -132,7 +132,7 @@ def group(ids: list[int], values: Tensor, weights: list[float], times: list[floa
 
 def test_the_mean_is_weighted_by_weight_and_by_times() -> None:
     values = torch.randn(3, 4)
-    tally = add(Tally(), group([4, 1, 9], values, [10.0, 1.0, 5.0], [1.0, 3.0, 2.0]), linear=True)
+    tally = add(Tally(), group([4, 1, 9], values, [10.0, 1.0, 5.0], [1.0, 3.0, 2.0]), keep=False)
     heard = inbox(tally, torch.ones(50))
     share = torch.tensor([10.0, 3.0, 10.0]).double()
     assert torch.allclose(heard.mean.w, share @ values.double() / 23, atol=1e-12)
@@ -146,11 +146,11 @@ def test_the_mean_is_weighted_by_weight_and_by_times() -> None:
 def test_groups_add_up_to_the_whole(clients: int, cut: int) -> None:
     values, weights = torch.randn(clients, 3), (torch.rand(clients) + 0.1).tolist()
     ids = list(range(clients))
-    whole = add(Tally(), group(ids, values, weights), linear=False)
+    whole = add(Tally(), group(ids, values, weights), keep=True)
     parts = Tally()
     for some in (ids[:cut], ids[cut:]):
         if some:
-            parts = add(parts, group(some, values[some], [weights[i] for i in some]), linear=False)
+            parts = add(parts, group(some, values[some], [weights[i] for i in some]), keep=True)
     a, b = inbox(whole, torch.ones(9)), inbox(parts, torch.ones(9))
     assert torch.allclose(a.mean.w, b.mean.w, atol=1e-12)
     assert torch.equal(a.uploads.w, b.uploads.w)
@@ -162,7 +162,7 @@ def test_an_algorithm_that_is_not_linear_gets_every_upload_in_client_order() -> 
     tally = Tally()
     for ids in ([5, 2], [7, 0]):
         rows = values[[[0, 2, 5, 7].index(i) for i in ids]]
-        tally = add(tally, group(ids, rows, [float(i) for i in ids]), linear=False)
+        tally = add(tally, group(ids, rows, [float(i) for i in ids]), keep=True)
     heard = inbox(tally, torch.ones(8))
     assert torch.equal(heard.uploads.w, values)
     assert heard.weights.tolist() == [0.0, 2.0, 5.0, 7.0]
@@ -175,7 +175,7 @@ def test_a_client_that_is_not_finite_anywhere_is_left_out_and_named(place: str) 
     part = sound(torch.tensor([4, 6, 8]), outcome(values, weights, buffers), torch.ones(3))
     assert part.excluded == (6,)
     assert part.ids.tolist() == [4, 8]
-    tally = add(Tally(), part, linear=True)
+    tally = add(Tally(), part, keep=False)
     assert tally.weight == 2.0
     assert tally.excluded == (6,)
     assert bool(inbox(tally, torch.ones(9)).mean.w.isfinite().all())
@@ -183,10 +183,10 @@ def test_a_client_that_is_not_finite_anywhere_is_left_out_and_named(place: str) 
 
 def test_a_group_in_which_nobody_is_sound_adds_nothing() -> None:
     part = group([1, 2], torch.full((2, 3), NAN), [1.0, 1.0])
-    tally = add(Tally(), part, linear=True)
+    tally = add(Tally(), part, keep=False)
     assert tally.total is None
     assert tally.excluded == (1, 2)
-    more = add(tally, group([3], torch.ones(1, 3), [1.0]), linear=True)
+    more = add(tally, group([3], torch.ones(1, 3), [1.0]), keep=False)
     assert more.excluded == (1, 2)
     assert more.senders == 1.0
 

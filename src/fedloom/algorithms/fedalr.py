@@ -110,6 +110,13 @@ class FedALR(Algorithm[Server, Nothing, Update]):
             step = step * (self.clip_step / torch.linalg.vector_norm(step).clamp(min=self.clip_step))
         return Server(server.w + like(step, server.w), m, t)
 
+    def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
+        dw = inbox.uploads.dw.double()
+        r = torch.linalg.vector_norm(dw, dim=1).clamp(min=1e-30)[:, None]
+        eta = self.rates(dw / r if self.normalise else dw / r.square(), self._direction(after.m, after.t))
+        found = {"fedalr/eta_min": eta.min(), "fedalr/eta_mean": eta.mean(), "fedalr/eta_max": eta.max()}
+        return found | {"fedalr/m_norm": torch.linalg.vector_norm(after.m)}
+
     def rates(self, g: Tensor, m: Tensor) -> Tensor:
         """eta_i for the updates ``g`` [K, P] and the running direction ``m``."""
         s = g @ m

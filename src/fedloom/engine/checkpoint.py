@@ -181,7 +181,9 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
             raise CheckpointError(f"checkpoint {folder}: '{name}' should be {tuple(x.shape)} {x.dtype}, it is {found}")
     names = [f"server.{name}" for name, _ in tree.named(like.server)]
     server = tree.unflatten(like.server, [tensors[n].to(device) for n in names])
-    return RunState(meta["round"], server, tensors["buffers"].to(device), meta["up"], meta["down"], float.fromhex(meta["seconds"]))
+    return RunState(
+        meta["round"], server, tensors["buffers"].to(device), meta["up"], meta["down"], float.fromhex(meta["seconds"])
+    )
 
 
 def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:

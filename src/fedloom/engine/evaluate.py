@@ -9,7 +9,7 @@ its own held-out rows; ``_mean``, ``_std`` and ``_worst10`` beside the mean weig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,14 @@ class Evaluate(Spec):
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
     personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
     clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
+    diagnostics: tuple[Literal["updates", "gamma", "dissimilarity", "rho"], ...] = Field(
+        (), description="what else to measure of a round: see the page on diagnostics"
+    )
     train: bool = Field(False, description="also measure the server's model on all training rows")
+
+    def due(self, round_: int, rounds: int) -> bool:
+        """Whether the run is judged after so many rounds."""
+        return round_ % self.every == 0 or round_ == rounds
 
 
 class Judged(NamedTuple):

@@ -63,6 +63,10 @@ class Tally(NamedTuple):
     kept: tuple[Any, ...] = ()  # (ids, uploads, weights) of each group, for algorithms that need every upload
     excluded: tuple[int, ...] = ()  # clients whose work was not finite
 
+    def ids(self) -> Tensor:
+        """The clients whose uploads were kept, as they came."""
+        return torch.cat([ids for ids, _, _ in self.kept])
+
 
 class Sound(NamedTuple):
     """The clients of a group whose every number is finite, and the others."""
@@ -83,8 +87,8 @@ def sound(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
     return Sound(ids[keep], kept, times[keep], tuple(ids[~ok].tolist()))
 
 
-def add(tally: Tally, part: Sound, *, linear: bool) -> Tally:
-    """The sums with one more group of clients in them."""
+def add(tally: Tally, part: Sound, *, keep: bool = False) -> Tally:
+    """The sums with one more group of clients in them; ``keep`` every upload for who needs them one by one."""
     if not len(part.ids):
         return tally._replace(excluded=tally.excluded + part.excluded)
     weights = part.outcome.weights.double() * part.times.to(part.outcome.weights.device)
@@ -92,7 +96,7 @@ def add(tally: Tally, part: Sound, *, linear: bool) -> Tally:
     total, buffers = tree.take(sums, 0)
     if tally.total is not None:
         total, buffers = tree.tmap(torch.add, tally.total, total), tally.buffers + buffers
-    kept = () if linear else ((part.ids, part.outcome.uploads, weights),)
+    kept = () if not keep else ((part.ids, part.outcome.uploads, weights),)
     return Tally(
         total=total,
         buffers=buffers,
@@ -111,9 +115,9 @@ def inbox(tally: Tally, sizes: Tensor) -> Inbox[Any]:
     uploads: Any = ()
     weights: Any = ()
     if tally.kept:
-        ids = torch.cat([ids for ids, _, _ in tally.kept]).argsort()
-        uploads = tree.take(tree.cat([u for _, u, _ in tally.kept]), ids)
-        weights = torch.cat([w for _, _, w in tally.kept])[ids.to(tally.kept[0][2].device)]
+        order = tally.ids().argsort().to(tally.buffers.device)
+        uploads = tree.take(tree.cat([u for _, u, _ in tally.kept]), order)
+        weights = torch.cat([w for _, _, w in tally.kept])[order]
     device = tally.buffers.device
     weight, senders, population, examples = torch.tensor(
         [tally.weight, tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64, device=device

@@ -63,6 +63,7 @@ class Outcome(NamedTuple):
     states: Any  # [K, ...]
     weights: Tensor  # [K]
     buffers: Tensor  # [K, Q]
+    models: Any = ()  # [K, P] where local training ended, if somebody wants to look
 
 
 def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
@@ -83,13 +84,13 @@ def lane_limit(task: Task, device: torch.device) -> int:
     return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, 1)))
 
 
-def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Outcome:
-    """One round of every client of ``group``."""
+def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool = False) -> Outcome:
+    """One round of every client of ``group``; ``watched``: also where each one's model ended."""
     group = group.to(fed.x.device)
     if alg.surveys:
         group = group._replace(work=group.work._replace(survey=_surveys(alg, fed, group, given)))
     if not alg.task.lanes:
-        return tree.stack([_train_one(alg, fed, group, k, given) for k in range(len(group.ids))])
+        return tree.stack([_train_one(alg, fed, group, k, given, watched) for k in range(len(group.ids))])
 
     def finish(at: Any, down: Any, mine: Any, work: Any) -> tuple[Any, Any, Tensor]:
         upload, state = alg.finish(at, down, mine, work)
@@ -100,7 +101,8 @@ def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Out
     begin = mapped(lambda down, mine, _: alg.start(down, mine), (given.down_dim, 0, 0))
     x, buffers = _descend_lanes(alg, fed, group, begin(given.down, given.mine, group.work), given)
     uploads, states, weights = mapped(finish, (0, given.down_dim, 0, 0))(x, given.down, given.mine, group.work)
-    return Outcome(uploads, states, weights, buffers)
+    models = mapped(lambda at, _: alg.model(at), (0, 0))(x, group.work) if watched else ()
+    return Outcome(uploads, states, weights, buffers, models)
 
 
 def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
@@ -109,6 +111,24 @@ def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Giv
     if alg.task.lanes:
         return _descend_lanes(alg, fed, group, x, given)
     return tree.stack([_descend_one(alg, fed, group, k, x[k], given.rows(k)) for k in range(len(group.ids))])
+
+
+def full_gradients(task: Task, fed: Federation, ids: Tensor, w: Tensor) -> Tensor:
+    """Each client's gradient over all of its training data, at its own point ``w`` [K, P].  ``[K, P]``"""
+    rows, mask = (x.to(fed.x.device) for x in once(fed.train, ids, _SURVEYED))
+    buffers = task.buffers0.expand(len(ids), -1)
+    total = torch.zeros_like(w)
+    for t in range(rows.shape[1]):
+        batch = _plain_batch(fed, rows[:, t], mask[:, t], buffers)
+        if task.lanes:
+            total = total + mapped(lambda v, b: task.grad(v, b) * b.mask.sum(), (0, _BATCH))(w, batch)
+            continue
+        for k in range(len(ids)):
+            real = int(mask[k, t].sum())
+            if real:
+                one = _plain_batch(fed, rows[k, t, :real], mask[k, t, :real], buffers[k])
+                total[k] += task.grad(w[k], one) * real
+    return total / fed.train.sizes[ids].to(w.device)[:, None]
 
 
 def _surveys(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Any:
@@ -204,11 +224,11 @@ def stretches(group: Group, features: int) -> list[Stretch]:
     return found
 
 
-def _train_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, given: Given) -> Outcome:
+def _train_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, given: Given, watched: bool) -> Outcome:
     one, work = given.rows(k), tree.take(group.work, k)
     x, buffers = _descend_one(alg, fed, group, k, alg.start(one.down, one.mine), one)
     upload, state = alg.finish(x, one.down, one.mine, work)
-    return Outcome(upload, state, alg.weight(upload, work), buffers)
+    return Outcome(upload, state, alg.weight(upload, work), buffers, alg.model(x) if watched else ())
 
 
 def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: Any, given: Given) -> tuple[Any, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom import tree
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import Present, System, attend, duration, speeds
+from fedloom.engine.diagnose import Watch, diagnose
 from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.exchange import Tally, Topology, add, gossip, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, Given, Outcome, mapped, train
@@ -118,35 +119,53 @@ def begin(exp: Experiment) -> RunState:
 
 def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
     """One round; also the clients that were left out of it because their work was not finite."""
+    after, excluded, _ = advance_watched(exp, state, store)
+    return after, excluded
+
+
+def advance_watched(
+    exp: Experiment, state: RunState, store: ClientStore
+) -> tuple[RunState, tuple[int, ...], dict[str, float]]:
+    """One round, and the diagnostics of it, where it is one that will be evaluated."""
     with torch.no_grad():
-        after, excluded = _gossip_round(exp, state, store) if exp.is_network else _star_round(exp, state, store)
+        if exp.is_network:
+            after, excluded = _gossip_round(exp, state, store)
+            found: dict[str, float] = {}
+        else:
+            after, excluded, found = _star_round(exp, state, store)
     if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], (after.server, after.buffers)), 1)[0]):
         raise DivergedError(
             f"round {state.round + 1}: the model is no longer finite; clients of the round: "
             f"{names_of(exp.present(state.round).drawn.ids.tolist())}; {_rate(exp, state.round)}"
         )
-    return after, excluded
+    return after, excluded, found
 
 
-def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
+def _star_round(
+    exp: Experiment, state: RunState, store: ClientStore
+) -> tuple[RunState, tuple[int, ...], dict[str, float]]:
     alg, present = exp.algorithm, exp.present(state.round)
     drawn = present.drawn
     if not len(drawn.ids):  # everybody was late or lost: nothing is learned, and nothing else changes
-        return state._replace(round=state.round + 1), ()
+        return state._replace(round=state.round + 1), (), {}
     times = dict(zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True))
-    tally, upload = Tally(), 0
+    tally, upload, watch = Tally(), 0, Watch()
+    watched = bool(exp.evaluate.diagnostics) and exp.evaluate.due(state.round + 1, exp.rounds)
     for group in _groups(exp, state.round, present):
-        outcome = train(alg, exp.federation, group, exp.given(state, store, group.ids))
+        outcome = train(alg, exp.federation, group, exp.given(state, store, group.ids), watched=watched)
         part = sound(group.ids, outcome, torch.tensor([times[i] for i in group.ids.tolist()]))
         _keep(exp, store, part.ids, part.outcome)
-        tally = add(tally, part, linear=alg.linear)
+        tally = add(tally, part, keep=watched or not alg.linear)
+        watch = watch.seen(part) if watched else watch
         upload = tree.nbytes((outcome.uploads, outcome.buffers)) // len(group.ids)
     if tally.total is None:
         raise DivergedError(
             f"round {state.round + 1}: no client returned finite numbers "
             f"({names_of(sorted(tally.excluded))}); {_rate(exp, state.round)}"
         )
-    server = alg.update(state.server, inbox(tally, exp.federation.train.sizes))
+    heard = inbox(tally, exp.federation.train.sizes)
+    server = alg.update(state.server, heard)
+    found = diagnose(exp, watch.closed(alg.send(state.server).w), state.server, heard, server) if watched else {}
     sent = tree.nbytes((alg.send(state.server), state.buffers))
     up, down = (upload, sent) if alg.communicates else (0, 0)
     cohort = len(drawn.ids)
@@ -158,7 +177,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[R
         down=state.down + down * (exp.federation.clients if alg.sends_to_all else cohort),
         seconds=state.seconds + exp.duration(present, up, down),
     )
-    return after, tuple(sorted(tally.excluded))
+    return after, tuple(sorted(tally.excluded)), found
 
 
 def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:

@@ -304,7 +304,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
     names = " / ".join(dict.fromkeys(question.metrics.values()))
     out = [f"{names}: {spread} {count} seed{'s' if count > 1 else ''}; rank by the mean of the last ten evaluations."]
     if len(question.methods) > 1:
-        test = f"p: two-sided paired t-test against {question.baseline} over the same seeds, not corrected for many methods"
+        test = f"p: paired t-test against {question.baseline} over the seeds, two-sided, not corrected for many methods"
         weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
         out.append(f"{test}{weak}." if count > 1 else "p: one seed gives none; take more seeds to tell methods apart.")
     if len(set(question.metrics.values())) > 1:
@@ -478,13 +478,14 @@ def _panel(question: Question, place: Place, results: Sequence[Result], axes: Ax
     from matplotlib.ticker import MaxNLocator
 
     scale = 100.0 if is_share(question.metric) else 1.0
+    lost = []
     for method in question.methods:
         rounds, mean, deviation = band([r for r in results if r.method == method], question.metrics[method])
         colour, dash, width = _look(question, method)
         name = f"{method} (baseline)" if method == question.baseline else method
-        if not len(rounds):  # the legend still names it
-            lost = "diverged" if all(r.state == "diverged" for r in results if r.method == method) else "no values"
-            axes.plot([], [], color=colour, ls=dash, lw=width, label=f"{name}: {lost}")
+        if not len(rounds):
+            axes.plot([], [], color=colour, ls=dash, lw=width, label=name)  # for the legend
+            lost.append(method)
             continue
         low, high = scale * (mean - deviation), scale * (mean + deviation)
         axes.fill_between(rounds, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
@@ -494,6 +495,10 @@ def _panel(question: Question, place: Place, results: Sequence[Result], axes: Ax
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
     _frame(axes, share=scale == 100.0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    if lost:
+        axes.annotate(
+            f"not finished: {', '.join(lost)}", (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8
+        )
     axes.set_title(question.title(place), loc="left", fontsize=10, color=_INK)
 
 

@@ -1,0 +1,743 @@
+"""Comparisons: methods x a grid of settings x seeds, each cell an ordinary run, in one folder that can be resumed.
+
+All methods of a seed share the data split, the initial model and the cohorts, since these follow from
+the seed alone. Cells are named by the hash of their config, so what is finished is never computed twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+import tomli_w
+from pydantic import ConfigDict, Field, NonNegativeInt, field_validator
+
+from fedloom import api, record
+from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse
+from fedloom.data.files import default_root
+from fedloom.errors import ConfigError, DivergedError, Fault, FedloomError, StorageError, nearest
+from fedloom.experiment import pick_device
+from fedloom.report import compare as report
+from fedloom.report.compare import Place, Question, Result, Row
+from fedloom.schema import Spec, read
+
+_WORKER_MEMORY = 1.5e9  # bytes that a process with torch and a small data set needs
+
+
+# -- the [compare] table ---------------------------------------------------------------------------
+class Entry(Spec):
+    """A method: its kind, its settings, and what the table calls it."""
+
+    model_config = ConfigDict(extra="allow")
+    kind: str
+    label: str = ""
+
+
+class Paper(Spec):
+    """What a paper reports for a method at some places of the grid."""
+
+    algorithm: str
+    value: float
+    where: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return _flat(given)
+
+
+class Compare(Spec):
+    """The settings of a comparison."""
+
+    algorithms: list[Entry] = Field(min_length=1)
+    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
+    baseline: str = ""
+    metric: str = ""
+    target: float | None = None
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    paper: list[Paper] = Field(default_factory=list)
+
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return [{"kind": x} if isinstance(x, str) else x for x in given] if isinstance(given, list) else given
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _counted(cls, given: Any) -> Any:
+        return list(range(given)) if isinstance(given, int) else given
+
+    @field_validator("grid", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return _flat(given)
+
+
+def _flat(given: Any) -> Any:
+    """Keys with dots instead of tables in tables: TOML reads ``partition.alpha = 1`` as the latter."""
+    if not isinstance(given, Mapping):
+        return given
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if inner is not None else {key: value}
+    return out
+
+
+# -- from a table to cells -------------------------------------------------------------------------
+class Method(NamedTuple):
+    """One of the methods that are compared."""
+
+    label: str
+    kind: str
+    settings: dict[str, Any]
+
+
+class Axis(NamedTuple):
+    """A config key and the values that it takes."""
+
+    key: str
+    values: tuple[Any, ...]
+    labels: tuple[str, ...]
+
+
+class Cell(NamedTuple):
+    """One run of the comparison."""
+
+    method: Method
+    place: Place
+    seed: int
+    config: Config
+    hash: str
+
+    @property
+    def name(self) -> str:
+        return " · ".join([self.method.label, *self.place, f"seed {self.seed}"])
+
+
+class Plan(NamedTuple):
+    """A valid comparison."""
+
+    base: dict[str, Any]
+    spec: Compare
+    methods: tuple[Method, ...]
+    axes: tuple[Axis, ...]
+    baseline: str
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(itertools.product(*(axis.labels for axis in self.axes)))
+
+    @property
+    def name(self) -> str:
+        """What a folder of this comparison is called, unless its user says otherwise."""
+        first = self.cells[0].config
+        plain = "-".join([*(m.kind for m in self.methods), first.kinds["data"]])
+        return first.basics.name or "".join(c if c.isalnum() or c in "-_." else "-" for c in plain)[:80]
+
+    def as_toml(self) -> str:
+        """The comparison with its labels, seeds and baseline written out; running it gives the same cells."""
+        table: dict[str, Any] = self.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        table["algorithms"] = [{"kind": m.kind, "label": m.label, **m.settings} for m in self.methods]
+        table |= {"seeds": list(self.spec.seeds), "baseline": self.baseline}
+        return tomli_w.dumps({**self.base, "compare": table})
+
+
+def plan(table: Mapping[str, Any]) -> Plan:
+    """The comparison that ``table`` describes, every cell parsed, or one ConfigError with everything that is wrong."""
+    given = table.get("compare", {})
+    base = {k: v for k, v in table.items() if k != "compare"}
+    faults = _beside_the_base(base)
+    spec, wrong = read(Compare, given if isinstance(given, Mapping) else {"compare": given}, "compare")
+    if spec is None:
+        raise ConfigError(faults + wrong)
+    methods, axes = _methods(spec.algorithms), _axes(spec.grid)
+    faults += _inconsistencies(spec, methods, axes)
+    cells, notes, wrong = _cells(base, spec, methods, axes)
+    faults += wrong
+    if faults:
+        raise ConfigError(faults)
+    baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
+    return Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
+
+
+def _beside_the_base(base: Mapping[str, Any]) -> list[Fault]:
+    """Keys of an experiment that a comparison sets itself."""
+    faults = []
+    if "seed" in base:
+        faults.append(Fault("seed", "is set by compare.seeds", f"use compare.seeds = [{base['seed']}]"))
+    data = base.get("data")
+    if InMemory.kind in (data, data.get("source") if isinstance(data, Mapping) else None):
+        faults.append(Fault("data.source", "data from Python cannot be compared yet", "write it to an .npz file"))
+    return faults
+
+
+def _methods(entries: Sequence[Entry]) -> tuple[Method, ...]:
+    """The methods with their labels: as given, else the kind, with the settings where that alone is not enough."""
+    kinds = [entry.kind for entry in entries]
+    out = []
+    for entry in entries:
+        own = dict(entry.__pydantic_extra__ or {})
+        many = kinds.count(entry.kind) > 1 and own
+        label = f"{entry.kind} ({', '.join(f'{k}={_word(v)}' for k, v in own.items())})" if many else entry.kind
+        out.append(Method(entry.label or label, entry.kind, own))
+    return tuple(out)
+
+
+def _axes(grid: Mapping[str, list[Any]]) -> tuple[Axis, ...]:
+    out = []
+    for key, values in grid.items():
+        plain = [{k: x for k, x in v.items() if k != "label"} if isinstance(v, Mapping) else v for v in values]
+        labels = [
+            str(v.get("label") or _word(p)) if isinstance(v, Mapping) else _word(v)
+            for v, p in zip(values, plain, strict=True)
+        ]
+        out.append(Axis(key, tuple(plain), tuple(labels)))
+    return tuple(out)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(_word(v) if k in ("kind", "source") else f"{k}={_word(v)}" for k, v in value.items())
+    return json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+
+def _named(name: str, methods: Sequence[Method]) -> list[str]:
+    """The labels that a label or a kind stands for."""
+    return [m.label for m in methods if m.label == name] or [m.label for m in methods if m.kind == name]
+
+
+def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
+    labels = [m.label for m in methods]
+    known = {*labels, *(m.kind for m in methods)}
+    twice = [x for x in dict.fromkeys(labels) if labels.count(x) > 1]
+    faults = [Fault("compare.algorithms", f"'{x}' is there twice", "give each a label") for x in twice]
+    if len(set(spec.seeds)) < len(spec.seeds):
+        faults.append(Fault("compare.seeds", f"a seed is there twice (got {spec.seeds})"))
+    if spec.baseline and len(_named(spec.baseline, methods)) != 1:
+        faults.append(
+            Fault("compare.baseline", f"'{spec.baseline}' is not one of the methods", nearest(spec.baseline, known))
+        )
+    for axis in axes:
+        at = f"compare.grid.{axis.key}"
+        if not axis.values:
+            faults.append(Fault(at, "has no values"))
+        if len(set(axis.labels)) < len(axis.labels):
+            faults.append(Fault(at, f"two values have the same label (got {list(axis.labels)})"))
+        if axis.key in ("seed", "algorithm", "algorithm.kind", "name"):
+            faults.append(Fault(at, "cannot be an axis", "see compare.seeds and compare.algorithms"))
+    for number, paper in enumerate(spec.paper):
+        faults += _unmatched(paper, f"compare.paper.{number}", methods, axes)
+    return faults
+
+
+def _unmatched(paper: Paper, at: str, methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
+    faults = []
+    if not _named(paper.algorithm, methods):
+        names = [x for m in methods for x in (m.label, m.kind)]
+        faults.append(
+            Fault(f"{at}.algorithm", f"there is no method '{paper.algorithm}'", nearest(paper.algorithm, names))
+        )
+    keys = {axis.key: axis for axis in axes}
+    for key, value in paper.where.items():
+        if key not in keys:
+            faults.append(Fault(f"{at}.where.{key}", "is not an axis of the grid", nearest(key, keys)))
+        elif _word(value) not in keys[key].labels:
+            faults.append(
+                Fault(f"{at}.where.{key}", f"there is no '{_word(value)}'", nearest(_word(value), keys[key].labels))
+            )
+    return faults
+
+
+def _cells(
+    base: Mapping[str, Any], spec: Compare, methods: Sequence[Method], axes: Sequence[Axis]
+) -> tuple[list[Cell], list[str], list[Fault]]:
+    """Every cell, seed by seed, with notes and faults; a fault that many cells share is told once."""
+    shared = base.get("algorithm", {})
+    shared = {k: v for k, v in shared.items() if k != "kind"} if isinstance(shared, Mapping) else {}
+    notes: dict[str, None] = {}
+    faults: dict[Fault, list[str]] = {}
+    cells: list[Cell] = []
+    used: set[str] = set()
+    places = list(itertools.product(*(zip(a.labels, a.values, strict=True) for a in axes)))
+    for seed, place, method in itertools.product(spec.seeds, places, methods):
+        labels = tuple(label for label, _ in place)
+        chosen = {axis.key: value for axis, (_, value) in zip(axes, place, strict=True)}
+        common = shared | {k.removeprefix("algorithm."): v for k, v in chosen.items() if k.startswith("algorithm.")}
+        rest = {k: v for k, v in chosen.items() if not k.startswith("algorithm.")}
+        where = " · ".join([method.label, *labels])
+        try:
+            known = _known(method.kind)
+            used |= known & set(common)
+            table, said = assign(_fitting(base, method.kind), rest)
+            settings = {k: v for k, v in common.items() if k in known}
+            # A value of the grid goes before a method's own, and that before what all methods share.
+            grid = {k: v for k, v in settings.items() if f"algorithm.{k}" in chosen}
+            table |= {"algorithm": {"kind": method.kind, **settings, **method.settings, **grid}, "seed": seed}
+            # One thread, so that numbers do not depend on how many cells run side by side.
+            if isinstance(table.setdefault("engine", {}), Mapping):
+                table["engine"] = {"threads": 1, **table["engine"]}
+            config = parse(table, said)
+            pick_device(config.engine.device)
+        except ConfigError as error:
+            for fault in error.faults:
+                faults.setdefault(fault, []).append(where)
+            continue
+        notes |= dict.fromkeys(said)
+        cells.append(Cell(method, labels, seed, config, config_hash(config)[:16]))
+    keys = [*shared, *(a.key.removeprefix("algorithm.") for a in axes if a.key.startswith("algorithm."))]
+    unknown = [] if faults else [Fault(f"algorithm.{k}", "no method has this setting") for k in keys if k not in used]
+    everywhere = len(places) * len(methods)
+    return cells, list(notes), [*unknown, *(_placed(f, list(dict.fromkeys(w)), everywhere) for f, w in faults.items())]
+
+
+def _placed(fault: Fault, where: list[str], everywhere: int) -> Fault:
+    if len(where) == everywhere:
+        return fault
+    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+    return fault._replace(what=f"{fault.what} [in {'; '.join(where[:3])}{more}]")
+
+
+def _known(kind: str) -> set[str]:
+    return {field.alias or name for name, field in find_algorithm(kind, "compare.algorithms").model_fields.items()}
+
+
+def _fitting(base: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The base without sections that are not for this method: networks have no cohort, servers no topology."""
+    network = find_algorithm(kind, "compare.algorithms").family == "gossip"
+    return {k: v for k, v in base.items() if k not in ("algorithm", "cohort" if network else "topology")}
+
+
+# -- running the cells -----------------------------------------------------------------------------
+class Standing(NamedTuple):
+    """How far a comparison is."""
+
+    done: int
+    cells: int
+    reused: int
+    running: tuple[tuple[str, int, int], ...]  # name, round and rounds of each cell at work
+    seconds_left: float | None
+    ended: str = ""  # the cell that has just ended, and how
+
+
+class Watcher(Protocol):
+    """Somebody who watches a comparison; it never prints itself."""
+
+    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+
+    def moved(self, standing: Standing) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class Silence:
+    """A watcher that says nothing."""
+
+    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+
+    def moved(self, standing: Standing) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class InterruptedComparison(KeyboardInterrupt):
+    """A comparison that was asked to stop; its cells were saved."""
+
+    def __init__(self, folder: Path, done: int, cells: int) -> None:
+        super().__init__(f"stopped with {done} of {cells} cells done")
+        self.folder, self.done, self.cells = folder, done, cells
+
+
+class Comparison(NamedTuple):
+    """A finished comparison."""
+
+    folder: Path
+    question: Question
+    rows: list[Row]
+    results: list[Result]
+    failures: dict[str, str]  # by the cell's name
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of the table; the same whenever the comparison is repeated."""
+        q = self.question
+        return {
+            "metric": q.metric,
+            "baseline": q.baseline,
+            "seeds": list(q.seeds),
+            "target": q.target,
+            "cells": len(self.results),
+            "diverged": sum(r.state == "diverged" for r in self.results),
+            "failed": sum(r.state == "failed" for r in self.results),
+            "table": [report.as_dict(q, row) for row in self.rows],
+            "notes": report.notes(q, self.rows),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``fedloom compare --json`` prints."""
+        return {"folder": str(self.folder), **self.summary(), "failures": self.failures}
+
+
+def run(
+    table: Mapping[str, Any] | Plan,
+    out: str | Path | None = None,
+    *,
+    data_root: str | Path | None = None,
+    jobs: int | None = None,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Run what is missing of a comparison in the folder ``out``, and write its tables and curves there.
+
+    ``table`` is an experiment with a ``compare`` table beside its other sections.
+    """
+    planned = table if isinstance(table, Plan) else plan(table)
+    folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
+    root = Path(data_root) if data_root is not None else default_root()
+    with _storage(folder), _held(folder):
+        record.write_text(folder / "compare.toml", planned.as_toml())
+        failures = _run_missing(planned, folder, root, jobs, watcher or Silence())
+        return _write(planned, folder, failures)
+
+
+@contextmanager
+def _storage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"writing below {folder} failed: {error.strerror or error}") from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder, made where it is not there, for this process alone."""
+    if folder.exists() and (not folder.is_dir() or not _is_ours(folder)):
+        raise ConfigError([Fault("--out", f"{folder} already exists and is not of a comparison", "choose another")])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError([Fault("--out", f"another process is using {folder}")]) from error
+        yield
+
+
+def _is_ours(folder: Path) -> bool:
+    inside = {p.name for p in folder.iterdir()}
+    return "compare.toml" in inside or inside <= {".lock", "compare.toml.part"}
+
+
+def _state(folder: Path) -> str:
+    """How a cell stands: done, diverged, or neither."""
+    return next((s for s, f in (("done", "summary.json"), ("diverged", "diverged.json")) if (folder / f).is_file()), "")
+
+
+def default_jobs(configs: Iterable[Config]) -> int:
+    """How many cells run side by side: one on a GPU, else as many as cores and memory allow."""
+    used = list(configs)
+    if any(pick_device(c.engine.device).type == "cuda" for c in used):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max((c.engine.threads or 1 for c in used), default=1)
+    return max(1, min(cores // threads, int(_free_memory() // _WORKER_MEMORY)))
+
+
+def _free_memory() -> float:
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024.0 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return float("inf")
+
+
+def _run_missing(planned: Plan, folder: Path, root: Path, jobs: int | None, watcher: Watcher) -> dict[str, str]:
+    """Run every cell that has not ended yet; what failed, by name."""
+    by_hash = {cell.hash: cell for cell in reversed(planned.cells)}  # two labels may stand for one config
+    missing = [c for c in planned.cells if by_hash[c.hash] is c and not _state(_home(folder, c))]
+    jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
+    crew = Crew(folder, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
+    watcher.started(planned, folder, jobs, crew.standing())
+    return crew.work(jobs) if missing else {}
+
+
+def _home(folder: Path, cell: Cell) -> Path:
+    return folder / "cells" / cell.hash
+
+
+class Worker:
+    """A process that runs one cell after another; when this process ends, however rudely, so does it."""
+
+    def __init__(self, events: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]], threads: int) -> None:
+        count = str(threads)
+        env = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  read if the process dies
+        # Its own session: Ctrl-C on the terminal reaches the parent alone, which asks each worker once.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom.compare"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=env,
+            start_new_session=True,
+        )
+        self.cell: Cell | None = None
+        self.round = 0
+        self._thread = threading.Thread(target=self._listen, args=(events,), daemon=True)
+        self._thread.start()
+
+    def _listen(self, events: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            events.put((self, json.loads(line)))
+        events.put((self, None))
+
+    def give(self, cell: Cell, folder: Path, root: Path) -> None:
+        self.cell, self.round = cell, 0
+        job = {"config": as_table(cell.config), "folder": str(folder), "root": str(root)}
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # a dead worker is reported by its listener
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def epitaph(self) -> str:
+        """Why a dead worker died, as far as it said."""
+        code = self._process.wait()
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+        killed = "killed, perhaps for want of memory: try fewer --jobs" if code == -9 else f"ended with code {code}"
+        return ": ".join([f"its process was {killed}" if code == -9 else f"its process {killed}", *last])
+
+    def ask_to_stop(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process now."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+class Crew:
+    """Workers that go through a list of cells side by side."""
+
+    def __init__(self, folder: Path, root: Path, cells: Sequence[Cell], *, done: int, watcher: Watcher) -> None:
+        self._folder, self._root, self._watcher = folder, root, watcher
+        self._waiting = deque(cells)
+        self._reused, self._done, self._all = done, done, done + len(cells)
+        self._rounds_left = sum(c.config.basics.rounds for c in cells)
+        self._rounds_done, self._began = 0, time.perf_counter()
+        self._events: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._workers: list[Worker] = []
+        self._failures: dict[str, str] = {}
+
+    def standing(self, ended: str = "") -> Standing:
+        busy = [(w.cell.name, w.round, w.cell.config.basics.rounds) for w in self._workers if w.cell is not None]
+        spent = time.perf_counter() - self._began
+        left = self._rounds_left * spent / self._rounds_done if self._rounds_done else None
+        return Standing(self._done, self._all, self._reused, tuple(busy), left, ended)
+
+    def work(self, jobs: int) -> dict[str, str]:
+        """Until no cell is left; what failed, by name."""
+        try:
+            for _ in range(jobs):
+                self._hire()
+            while any(w.cell is not None for w in self._workers):
+                self._hear(*self._events.get())
+        except KeyboardInterrupt as stop:
+            self._stop()
+            raise InterruptedComparison(self._folder, self._done, self._all) from stop
+        finally:
+            for worker in self._workers:
+                worker.close()
+        return self._failures
+
+    def _hire(self) -> None:
+        cell = self._waiting.popleft() if self._waiting else None
+        if cell is not None:
+            worker = Worker(self._events, cell.config.engine.threads or 1)
+            self._workers.append(worker)
+            worker.give(cell, _home(self._folder, cell), self._root)
+
+    def _hear(self, worker: Worker, message: dict[str, Any] | None) -> None:
+        cell = worker.cell
+        if cell is None:
+            return
+        if message is None:
+            self._workers.remove(worker)
+            self._ended(worker, "failed", worker.epitaph())
+            worker.close()
+            self._hire()
+        elif "round" in message:
+            step = message["round"] - worker.round
+            worker.round = message["round"]
+            self._rounds_left -= step
+            self._rounds_done += 0 if message.get("resumed") else step
+            self._watcher.moved(self.standing())
+        else:
+            self._ended(worker, message["state"], message.get("message", ""))
+            if self._waiting:
+                following = self._waiting.popleft()
+                worker.give(following, _home(self._folder, following), self._root)
+
+    def _ended(self, worker: Worker, state: str, message: str) -> None:
+        assert worker.cell is not None
+        cell, worker.cell = worker.cell, None
+        self._rounds_left -= cell.config.basics.rounds - worker.round
+        self._done += 1
+        if state == "failed":
+            self._failures[cell.name] = message
+        self._watcher.moved(self.standing(f"{cell.name}: {state}" + (f" ({message})" if message else "")))
+
+    def _stop(self) -> None:
+        """Let every worker finish its round and save; a second Ctrl-C does not wait for it."""
+        self._watcher.stopping()
+        for worker in self._workers:
+            worker.ask_to_stop()
+        with suppress(KeyboardInterrupt):
+            for worker in self._workers:
+                worker.wait()
+
+
+# -- in a worker -----------------------------------------------------------------------------------
+class Teller(api.Silence):
+    """Tells the parent about rounds, a few times a second."""
+
+    def __init__(self, answers: IO[str]) -> None:
+        self._answers, self._told = answers, 0.0
+
+    def started(self, prepared: Any, folder: Path | None, done: int) -> None:  # noqa: ARG002
+        self.tell({"round": done, "resumed": True})
+
+    def advanced(self, progress: api.Progress) -> None:
+        now = time.perf_counter()
+        if now - self._told > 0.2:
+            self._told = now
+            self.tell({"round": progress.round})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+def work() -> None:
+    """Run the cells that come in as lines of stdin, and answer on stdout, until the parent is gone."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a user's algorithm prints must not get among the answers
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    teller = Teller(answers)
+    while True:
+        teller.tell(_outcome(jobs.get(), teller))
+
+
+def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    os._exit(1)  # every state on disk can be resumed, so there is nothing to wait for
+
+
+def _outcome(job: dict[str, Any], teller: Teller) -> dict[str, Any]:
+    folder, root = Path(job["folder"]), Path(job["root"])
+    try:
+        if (folder / "config.toml").is_file():
+            api.resume(folder, data_root=root, listener=teller)
+        else:
+            api.start(parse(job["config"]), out=folder, root=root, listener=teller)
+    except api.InterruptedRun:
+        os._exit(130)
+    except DivergedError as error:
+        record.write_text(folder / "diverged.json", json.dumps({"message": str(error)}) + "\n")
+        return {"state": "diverged", "message": str(error)}
+    except FedloomError as error:
+        return {"state": "failed", "message": str(error)}
+    except Exception as error:  # one broken cell must not stop the others
+        return {"state": "failed", "message": f"{type(error).__name__}: {error}"}
+    return {"state": "done"}
+
+
+# -- from cells to tables --------------------------------------------------------------------------
+def _write(planned: Plan, folder: Path, failures: dict[str, str]) -> Comparison:
+    results = [_result(cell, _home(folder, cell)) for cell in planned.cells]
+    question = _question(planned, results)
+    rows = report.rows(question, results)
+    comparison = Comparison(folder, question, rows, results, failures)
+    texts = {
+        "table.csv": report.table_csv(question, rows),
+        "table.md": report.markdown(question, rows),
+        "table.tex": report.latex(question, rows),
+        "cells.csv": report.cells_csv(question, results),
+        "summary.json": json.dumps(comparison.summary(), indent=1) + "\n",
+    }
+    for name in ("curves.png", "curves.svg"):
+        report.draw(question, results, folder / name)
+    for name, text in texts.items():
+        record.write_text(folder / name, text)
+    return comparison
+
+
+def _result(cell: Cell, home: Path) -> Result:
+    state = _state(home) or "failed"
+    records = record.read_metrics(home) if (home / "metrics.jsonl").is_file() else []
+    described = home / "partition.json"
+    partition = json.loads(described.read_text())["sha256"] if described.is_file() else ""
+    return Result(cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash, state, records, partition)
+
+
+def _question(planned: Plan, results: Sequence[Result]) -> Question:
+    labels = tuple(m.label for m in planned.methods)
+    metrics = report.choose_metrics(planned.spec.metric, labels, results)
+    recorded = dict.fromkeys(name for r in results for line in r.records for name in line)
+    wanted = planned.spec.metric
+    if wanted and recorded and wanted not in recorded:
+        raise ConfigError([Fault("compare.metric", f"no method recorded '{wanted}'", nearest(wanted, recorded))])
+    share = report.is_share(metrics[planned.baseline])
+    target = planned.spec.target
+    return Question(
+        axes=tuple(axis.key for axis in planned.axes),
+        places=planned.places,
+        methods=labels,
+        seeds=tuple(planned.spec.seeds),
+        baseline=planned.baseline,
+        metrics=metrics,
+        target=_unit(target, share) if target is not None else None,
+        paper=_paper(planned, share),
+    )
+
+
+def _unit(value: float, share: bool) -> float:
+    """An accuracy above 1.5 is meant in percent."""
+    return value / 100 if share and value > 1.5 else value
+
+
+def _paper(planned: Plan, share: bool) -> dict[tuple[Place, str], float]:
+    out = {}
+    keys = [axis.key for axis in planned.axes]
+    for paper in planned.spec.paper:
+        wanted = {k: _word(v) for k, v in paper.where.items()}
+        for place, label in itertools.product(planned.places, _named(paper.algorithm, planned.methods)):
+            if wanted.items() <= dict(zip(keys, place, strict=True)).items():
+                out[place, label] = _unit(paper.value, share)
+    return out
+
+
+if __name__ == "__main__":
+    work()

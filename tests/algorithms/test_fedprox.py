@@ -1,0 +1,311 @@
+"""FedProx against its proximal problem, solved another way; and the quadratic clients that its neighbours use too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.algorithm import Carry, Inbox, Model, Update, Work
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedprox import FedProx
+from fedloom.config import parse
+from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.store import RamStore
+from fedloom.errors import ConfigError
+from fedloom.optim import sgd
+from fedloom.task import Batch
+from terminal import Quick
+
+
+# -- quadratic clients -----------------------------------------------------------------------------
+class Bowl(NamedTuple):
+    """A client whose loss is 1/2 (w - b)' A (w - b)."""
+
+    A: Tensor  # [P, P]
+    b: Tensor  # [P]
+    n: float = 1.0  # examples
+
+    @property
+    def batch(self) -> Batch:
+        zero = torch.zeros((), dtype=torch.float64)
+        return Batch(self.A, self.b, torch.ones(1).double(), zero.long(), zero, zero, torch.zeros(0))
+
+    def loss(self, w: Tensor) -> Tensor:
+        return 0.5 * (w - self.b) @ self.A @ (w - self.b)
+
+    def gradient(self, w: Tensor) -> Tensor:
+        return self.A @ (w - self.b)
+
+    def prox(self, w: Tensor, mu: float) -> Tensor:
+        """argmin_v loss(v) + mu/2 ||v - w||^2"""
+        return torch.linalg.solve(self.A + mu * torch.eye(len(w)).double(), self.A @ self.b + mu * w)
+
+
+class Quadratic:
+    """The task of such clients; a batch is the client itself, A as inputs and b as labels."""
+
+    def loss(self, w: Tensor, batch: Batch) -> Tensor:
+        return Bowl(batch.x, batch.y).loss(w)
+
+    def grad(self, w: Tensor, batch: Batch) -> Tensor:
+        return Bowl(batch.x, batch.y).gradient(w)
+
+    def differentiate(self, f: Callable[[Any], Tensor], x: Any) -> Any:
+        return torch.func.grad(f)(x)
+
+
+def vec(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def bowls(count: int, size: int = 3, seed: int = 0) -> list[Bowl]:
+    """Clients that disagree about where the bottom is and how steep the sides are (curvatures within 0.3 and 3)."""
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        Q = torch.linalg.qr(torch.randn(size, size, generator=g).double())[0]
+        scale = 0.3 + 2.7 * torch.rand(size, generator=g).double()
+        found.append(Bowl(Q @ torch.diag(scale) @ Q.T, 2 * torch.randn(size, generator=g).double()))
+    return found
+
+
+def optimum(clients: Sequence[Bowl]) -> Tensor:
+    """Where the sum of the losses is least."""
+    return torch.linalg.solve(sum(c.A for c in clients), sum(c.A @ c.b for c in clients))
+
+
+def work(*, steps: float = 1, examples: float = 1, lr: float = 0.1, survey: Any = ()) -> Work:
+    return Work(vec(steps)[0], vec(examples)[0], vec(lr)[0], vec(0)[0], survey)
+
+
+def visit(alg: Any, client: Bowl, down: Any, mine: Any, steps: int, lr: float) -> tuple[Any, Any, Tensor]:
+    """What a client uploads, keeps and counts after ``steps`` full-batch steps."""
+    batch = client.batch._replace(lr=vec(lr)[0])
+    x = alg.start(down, mine)
+    at = Carry(x, alg.optimizer.init(x))
+    for _ in range(steps):
+        at = alg.step(at, batch, down, mine)
+    survey = tree.tmap(lambda s: s * client.n, alg.survey(batch, down, mine)) if alg.surveys else ()
+    done = work(steps=steps, examples=client.n, lr=lr, survey=survey)
+    upload, kept = alg.finish(at.x, down, mine, done)
+    return upload, kept, alg.weight(upload, done)
+
+
+def hear(uploads: Any, weights: Tensor, population: int = 0, examples: float = 1.0) -> Inbox[Any]:
+    """What a server is given of these stacked uploads, each drawn once."""
+    total = tree.tmap(lambda u: torch.tensordot(weights, u.double(), dims=1), uploads)
+    counts = (vec(x)[0] for x in (len(weights), population or len(weights), examples))
+    return Inbox(total, weights.sum(), *counts, uploads, weights)
+
+
+class Played(NamedTuple):
+    server: Any
+    kept: dict[int, Any]
+    path: list[Tensor]  # the server's model before the first round and after each
+
+
+def play(
+    alg: Any,
+    clients: Sequence[Bowl],
+    rounds: int,
+    *,
+    steps: int | Sequence[int] = 1,
+    lr: float = 0.1,
+    w: Tensor | None = None,
+    cohort: Callable[[int], Sequence[int]] | None = None,
+) -> Played:
+    """Rounds of the algorithm on quadratic clients in float64."""
+    alg = alg.bind(Quadratic(), sgd())
+    steps = [steps] * len(clients) if isinstance(steps, int) else steps
+    server = alg.init(torch.zeros_like(clients[0].b) if w is None else w)
+    kept: dict[int, Any] = {}
+    path = [server.w]
+    for t in range(rounds):
+        who = range(len(clients)) if cohort is None else cohort(t)
+        down = alg.send(server)
+        found = [visit(alg, clients[k], down, kept.get(k, alg.join(down)), steps[k], lr) for k in who]
+        kept |= dict(zip(who, [state for _, state, _ in found], strict=True))
+        uploads, weights = tree.stack([(upload, weight) for upload, _, weight in found])
+        server = alg.update(server, hear(uploads, weights, len(clients), sum(c.n for c in clients)))
+        path.append(server.w)
+    return Played(server, kept, path)
+
+
+# -- the engine -------------------------------------------------------------------------------------
+def after(exp: Experiment, rounds: int = 1) -> Any:
+    """The server's state after some rounds."""
+    state, store = begin(exp), RamStore(exp.federation.clients)
+    for _ in range(rounds):
+        state, _ = advance(exp, state, store)
+    return state.server
+
+
+RAGGED = {"batch": 3, "lr": 0.2, "epochs": 2}  # of 4, 12 and 7 examples: 4, 8 and 6 steps
+
+
+# -- FedProx ------------------------------------------------------------------------------------------
+def test_hand_worked_numbers() -> None:
+    # f = 1/2 (v - 2)^2 from w = 0 with lr 1/2 and mu = 2; the second coordinate is at its optimum already
+    # step 1: g = 0 - 2, no pull yet    -> v = 1
+    # step 2: g = (1 - 2) + 2 (1 - 0)   -> v = 1 - 1/2 = 1/2
+    # step 3: g = (1/2 - 2) + 2 (1/2)   -> v = 1/2 + 1/4 = 3/4
+    found = play(FedProx(mu=2), [Bowl(torch.eye(2).double(), vec(2, 0))], 1, steps=3, lr=0.5)
+    assert found.server.w.tolist() == [0.75, 0.0]
+
+
+def test_p1_mu_0_is_fedavg_bit_for_bit(world) -> None:
+    ours = after(world(algorithm={"kind": "fedprox", "mu": 0.0}, local=RAGGED), 3)
+    assert torch.equal(ours.w, after(world(local=RAGGED), 3).w)
+
+
+@pytest.mark.parametrize("mu", [0.1, 7.0])
+def test_p2_one_step_is_fedavg_whatever_mu(world, mu) -> None:
+    ours = after(world(algorithm={"kind": "fedprox", "mu": mu}), 3)
+    assert torch.equal(ours.w, after(world(), 3).w)
+
+
+def test_more_than_one_step_is_not(world) -> None:
+    ours = after(world(algorithm={"kind": "fedprox", "mu": 0.5}, local=RAGGED))
+    assert not torch.allclose(ours.w, after(world(local=RAGGED)).w, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mu", [0.1, 1.0, 10.0])
+def test_p3_many_small_steps_reach_the_proximal_point(mu) -> None:
+    client, w = bowls(1)[0], vec(1, -2, 0.5)
+    found = play(FedProx(mu=mu), [client], 1, steps=1500, lr=0.05, w=w)
+    torch.testing.assert_close(found.server.w, client.prox(w, mu), rtol=1e-10, atol=1e-10)
+
+
+def test_p4_the_larger_mu_the_shorter_the_way() -> None:
+    client, w = bowls(1, seed=3)[0], vec(1, -2, 0.5)
+    moves = [
+        float((play(FedProx(mu=mu), [client], 1, steps=800, lr=0.05, w=w).server.w - w).norm())
+        for mu in (0, 0.01, 0.1, 1, 5, 20)
+    ]
+    assert moves == sorted(moves, reverse=True)
+    assert moves[-1] < 0.2 * moves[0]
+
+
+def test_p5_the_hook_is_the_gradient_of_the_loss_with_the_proximal_term(world) -> None:
+    exp = world(algorithm={"kind": "fedprox", "mu": 0.7}, model={"kind": "mlp", "widths": [5]})
+    x, y = exp.federation.examples(torch.arange(9))
+    zero = torch.zeros(())
+    batch = Batch(x, y, torch.ones(9), zero.long(), zero, zero, exp.task.buffers0)
+    w = exp.task.w0
+    v = (w + 0.1 * torch.randn(w.shape, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    (exp.task.loss(v, batch) + 0.35 * (v - w).square().sum()).backward()
+    torch.testing.assert_close(exp.algorithm.gradient(v.detach(), batch, Model(w), ()), v.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_p6_gamma_and_the_bound_on_the_way() -> None:
+    """gamma = ||grad F_k(w_k) + mu (w_k - w)|| / ||grad F_k(w)||; the way is at most (1 + gamma) ||grad F_k(w)|| / mu."""
+    client, w, mu = bowls(1, seed=2)[0], vec(1, -2, 0.5), 1.0
+    start = client.gradient(w).norm()
+    gammas = []
+    for steps in (0, 1, 5, 20, 400):
+        v = play(FedProx(mu=mu), [client], 1, steps=steps, lr=0.1, w=w).server.w
+        gammas.append(float((client.gradient(v) + mu * (v - w)).norm() / start))
+        assert (v - w).norm() <= (1 + gammas[-1]) * start / mu + 1e-12
+    assert gammas[0] == pytest.approx(1)  # no work done
+    assert gammas == sorted(gammas, reverse=True)
+    assert gammas[-1] <= 1e-6
+
+
+def test_rounds_of_exact_proximal_steps_settle_where_they_balance() -> None:
+    """At the fixed point sum_k (prox_k(w) - w) = 0, a linear system; the larger mu, the nearer the optimum."""
+    clients, bias = bowls(4), {}
+    for mu, rounds in ((0.5, 60), (5.0, 160)):
+        shrink = [torch.linalg.solve(c.A + mu * torch.eye(3).double(), c.A) for c in clients]
+        fixed = torch.linalg.solve(sum(shrink), sum(s @ c.b for s, c in zip(shrink, clients, strict=True)))
+        found = play(FedProx(mu=mu), clients, rounds, steps=60, lr=0.12).server.w
+        torch.testing.assert_close(found, fixed, rtol=1e-3, atol=1e-3)
+        bias[mu] = (found - optimum(clients)).norm()
+    assert 0.1 < bias[5.0] < bias[0.5] / 2
+
+
+def test_unequal_work_and_unequal_data() -> None:
+    # lr 1/2 on 1/2 (v - b)^2 halves the distance to b (mu = 0); mu = 1 adds a pull from the second step on
+    # client 1, b = 8, 1 step:  0 -> 4                                                     counts 1
+    # client 2, b = 4, 2 steps: 0 -> 2 -> 2 - 1/2 ((2 - 4) + 1 * 2) = 2                    counts 3
+    clients = [Bowl(torch.eye(1).double(), vec(8), 1), Bowl(torch.eye(1).double(), vec(4), 3)]
+    assert play(FedProx(mu=1), clients, 1, steps=[1, 2], lr=0.5).server.w.item() == (4 + 3 * 2) / 4
+    assert play(FedProx(mu=1, weighting="uniform"), clients, 1, steps=[1, 2], lr=0.5).server.w.item() == 3
+
+
+def test_the_server_is_fedavgs() -> None:
+    heard = Inbox(Update(vec(1, 6)), vec(4)[0], vec(2)[0], vec(5)[0], vec(40)[0])
+    for weighting in ("samples", "samples_com", "samples_scaled"):
+        ours = FedProx(server_lr=0.5, weighting=weighting).update(Model(vec(10, 10)), heard)
+        assert torch.equal(ours.w, FedAvg(server_lr=0.5, weighting=weighting).update(Model(vec(10, 10)), heard).w)
+
+
+def test_presets_say_who_is_drawn_and_how_they_count() -> None:
+    code, paper = (parse({"algorithm": {"kind": "fedprox", "preset": p}}) for p in ("code", "paper"))
+    assert (code.cohort.sampling, code.algorithm.weighting) == ("uniform", "samples")
+    assert (paper.cohort.sampling, paper.algorithm.weighting) == ("proportional", "uniform")
+    own = parse({"algorithm": {"kind": "fedprox", "preset": "paper"}, "cohort": {"sampling": "uniform"}})
+    assert (own.cohort.sampling, own.algorithm.weighting) == ("uniform", "uniform")
+
+
+def test_mu_is_not_negative() -> None:
+    with pytest.raises(ConfigError, match="mu"):
+        parse({"algorithm": {"kind": "fedprox", "mu": -0.1}})
+
+
+# -- all seven ----------------------------------------------------------------------------------------
+SEVEN = ("fedprox", "relaxation", "scaffold", "moon", "qfedavg", "fedmgda", "fedalr")
+
+
+@pytest.mark.parametrize("kind", SEVEN)
+def test_a_client_without_data_is_as_good_as_absent(world, kind) -> None:
+    exp = world(algorithm={"kind": kind})
+    train = exp.federation.train
+    start = torch.tensor([0, 0, 4, 16, 23])  # client 0 has nothing, the others are shifted by one
+    fed = exp.federation._replace(train=train._replace(start=start), test=train._replace(start=start))
+    torch.testing.assert_close(after(dataclasses.replace(exp, federation=fed)).w, after(exp).w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SEVEN)
+def test_a_model_costs_its_bytes_once_each_way(world, kind) -> None:
+    """Except for SCAFFOLD's control variates, twice each way, and q-FedAvg's one number more up."""
+    exp = world(algorithm={"kind": kind})
+    state, _ = advance(exp, begin(exp), RamStore(3))
+    once = 3 * 4 * exp.task.size
+    more = {"scaffold": (once, once), "qfedavg": (3 * 4, 0)}.get(kind, (0, 0))
+    assert (state.up, state.down) == (once + more[0], once + more[1])
+
+
+@pytest.mark.slow
+def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
+    quick = Quick()
+    small = ("rounds=3", "partition.clients=6", "cohort.size=3", "model.kind=mlp", "model.widths=[8]", "local.epochs=2")
+
+    def metrics(name: str, *settings: str) -> bytes:
+        done = quick("run", *small, *settings, "--out", name, cwd=tmp_path)
+        assert done.code == 0, done.err
+        return (tmp_path / name / "metrics.jsonl").read_bytes()
+
+    def without_costs(text: bytes) -> list[dict[str, float]]:
+        records = [json.loads(line) for line in text.splitlines()]
+        return [{k: v for k, v in r.items() if not k.startswith(("bytes/up", "time/"))} for r in records]
+
+    try:
+        plain = metrics("a")
+        assert metrics("b", "algorithm.kind=fedprox", "algorithm.mu=0") == plain
+        assert metrics("c", "algorithm.kind=relaxation", "algorithm.alpha=0", "algorithm.mu=0") == plain
+        assert metrics("d", "algorithm.kind=moon", "algorithm.mu=0") == plain
+        uniform = metrics("e", "algorithm.weighting=uniform")
+        fair = metrics("f", "algorithm.kind=qfedavg", "algorithm.q=0")
+        assert without_costs(fair) == without_costs(uniform)  # it sends one number more
+        assert len(fair.splitlines()) == 4
+        assert uniform != plain
+    finally:
+        quick.close()
