@@ -122,7 +122,7 @@ def configuration() -> str:
         "\n## topology\n",
         "Who hears whom in a network without a server; weights are Metropolis weights.\n",
         _chosen("topology", "kind", Topology, topologies, default="ring"),
-        *_sections(*(name for name in config._PLAIN if name not in ("local", "cohort"))),
+        *_sections(*(name for name in config.SECTIONS if name not in ("local", "cohort"))),
         "\n" + OWN,
     ]
     return "\n".join(parts)
@@ -132,7 +132,7 @@ def _sections(*names: str) -> list[str]:
     """Sections that are not chosen by name."""
     found = []
     for name in names:
-        cls = config._PLAIN[name]
+        cls = config.SECTIONS[name]
         found += [f"\n## {name}\n", _markdown(cls.__doc__ or "") + "\n", _table(name, cls)]
     return found
 

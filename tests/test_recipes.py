@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fedloom
+from fedloom.api import start
+from fedloom.compare import plan
 from fedloom.config import parse
 from fedloom.data.sources import from_arrays
 from fedloom.experiment import prepare, share
@@ -188,12 +189,26 @@ def test_a_small_relaxation_recipe_runs(name: str) -> None:
     small = applied(small, "data", base["data"] | {"devices": 4, "sizes": "pareto"})
     last = {}
     for entry in compare["algorithms"]:
-        settings = applied(small, "algorithm", entry)
-        algorithm = settings.pop("algorithm")
-        kind = algorithm if isinstance(algorithm, str) else algorithm.pop("kind")
-        if not isinstance(algorithm, str):
-            settings["algorithm"] = algorithm
-        history = fedloom.run(kind, **settings)
+        history = start(parse(applied(small, "algorithm", entry)), out=None, root=Path("unused"))
         last[label(entry)] = float(history.metrics[compare["metric"]][-1])
     assert all(np.isfinite(value) for value in last.values())
     assert len(set(last.values())) > 1  # the methods differ
+
+
+@pytest.mark.parametrize("path", COMPARED, ids=named)
+def test_compare_plans_the_same_cells(path: Path) -> None:
+    base, compare = split(path)
+    planned = plan(base | {"compare": compare})
+    assert not planned.notes
+    assert len(planned.cells) == len(compare["seeds"]) * sum(1 for _ in cells(base, compare))
+    assert {cell.config.algorithm for cell in planned.cells} == {parse(c).algorithm for c in cells(base, compare)}
+
+
+def test_figures_and_tables_share_their_runs() -> None:
+    def hashes(name: str) -> set[str]:
+        base, compare = split(ROOT / f"{name}.toml")
+        return {cell.hash for cell in plan(base | {"compare": compare}).cells}
+
+    assert hashes("fedalr/figure2_curves") <= hashes("fedalr/table1_cifar10") | hashes("fedalr/table1_cifar100")
+    assert hashes("fedalr/table2_settings") <= hashes("fedalr/figure3_settings")
+    assert hashes("relaxation/figure1_loss") == hashes("relaxation/figure2_accuracy")

@@ -123,6 +123,11 @@ class Algorithm(Spec, Generic[S, C, U]):
         return self._optimizer
 
     @property
+    def weighs_examples(self) -> bool:
+        """Whether clients with more data count for more in the mean."""
+        return True
+
+    @property
     def surveys(self) -> bool:
         """Whether a client first looks at all of its data once, by ``survey``."""
         return False
@@ -153,6 +158,10 @@ class Algorithm(Spec, Generic[S, C, U]):
     def update(self, server: S, inbox: Inbox[U]) -> S:
         """The state after the round."""
         raise NotImplementedError
+
+    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+        """The running statistics after the round, from those before it and the clients' mean."""
+        return mean
 
     def told(self, before: S, inbox: Inbox[U], after: S) -> dict[str, Tensor]:
         """What the server can tell of a round beside its result, for diagnosis."""

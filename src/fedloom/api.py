@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +73,7 @@ class InterruptedRun(KeyboardInterrupt):
 
 
 def run(
-    algorithm: str | AnyAlgorithm | type[AnyAlgorithm] = "fedavg",
+    algorithm: str | Mapping[str, Any] | AnyAlgorithm | type[AnyAlgorithm] = "fedavg",
     *,
     data: Any = "digits",
     out: str | Path | None = None,
@@ -83,25 +83,17 @@ def run(
 ) -> History:
     """Run one experiment and return its history.
 
+    ``algorithm`` is a name, a table such as ``{"kind": "fedprox", "mu": 0.1}``, or an Algorithm.
     ``data`` is the name of a source, a path, a table of settings, ``(x, y)`` arrays, ``Arrays`` or a
     torch Dataset. Other keywords are the sections and keys of an experiment file: ``rounds=20``,
     ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless ``out`` names a folder.
     """
     table: dict[str, Any] = dict(settings)
-    arrays = _as_arrays(data)
-    table["data"] = data if arrays is None else {"source": InMemory.kind}
-    own = None
-    if isinstance(algorithm, str):
-        table["algorithm"] = algorithm if "algorithm" not in table else {"kind": algorithm, **table["algorithm"]}
-    else:
-        own = algorithm if not isinstance(algorithm, type) else algorithm()
-        table["algorithm"] = {"kind": _reference(own), **own.model_dump(mode="json", exclude_none=True)}
-    config = parse(table)
-    if own is not None:
-        config = config._replace(algorithm=own)
-    return start(
-        config, out=Path(out) if out is not None else None, root=_root(data_root), arrays=arrays, listener=listener
-    )
+    table["data"] = {"source": InMemory.kind} if _is_handed_over(data) else data
+    table["algorithm"] = algorithm() if isinstance(algorithm, type) else algorithm
+    config, folder = parse(table), Path(out) if out is not None else None
+    arrays = _as_arrays(data, config.basics.seed)
+    return start(config, out=folder, root=_root(data_root), arrays=arrays, listener=listener)
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
@@ -150,11 +142,10 @@ def resume(
         if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
             raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
         table["rounds"] = rounds
-    arrays = _as_arrays(data)
-    if arrays is None and table.get("data", {}).get("source") == InMemory.kind:
+    if not _is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
     config = parse(table)
-    prepared = prepare(config, _root(data_root), arrays)
+    prepared = prepare(config, _root(data_root), _as_arrays(data, config.basics.seed))
     laid_out = (path / "partition.json").is_file()
     if laid_out:
         _same_data(path, prepared)
@@ -334,21 +325,15 @@ def _same_data(path: Path, prepared: Prepared) -> None:
             raise CheckpointError(f"{path}: {what} is not what this run began with ({old[:12]}, now {new[:12]})")
 
 
-def _as_arrays(data: Any) -> Arrays | None:
-    if isinstance(data, Arrays):
-        return data
-    if isinstance(data, Dataset):
-        return from_torch(data)
-    if isinstance(data, tuple) and len(data) == 2:
-        return from_arrays(*data)
-    return None
+def _is_handed_over(data: Any) -> bool:
+    """Whether ``data`` is the data itself, and not where to find it."""
+    return isinstance(data, Arrays | Dataset) or (isinstance(data, tuple) and len(data) == 2)
 
 
-def _reference(algorithm: AnyAlgorithm) -> str:
-    """The name by which a config can find this object's class again."""
-    cls = type(algorithm)
-    package, _, name = cls.__module__.rpartition(".")
-    return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__name__}"
+def _as_arrays(data: Any, seed: int) -> Arrays | None:
+    if isinstance(data, Arrays) or not _is_handed_over(data):
+        return data if isinstance(data, Arrays) else None
+    return from_torch(data, seed=seed) if isinstance(data, Dataset) else from_arrays(*data, seed=seed)
 
 
 def _root(data_root: str | Path | None) -> Path:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
@@ -57,6 +58,11 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         os._exit(0)
+    except Exception:
+        traceback.print_exc()
+        print("\nthis is a fault of the program, or of code of yours that it ran;", file=sys.stderr)
+        print("for an algorithm of yours, `fedloom check FILE.py` says which law it breaks", file=sys.stderr)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -184,7 +190,7 @@ def partition(
     experiment = api.load_config(*_file_and_overrides(words))
     shared = share(experiment, data_root or default_root())
     described = shared.described()
-    picture = out or Path(f"partition-{experiment.kinds['partition'].replace(':', '-')}-{shared.arrays.name}.png")
+    picture = out or Path(_plain(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
     title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
     report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
     if json_:
@@ -376,8 +382,7 @@ def _comparison(words: list[str], grid: list[str], options: dict[str, Any]) -> t
 
 def _run_name(experiment: Any) -> str:
     kinds = experiment.kinds
-    plain = f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}"
-    return experiment.basics.name or "".join(c if c.isalnum() or c in "-_." else "-" for c in plain)
+    return _plain(experiment.basics.name or f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}")
 
 
 def _watched(as_json: bool, work: Callable[[Any], Any]) -> None:
@@ -406,9 +411,20 @@ class Watch:
         self._task: Any = None
         self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
         self._excluded = 0
+        self._deaf = False
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._show(text)
+
+    def _show(self, thing: Any) -> None:
+        """Print, unless nobody reads any more: a reader who leaves must not end the run."""
+        if self._deaf:
+            return
+        try:
+            self._console.print(thing, markup=False)
+        except BrokenPipeError:
+            self._deaf = True
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
 
     def started(self, prepared: Any, folder: Path | None, done: int) -> None:
         import torch
@@ -447,7 +463,7 @@ class Watch:
         elapsed = now - self._began
         pace = (progress.round - self._done) / elapsed
         left = (progress.rounds - progress.round) / pace
-        shown = [f"{_short(n)} {v:.3f}" for n, v in _headline(progress.metrics)]
+        shown = [f"{_short(n)} {_brief(v)}" for n, v in _headline(progress.metrics)]
         text = "  ".join([*shown, f"{self._clients / elapsed:,.3g} clients/s", f"{_span(left)} left"])
         if progress.excluded:
             self._excluded += len(progress.excluded)
@@ -484,12 +500,12 @@ class Watch:
         for name, value in history.summary.items():
             if name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance")):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
-        self._console.print(table)
+        self._show(table)
         self._sketch(history)
         if self._excluded:
             self.say(f"{self._excluded} client updates were not finite and left out")
         up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
-        pace = f"{history.rounds} rounds in {history.seconds:.1f} s"
+        pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
         self.say(f"{pace} · clients sent {_bytes(up)} and received {_bytes(down)}")
         if history.run_dir is None:
             return
@@ -531,7 +547,7 @@ class GridWatch:
                 SpinnerColumn(),
                 TextColumn("cells {task.completed}/{task.total}"),
                 BarColumn(),
-                TextColumn("{task.fields[now]}"),
+                TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             )
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("cells", total=standing.cells, completed=standing.done, now="")
@@ -541,14 +557,15 @@ class GridWatch:
         left = "" if standing.seconds_left is None else f"{_span(standing.seconds_left)} left"
         running = "; ".join(f"{name} {done}/{rounds}" for name, done, rounds in standing.running)
         now = "  ".join(part for part in (left, running) if part)
-        clock = time.perf_counter()
+        clock, ended = time.perf_counter(), standing.ended.partition("\n")[0]
         if self._bar is not None:
             self._bar.update(self._task, completed=standing.done, now=now)
-            if standing.ended and not standing.ended.endswith(": done"):
-                self.say(standing.ended)
-        elif standing.ended or clock - self._said >= 10.0:
+            if ended and not ended.endswith(": done"):
+                self.say(ended)
+        elif ended or clock - self._said >= 10.0:
             self._said = clock
-            self.say(f"cells {standing.done}/{standing.cells}  " + "  ".join(p for p in (standing.ended, left) if p))
+            told = (f"cells {standing.done}/{standing.cells}", ended, left if ended else now)
+            self.say("  ".join(part for part in told if part))
 
     def stopping(self) -> None:
         self.say("finishing the rounds at work, then saving (again to stop at once)")
@@ -561,23 +578,25 @@ class GridWatch:
     def ended(self, done: Any) -> None:
         from fedloom.report import compare as report
 
-        for section in report.sections(done.question, done.rows):
-            table = Table(
-                box=None, pad_edge=False, header_style="bold", title=section.title or None, title_justify="left"
-            )
+        console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
+        for whole in report.sections(done.question, done.rows):
+            section = report.narrowed(whole, console.width)
+            table = Table(box=None, pad_edge=False, header_style="bold")
             for index, column in enumerate(section.header):
-                table.add_column(column, justify="right" if index else "left")
+                table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
             for index, line in enumerate(section.lines):
                 table.add_row(*(Text(word) for word in line), style="bold" if index == section.best else None)
-            self.say("")
-            self._console.print(table)
+            self.say(f"\n{section.title}" if section.title else "")
+            console.print(table)
         self.say("")
         for note in report.notes(done.question, done.rows):
             self.say(note)
-        for cell, why in done.failures.items():
-            self.say(f"failed: {cell}: {why}")
+        for why in dict.fromkeys(done.failures.values()):
+            cells = [cell for cell, reason in done.failures.items() if reason == why]
+            more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+            self.say(f"failed: {cells[0]}{more}: {why}")
         folder = done.folder
-        self.say(f"\n{folder}/table.md      also as .csv and .tex\n{folder}/curves.png    also as .svg")
+        self.say(f"\n{folder}/table.md      every column; also as .csv and .tex\n{folder}/curves.png    also as .svg")
         self.say(f"{folder}/cells/        a run folder for each cell, listed in cells.csv")
 
 
@@ -594,6 +613,15 @@ def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
     names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
     first = names[0].rpartition("/")[0] if names else ""
     return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy") if n in metrics]
+
+
+def _brief(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.2e}"
+
+
+def _plain(name: str) -> str:
+    """A name that is safe in a path."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".-") or "run"
 
 
 def _short(name: str) -> str:

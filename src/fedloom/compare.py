@@ -27,7 +27,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt, field_validator
 
 from fedloom import api, record
 from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse
-from fedloom.data.files import default_root
+from fedloom.data.files import default_root, places_below
+from fedloom.data.sources import PublishedSet
 from fedloom.errors import ConfigError, DivergedError, Fault, FedloomError, StorageError, nearest
 from fedloom.experiment import pick_device
 from fedloom.report import compare as report
@@ -152,9 +153,10 @@ class Plan(NamedTuple):
 
     def as_toml(self) -> str:
         """The comparison with its labels, seeds and baseline written out; running it gives the same cells."""
-        table: dict[str, Any] = self.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        table["algorithms"] = [{"kind": m.kind, "label": m.label, **m.settings} for m in self.methods]
-        table |= {"seeds": list(self.spec.seeds), "baseline": self.baseline}
+        given = self.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        given["algorithms"] = [{"kind": m.kind, "label": m.label, **m.settings} for m in self.methods]
+        given |= {"seeds": list(self.spec.seeds), "baseline": self.baseline}
+        table = {name: given[name] for name in Compare.model_fields if name in given}
         return tomli_w.dumps({**self.base, "compare": table})
 
 
@@ -203,12 +205,15 @@ def _axes(grid: Mapping[str, list[Any]]) -> tuple[Axis, ...]:
     out = []
     for key, values in grid.items():
         plain = [{k: x for k, x in v.items() if k != "label"} if isinstance(v, Mapping) else v for v in values]
-        labels = [
-            str(v.get("label") or _word(p)) if isinstance(v, Mapping) else _word(v)
-            for v, p in zip(values, plain, strict=True)
-        ]
-        out.append(Axis(key, tuple(plain), tuple(labels)))
+        kinds = [_kind(v) for v in values]
+        short = [kind if kind and kinds.count(kind) == 1 else _word(p) for kind, p in zip(kinds, plain, strict=True)]
+        given = [str(v.get("label", "")) if isinstance(v, Mapping) else "" for v in values]
+        out.append(Axis(key, tuple(plain), tuple(g or s for g, s in zip(given, short, strict=True))))
     return tuple(out)
+
+
+def _kind(value: Any) -> str:
+    return str(value.get("kind", value.get("source", ""))) if isinstance(value, Mapping) else ""
 
 
 def _word(value: Any) -> str:
@@ -278,32 +283,41 @@ def _cells(
     for seed, place, method in itertools.product(spec.seeds, places, methods):
         labels = tuple(label for label, _ in place)
         chosen = {axis.key: value for axis, (_, value) in zip(axes, place, strict=True)}
-        common = shared | {k.removeprefix("algorithm."): v for k, v in chosen.items() if k.startswith("algorithm.")}
-        rest = {k: v for k, v in chosen.items() if not k.startswith("algorithm.")}
-        where = " · ".join([method.label, *labels])
         try:
-            known = _known(method.kind)
-            used |= known & set(common)
-            table, said = assign(_fitting(base, method.kind), rest)
-            settings = {k: v for k, v in common.items() if k in known}
-            # A value of the grid goes before a method's own, and that before what all methods share.
-            grid = {k: v for k, v in settings.items() if f"algorithm.{k}" in chosen}
-            table |= {"algorithm": {"kind": method.kind, **settings, **method.settings, **grid}, "seed": seed}
-            # One thread, so that numbers do not depend on how many cells run side by side.
-            if isinstance(table.setdefault("engine", {}), Mapping):
-                table["engine"] = {"threads": 1, **table["engine"]}
-            config = parse(table, said)
+            used |= _known(method.kind)
+            table, said = _experiment(base, method, shared, chosen)
+            config = parse(table | {"seed": seed}, said)
             pick_device(config.engine.device)
         except ConfigError as error:
             for fault in error.faults:
-                faults.setdefault(fault, []).append(where)
+                faults.setdefault(fault, []).append(" · ".join([method.label, *labels]))
             continue
         notes |= dict.fromkeys(said)
         cells.append(Cell(method, labels, seed, config, config_hash(config)[:16]))
-    keys = [*shared, *(a.key.removeprefix("algorithm.") for a in axes if a.key.startswith("algorithm."))]
+    keys = [*shared, *(a.key.removeprefix("algorithm.") for a in axes if _is_setting(a.key))]
     unknown = [] if faults else [Fault(f"algorithm.{k}", "no method has this setting") for k in keys if k not in used]
     everywhere = len(places) * len(methods)
     return cells, list(notes), [*unknown, *(_placed(f, list(dict.fromkeys(w)), everywhere) for f, w in faults.items())]
+
+
+def _experiment(
+    base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The experiment of a method at a place of the grid, and what had to be left out for it."""
+    known = _known(method.kind)
+    table, said = assign(_fitting(base, method.kind), {k: v for k, v in chosen.items() if not _is_setting(k)})
+    grid = {k.removeprefix("algorithm."): v for k, v in chosen.items() if _is_setting(k)}
+    # A value of the grid goes before a method's own, and that before what all methods share.
+    common, axis = ({k: v for k, v in given.items() if k in known} for given in (shared, grid))
+    table["algorithm"] = {"kind": method.kind, **common, **method.settings, **axis}
+    # One thread, so that numbers do not depend on how many cells run side by side.
+    if isinstance(table.setdefault("engine", {}), Mapping):
+        table["engine"] = {"threads": 1, **table["engine"]}
+    return table, said
+
+
+def _is_setting(key: str) -> bool:
+    return key.startswith("algorithm.")
 
 
 def _placed(fault: Fault, where: list[str], everywhere: int) -> Fault:
@@ -407,10 +421,18 @@ def run(
     planned = table if isinstance(table, Plan) else plan(table)
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
+    _find_data(planned, root)
     with _storage(folder), _held(folder):
         record.write_text(folder / "compare.toml", planned.as_toml())
         failures = _run_missing(planned, folder, root, jobs, watcher or Silence())
         return _write(planned, folder, failures)
+
+
+def _find_data(planned: Plan, root: Path) -> None:
+    """Refuse at once what every cell would refuse: a published data set that is not here."""
+    published = [c.config.data for c in planned.cells if isinstance(c.config.data, PublishedSet)]
+    for layout in {data.kind: data.layout for data in published}.values():
+        places_below(layout, root)
 
 
 @contextmanager
@@ -516,8 +538,8 @@ class Worker:
         code = self._process.wait()
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        killed = "killed, perhaps for want of memory: try fewer --jobs" if code == -9 else f"ended with code {code}"
-        return ": ".join([f"its process was {killed}" if code == -9 else f"its process {killed}", *last])
+        ended = f"ended with code {code}" if code != -9 else "was killed, perhaps for want of memory: try fewer --jobs"
+        return ": ".join([f"its process {ended}", *last])
 
     def ask_to_stop(self) -> None:
         self._process.terminate()

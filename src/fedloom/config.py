@@ -43,12 +43,12 @@ class Basics(Spec):
     """The settings outside any section."""
 
     seed: NonNegativeInt = Field(0, lt=1 << 63, description="all randomness follows from it")
-    rounds: PositiveInt = 50
+    rounds: PositiveInt = Field(50, description="how many rounds to train")
     name: str = Field("", description="a name for the run folder; unset: algorithm, data and seed")
 
 
 class Engine(Spec):
-    """Where and how the work is done; none of it changes what is computed."""
+    """Where and how the work is done; it changes what is computed by no more than rounding."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
@@ -82,7 +82,7 @@ class Config(NamedTuple):
     notes: tuple[str, ...] = ()  # what was left out, in words
 
 
-_PLAIN: dict[str, type[Spec]] = {
+SECTIONS: dict[str, type[Spec]] = {
     "local": Local,
     "cohort": Cohort,
     "evaluate": Evaluate,
@@ -125,7 +125,23 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
         raise ConfigError(faults + error.faults) from error
     if faults:
         raise ConfigError(faults)
-    return out, notes
+    return out, notes + _unsuited(out, given)
+
+
+def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Take out the section that a newly chosen algorithm has no use for, unless it was asked for just now."""
+    chosen = given.get("algorithm.kind", given.get("algorithm"))
+    if not isinstance(chosen, str):
+        return []
+    try:
+        gossip = find_algorithm(chosen, "algorithm.kind").family == "gossip"
+    except ConfigError:
+        return []
+    section = "cohort" if gossip else "topology"
+    if section not in table or any(key.split(".")[0] == section for key in given):
+        return []
+    del table[section]
+    return [f"the section {section} is of no use to {chosen} and was left out"]
 
 
 def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -184,7 +200,7 @@ def value_of(text: str) -> Any:
 def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     """The experiment that ``table`` describes, or one ConfigError with everything that is wrong with it."""
     faults: list[Fault] = []
-    sections = {*_PLAIN, *_KEYS}
+    sections = {*SECTIONS, *_KEYS}
     basics, wrong = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
     faults += wrong
     for key in table:
@@ -198,7 +214,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
             continue
         names[section], chosen[section], wrong = _chosen(section, table.get(section, {}))
         faults += wrong
-    for section, cls in _PLAIN.items():
+    for section, cls in SECTIONS.items():
         given = _with_defaults(section, table.get(section, {}), chosen.get("algorithm"))
         if not isinstance(given, Mapping):
             faults.append(Fault(section, f"should be a table of settings (got {given!r})"))
@@ -217,6 +233,8 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
 
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     key = _KEYS[section]
+    if isinstance(given, Algorithm) and section == "algorithm":  # handed over in Python
+        return _name_of(type(given)), given, []
     table = {key: given} if isinstance(given, str) else given
     if not isinstance(table, Mapping):
         return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
@@ -238,8 +256,14 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     return name, value, faults
 
 
+def _name_of(cls: type[AnyAlgorithm]) -> str:
+    """The name by which a config can find this class again."""
+    package, _, name = cls.__module__.rpartition(".")
+    return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__qualname__}"
+
+
 def _is_path(name: str) -> bool:
-    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name
+    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or Path(name).is_dir()
 
 
 def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
@@ -266,9 +290,10 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
             faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
     if alg is not None and cohort is not None:
-        if cohort.sampling == "proportional" and str(getattr(alg, "weighting", "")).startswith("samples"):
-            why = f"counts a client's data twice: once in the draw, once in algorithm.weighting = '{alg.weighting}'"
-            faults.append(Fault("cohort.sampling", f"'proportional' {why}", "set algorithm.weighting=uniform"))
+        if cohort.sampling == "proportional" and alg.weighs_examples and not alg.distinct:
+            why = f"counts a client's data twice: once in the draw, once in the mean of {type(alg).__name__}"
+            fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "use uniform or all"
+            faults.append(Fault("cohort.sampling", f"'proportional' {why}", fix))
         if alg.family == "gossip" and cohort.model_fields_set:
             why = "a network without a server trains every node in every round"
             faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
@@ -347,9 +372,12 @@ def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
     if name.endswith(".py"):
         return _only(load_module(name, at))
     packaged = [m for m in modules("fedloom.algorithms")[1:] if m.__name__.rpartition(".")[2] == name]
+    own = {path.stem: path for path in user_algorithms()}
+    if packaged and name in own:
+        fix = f"rename the file, or write algorithm.kind={own[name]}"
+        raise ConfigError([Fault(at, f"'{name}' is both fedloom's and yours ({own[name]})", fix)])
     if packaged:
         return _only(packaged[0])
-    own = {path.stem: path for path in user_algorithms()}
     if name in own:
         return _only(load_module(str(own[name]), at))
     known = [m.__name__.rpartition(".")[2] for m in modules("fedloom.algorithms")[1:]]
@@ -456,7 +484,7 @@ _CHOOSE: dict[str, Callable[[str, str], Any]] = {
 def as_table(config: Config) -> dict[str, Any]:
     """The complete experiment, every default written out; parsing it gives the same config."""
     table: dict[str, Any] = _plain(config.basics)
-    for section in (*_KEYS, *_PLAIN):
+    for section in (*_KEYS, *SECTIONS):
         spec = getattr(config, section)
         if spec is not None:
             name = {_KEYS[section]: config.kinds[section]} if section in _KEYS else {}
@@ -473,8 +501,16 @@ def _plain(spec: Spec) -> dict[str, Any]:
 
 
 def as_toml(config: Config) -> str:
-    """The complete experiment as TOML."""
-    return tomli_w.dumps(as_table(config))
+    """The complete experiment as TOML; settings that are unset, for which TOML has no word, in a comment."""
+    unset = [
+        f"{section}.{key}"
+        for section in (*_KEYS, *SECTIONS)
+        if section != "cohort" or config.algorithm.family != "gossip"
+        for key, value in (getattr(config, section) or Basics()).model_dump().items()
+        if value is None
+    ]
+    note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
+    return tomli_w.dumps(as_table(config)) + note
 
 
 def config_hash(config: Config) -> str:

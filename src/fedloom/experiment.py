@@ -115,7 +115,7 @@ def initial_task(model: Model, arrays: Arrays, seed: int) -> Task:
     """The net with the initial parameters of this seed; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init").integers(1 << 62)))
-        return Task(model.build(arrays.shape, arrays.classes))
+        return Task(model.net(arrays.shape, arrays.classes))
 
 
 def pick_device(name: str) -> torch.device:

@@ -69,8 +69,9 @@ class History(NamedTuple):
 
     @property
     def summary(self) -> dict[str, Summary]:
-        """Of each metric the last value, the best and the mean of the last ten."""
-        frame = self.metrics
+        """Of each metric the last value, the best and the mean of the last ten, once training has begun."""
+        trained = [line for line in self.records if line["round"] > 0]
+        frame = Frame(trained or self.records)
         series = {c: frame[c][~np.isnan(frame[c])] for c in frame.columns if c != "round"}
         return {name: summarise(name, values.tolist()) for name, values in series.items() if len(values)}
 

@@ -206,7 +206,7 @@ def test_p5_the_hook_is_the_gradient_of_the_loss_with_the_proximal_term(world) -
 
 
 def test_p6_gamma_and_the_bound_on_the_way() -> None:
-    """gamma = ||grad F_k(w_k) + mu (w_k - w)|| / ||grad F_k(w)||; the way is at most (1 + gamma) ||grad F_k(w)|| / mu."""
+    """||w_k - w|| <= (1 + gamma) ||grad F_k(w)|| / mu, gamma = ||grad F_k(w_k) + mu (w_k - w)|| / ||grad F_k(w)||"""
     client, w, mu = bowls(1, seed=2)[0], vec(1, -2, 0.5), 1.0
     start = client.gradient(w).norm()
     gammas = []

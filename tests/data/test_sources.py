@@ -105,7 +105,7 @@ def refusal(source: Source, root: Path = Path("unused")) -> str:
 
 def test_every_kind_is_found_by_name() -> None:
     assert set(kinds(Source, "fedloom.data.sources")) == {
-        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "npz", "csv", "parquet", "images",
+        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "npz", "csv", "parquet", "images", "synthetic",
     }  # fmt: skip
 
 

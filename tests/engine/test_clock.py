@@ -24,8 +24,8 @@ def test_late_clients_are_dropped(share, left) -> None:
     assert (found.steps == 100).all()
 
 
-def test_late_clients_send_whole_epochs(share=0.9) -> None:
-    found = attend(System(stragglers=share), DRAWN, AMOUNT, 20, (0, 3), partial=True)
+def test_late_clients_send_whole_epochs() -> None:
+    found = attend(System(stragglers=0.9), DRAWN, AMOUNT, 20, (0, 3), partial=True)
     late = found.steps[found.steps < 100]
     assert len(found.drawn.ids) == 40
     assert len(late) == 36

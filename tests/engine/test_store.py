@@ -191,6 +191,20 @@ def test_every_data_type_comes_back_bit_by_bit(store: ClientStore, dtype: torch.
     assert torch.equal(got, rows)
 
 
+def test_the_row_file_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
+    """A client's row exists at most three times: now, in the last checkpoint and in the one before it."""
+    store, memos = DiskStore(tmp_path, CLIENTS), []
+    for round_ in range(40):
+        put(store, **{f"c{k}": round_ for k in range(CLIENTS)})
+        put(store, c1=-round_)
+        memos = [*memos, store.commit()][-2:]
+        store.release()
+        if round_ % 5 == 0:
+            store = DiskStore(tmp_path, CLIENTS)
+            store.restore(memos[-1], memos[:-1], {})
+    assert (tmp_path / "rows.bin").stat().st_size <= 3 * CLIENTS * tree.nbytes(FRESH)
+
+
 # -- damage ----------------------------------------------------------------------------------------
 def committed(folder: Path) -> dict[str, int]:
     store = DiskStore(folder, CLIENTS)

@@ -262,3 +262,13 @@ def test_settings_are_read_strictly() -> None:
     assert faults[0].where == "model.widths.0"
     _, faults = read(ResNet20, {"nrom": "batch", "buffers": "mine"}, "model")
     assert [fault.where for fault in faults] == ["model.buffers", "model.nrom"]
+
+
+def test_projection_head_lies_between_body_and_head() -> None:
+    from fedloom.models.linear import MLP
+
+    plain, projected = MLP(widths=(20,)).net((5,), 3), MLP(widths=(20,), projection=7).net((5,), 3)
+    extra = (20 * 20 + 20) + (20 * 7 + 7) + (7 * 3 + 3) - (20 * 3 + 3)
+    assert parameters(projected) == parameters(plain) + extra
+    assert projected.body(torch.zeros(2, 5)).shape == (2, 7)
+    assert projected(torch.zeros(2, 5)).shape == (2, 3)

@@ -68,6 +68,10 @@ class FedALR(Algorithm[Server, Nothing, Update]):
             return {**PRESETS.get(name, {}), **given}
         return given
 
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weight_by == "samples"
+
     def init(self, w: Tensor) -> Server:
         return Server(
             w, torch.zeros_like(w, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=w.device)

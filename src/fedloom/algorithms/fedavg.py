@@ -28,6 +28,10 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
         "samples", description="count clients by their data or alike; com: missing clients count as not moved"
     )
 
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting != "uniform"
+
     def init(self, w: Tensor) -> Model:
         return Model(w)
 

@@ -66,7 +66,9 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
 def common_direction(P: Tensor, share: Tensor, epsilon: float, tolerance: float, max_iter: int) -> Tensor:
     """The weights of least ``lambda' P lambda`` in the box around ``share``, by FISTA.  ``[K]``"""
     low, high = (share - epsilon).clamp(min=0), (share + epsilon).clamp(max=1)
-    step = 1.0 / torch.linalg.eigvalsh(P)[-1].clamp(min=1e-300)
+    # Weights that sum to one never move along the all-ones direction, so curvature along it must not shorten the step.
+    centred = P - P.mean(0) - P.mean(1, keepdim=True) + P.mean()
+    step = 1.0 / torch.linalg.eigvalsh(centred)[-1].clamp(min=1e-300)
     x = y = share
     t = 1.0
     for turn in range(max_iter):

@@ -10,7 +10,7 @@ Li et al., Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
 
 In a client's first round there is no v_prev and the round is FedAvg: ``first = "skip"`` leaves the term
 out, ``first = "global"`` takes w for v_prev, which makes it a constant. The net's ``body`` is the
-encoder, as it is in FLGo; the paper puts a projection head of 256 features on it.
+encoder, as it is in FLGo; the paper puts a projection head on it: ``model.projection = 256``.
 """
 
 from __future__ import annotations

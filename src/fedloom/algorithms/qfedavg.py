@@ -39,6 +39,10 @@ class QFedAvg(Algorithm[Model, Nothing, Fair]):
     def surveys(self) -> bool:
         return True
 
+    @property
+    def weighs_examples(self) -> bool:
+        return False
+
     def init(self, w: Tensor) -> Model:
         return Model(w)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor
 
@@ -40,6 +41,9 @@ class Relaxation(FedProx):
     @property
     def sends_to_all(self) -> bool:
         return self.broadcast == "all"
+
+    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+        return torch.lerp(mean, before, self.alpha)
 
     def mean(self, inbox: Inbox[Update]) -> Tensor:
         return (1 - self.alpha) * super().mean(inbox)

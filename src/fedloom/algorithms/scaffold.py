@@ -48,6 +48,10 @@ class Scaffold(Algorithm[Server, Mine, Moved]):
     def surveys(self) -> bool:
         return self.option == "I"
 
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros_like(w))
 

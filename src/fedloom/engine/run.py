@@ -172,7 +172,7 @@ def _star_round(
     after = RunState(
         round=state.round + 1,
         server=server,
-        buffers=(tally.buffers / tally.weight).to(state.buffers.dtype),
+        buffers=alg.statistics(state.buffers, (tally.buffers / tally.weight).to(state.buffers.dtype)),
         up=state.up + up * cohort,
         down=state.down + down * (exp.federation.clients if alg.sends_to_all else cohort),
         seconds=state.seconds + exp.duration(present, up, down),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import ClassVar, Literal
 
+from pydantic import Field
 from torch import nn
 
 from fedloom.models.net import Model, Net, hidden, image
@@ -21,7 +22,7 @@ class FedAvgCNN(Model):
 
     kind: ClassVar[str] = "cnn_fedavg"
 
-    padding: Padding = "valid"
+    padding: Padding = Field("valid", description="whether a convolution keeps the size of the image")
 
     def build(self, shape: tuple[int, ...], classes: int) -> Net:
         borders = BORDERS[self.padding]
@@ -44,7 +45,7 @@ class LawCNN(Model):
 
     kind: ClassVar[str] = "cnn_law"
 
-    padding: Padding = "same"
+    padding: Padding = Field("same", description="whether a convolution keeps the size of the image")
 
     def build(self, shape: tuple[int, ...], classes: int) -> Net:
         borders = BORDERS[self.padding]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import ClassVar
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import nn
 
 from fedloom.models.net import Model, Net, hidden
@@ -25,7 +25,7 @@ class MLP(Model):
 
     kind: ClassVar[str] = "mlp"
 
-    widths: tuple[PositiveInt, ...] = (64,)
+    widths: tuple[PositiveInt, ...] = Field((64,), description="of the hidden layers")
 
     def build(self, shape: tuple[int, ...], classes: int) -> Net:
         body = nn.Sequential(nn.Flatten())

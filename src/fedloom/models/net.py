@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, Fault
@@ -31,6 +31,21 @@ class Net(nn.Module):
 class Model(Kind):
     """A net by name, with its settings; it fits itself to the shape of the data."""
 
+    projection: NonNegativeInt = Field(
+        0, description="width of a projection head after the body, as MOON's paper has (256); 0: none"
+    )
+
+    def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The net that is trained: what ``build`` gives, with the projection head that the settings ask for."""
+        net = self.build(shape, classes)
+        if not self.projection:
+            return net
+        if not isinstance(net, Net):
+            raise ConfigError([Fault("model.projection", f"is for fedloom's own nets (got {type(net).__name__})")])
+        wide = net.head.in_features
+        project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, self.projection))
+        return Net(nn.Sequential(net.body, project), self.projection, classes)
+
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """A freshly initialised net for float32 inputs ``[B, *shape]``, with children ``body`` and ``head``."""
         raise NotImplementedError
@@ -44,9 +59,9 @@ class NormedModel(Model):
     Group and batch normalisation have equally many parameters.
     """
 
-    norm: Literal["group", "batch", "none"] = "group"
-    groups: PositiveInt = 2  # at most; each layer takes the largest number that leaves equal groups of two or more
-    buffers: Literal["average", "local"] = "average"
+    norm: Literal["group", "batch", "none"] = Field("group", description="the normalisation of each layer")
+    groups: PositiveInt = Field(2, description="most groups of a layer; it takes the most that leave two channels each")
+    buffers: Literal["average", "local"] = Field("average", description="what becomes of BatchNorm's statistics")
 
     def normal(self, channels: int) -> nn.Module:
         """The normalisation of one layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Literal, TypeAlias
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedloom.models.net import GlobalMean, Net, NormedModel, image
@@ -33,8 +33,11 @@ class StemmedModel(NormedModel):
     ``cifar`` starts with one 3x3 convolution and keeps the size; ``imagenet`` divides it by four at once.
     """
 
-    groups: PositiveInt = 32  # the number of Wu and He (2018), who normalised these nets by groups
-    stem: Literal["cifar", "imagenet"] = "cifar"
+    # the number of Wu and He (2018), who normalised these nets by groups
+    groups: PositiveInt = Field(
+        32, description="most groups of a layer; it takes the most that leave two channels each"
+    )
+    stem: Literal["cifar", "imagenet"] = Field("cifar", description="the first layers: for small images or for large")
 
     def entry(self, inputs: int) -> nn.Sequential:
         """The layers before the first stage; 64 channels come out."""
@@ -48,7 +51,7 @@ class ResNet20(NormedModel):
 
     kind: ClassVar[str] = "resnet20"
 
-    width: PositiveInt = 16
+    width: PositiveInt = Field(16, description="channels of the first stage")
 
     def build(self, shape: tuple[int, ...], classes: int) -> Net:
         channels, _, _ = image(self.kind, shape, least=3)

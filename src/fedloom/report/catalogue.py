@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ from torch import nn
 
 from fedloom import tree
 from fedloom.algorithm import Work
-from fedloom.config import algorithms, find_algorithm, user_algorithms
+from fedloom.config import SECTIONS, algorithms, find_algorithm, user_algorithms
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.exchange import Topology
@@ -89,9 +89,10 @@ def describe(name: str) -> Page:
         found = kinds(base, package)
         if name in found:
             cls = found[name]
-            return Page(name, _SINGULAR[family], inspect.getdoc(cls) or "", settings_of(cls), [])
-    if name in ("local", "training"):
-        return Page(name, "section", inspect.getdoc(Local) or "", settings_of(Local), [])
+            return Page(name, _SINGULAR[family], (inspect.getdoc(cls) or "").replace("``", "`"), settings_of(cls), [])
+    if name in SECTIONS:
+        section = SECTIONS[name]
+        return Page(name, "section", inspect.getdoc(section) or "", settings_of(section), [])
     try:
         algorithm = find_algorithm(name, "describe")
     except ConfigError as error:
@@ -146,7 +147,7 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
 def _module_doc(cls: type[Any]) -> str:
     """The docstring of the class's file, where the paper and the pseudo-code stand."""
     module = sys.modules[cls.__module__]
-    return inspect.getdoc(module) or inspect.getdoc(cls) or ""
+    return (inspect.getdoc(module) or inspect.getdoc(cls) or "").replace("``", "`")
 
 
 def _first(text: str) -> str:
@@ -155,28 +156,23 @@ def _first(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    kind = field.annotation
-    plain = str(kind) if get_args(kind) or not hasattr(kind, "__name__") else kind.__name__  # type: ignore[union-attr]
-    if "Literal" in plain:
-        plain = " | ".join(str(v) for v in get_args(kind))
+    """The type of a field and its bounds, such as ``float >= 0, < 1``."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    limits = []
-    for bound in [*field.metadata, *_inner(kind)]:
-        limits += [f"{sign} {getattr(bound, key):g}" for key, sign in signs.items() if hasattr(bound, key)]
-    plain = plain.replace("typing.", "").split("Annotated[")[-1] if "Annotated" in plain else plain
-    if "Annotated" in str(kind):
-        plain = _annotated_name(kind)
-    return " ".join([plain.replace("NoneType", "none"), ", ".join(limits)]).strip()
+    marks = [*field.metadata, *(m for part in get_args(field.annotation) for m in getattr(part, "__metadata__", ()))]
+    limits = [f"{sign} {getattr(m, key):g}" for m in marks for key, sign in signs.items() if hasattr(m, key)]
+    return " ".join([_named(field.annotation), ", ".join(limits)]).strip()
 
 
-def _inner(kind: Any) -> list[Any]:
-    """The bounds inside ``Annotated[...] | None``."""
-    return [m for part in get_args(kind) for m in getattr(part, "__metadata__", ())]
-
-
-def _annotated_name(kind: Any) -> str:
-    parts = [getattr(p, "__origin__", p) for p in get_args(kind)]
-    return " | ".join("none" if p is type(None) else getattr(p, "__name__", str(p)) for p in parts)
+def _named(kind: Any) -> str:
+    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " | ".join(str(value) for value in parts)
+    if get_origin(kind) is tuple:
+        return f"list of {_named(parts[0])}"
+    if parts:
+        return " | ".join(_named(part) for part in parts)
+    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
 def _shown(value: Any) -> str:

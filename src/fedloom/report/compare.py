@@ -254,7 +254,7 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
         (f"mean of last 10{unit}", lambda r: _score(r, r.tail)),
     ]
     if question.target is not None:
-        goal = _number(question.metric, question.target) + ("%" if unit else "")
+        goal = f"{100 * question.target:g}%" if unit else f"{question.target:g}"
         columns.append((f"rounds to {goal}", lambda r: _reach(r, r.rounds, lambda v: f"{v:.1f}")))
         columns.append((f"MB to {goal}", lambda r: _reach(r, r.bytes, lambda v: f"{v / 1e6:.2f}")))
         if any(row.seconds is not None for row in table):
@@ -266,6 +266,18 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
     if question.paper:
         columns.append((f"paper{unit}", lambda r: "-" if r.paper is None else _number(r.metric, r.paper)))
     return columns
+
+
+def narrowed(section: Section, width: int) -> Section:
+    """The section without the columns that are least needed, until it fits into so many characters."""
+    header, lines = section.header, section.lines
+    for name in ("simulated", "MB", "best", "last", "rounds", "vs"):
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
+            break
+        keep = [i for i, word in enumerate(header) if not word.startswith(name)]
+        header, lines = [header[i] for i in keep], [[line[i] for i in keep] for line in lines]
+    return section._replace(header=header, lines=lines)
 
 
 def _number(metric: str, value: float) -> str:
@@ -463,7 +475,11 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
 
 def _headline(question: Question) -> str:
     count = len(question.seeds)
-    text = f"mean over {count} seeds, band of ± one standard deviation" if count > 1 else f"seed {question.seeds[0]}"
+    text = (
+        f"mean over {count} seeds in a band of ± one standard deviation; at the right the mean of the last ten"
+        if count > 1
+        else f"seed {question.seeds[0]}"
+    )
     hidden = len(question.places) - _MOST_PANELS
     return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")
 
@@ -475,31 +491,59 @@ def _axis_name(question: Question) -> str:
 
 
 def _panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     scale = 100.0 if is_share(question.metric) else 1.0
-    lost = []
+    lost: list[str] = []
+    ends: list[tuple[str, float]] = []
+    early: list[float] = []
     for method in question.methods:
         rounds, mean, deviation = band([r for r in results if r.method == method], question.metrics[method])
         colour, dash, width = _look(question, method)
         name = f"{method} (baseline)" if method == question.baseline else method
+        marker = "o" if 0 < len(rounds) <= 5 else ""
+        line: dict[str, Any] = {
+            "color": colour,
+            "ls": dash,
+            "lw": width,
+            "label": name,
+            "zorder": 3,
+            "marker": marker,
+            "ms": 3,
+        }
+        axes.plot(rounds, scale * mean, **line)  # also one without a point, for the legend
         if not len(rounds):
-            axes.plot([], [], color=colour, ls=dash, lw=width, label=name)  # for the legend
             lost.append(method)
             continue
         low, high = scale * (mean - deviation), scale * (mean + deviation)
         axes.fill_between(rounds, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
-        marker = "o" if len(rounds) <= 5 else ""
-        axes.plot(rounds, scale * mean, color=colour, ls=dash, lw=width, label=name, zorder=3, marker=marker, ms=3)
+        ends.append((colour, scale * float(mean[-10:].mean())))
+        early.append(scale * float(mean[len(mean) // 12]))
     if question.target is not None:
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
-    _frame(axes, share=scale == 100.0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     if lost:
         axes.annotate(
             f"not finished: {', '.join(lost)}", (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8
         )
+    _frame(axes)
+    if scale == 100.0 and early:
+        # The first steps from chance are the same for everybody; what matters is above them.
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(0.0, bottom, min(early) - 5), min(100.0, top))
+    _mark_ends(axes, ends)
     axes.set_title(question.title(place), loc="left", fontsize=10, color=_INK)
+
+
+def _mark_ends(axes: Axes, ends: Sequence[tuple[str, float]]) -> None:
+    """The mean of the last ten beside the end of each line, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    heights = [min(1.0, max(0.0, (value - low) / (high - low))) for _, value in ends]
+    gap, used = 0.052, 2.0
+    order = sorted(range(len(ends)), key=lambda i: -ends[i][1])
+    for place, index in enumerate(order):
+        used = max(min(heights[index], used - gap), gap * (len(order) - 1 - place))
+        colour, value = ends[index]
+        text = f"{value:.1f}" if high > 2 else f"{value:.3f}"
+        at = (1.012, used)
+        axes.annotate(text, at, xycoords="axes fraction", va="center", color=colour, fontsize=8, annotation_clip=False)
 
 
 def _look(question: Question, method: str) -> tuple[str, Any, float]:
@@ -510,8 +554,11 @@ def _look(question: Question, method: str) -> tuple[str, Any, float]:
     return _COLOURS[index % len(_COLOURS)], _DASHES[(index // len(_COLOURS)) % len(_DASHES)], 1.6
 
 
-def _frame(axes: Axes, *, share: bool) -> None:
+def _frame(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("round", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.grid(axis="y", color=_FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=_INK)
@@ -519,6 +566,3 @@ def _frame(axes: Axes, *, share: bool) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#c9cdd3")
-    if share:
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(0.0, low), min(100.0, high))

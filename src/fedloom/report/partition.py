@@ -59,7 +59,7 @@ def table(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("clients", f"{s.clients:,}"),
         ("rows", f"{s.rows:,}"),
-        ("rows per client", f"{s.size_min:,} to {s.size_max:,} (median {s.size_median:,.0f}, mean {s.size_mean:,.1f})"),
+        ("rows per client", f"{s.size_min:,} to {s.size_max:,} (median {s.size_median:,g}, mean {s.size_mean:,.1f})"),
         ("inequality of sizes (Gini)", f"{s.size_gini:.2f}"),
         ("classes per client", f"{s.classes_min} to {s.classes_max} of {s.classes} (mean {s.classes_mean:.1f})"),
         ("effective classes per client", f"{s.effective_classes:.2f}"),

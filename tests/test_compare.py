@@ -1,0 +1,478 @@
+"""Comparisons: fair, resumable, and right in their statistics."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedloom import compare, record
+from fedloom.errors import ConfigError
+from fedloom.report import compare as report
+from fedloom.report.compare import Question, Result
+from terminal import fedloom, files, started
+
+SMALL: dict[str, Any] = {
+    "rounds": 3,
+    "partition": {"kind": "dirichlet", "clients": 6},
+    "cohort": {"size": 3},
+    "model": "logistic",
+}
+THREE = ["fedavg", "fedprox", "fedopt"]
+GRID = {"partition.alpha": [0.1, 1.0]}
+TABLES = ("compare.toml", "table.csv", "table.md", "table.tex", "cells.csv", "summary.json", "curves.png", "curves.svg")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in TABLES}
+
+
+def table(**settings: Any) -> dict[str, Any]:
+    return {**SMALL, "compare": {"algorithms": THREE, "seeds": 2, **settings}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three methods on two partitions with two seeds."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    paper = [{"algorithm": "fedopt", "where": {"partition.alpha": 0.1}, "value": 72.15}]
+    compare.run(table(grid=GRID, target=0.3, paper=paper), folder, jobs=2)
+    return folder
+
+
+# -- the cells -------------------------------------------------------------------------------------
+def test_what_a_comparison_leaves(whole: Path) -> None:
+    assert {p.name for p in whole.iterdir()} == {*TABLES, "cells", ".lock"}
+    lines = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text())))
+    assert len(lines) == 12 == len(list((whole / "cells").iterdir()))
+    for line in lines:
+        home = whole / line["folder"]
+        config = tomllib.loads((home / "config.toml").read_text())
+        assert config["algorithm"]["kind"] == line["kind"]
+        assert config["seed"] == int(line["seed"])
+        assert config["partition"]["alpha"] == float(line["partition.alpha"])
+        described = json.loads((home / "environment.json").read_text())
+        assert described["config_hash"].startswith(home.name)
+        assert float(line["last"]) == record.read_metrics(home)[-1]["global/test/accuracy"]
+
+
+def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text())))
+    for alpha in ("0.1", "1.0"):
+        per_seed = []
+        for seed in ("0", "1"):
+            homes = [whole / x["folder"] for x in lines if (x["partition.alpha"], x["seed"]) == (alpha, seed)]
+            assert len(homes) == 3
+            splits = {json.loads((h / "partition.json").read_text())["sha256"] for h in homes}
+            first = {json.dumps(record.read_metrics(h)[0]) for h in homes}
+            assert len(splits) == len(first) == 1
+            timings = [[json.loads(x)["clients"] for x in (h / "timings.jsonl").open()] for h in homes]
+            assert timings[0] == timings[1] == timings[2]
+            per_seed.append(splits)
+        assert per_seed[0] != per_seed[1]
+
+
+def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
+    from fedloom.experiment import prepare
+
+    cells = compare.plan(table(algorithms=THREE, seeds=[5])).cells
+    drawn = [[prepare(c.config, Path()).experiment.present(r).drawn.ids.tolist() for r in range(3)] for c in cells]
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_finished_cells_are_reused(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    before = contents(folder)
+    times = {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")}
+    compare.run(tomllib.loads((folder / "compare.toml").read_text()), folder)
+    assert contents(folder) == before
+    assert {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")} == times
+    larger = compare.run(table(grid=GRID, algorithms=[*THREE, "local_only"]), folder, jobs=2)
+    assert len(larger.results) == 16
+    assert {p: p.stat().st_mtime_ns for p in times if p.is_file()} == {p: t for p, t in times.items() if p.is_file()}
+
+
+def test_the_number_of_jobs_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    compare.run(tomllib.loads((whole / "compare.toml").read_text()), tmp_path / "one", jobs=1)
+    assert contents(tmp_path / "one") == contents(whole)
+
+
+def test_two_labels_of_one_config_are_computed_once(tmp_path: Path) -> None:
+    same = [{"kind": "fedavg", "label": "a"}, {"kind": "fedavg", "label": "b"}]
+    done = compare.run(table(algorithms=same, seeds=1), tmp_path / "c", jobs=1)
+    assert len(list((tmp_path / "c" / "cells").iterdir())) == 1
+    assert [row.rank for row in done.rows] == [1, 1]
+
+
+# -- interruptions ---------------------------------------------------------------------------------
+LONG = ("compare", "fedavg", "fedopt", "--seeds", "2", "--jobs", "2", "--out", "out")
+LONG_SETTINGS = ("rounds=40", "partition.clients=6", "cohort.size=3", "checkpoint.every=3")
+
+
+def lines_in(folder: Path) -> int:
+    return sum(p.read_bytes().count(b"\n") for p in folder.glob("cells/*/metrics.jsonl"))
+
+
+def children(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    limit = time.perf_counter() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.perf_counter() < limit
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
+    want_at = tmp_path / "want"
+    want_at.mkdir()
+    assert fedloom(*LONG, *LONG_SETTINGS, cwd=want_at).code == 0
+    for goal in (5, 60):
+        process = started(*LONG, *LONG_SETTINGS, cwd=tmp_path)
+        wait_for(lambda goal=goal: lines_in(tmp_path / "out") > goal, process)
+        workers = children(process.pid)
+        assert workers
+        if goal == 5:
+            os.kill(workers[0], signal.SIGKILL)
+        process.kill()
+        process.communicate()
+        limit = time.perf_counter() + 20
+        while not all(gone(pid) for pid in workers):  # they end with their parent
+            assert time.perf_counter() < limit
+            time.sleep(0.01)
+    done = fedloom(*LONG, *LONG_SETTINGS, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert contents(tmp_path / "out") == contents(want_at / "out")
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = started(*LONG, *LONG_SETTINGS, "rounds=2000", cwd=tmp_path)
+    wait_for(lambda: lines_in(tmp_path / "out") > 5, process)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "of 4 cells done; the same command goes on from here" in out
+    assert all(gone(pid) for pid in workers)
+    assert "Traceback" not in out + err
+    assert not (tmp_path / "out" / "table.csv").exists()
+    homes = list((tmp_path / "out" / "cells").iterdir())
+    assert all(list((h / "checkpoints").iterdir()) for h in homes if lines_in(tmp_path / "out") and h.is_dir())
+
+
+def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
+    own = tmp_path / "dies.py"
+    own.write_text(
+        "import os, signal\nfrom fedloom.algorithms.fedavg import FedAvg\n\n\n"
+        "class Dies(FedAvg):\n    def update(self, server, inbox):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = compare.run(table(algorithms=["fedavg", str(own)], seeds=1), tmp_path / "c", jobs=1)
+    assert [r.state for r in done.results] == ["done", "failed"]
+    assert "killed" in next(iter(done.failures.values()))
+    assert done.rows[0].rank == 1
+    assert done.rows[1].rank is None
+
+
+# -- faults ----------------------------------------------------------------------------------------
+def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        """
+        seed = 3
+        local = { lr = -1 }
+        [compare]
+        algorithms = ["fedavg", "fedproxx", { kind = "fedprox", mu = -2 }]
+        baseline = "moon"
+        grid = { "partition.alpha" = [0.1, -1.0] }
+        [[compare.paper]]
+        algorithm = "fedalr"
+        where = { partition = "c=2" }
+        value = 1
+        """
+    )
+    done = fedloom("compare", "c.toml", cwd=tmp_path)
+    assert done.code == 2
+    for words in (
+        r"seed: is set by compare.seeds",
+        r"local\.lr: .*greater than.*-1",
+        r"no algorithm 'fedproxx'.*fedproxx.*did you mean 'fedprox'",
+        r"algorithm\.mu: .*\[in fedprox",
+        r"compare\.baseline: 'moon' is not one",
+        r"partition\.alpha: .*-1\.0.*\[in .*fedavg · -1\.0",
+        r"compare\.paper\.0\.algorithm: there is no method 'fedalr'",
+        r"compare\.paper\.0\.where\.partition: is not an axis",
+    ):
+        assert re.search(words, done.err), (words, done.err)
+    assert files(tmp_path) == {"c.toml"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"algorithms": []}, "compare.algorithms"),
+        ({"algorithms": ["fedavg", "fedavg"]}, "'fedavg' is there twice"),
+        ({"seeds": 0}, "compare.seeds"),
+        ({"seeds": [1, 1]}, "a seed is there twice"),
+        ({"grid": {"seed": [1, 2]}}, "cannot be an axis"),
+        ({"grid": {"rounds": []}}, "has no values"),
+        ({"grid": {"rounds": [1, 1]}}, "same label"),
+        ({"grid": {"algorithm.muu": [1]}}, "no method has this setting"),
+        ({"best": 1}, "compare.best: unknown key"),
+    ],
+)
+def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compare.plan(table(**settings))
+
+
+def test_a_folder_with_anything_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(ConfigError, match="not of a comparison"):
+        compare.run(table(), tmp_path)
+    assert files(tmp_path) == {"mine"}
+
+
+def test_missing_data_is_told_once_and_nothing_written(tmp_path: Path) -> None:
+    done = fedloom("compare", "fedavg", "fedprox", "data=cifar10", "--data-root", "none", cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.count("fedloom data get cifar10") == 1
+    assert files(tmp_path) == set()
+
+
+def test_a_diverged_cell_does_not_stop_the_others(tmp_path: Path) -> None:
+    wild = {"kind": "fedopt", "label": "wild", "lr": 1e38}
+    for _ in range(2):
+        done = compare.run(table(algorithms=["fedavg", wild], seeds=2), tmp_path / "c", jobs=1)
+        assert [r.state for r in done.results] == ["done", "diverged"] * 2
+        assert done.rows[1].diverged == 2
+        assert not done.failures
+        assert "| wild | diverged | diverged | diverged | - | - | - |" in (tmp_path / "c" / "table.md").read_text()
+
+
+# -- plans -----------------------------------------------------------------------------------------
+def test_shared_settings_go_to_the_methods_that_know_them() -> None:
+    given = table(algorithms=["fedavg", "fedprox", "dpsgd"], seeds=1) | {"algorithm": {"mu": 0.5}}
+    configs = {c.method.label: c.config for c in compare.plan(given).cells}
+    assert getattr(configs["fedprox"].algorithm, "mu", None) == 0.5
+    assert configs["dpsgd"].topology is not None
+    assert configs["fedavg"].cohort.size == 3
+
+
+def test_labels_grids_and_nested_keys() -> None:
+    shards = {"kind": "shards", "clients": 10, "label": "c=2"}
+    spec = table(
+        algorithms=["fedavg", {"kind": "fedprox", "mu": 0.1}, {"kind": "fedprox", "mu": 1.0, "label": "strong"}],
+        seeds=[7],
+        grid={"partition": [shards, "iid"], "local": {"lr": [0.1, 0.2]}},
+    )
+    planned = compare.plan(spec)
+    assert [m.label for m in planned.methods] == ["fedavg", "fedprox (mu=0.1)", "strong"]
+    assert planned.places == (("c=2", "0.1"), ("c=2", "0.2"), ("iid", "0.1"), ("iid", "0.2"))
+    assert [c.config.local.lr for c in planned.cells[:4]] == [0.1, 0.1, 0.1, 0.2]
+    assert {c.seed for c in planned.cells} == {7}
+    again = compare.plan(tomllib.loads(planned.as_toml()))
+    assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
+    assert again.as_toml() == planned.as_toml()
+
+
+# -- statistics ------------------------------------------------------------------------------------
+def result(method: str, seed: int, values: list[float], state: str = "done", **more: float) -> Result:
+    lines = [
+        {"round": i, "global/test/accuracy": v, "bytes/up": 10 * i, "bytes/down": 30 * i}
+        | {k.replace("_", "/"): x * i for k, x in more.items()}
+        for i, v in enumerate(values)
+    ]
+    return Result((), method, method, seed, "", state, lines, "")
+
+
+def question(methods: tuple[str, ...], seeds: int, **more: Any) -> Question:
+    metrics = dict.fromkeys(methods, "global/test/accuracy")
+    plain = Question((), ((),), methods, tuple(range(seeds)), methods[0], metrics, None, {})
+    return plain._replace(**more)
+
+
+def test_statistics_by_hand() -> None:
+    base = [[0.0, *[0.5] * 9, 0.7], [0.0, *[0.5] * 9, 0.8], [0.0, *[0.6] * 9, 0.6]]
+    ours = [[0.0, *[0.7] * 9, 0.6], [0.0, *[0.8] * 9, 0.8], [0.0, *[0.9] * 9, 0.7]]
+    results = [result("a", s, v) for s, v in enumerate(base)] + [
+        result("b", s, v, time_simulated=2.0) for s, v in enumerate(ours)
+    ]
+    a, b = report.rows(question(("a", "b"), 3, target=0.7), results)
+    assert a.last is not None
+    assert a.last.mean == pytest.approx(0.7)
+    assert a.last.std == pytest.approx(0.1)
+    assert b.best == pytest.approx((0.8, 0.1))
+    tails = [[0.52, 0.53, 0.6], [0.69, 0.8, 0.88]]
+    assert a.tail == pytest.approx((np.mean(tails[0]), np.std(tails[0], ddof=1)))
+    assert (a.rank, b.rank) == (2, 1)
+    assert b.difference == pytest.approx((np.mean([0.17, 0.27, 0.28]), np.std([0.17, 0.27, 0.28], ddof=1)))
+    assert b.p == pytest.approx(stats.ttest_rel(tails[1], tails[0]).pvalue)
+    t = np.mean([0.17, 0.27, 0.28]) / (np.std([0.17, 0.27, 0.28], ddof=1) / math.sqrt(3))
+    assert b.p == pytest.approx(2 * stats.t.sf(t, 2))
+    assert a.p is None
+    assert a.rounds == report.Reached(report.Mean(10.0, 0.0), 2)  # one seed never reaches it
+    assert b.rounds == report.Reached(report.Mean(1.0, 0.0), 3)
+    assert b.bytes == report.Reached(report.Mean(40.0, 0.0), 3)
+    assert b.seconds == report.Reached(report.Mean(2.0, 0.0), 3)
+    assert a.seconds is None
+
+
+def test_few_seeds_and_ties() -> None:
+    assert report.paired_p([0.5], [0.4]) is None
+    assert report.paired_p([0.5, 0.6], [0.5, 0.6]) == 1.0
+    one = report.rows(question(("a", "b"), 1), [result("a", 0, [0.5]), result("b", 0, [0.5])])
+    assert [r.rank for r in one] == [1, 1]
+    assert one[0].last == (0.5, None)
+    assert "one seed gives none" in " ".join(report.notes(question(("a", "b"), 1), one))
+    assert "says little" in " ".join(report.notes(question(("a", "b"), 3), one))
+
+
+def test_a_method_that_lost_a_seed_is_not_ranked() -> None:
+    results = [result("a", 0, [0.5]), result("a", 1, [0.6]), result("b", 0, [0.9]), result("b", 1, [0.2], "diverged")]
+    asked = question(("a", "b"), 2)
+    _, b = rows = report.rows(asked, results)
+    assert (b.rank, b.seeds, b.diverged, b.p) == (None, 1, 1, None)
+    assert report.sections(asked, rows)[0].lines[1][1] == "90.00 (1 diverged)"
+
+
+def test_a_loss_ranks_the_other_way() -> None:
+    name = "global/test/loss"
+    results = [
+        Result((), m, m, 0, "", "done", [{"round": i, name: v} for i, v in enumerate(values)], "")
+        for m, values in (("a", [3.0, 1.0, 2.0]), ("b", [3.0, 0.5, 0.4]))
+    ]
+    asked = question(("a", "b"), 1, metrics=dict.fromkeys("ab", name), target=1.0)
+    a, b = report.rows(asked, results)
+    assert (a.rank, b.rank) == (2, 1)
+    assert a.best == (1.0, None)
+    assert a.rounds == ((1.0, None), 1)
+
+
+def test_the_metric_is_the_first_accuracy_of_all() -> None:
+    def run(method: str, *names: str) -> Result:
+        return Result((), method, method, 0, "", "done", [{"round": 0, **dict.fromkeys(names, 0.5)}], "")
+
+    runs = [run("a", "global/test/accuracy", "personal/test/accuracy"), run("b", "personal/test/accuracy")]
+    assert set(report.choose_metrics("", "ab", runs).values()) == {"personal/test/accuracy"}
+    apart = [run("a", "global/test/accuracy"), run("b", "personal/test/accuracy")]
+    assert report.choose_metrics("", "ab", apart) == {"a": "global/test/accuracy", "b": "personal/test/accuracy"}
+    assert report.choose_metrics("x", "ab", apart) == {"a": "x", "b": "x"}
+
+
+def test_an_unknown_metric_is_refused_with_the_nearest(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "c")
+    with pytest.raises(ConfigError, match="did you mean 'global/test/accuracy'"):
+        compare.run(table(grid=GRID, metric="global/test/acuracy"), tmp_path / "c")
+
+
+# -- tables ----------------------------------------------------------------------------------------
+def test_tables_agree_with_each_other(whole: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO((whole / "table.csv").read_text())))
+    assert [(x["partition.alpha"], x["algorithm"]) for x in lines] == [(a, m) for a in ("0.1", "1.0") for m in THREE]
+    cells = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text())))
+    for line in lines:
+        own = [c for c in cells if all(c[k] == line[k] for k in ("partition.alpha", "algorithm"))]
+        for name in ("last", "best", "mean_last_10"):
+            values = [float(c[name]) for c in own]
+            assert float(line[name]) == pytest.approx(np.mean(values))
+            assert float(line[f"{name}_std"]) == pytest.approx(np.std(values, ddof=1))
+    words = [
+        [w.strip().strip("*") for w in x.strip("|").split("|")]
+        for x in (whole / "table.md").read_text().splitlines()
+        if x.startswith("|") and "--:" not in x
+    ]
+    assert len({len(w) for w in words}) == 1
+    shown = [w for w in words if w[0] != "algorithm"]
+    assert [w[0] for w in shown] == THREE * 2
+    for line, w in zip(lines, shown, strict=True):
+        assert w[1] == f"{100 * float(line['last']):.2f} ± {100 * float(line['last_std']):.2f}"
+    tex = (whole / "table.tex").read_text()
+    body = [x for x in tex.splitlines() if x.endswith("\\\\") and "multicolumn" not in x]
+    assert len(body) == 7
+    assert len({len(re.findall(r"(?<!\\)&", x)) for x in body}) == 1
+    assert all(re.search(r"\$\\pm\$", x) for x in body[1:])
+
+
+def test_the_papers_value_is_shown_where_it_belongs(whole: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO((whole / "table.csv").read_text())))
+    papers = {(x["partition.alpha"], x["algorithm"]): x["paper"] for x in lines if x["paper"]}
+    assert papers == {("0.1", "fedopt"): "0.7215"}
+    text = (whole / "table.md").read_text()
+    assert "paper (%)" in text
+    assert text.count("72.15") == 1
+
+
+def test_latex_escapes_what_it_must() -> None:
+    label = "50% & a_b #1 ~ {x}"
+    asked = question((label,), 1)
+    tex = report.latex(asked, report.rows(asked, [result(label, 0, [0.5])]))
+    assert "50\\% \\& a\\_b \\#1 \\textasciitilde{} \\{x\\}" in tex
+
+
+def test_a_narrow_terminal_gets_fewer_columns(whole: Path) -> None:
+    section = report.Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], 0)
+    assert report.narrowed(section, 200) == section
+    assert report.narrowed(section, 45).header == ["algorithm", "last", "mean", "rank"]
+
+
+def test_many_panels_and_many_methods_can_be_drawn(tmp_path: Path) -> None:
+    methods = tuple(f"m{i}" for i in range(12))
+    places = tuple((str(i),) for i in range(8))
+    runs = [result(m, s, [0.1, 0.5, 0.6])._replace(place=p) for m in methods for s in (0, 1) for p in places]
+    asked = question(methods, 2, axes=("local.lr",), places=places)
+    for name in ("a.png", "a.svg"):
+        report.draw(asked, runs, tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        report.draw(asked, runs, tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+
+
+# -- the command -----------------------------------------------------------------------------------
+def test_the_command(tmp_path: Path) -> None:
+    words = ("compare", "fedavg", "fedprox", "--seeds", "2", "rounds=2", "partition.clients=6", "cohort.size=3")
+    done = fedloom(*words, "--target", "0.2", "--grid", "local.lr=0.1,0.2", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 1
+    found = done.json
+    assert list(found) == [
+        *("folder", "metric", "baseline", "seeds", "target", "cells", "diverged", "failed", "table", "notes"),
+        "failures",
+    ]
+    assert found["folder"] == "runs/compare-fedavg-fedprox-digits"
+    assert (found["cells"], found["diverged"], found["failed"]) == (8, 0, 0)
+    assert [(x["local.lr"], x["algorithm"]) for x in found["table"]] == [
+        (lr, m) for lr in ("0.1", "0.2") for m in ("fedavg", "fedprox")
+    ]
+    assert {"last", "last_std", "rank", "p", "rounds_to_target"} <= set(found["table"][0])
+    folder = tmp_path / found["folder"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == {k: v for k, v in found.items() if k not in ("folder", "failures")}
+    plain = fedloom("compare", folder / "compare.toml", "--out", folder, cwd=tmp_path)
+    assert "8 of 8 cells are done already" in plain.out
+    assert "local.lr = 0.2" in plain.out
+    assert "\x1b" not in plain.out

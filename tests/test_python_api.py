@@ -1,0 +1,276 @@
+"""fedloom from Python: data in any form, algorithms by name, class or object, and a history that answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import fedloom
+from fedloom import FedAvg, History, Model, Update
+from fedloom.algorithms.fedopt import FedOpt
+from fedloom.data.sources import Digits, from_arrays
+from fedloom.errors import CheckpointError, ConfigError, DataError
+from terminal import files
+
+SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def blobs(n: int = 200, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, n)
+    return (rng.normal(size=(n, 4)) + 2 * y[:, None]).astype(np.float32), y
+
+
+# -- what comes back -------------------------------------------------------------------------------
+def test_the_promised_call(desk: Path) -> None:
+    torch.manual_seed(3)
+    random_state = torch.random.get_rng_state()
+    history = fedloom.run("fedavg", data="digits", rounds=3, seed=1)
+    assert torch.equal(random_state, torch.random.get_rng_state())
+    assert isinstance(history, History)
+    assert (history.algorithm, history.rounds, history.run_dir) == ("fedavg", 3, None)
+    assert history.seconds > 0
+    assert files(desk) == set()
+    again = fedloom.run("fedavg", data="digits", rounds=3, seed=1)
+    assert again.records == history.records
+    assert fedloom.run("fedavg", data="digits", rounds=3, seed=2).records != history.records
+
+
+@pytest.fixture(scope="module")
+def history() -> History:
+    return fedloom.run("fedavg", rounds=4, seed=1, **SMALL)
+
+
+def test_metrics_are_a_table(history: History) -> None:
+    table = history.metrics
+    assert len(table) == 5
+    assert table["round"].tolist() == [0, 1, 2, 3, 4]
+    assert "global/test/accuracy" in table
+    assert list(table) == table.columns
+    assert table.row(-1)["global/test/loss"] == history.records[-1]["global/test/loss"]
+    frame = table.to_pandas()
+    assert frame.shape == (5, len(table.columns))
+    assert frame["global/test/accuracy"].iloc[-1] == table["global/test/accuracy"][-1]
+    assert "5 rows" in repr(table)
+    with pytest.raises(KeyError, match=r"no column 'accuracy' \(there are: round, global/test/accuracy"):
+        table["accuracy"]
+
+
+def test_the_summary_says_last_best_and_mean(history: History) -> None:
+    got = history.summary["global/test/loss"]
+    trained = history.metrics["global/test/loss"][1:]
+    assert got.last == trained[-1]
+    assert got.best == trained.min()
+    assert got.mean_last_10 == pytest.approx(trained.mean())
+    assert "round" not in history.summary
+    as_json = history.as_json()
+    assert as_json["run_dir"] is None
+    assert json.loads(json.dumps(as_json)) == as_json
+
+
+def test_plots_are_figures_and_files(history: History, desk: Path) -> None:
+    figure = history.plot()
+    assert isinstance(figure, Figure)
+    assert [axis.get_ylabel() for axis in figure.axes] == ["accuracy", "loss"]
+    for name in ("curves.png", "again.png", "curves.svg"):
+        history.plot(desk / name)
+    assert (desk / "curves.png").read_bytes() == (desk / "again.png").read_bytes()
+    assert files(desk) == {"curves.png", "again.png", "curves.svg"}
+
+
+def test_the_model_is_the_one_that_was_judged(history: History, desk: Path) -> None:
+    assert isinstance(history.model, nn.Module)
+    assert not history.model.training
+    digits = Digits().load(desk, 1)
+    x = torch.from_numpy(digits.x[digits.test]).float() / 255
+    logits = history.model((x - digits.mean[0]) / digits.std[0])
+    accuracy = float((logits.argmax(1).numpy() == digits.y[digits.test]).mean())
+    assert accuracy == pytest.approx(history.records[-1]["global/test/accuracy"])
+
+
+def test_where_every_client_has_its_own_model_there_is_no_common_one() -> None:
+    history = fedloom.run("local_only", rounds=1, **SMALL)
+    assert history.model is None
+    assert "personal/post_fit/test/accuracy" in history.metrics
+    assert not any(name.startswith("global/") for name in history.metrics)
+
+
+def test_a_network_returns_the_average_of_its_nodes() -> None:
+    history = fedloom.run("dpsgd", rounds=2, model="logistic", partition={"clients": 4}, topology="full")
+    assert isinstance(history.model, nn.Module)
+    assert {"consensus/test/accuracy", "consensus/distance", "nodes/test/accuracy"} <= set(history.metrics)
+
+
+# -- data ------------------------------------------------------------------------------------------
+class Squares(Dataset[tuple[Tensor, int]]):
+    def __init__(self) -> None:
+        self.x, self.y = blobs()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.x[index]), int(self.y[index])
+
+
+def test_the_same_data_in_every_form_gives_the_same_run(desk: Path) -> None:
+    x, y = blobs()
+    np.savez(desk / "own.npz", x=x, y=y)
+    forms: dict[str, Any] = {
+        "numpy": (x, y),
+        "torch": (torch.from_numpy(x), torch.from_numpy(y)),
+        "arrays": from_arrays(x, y, seed=3),
+        "dataset": Squares(),
+        "tensor dataset": TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+        "path": str(desk / "own.npz"),
+        "table": {"source": "npz", "path": "own.npz"},
+    }
+    runs = {name: fedloom.run("fedavg", data=data, rounds=2, seed=3, **SMALL) for name, data in forms.items()}
+    for name, history in runs.items():
+        assert history.records == runs["numpy"].records, name
+
+
+def test_data_that_is_nonsense_is_refused() -> None:
+    x, y = blobs()
+    for data, error in (
+        ((x, y[:-1]), DataError),
+        ((x * np.nan, y), DataError),
+        ("nothing", ConfigError),
+        ("./nothing.csv", DataError),
+        ({"source": "digits", "tset": 0.1}, ConfigError),
+        (3, ConfigError),
+    ):
+        with pytest.raises(error):
+            fedloom.run("fedavg", data=data, rounds=1, **SMALL)
+
+
+# -- algorithms ------------------------------------------------------------------------------------
+class HalfStep(FedAvg):
+    """FedAvg that takes a share of the mean update."""
+
+    share: float = 0.5
+
+    def update(self, server: Model, inbox: Any) -> Model:
+        return Model(server.w + (self.share * inbox.mean.dw).to(server.w.dtype))
+
+
+def test_an_algorithm_by_name_table_class_and_object() -> None:
+    named = fedloom.run("fedopt", rounds=2, **SMALL)
+    assert fedloom.run({"kind": "fedopt"}, rounds=2, **SMALL).records == named.records
+    assert fedloom.run(FedOpt, rounds=2, **SMALL).records == named.records
+    assert fedloom.run(FedOpt(), rounds=2, **SMALL).records == named.records
+    other = fedloom.run(FedOpt(rule="yogi"), rounds=2, **SMALL)
+    assert other.records != named.records
+    assert fedloom.run({"kind": "fedopt", "rule": "yogi"}, rounds=2, **SMALL).records == other.records
+
+
+def test_an_algorithm_of_ones_own() -> None:
+    plain = fedloom.run("fedavg", rounds=2, **SMALL)
+    assert fedloom.run(HalfStep(share=1.0), rounds=2, **SMALL).records == plain.records
+    assert fedloom.run(HalfStep, rounds=2, **SMALL).records != plain.records
+
+
+def test_an_algorithm_defined_where_no_name_reaches_it() -> None:
+    class Inner(FedAvg):
+        def finish(self, x: Tensor, down: Model, mine: Any, work: Any) -> Any:
+            return Update(x - down.w), ()
+
+    plain = fedloom.run("fedavg", rounds=2, **SMALL)
+    assert fedloom.run(Inner(), rounds=2, **SMALL).records == plain.records
+    assert fedloom.run(Inner, rounds=2, **SMALL).records == plain.records
+
+
+# -- run folders -----------------------------------------------------------------------------------
+def test_a_run_folder_is_written_and_resumed(desk: Path) -> None:
+    whole = fedloom.run("fedavg", rounds=4, out=desk / "whole", **SMALL)
+    assert whole.run_dir == desk / "whole"
+    short = fedloom.run("fedavg", rounds=2, out="short", **SMALL)
+    assert short.rounds == 2
+    longer = fedloom.resume("short", rounds=4)
+    assert longer.records == whole.records
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (desk / "short" / name).read_bytes() == (desk / "whole" / name).read_bytes()
+
+
+def test_data_that_was_handed_over_is_handed_over_again(desk: Path) -> None:
+    data = blobs()
+    fedloom.run("fedavg", data=data, rounds=2, out="r", **SMALL)
+    with pytest.raises(CheckpointError, match=r"its data came from Python.*fedloom\.resume\(run_dir, data="):
+        fedloom.resume("r", rounds=3)
+    with pytest.raises(CheckpointError, match="the data is not what this run began with"):
+        fedloom.resume("r", data=blobs(seed=1), rounds=3)
+    assert fedloom.resume("r", data=data, rounds=3).rounds == 3
+
+
+def test_an_existing_folder_is_refused(desk: Path) -> None:
+    (desk / "r").mkdir()
+    (desk / "r" / "thesis.tex").write_text("do not lose me")
+    with pytest.raises(ConfigError, match="already exists"):
+        fedloom.run("fedavg", rounds=1, out="r", **SMALL)
+    assert files(desk / "r") == {"thesis.tex"}
+
+
+# -- the rest --------------------------------------------------------------------------------------
+def test_faults_come_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        fedloom.run("fedvag", rounds=0, locall={}, local={"lr": -1, "epoch": 3})
+    assert {fault.where for fault in caught.value.faults} == {
+        "algorithm.kind",
+        "rounds",
+        "locall",
+        "local.lr",
+        "local.epoch",
+    }
+
+
+def test_a_run_in_another_thread(history: History) -> None:
+    """Signals can only be handled in the main thread: a notebook's worker must do without."""
+    found: list[History] = []
+    worker = threading.Thread(target=lambda: found.append(fedloom.run("fedavg", rounds=4, seed=1, **SMALL)))
+    worker.start()
+    worker.join(timeout=60)
+    assert found[0].records == history.records
+
+
+class Ears:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def started(self, prepared: Any, folder: Path | None, done: int) -> None:
+        self.heard.append(("started", done))
+
+    def advanced(self, progress: Any) -> None:
+        self.heard.append((progress.round, progress.clients))
+
+    def stopping(self) -> None:
+        raise AssertionError
+
+
+def test_a_listener_hears_every_round() -> None:
+    ears = Ears()
+    fedloom.run("fedavg", rounds=3, listener=ears, **SMALL)
+    assert ears.heard == [("started", 0), (1, 3), (2, 3), (3, 3)]
+
+
+def test_public_names_are_there_and_others_are_not() -> None:
+    for name in fedloom.__all__:
+        assert getattr(fedloom, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        fedloom.nonsense  # noqa: B018
