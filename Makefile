@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint types format bench clean
+.PHONY: help setup demo docs test quick lint types format bench clean
 
 help: ## List what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -18,11 +18,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## Train FedAvg on unequal digits, and show what came of it
+demo: $(READY) ## Compare six methods on very unequal digits, and show what came of it
 	@rm -rf demo && mkdir demo
-	$(BIN)/fedloom partition --out demo/partition.png
-	$(BIN)/fedloom run --out demo/fedavg
-	@echo; echo "pictures: demo/partition.png (who has what) and demo/fedavg/curves.png (what came of it)"
+	$(BIN)/fedloom partition partition.alpha=0.1 --out demo/partition.png
+	$(BIN)/fedloom compare experiments/demo.toml --out demo/compare
+	@echo; echo "pictures: demo/partition.png (who has what) and demo/compare/curves.png (what came of it)"
+
+docs: $(READY) ## Write the pages of the documentation that are read off the classes
+	$(BIN)/python docs/generate.py
 
 test: lint types ## Lint, check types, and run every test
 	$(BIN)/python -m pytest -n 2

@@ -20,8 +20,8 @@ RESULTS = Path(__file__).parent / "results"
 def interleaved(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each piece of work, taken in turns, so that a busy machine is busy for all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for name in work:
-        work[name]()  # warm
+    for run in work.values():
+        run()  # warm
     for _ in range(repeats):
         for name, run in work.items():
             began = time.perf_counter()

@@ -469,14 +469,14 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
-    figure.suptitle(_headline(question), x=0.01, ha="left", fontsize=10.5, color=_INK)
+    figure.suptitle(_headline(question), x=0.01, ha="left", fontsize=9.5, color=_INK)
     return figure
 
 
 def _headline(question: Question) -> str:
     count = len(question.seeds)
     text = (
-        f"mean over {count} seeds in a band of ± one standard deviation; at the right the mean of the last ten"
+        f"mean over {count} seeds ± one standard deviation; at the right, the mean of the last ten"
         if count > 1
         else f"seed {question.seeds[0]}"
     )
