@@ -106,6 +106,13 @@ class Algorithm(Spec, Generic[S, C, U]):
     _task: Task | None = PrivateAttr(None)
     _optimizer: Optimizer | None = PrivateAttr(None)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A setting must not hide a function of the same name: a round would call a number."""
+        hidden = [name for name in cls.model_fields if callable(getattr(Algorithm, name, None))]
+        if hidden:
+            raise TypeError(f"{cls.__name__}: the setting '{hidden[0]}' hides the function of that name; rename it")
+
     def bind(self, task: Task, optimizer: Optimizer) -> Algorithm[S, C, U]:
         """The same algorithm, tied to a task and a local optimiser."""
         bound = self.model_copy()
@@ -145,6 +152,10 @@ class Algorithm(Spec, Generic[S, C, U]):
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         """Settings of other sections that belong to the method's definition, where the user says nothing."""
         return {}
+
+    def doubts(self, lr: float) -> list[str]:
+        """What of its settings, at this local learning rate, can be meant and is more likely a mistake."""
+        return []
 
     # -- at the server, or at each node of a network without one ------------------------------------
     def init(self, w: Tensor) -> S:

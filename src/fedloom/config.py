@@ -228,7 +228,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
         names["topology"], chosen["topology"], _ = _chosen("topology", {})
     assert basics is not None
     chosen.setdefault("topology", None)
-    return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+    return Config(basics=basics, kinds=names, notes=(*notes, *chosen["algorithm"].doubts(chosen["local"].lr)), **chosen)
 
 
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:

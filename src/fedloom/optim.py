@@ -62,6 +62,9 @@ class Local(Spec):
     drop_last: bool = Field(
         False, description="leave out a last batch that is not full, unless it is the client's only one"
     )
+    wrap_last: bool = Field(
+        False, description="instead of a last batch that is not full, begin a new pass over the data, as FLGo does"
+    )
     schedule: Literal["constant", "exponential", "step", "cosine"] = Field(
         "constant", description="of the learning rate over rounds"
     )
@@ -69,9 +72,11 @@ class Local(Spec):
     step_every: PositiveInt = Field(100, description="rounds between decays of the step schedule")
 
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> Local:
+    def _settings_agree(self) -> Local:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs momentum > 0")
+        if self.drop_last and self.wrap_last:
+            raise ValueError("drop_last and wrap_last are both set; keep one of them")
         return self
 
     def optimiser(self) -> Optimizer:

@@ -309,3 +309,13 @@ def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
         assert uniform != plain
     finally:
         quick.close()
+
+
+def test_a_proximal_step_that_grows_is_doubted() -> None:
+    from fedloom.config import parse
+
+    def notes(mu):
+        return parse({"algorithm": {"kind": "fedprox", "mu": mu}, "local": {"lr": 0.1}}).notes
+
+    assert notes(1.0) == ()
+    assert "grow" in notes(30.0)[0]

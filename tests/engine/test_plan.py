@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import ranges
 
+from fedloom.data.federation import Ranges
 from fedloom.engine.plan import Address, Cohort, Group, amounts, draw, groups, plans
 from fedloom.optim import Local
 
@@ -250,3 +251,18 @@ def test_a_draw_is_a_function_of_seed_and_round(sampling: str) -> None:
 
     assert ids(1, 5) == ids(1, 5)
     assert len({tuple(ids(s, r)) for s in range(3) for r in range(3)}) == 9
+
+
+def test_wrapping_begins_a_new_pass_instead_of_a_short_batch() -> None:
+    """450 examples in batches of 64 are seven full batches and one of a new pass, as in FLGo."""
+    everything = Ranges(torch.arange(450), torch.tensor([0, 450]))
+    local = Local(batch=64, wrap_last=True)
+    group = next(plans(local, everything, torch.tensor([0]), Address(0, 0), lr=0.1, lanes=1))
+    assert group.steps == [8]
+    assert (group.mask.sum(-1) == 64).all()
+    assert len(set(group.rows[0, :7].flatten().tolist())) == 7 * 64
+    tiny = next(
+        plans(local, Ranges(torch.arange(9), torch.tensor([0, 9])), torch.tensor([0]), Address(0, 0), lr=0.1, lanes=1)
+    )
+    assert tiny.steps == [1]
+    assert tiny.mask.sum() == 9

@@ -39,6 +39,10 @@ class FedProx(FedAvg):
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
 
+    def doubts(self, lr: float) -> list[str]:
+        growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
+        return [growing] if lr * self.mu >= 2 else []
+
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
         g = self.task.grad(x, batch)
         return g + self.mu * (x - down.w) if self.mu else g

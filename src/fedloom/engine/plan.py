@@ -91,7 +91,7 @@ class Amount(NamedTuple):
 
     size: Tensor  # [K] examples
     width: Tensor  # [K] examples in a full batch
-    per_epoch: Tensor  # [K] steps
+    per_epoch: Tensor  # [K] steps of one pass over the data
     steps: Tensor  # [K] steps of the whole round
 
 
@@ -99,10 +99,12 @@ def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
     """Steps and batch widths of clients with ``sizes`` examples; ``epochs`` overrides what ``local`` says."""
     width = sizes if local.batch == 0 else sizes.clamp(max=local.batch)
     whole = torch.div(sizes, width.clamp(min=1), rounding_mode="floor")
-    per_epoch = whole if local.drop_last else -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
+    every = -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
+    per_epoch = whole if local.drop_last or local.wrap_last else every  # after so many steps, a new pass begins
     if epochs is None and local.steps is not None:
         return Amount(sizes, width, per_epoch, torch.full_like(sizes, local.steps))
-    return Amount(sizes, width, per_epoch, per_epoch * (epochs or local.epochs))
+    steps = (whole if local.drop_last else every) * (epochs or local.epochs)
+    return Amount(sizes, width, per_epoch, steps)
 
 
 def groups(ids: Tensor, amount: Amount, lanes: int) -> list[Tensor]:
