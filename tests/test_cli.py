@@ -610,3 +610,12 @@ finally:
     assert shown.code == 0
     for option in ("--out", "--json", "--print-config", "--data-root"):
         assert option in shown.out
+
+
+@pytest.mark.parametrize("setting", ["rounds=true", 'rounds="5"', "rounds=5.0", "local.nesterov=yes", "local.lr=true"])
+def test_a_value_of_another_type_is_not_converted(setting: str) -> None:
+    from fedloom.api import load_config
+    from fedloom.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=setting.split("=", maxsplit=1)[0].replace(".", r"\.")):
+        load_config(None, [setting])

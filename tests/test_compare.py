@@ -476,3 +476,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert "8 of 8 cells are done already" in plain.out
     assert "local.lr = 0.2" in plain.out
     assert "\x1b" not in plain.out
+
+
+def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
+    planned = compare.plan(
+        {
+            "partition": {"clients": 5},
+            "compare": {
+                "algorithms": ["fedavg", {"kind": "fedprox", "preset": "paper"}],
+                "grid": {"partition": [{"kind": "iid", "clients": 10}, {"kind": "iid", "clients": 12}]},
+            },
+        }
+    )
+    assert any("partition.clients = 5 is in no cell" in note for note in planned.notes)
+    assert any("fedprox draws other clients than fedavg" in note for note in planned.notes)

@@ -130,6 +130,11 @@ class Algorithm(Spec, Generic[S, C, U]):
         return self._optimizer
 
     @property
+    def proximal(self) -> float:
+        """The weight mu of a proximal term in what clients minimise; 0 where there is none."""
+        return 0.0
+
+    @property
     def weighs_examples(self) -> bool:
         """Whether clients with more data count for more in the mean."""
         return True

@@ -192,6 +192,8 @@ def partition(
     described = shared.described()
     picture = out or Path(_plain(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
     title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
+    if picture.suffix not in (".png", ".svg"):
+        raise ConfigError([Fault("--out", f"a picture ends in .png or .svg (got {picture.name})")])
     report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
     if json_:
         print(json.dumps(described | {"picture": str(picture)}))
@@ -340,7 +342,7 @@ def data_import(
     from fedloom.data.files import default_root
 
     where = download.import_files(name, directory, data_root or default_root())
-    print(f"{name}: checked and copied to {where}")
+    print(f"{name}: format, sizes and labels checked, and copied to {where}")
 
 
 def _file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:

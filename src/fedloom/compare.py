@@ -175,7 +175,34 @@ def plan(table: Mapping[str, Any]) -> Plan:
     if faults:
         raise ConfigError(faults)
     baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
+    notes += _unused(base, axes) + _unpaired(cells, baseline)
     return Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
+
+
+def _unused(base: Mapping[str, Any], axes: Sequence[Axis]) -> list[str]:
+    """Settings of the experiment that no cell has, because the grid sets the whole section."""
+    found = []
+    for axis in axes:
+        section, values = base.get(axis.key), [v for v in axis.values if isinstance(v, Mapping)]
+        if isinstance(section, Mapping) and len(values) == len(axis.values):
+            lost = [k for k, v in section.items() if all(value.get(k) != v for value in values)]
+            found += [f"{axis.key}.{k} = {section[k]!r} is in no cell: the grid sets all of {axis.key}" for k in lost]
+    return found
+
+
+def _unpaired(cells: Sequence[Cell], baseline: str) -> list[str]:
+    """Methods whose rounds have other clients than the baseline's, so that their p-values are not of pairs."""
+    cohorts = {
+        (cell.method.label, cell.place): cell.config.cohort
+        for cell in cells
+        if cell.config.algorithm.family != "gossip"
+    }
+    other = {
+        method: cohort.sampling
+        for (method, place), cohort in cohorts.items()
+        if cohort != cohorts.get((baseline, place), cohort)
+    }
+    return [f"{m} draws other clients than {baseline} (cohort.sampling = {s})" for m, s in other.items()]
 
 
 def _beside_the_base(base: Mapping[str, Any]) -> list[Fault]:

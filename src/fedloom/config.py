@@ -279,13 +279,11 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
 def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
     """Settings that are each valid and cannot hold together."""
     local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
-    faults = _against_the_algorithm(alg, local, cohort)
-    if local is not None and {"steps", "epochs"} <= local.model_fields_set and local.steps is not None:
-        faults.append(Fault("local", "steps and epochs are both given", "keep one of them"))
+    faults = _against_the_algorithm(alg, local, cohort) + _in_local(table.get("local"), local)
     if cohort is not None and cohort.size is not None:
         if cohort.sampling == "all":
             faults.append(Fault("cohort.size", f"{cohort.size} contradicts sampling = 'all'", "keep one of them"))
-        clients = getattr(partition, "clients", None)
+        clients = partition.clients if partition is not None else _written(table, "partition", "clients", 20)
         if cohort.sampling == "uniform" and clients is not None and cohort.size > clients:
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
             faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
@@ -307,6 +305,27 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
     return faults
+
+
+def _in_local(written: Any, local: Local | None) -> list[Fault]:
+    """Contradictions of the local section; found in what was written, since one fault must not hide another."""
+    if not isinstance(written, Mapping):
+        return []
+    faults = []
+    if {"steps", "epochs"} <= set(written):
+        faults.append(Fault("local", "steps and epochs are both given", "keep one of them"))
+    # Where nothing else is wrong with the section, the section itself has said so.
+    alone = set(written) <= {"nesterov", "momentum", "epochs", "steps"}
+    if local is None and not alone and written.get("nesterov") is True and not written.get("momentum"):
+        faults.append(Fault("local.nesterov", "needs momentum > 0"))
+    return faults
+
+
+def _written(table: Mapping[str, Any], section: str, key: str, default: int) -> int | None:
+    """A whole number as it was written, or the default; None where something else stands there."""
+    given = table.get(section)
+    value = given.get(key, default) if isinstance(given, Mapping) else default
+    return value if isinstance(value, int) else None
 
 
 def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:

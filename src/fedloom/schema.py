@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fedloom.errors import ConfigError, Fault, nearest
 
@@ -21,7 +22,22 @@ from fedloom.errors import ConfigError, Fault, nearest
 class Spec(BaseModel):
     """A frozen record of settings; an unknown key or a wrong type is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_python_has_it(cls, given: Any) -> Any:
+        """TOML has lists where settings are tuples, and NumPy has numbers of its own; nothing else is converted."""
+        if not isinstance(given, dict):
+            return given
+        tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {key: _plain(value, key in tuples) for key, value in given.items()}
+
+
+def _plain(value: Any, as_tuple: bool) -> Any:
+    if as_tuple and isinstance(value, list):
+        return tuple(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class Kind(Spec):

@@ -111,6 +111,9 @@ class Task:
         body = getattr(self._eval if frozen else self._train, "body", None)
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
+        if not any(name.startswith("body.") for name in self.names):
+            what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
+            raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
         inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
         out: Tensor = functional_call(body, inside, (batch.x,))
         return out.flatten(1)
@@ -141,7 +144,7 @@ class Task:
 
     def tensors(self, w: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """The parameters and statistics under their own names, as ``nn.Module.load_state_dict`` wants them."""
-        flat = {**self._unflat(w), **self._unflat_buffers(buffers)}
+        flat = {**self._eval.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
         return {name: value.detach().clone().contiguous() for name, value in flat.items()}
 
     def module(self, w: Tensor, buffers: Tensor) -> nn.Module:

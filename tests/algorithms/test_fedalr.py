@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_fedprox import RAGGED, Bowl, after, hear, play, vec
 
-from fedloom.algorithm import Update
+from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedalr import FedALR, Server
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA
@@ -401,3 +401,15 @@ def test_clients_are_sent_the_model_alone() -> None:
     down = alg.send(alg.init(vec(1, 2)))
     assert down.w.tolist() == [1, 2]
     assert down.m.numel() == down.t.numel() == 0
+
+
+def test_told_rates_are_those_that_were_used() -> None:
+    """With a lag the first round has no direction yet, and every rate is exp(-1)."""
+    alg = FedALR(momentum_lag=1)
+    one = torch.ones((), dtype=torch.float64)
+    moves = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    inbox = Inbox((), one, one, one, one, Update(moves), torch.ones(3, dtype=torch.float64))
+    server = alg.init(torch.zeros(2))
+    told = alg.told(server, inbox, alg.update(server, inbox))
+    assert float(told["fedalr/eta_min"]) == pytest.approx(math.exp(-1))
+    assert float(told["fedalr/eta_max"]) == pytest.approx(math.exp(-1))

@@ -266,7 +266,7 @@ SEVEN = ("fedprox", "relaxation", "scaffold", "moon", "qfedavg", "fedmgda", "fed
 
 @pytest.mark.parametrize("kind", SEVEN)
 def test_a_client_without_data_is_as_good_as_absent(world, kind) -> None:
-    exp = world(algorithm={"kind": kind})
+    exp = world(algorithm={"kind": kind}, model={"kind": "mlp", "widths": [6]})
     train = exp.federation.train
     start = torch.tensor([0, 0, 4, 16, 23])  # client 0 has nothing, the others are shifted by one
     fed = exp.federation._replace(train=train._replace(start=start), test=train._replace(start=start))
@@ -276,7 +276,7 @@ def test_a_client_without_data_is_as_good_as_absent(world, kind) -> None:
 @pytest.mark.parametrize("kind", SEVEN)
 def test_a_model_costs_its_bytes_once_each_way(world, kind) -> None:
     """Except for SCAFFOLD's control variates, twice each way, and q-FedAvg's one number more up."""
-    exp = world(algorithm={"kind": kind})
+    exp = world(algorithm={"kind": kind}, model={"kind": "mlp", "widths": [6]})
     state, _ = advance(exp, begin(exp), RamStore(3))
     once = 3 * 4 * exp.task.size
     more = {"scaffold": (once, once), "qfedavg": (3 * 4, 0)}.get(kind, (0, 0))

@@ -215,3 +215,10 @@ def test_a_net_without_an_encoder_and_a_client_drawn_twice_are_refused() -> None
         parse({"algorithm": "moon", "cohort": {"sampling": "proportional"}})
     with pytest.raises(ConfigError, match="temperature"):
         parse({"algorithm": {"kind": "moon", "temperature": 0}})
+
+
+def test_a_net_without_an_encoder_is_refused(world) -> None:
+    """On logistic regression the contrastive term is constant, and MOON would be FedAvg without saying so."""
+    exp = world(algorithm="moon", model="logistic")
+    with pytest.raises(ConfigError, match="encoder"):
+        advance(exp, begin(exp), RamStore(3))

@@ -119,3 +119,10 @@ def test_scaffold_uses_the_steps_that_were_taken(world) -> None:
 def test_a_network_refuses_stragglers() -> None:
     with pytest.raises(ConfigError, match="system"):
         parse({"algorithm": "dpsgd", "system": {"stragglers": 0.5}})
+
+
+def test_a_model_that_was_sent_to_a_late_client_is_counted(world) -> None:
+    exp = world((8, 8, 8, 8), system={"stragglers": 0.5, "policy": "drop"})
+    state, _ = advance(exp, begin(exp), RamStore(4))
+    once = 4 * exp.task.size
+    assert (state.up, state.down) == (2 * once, 4 * once)

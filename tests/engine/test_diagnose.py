@@ -170,7 +170,11 @@ def test_effective_server_rate(world) -> None:
 
 @pytest.mark.parametrize("kind", ["fedavg", "scaffold", "qfedavg", "fedmgda", "fedalr", "moon", "fedopt"])
 def test_every_server_method_can_be_watched(world, kind) -> None:
-    exp = world(algorithm=kind, evaluate={"diagnostics": ["updates", "gamma", "dissimilarity", "rho"]})
+    exp = world(
+        algorithm=kind,
+        model={"kind": "mlp", "widths": [6]},
+        evaluate={"diagnostics": ["updates", "gamma", "dissimilarity", "rho"]},
+    )
     _, _, found = advance_watched(exp, begin(exp), RamStore(3))
     assert all(math.isfinite(v) for v in found.values())
     assert found["server/step_norm"] > 0

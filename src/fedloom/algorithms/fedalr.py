@@ -1,6 +1,6 @@
 """FedALR: the server gives each client's update a rate of its own, by how well it agrees with the rest.
 
-Federated learning with adaptive learning rates at the server, for non-IID data.
+Zhu, A Federated Learning Algorithm with Adaptive Learning Rate, 2025.
 
     client i:  as FedAvg;  u_i = w - w_i,  r_i = ||u_i||,  uh_i = u_i / r_i
     server:    t <- t + 1;  gbar = (1 / K) sum_i uh_i;  m <- gbar / t + m (t - 1) / t         (eq. 7)
@@ -38,6 +38,17 @@ class Server(NamedTuple):
     w: Tensor  # [P]
     m: Tensor  # [P] float64: the running direction, not corrected for bias
     t: Tensor  # [] aggregations that m holds
+
+
+class Heard(NamedTuple):
+    """What the server makes of a round's updates, before it moves."""
+
+    unit: Tensor  # [K, P] uh_i
+    r: Tensor  # [K]
+    n: Tensor  # [K] what each counts
+    m: Tensor  # [P]
+    t: Tensor  # []
+    eta: Tensor  # [K]
 
 
 class FedALR(Algorithm[Server, Nothing, Update]):
@@ -90,18 +101,10 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         return work.examples if self.weight_by == "samples" else torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
-        dw = inbox.uploads.dw.double()
-        r = torch.linalg.vector_norm(dw, dim=1)
-        kept = (r > self.eps_norm).nonzero().squeeze(1)
-        if not len(kept):
+        heard = self.hear(server, inbox)
+        if heard is None:
             return server
-        if self.weight_by != "samples":  # a client that was drawn twice speaks twice
-            kept = kept.repeat_interleave(inbox.weights[kept].long())
-        dw, r, n = dw[kept], r[kept], inbox.weights[kept]
-        unit = dw / r[:, None]
-        m, t = self._remember(server, (unit if self.normalise and self.momentum_input == "unit" else dw).mean(0))
-        heard = self._direction(server.m, server.t) if self.momentum_lag else self._direction(m, t)
-        eta = self.rates(unit if self.normalise else dw / r.square()[:, None], heard)
+        r, n = heard.r, heard.n
         length = {
             "unit": torch.ones_like(r),
             "mean_norm": r.mean().expand_as(r),
@@ -109,17 +112,34 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         }
         a = n / n.sum() if self.weight_by == "samples" else torch.ones_like(n) / len(n)
         a = a * len(n) / inbox.population if self.weight_by == "population" else a
-        step = self.server_lr * (a * eta * length.get(self.apply, r)) @ unit
+        step = self.server_lr * (a * heard.eta * length.get(self.apply, r)) @ heard.unit
         if self.clip_step:
             step = step * (self.clip_step / torch.linalg.vector_norm(step).clamp(min=self.clip_step))
-        return Server(server.w + like(step, server.w), m, t)
+        return Server(server.w + like(step, server.w), heard.m, heard.t)
+
+    def hear(self, server: Server, inbox: Inbox[Update]) -> Heard | None:
+        """The updates that count, the direction after them and the rate of each; None where nobody moved."""
+        dw = inbox.uploads.dw.double()
+        r = torch.linalg.vector_norm(dw, dim=1)
+        kept = (r > self.eps_norm).nonzero().squeeze(1)
+        if not len(kept):
+            return None
+        if self.weight_by != "samples":  # a client that was drawn twice speaks twice
+            kept = kept.repeat_interleave(inbox.weights[kept].long())
+        dw, r, n = dw[kept], r[kept], inbox.weights[kept]
+        unit = dw / r[:, None]
+        m, t = self._remember(server, (unit if self.normalise and self.momentum_input == "unit" else dw).mean(0))
+        direction = self._direction(server.m, server.t) if self.momentum_lag else self._direction(m, t)
+        eta = self.rates(unit if self.normalise else dw / r.square()[:, None], direction)
+        return Heard(unit, r, n, m, t, eta)
 
     def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
-        dw = inbox.uploads.dw.double()
-        r = torch.linalg.vector_norm(dw, dim=1).clamp(min=1e-30)[:, None]
-        eta = self.rates(dw / r if self.normalise else dw / r.square(), self._direction(after.m, after.t))
+        heard = self.hear(before, inbox)
+        if heard is None:
+            return {}
+        eta, direction = heard.eta, self._direction(after.m, after.t)
         found = {"fedalr/eta_min": eta.min(), "fedalr/eta_mean": eta.mean(), "fedalr/eta_max": eta.max()}
-        return found | {"fedalr/m_norm": torch.linalg.vector_norm(after.m)}
+        return found | {"fedalr/m_norm": torch.linalg.vector_norm(direction)}
 
     def rates(self, g: Tensor, m: Tensor) -> Tensor:
         """eta_i for the updates ``g`` [K, P] and the running direction ``m``."""

@@ -36,6 +36,10 @@ class FedProx(FedAvg):
             return {"weighting": "uniform", **given}
         return given
 
+    @property
+    def proximal(self) -> float:
+        return self.mu
+
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
 

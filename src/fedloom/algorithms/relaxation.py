@@ -1,6 +1,6 @@
 """FedProx + Relaxation: the server takes only a part of the step to the clients' average.
 
-FedProx for networks of unequal devices, with a relaxation step at the server.
+Yue and Tan, A Federated Learning Algorithm with a Relaxation Step for Heterogeneous Networks, 2023.
 
     client k:  as FedProx
     server:    w <- alpha w + (1 - alpha) sum_k a_k w_k  =  w + (1 - alpha) sum_k a_k (w_k - w)

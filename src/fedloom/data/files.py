@@ -141,10 +141,11 @@ def places_below(layout: Layout, root: Path) -> dict[str, Path]:
     """Where each file of a published set lies below ``root``; if any is missing, a DataError with the way to get it."""
     missing = missing_files(layout, root)
     if missing:
+        elsewhere = "" if root == default_root() else f" --data-root {root}"
         raise DataError(
             f"data '{layout.name}' is not here: no {', '.join(missing)} in {root / layout.folder}\n"
-            f"  download it:                 fedloom data get {layout.name}\n"
-            f"  or take files you have:      fedloom data import {layout.name} DIR"
+            f"  download it:                 fedloom data get {layout.name}{elsewhere}\n"
+            f"  or take files you have:      fedloom data import {layout.name} DIR{elsewhere}"
         )
     return {file: root / layout.folder / file for file in layout.files}
 

@@ -37,13 +37,14 @@ class Present(NamedTuple):
 
     drawn: Drawn
     steps: Tensor  # [K] long
+    called: int  # clients that were sent the model, with those who were late or lost
 
 
 def attend(
     system: System, drawn: Drawn, amount: Amount, epochs: int, address: tuple[int, int], *, partial: bool
 ) -> Present:
     """The clients of a round that report, and their work; ``address`` is the seed and the round."""
-    steps = amount.steps
+    steps, called = amount.steps, len(drawn.ids)
     if system.stragglers:
         count = len(drawn.ids)
         on_time = round(count * (1 - system.stragglers))
@@ -57,7 +58,7 @@ def attend(
     if system.dropout:
         here = rng.uniform(address[0], "dropout", address[1], drawn.ids) >= system.dropout
         drawn, steps = Drawn(drawn.ids[here], drawn.times[here]), steps[here]
-    return Present(drawn, steps)
+    return Present(drawn, steps, called)
 
 
 def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tuple[int, int]) -> Tensor:

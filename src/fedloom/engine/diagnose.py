@@ -76,7 +76,7 @@ def gamma(exp: Experiment, moves: Moves, w: Tensor) -> dict[str, float]:
 
     gamma_k = ||grad F_k(w_k) + mu (w_k - w)|| / ||grad F_k(w)||; a client at a stationary point has none.
     """
-    mu = float(getattr(exp.algorithm, "mu", 0.0))
+    mu = exp.algorithm.proximal
     there = full_gradients(exp.task, exp.federation, moves.ids, w + moves.dw) + mu * moves.dw
     here = full_gradients(exp.task, exp.federation, moves.ids, w.expand_as(moves.dw))
     size = torch.linalg.vector_norm(here.double(), dim=1)
@@ -221,8 +221,8 @@ def diagnose(exp: Experiment, moves: Moves, before: Any, heard: Any, after: Any)
 def _rho(exp: Experiment, w: Tensor, found: dict[str, float], cohort: int) -> dict[str, float]:
     """The theorems' rates where they apply; where they do not, only what would be needed to see why."""
     L, L_minus = curvature(exp, w)
-    known = {"theory/L": L, "theory/L_minus": L_minus}
-    mu, B, g = float(getattr(exp.algorithm, "mu", 0.0)), found.get("dissimilarity/B"), found.get("gamma/max")
+    known = {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}
+    mu, B, g = exp.algorithm.proximal, found.get("dissimilarity/B"), found.get("gamma/max")
     if not mu or B is None or g is None:
         return known
     theory = Theory(mu, g, B, L, L_minus, cohort, float(getattr(exp.algorithm, "alpha", 0.0)))

@@ -34,7 +34,7 @@ class Evaluate(Spec):
     personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
     clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
     diagnostics: tuple[Literal["updates", "gamma", "dissimilarity", "rho"], ...] = Field(
-        (), description="what else to measure of a round: see the page on diagnostics"
+        (), description="what else to measure of a round: see docs/diagnostics.md"
     )
     train: bool = Field(False, description="also measure the server's model on all training rows")
 

@@ -254,7 +254,7 @@ def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: An
                 buffers = alg.task.statistics(alg.model(at.x), batch)
             except ValueError as error:  # torch's word for a batch with nothing to take a variance of
                 what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
-                fix = 'norm = "group" can; else try local.drop_last=true, local.batch or partition.min_size'
+                fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"
                 raise ConfigError([Fault("model", what, fix)]) from error
         at = alg.step(at, batch, given.down, given.mine)
     return at.x, buffers

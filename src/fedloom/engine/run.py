@@ -70,6 +70,10 @@ class Experiment:
         """Whether running statistics stay with the clients."""
         return self.buffers == "local" and self.task.buffers0.numel() > 0
 
+    def travelling(self, buffers: Tensor) -> Any:
+        """Running statistics as far as they are sent: not at all where they stay with the clients."""
+        return () if self.keeps_buffers else buffers
+
     def given(self, state: RunState, store: ClientStore, ids: Tensor) -> Given:
         """What these clients hold before they train in the next round."""
         at = ids.to(self.device)
@@ -87,7 +91,8 @@ class Experiment:
         """Who takes part in this round, and how far; in a network without a server, everybody."""
         sizes = self.federation.train.sizes
         if self.is_network:
-            return Present(Drawn(torch.arange(len(sizes)), torch.ones(len(sizes))), amounts(self.local, sizes).steps)
+            everyone = Drawn(torch.arange(len(sizes)), torch.ones(len(sizes)))
+            return Present(everyone, amounts(self.local, sizes).steps, len(sizes))
         drawn = draw(self.cohort, sizes, self.seed, round_)
         amount = amounts(self.local, sizes[drawn.ids])
         epochs = self.local.epochs if self.local.steps is None else 1
@@ -146,8 +151,10 @@ def _star_round(
 ) -> tuple[RunState, tuple[int, ...], dict[str, float]]:
     alg, present = exp.algorithm, exp.present(state.round)
     drawn = present.drawn
+    sent = tree.nbytes((alg.send(state.server), exp.travelling(state.buffers))) if alg.communicates else 0
+    received = state.down + sent * (exp.federation.clients if alg.sends_to_all else present.called)
     if not len(drawn.ids):  # everybody was late or lost: nothing is learned, and nothing else changes
-        return state._replace(round=state.round + 1), (), {}
+        return state._replace(round=state.round + 1, down=received), (), {}
     times = dict(zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True))
     tally, upload, watch = Tally(), 0, Watch()
     watched = bool(exp.evaluate.diagnostics) and exp.evaluate.due(state.round + 1, exp.rounds)
@@ -157,7 +164,7 @@ def _star_round(
         _keep(exp, store, part.ids, part.outcome)
         tally = add(tally, part, keep=watched or not alg.linear)
         watch = watch.seen(part) if watched else watch
-        upload = tree.nbytes((outcome.uploads, outcome.buffers)) // len(group.ids)
+        upload = tree.nbytes((outcome.uploads, exp.travelling(outcome.buffers))) // len(group.ids)
     if tally.total is None:
         raise DivergedError(
             f"round {state.round + 1}: no client returned finite numbers "
@@ -166,16 +173,14 @@ def _star_round(
     heard = inbox(tally, exp.federation.train.sizes)
     server = alg.update(state.server, heard)
     found = diagnose(exp, watch.closed(alg.send(state.server).w), state.server, heard, server) if watched else {}
-    sent = tree.nbytes((alg.send(state.server), state.buffers))
-    up, down = (upload, sent) if alg.communicates else (0, 0)
-    cohort = len(drawn.ids)
+    up = upload if alg.communicates else 0
     after = RunState(
         round=state.round + 1,
         server=server,
         buffers=alg.statistics(state.buffers, (tally.buffers / tally.weight).to(state.buffers.dtype)),
-        up=state.up + up * cohort,
-        down=state.down + down * (exp.federation.clients if alg.sends_to_all else cohort),
-        seconds=state.seconds + exp.duration(present, up, down),
+        up=state.up + up * len(drawn.ids),
+        down=received,
+        seconds=state.seconds + exp.duration(present, up, sent),
     )
     return after, tuple(sorted(tally.excluded)), found
 
@@ -200,7 +205,7 @@ def _gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> tuple
     _keep(exp, store, well, tree.take(outcome, well.to(exp.device)))
     server = tree.where(ok, mapped(alg.update, (0, 0))(state.server, heard), state.server)
     links = int((rows > 0).sum()) - int((rows.diagonal() > 0).sum())
-    bytes_ = links * (tree.nbytes((outcome.uploads, outcome.buffers)) // n)
+    bytes_ = links * (tree.nbytes((outcome.uploads, exp.travelling(outcome.buffers))) // n)
     after = RunState(
         round=state.round + 1,
         server=server,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -36,7 +37,8 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     figure.suptitle(title, fontsize=11)
     if path is not None:
         part = path.with_name(f".{path.name}.part")
-        figure.savefig(part, format=path.suffix.lstrip(".") or "png", metadata=_undated(path))
+        with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
+            figure.savefig(part, format=path.suffix.lstrip(".") or "png", metadata=_undated(path))
         part.replace(path)
     return figure
 
