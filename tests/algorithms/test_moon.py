@@ -222,3 +222,10 @@ def test_a_net_without_an_encoder_is_refused(world) -> None:
     exp = world(algorithm="moon", model="logistic")
     with pytest.raises(ConfigError, match="encoder"):
         advance(exp, begin(exp), RamStore(3))
+
+
+def test_uniform_weighting_is_that_of_fedavg_in_a_first_round(world) -> None:
+    net = {"kind": "mlp", "widths": [6]}
+    a = after(world(algorithm={"kind": "moon", "weighting": "uniform"}, model=net))
+    b = after(world(algorithm={"kind": "fedavg", "weighting": "uniform"}, model=net))
+    assert torch.equal(a.w, b.w)

@@ -41,6 +41,12 @@ class Moon(Algorithm[Model, Mine, Update]):
     first: Literal["skip", "global"] = Field("skip", description="what stands for v_prev in a client's first round")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
 
+    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
     def init(self, w: Tensor) -> Model:
         return Model(w)
 
@@ -63,6 +69,9 @@ class Moon(Algorithm[Model, Mine, Update]):
 
     def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x - down.w), Mine(x, torch.ones_like(mine.seen))
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
