@@ -209,9 +209,6 @@ def partition(
     console.print(f"drawn in {picture}", highlight=False, markup=False)
 
 
-_FAMILIES = ("algorithms", "datasets", "partitions", "models", "topologies")
-
-
 @app.command("list")
 def list_(
     family: Annotated[Literal["algorithms", "datasets", "partitions", "models", "topologies"], typer.Argument()],
@@ -248,7 +245,8 @@ def describe(
     if page.settings:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("setting", "type", "default", "meaning"):
-            table.add_column(column, no_wrap=column != "meaning")
+            least = {"type": 16, "meaning": 28}.get(column)
+            table.add_column(column, overflow="fold", no_wrap=column == "setting", min_width=least)
         for setting in page.settings:
             table.add_row(setting.name, setting.kind, setting.default, setting.meaning)
         console.print()

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
 from fedloom import __version__
 from fedloom.data.arrays import Ints
@@ -149,12 +148,6 @@ def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], 
     write_tensors(part, {"owner": torch.from_numpy(owner), "held_out": torch.from_numpy(held_out.astype(np.uint8))})
     os.replace(part, folder.path / "partition.safetensors")
     folder.write("partition.json", described)
-
-
-def load_partition(path: Path) -> tuple[Ints, NDArray[np.bool_]]:
-    """The owner of each training row of a run, and whether the owner holds it out."""
-    tensors = load_file(path / "partition.safetensors")
-    return tensors["owner"], tensors["held_out"].astype(bool)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
