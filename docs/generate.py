@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from fedloom import config
 from fedloom.config import Basics, algorithms
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
-from fedloom.engine.exchange import Topology
+from fedloom.engine.topology import Topology
 from fedloom.errors import ConfigError
 from fedloom.models.net import Model, parameters
 from fedloom.report.catalogue import costs
@@ -80,6 +80,7 @@ are handed to it.
 | `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
 | `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
 | `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
+| `local.optimizer` | a function of settings that returns a `fedloom.optim.Optimizer` |
 | `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
 """
 
@@ -100,7 +101,7 @@ SHAPES = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
 def configuration() -> str:
     """The page of every section and key."""
     sources, partitions = kinds(Source, "fedloom.data.sources"), kinds(Partition, "fedloom.data.partition")
-    models, topologies = kinds(Model, "fedloom.models"), kinds(Topology, "fedloom.engine.exchange")
+    models, topologies = kinds(Model, "fedloom.models"), kinds(Topology, "fedloom.engine.topology")
     parts = [
         HEAD.format(made=MADE),
         "## Outside any section\n",
@@ -167,7 +168,7 @@ def _judged(cls: Any) -> str:
     if cls.family == "gossip":
         return "the average model, every node, and each node on its own data"
     own = "each client's own model" if cls.family == "personal" else "the same on each client's data"
-    if cls.served == "post_fit" and cls.communicates:
+    if cls().served == "post_fit" and cls.communicates:
         own = "a fine-tuned copy on each client's data"
     return f"the server's model, and {own}" if cls.communicates else own
 
@@ -236,7 +237,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _is_union(kind: Any) -> bool:
-    return NoneType in get_args(kind)
+    return get_origin(kind) in (Union, UnionType)
 
 
 def _word(kind: Any) -> str:

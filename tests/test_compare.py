@@ -21,7 +21,10 @@ import pytest
 from scipy import stats
 
 from fedloom import compare, record
+from fedloom.api import start
+from fedloom.config import parse
 from fedloom.errors import ConfigError
+from fedloom.report import catalogue
 from fedloom.report import compare as report
 from fedloom.report.compare import Question, Result
 from terminal import fedloom, files, started
@@ -384,10 +387,210 @@ def test_the_metric_is_the_first_accuracy_of_all() -> None:
     assert report.choose_metrics("x", "ab", apart) == {"a": "x", "b": "x"}
 
 
-def test_an_unknown_metric_is_refused_with_the_nearest(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "c")
-    with pytest.raises(ConfigError, match="did you mean 'global/test/accuracy'"):
-        compare.run(table(grid=GRID, metric="global/test/acuracy"), tmp_path / "c")
+# -- which metrics there can be --------------------------------------------------------------------
+EVERYTHING = {
+    "train": True,
+    "participants": True,
+    "auc": ["micro_logits", "macro_present"],
+    "diagnostics": ["updates", "gamma", "dissimilarity", "rho"],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(entry.name for entry in catalogue.entries("algorithms")))
+@pytest.mark.parametrize("evaluate", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any]) -> None:
+    given = {"rounds": 2, "partition": {"clients": 4}, "model": "mlp", "algorithm": kind}
+    if not parse(given).algorithm.common or kind == "local_only":  # diagnostics are about a common model
+        evaluate = {key: value for key, value in evaluate.items() if key != "diagnostics"}
+    config = parse(given | {"evaluate": evaluate})
+    history = start(config, out=None, root=Path("unused"))
+    recorded = {name for line in history.records for name in line} - {"round", "excluded"}
+    told = {name for name in recorded if name.startswith(("fedalr/", "fedprox/"))}
+    foreseen = compare.metric_names(config)
+    assert recorded - told <= foreseen
+    if not evaluate:
+        rare = {f"personal/{config.algorithm.served}/test/diverged", "network/offline", "network/away"}
+        assert foreseen - recorded <= rare
+
+
+@pytest.mark.parametrize(
+    ("metric", "more", "says"),
+    [
+        ("global/test/acuracy", {}, "no method records 'global/test/acuracy' (did you mean 'global/test/accuracy'?)"),
+        ("consensus/test/accuracy", {}, "no method records"),
+        ("personal/post_fit/test/accuracy", {}, "did you mean 'personal/pre_fit/test/accuracy'"),
+        ("personal/*/test/acuracy", {}, "no method records"),
+        ("global/train/loss", {}, "it takes evaluate.train=true"),
+        ("personal/pre_fit/test/loss", {"evaluate": {"personal": False}}, "it takes evaluate.personal=true"),
+        ("personal/pre_fit/test/loss", {"partition": {"kind": "iid", "holdout": 0.0}}, "no method records"),
+        ("participants/post_fit/test/accuracy_std", {}, "it takes evaluate.participants=true"),
+        ("global/test/auc_micro_softmax", {}, 'it takes evaluate.auc=["micro_softmax"]'),
+        ("gamma/max", {}, 'it takes evaluate.diagnostics=["gamma"]'),
+        ("fedalr/eta_mean", {"evaluate": {"diagnostics": ["updates"]}}, "no method records"),
+    ],
+)
+def test_a_metric_that_no_method_can_record_is_refused_before_any_runs(
+    metric: str, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compare.plan(table(metric=metric) | more)
+
+
+@pytest.mark.parametrize(
+    ("metric", "algorithms", "more"),
+    [
+        ("global/test/loss", ["fedavg", "local_only"], {}),
+        ("consensus/distance", ["fedavg", "dpsgd"], {}),
+        ("nodes/test/accuracy", ["dpsgd"], {}),
+        ("personal/pre_fit/test/accuracy_worst10", ["fedavg"], {}),
+        ("personal/*/test/accuracy", ["fedavg", "local_only"], {}),
+        ("personal/pre_fit/test/accuracy", ["fedavg"], {"partition": {"kind": "natural", "holdout": 0.0}}),
+        ("bytes/up", ["fedavg"], {}),
+        ("theory/rho", ["fedprox"], {"evaluate": {"diagnostics": ["rho"]}}),
+        ("fedalr/eta_mean", ["fedalr"], {"evaluate": {"diagnostics": ["updates"]}}),  # only a run can tell
+    ],
+)
+def test_a_metric_that_some_method_may_record_is_taken(
+    metric: str, algorithms: list[str], more: dict[str, Any]
+) -> None:
+    assert compare.plan(table(metric=metric, algorithms=algorithms) | more).spec.metric == metric
+
+
+def test_a_mistyped_metric_costs_nothing(tmp_path: Path) -> None:
+    done = fedloom("compare", "fedavg", "--metric", "global/test/acuracy", "--out", "c", cwd=tmp_path)
+    assert done.code == 2
+    assert "compare.metric: no method records 'global/test/acuracy' (did you mean 'global/test/accuracy'?)" in done.err
+    assert files(tmp_path) == set()
+
+
+# -- one folder, one comparison --------------------------------------------------------------------
+@pytest.fixture
+def kept(whole: Path, tmp_path: Path) -> Path:
+    """A finished comparison that may be spoilt."""
+    shutil.copytree(whole, tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (table(grid=GRID, seeds=1), "6 of its 12 cells are not in this one"),
+        (table(grid=GRID, algorithms=["fedavg"]), "8 of its 12 cells"),
+        (table(grid={"partition.alpha": [0.1, 2.0]}), "6 of its 12 cells"),
+        (table(grid=GRID) | {"rounds": 4}, "12 of its 12 cells are not in this one; rounds is 3 there and 4 here"),
+        (table(grid=GRID) | {"local": {"lr": 0.3}}, "local.lr is unset there and 0.3 here"),
+    ],
+)
+def test_another_comparison_in_the_folder_of_one_is_refused(kept: Path, other: dict[str, Any], says: str) -> None:
+    before, inside = contents(kept), files(kept)
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        compare.run(other, kept)
+    words = f"--out: {kept} holds another comparison, of fedavg, fedprox, fedopt with seeds 0, 1"
+    assert words in str(caught.value)
+    assert "choose another folder" in str(caught.value)
+    assert contents(kept) == before
+    assert files(kept) == inside
+
+
+def test_the_command_refuses_it_too(kept: Path) -> None:
+    before = contents(kept)
+    done = fedloom("compare", "fedavg", "fedprox", "--seeds", "1", "--out", "kept", cwd=kept.parent)
+    assert done.code == 2
+    assert "kept holds another comparison" in done.err
+    assert contents(kept) == before
+
+
+def test_a_comparison_that_cannot_be_read_is_not_replaced(kept: Path) -> None:
+    (kept / "compare.toml").write_text("compare = 3\n")
+    with pytest.raises(ConfigError, match="can no longer be read"):
+        compare.run(table(grid=GRID), kept)
+
+
+def test_another_question_to_the_same_cells_is_answered(kept: Path) -> None:
+    times = {p: p.stat().st_mtime_ns for p in (kept / "cells").rglob("*")}
+    done = compare.run(table(grid=GRID, metric="global/test/loss", baseline="fedopt"), kept)
+    assert {row.metric for row in done.rows} == {"global/test/loss"}
+    assert {p: p.stat().st_mtime_ns for p in (kept / "cells").rglob("*")} == times
+
+
+# -- cells that comparisons share ------------------------------------------------------------------
+def test_comparisons_that_share_their_cells_compute_them_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = compare.run(table(cells="runs/mine", metric="global/test/loss"), "runs/loss", jobs=1)
+    times = {p: p.stat().st_mtime_ns for p in Path("runs/mine").rglob("*") if p.is_file() and p.name != ".lock"}
+    second = compare.run(table(cells="runs/mine", algorithms=["fedopt", "fedavg"]), "runs/accuracy", jobs=1)
+    assert {p: p.stat().st_mtime_ns for p in times} == times
+    assert len({p.parts[2] for p in times}) == 6
+    assert [(row.metric, row.seeds) for row in second.rows] == [("global/test/accuracy", 2)] * 2
+    assert first.cells == second.cells == Path("runs/mine")
+    for folder in ("runs/loss", "runs/accuracy"):
+        assert not Path(folder, "cells").exists()
+        for line in csv.DictReader(io.StringIO(Path(folder, "cells.csv").read_text())):
+            assert Path(folder, line["folder"], "metrics.jsonl").is_file()
+        again = tomllib.loads(Path(folder, "compare.toml").read_text())
+        assert again["compare"]["cells"] == "runs/mine"
+
+
+def test_shared_cells_are_used_by_one_comparison_at_a_time(tmp_path: Path) -> None:
+    shared = tmp_path / "cells"
+    with (
+        compare._alone(shared, "compare.cells"),
+        pytest.raises(ConfigError, match=f"compare.cells: another process is using {shared}"),
+    ):
+        compare.run(table(cells=str(shared)), tmp_path / "c")
+
+
+# -- how many at a time ----------------------------------------------------------------------------
+def of(**sections: Any) -> float:
+    return compare.memory_of(parse(sections))
+
+
+def test_memory_of_a_cell_by_hand(tmp_path: Path) -> None:
+    base, floats = 0.6e9, 4
+    wide = {"kind": "mlp", "widths": [512, 256]}
+    parameters = 64 * 512 + 512 + 512 * 256 + 256 + 256 * 10 + 10
+    assert of(model=wide) == base + 1797 * 64 + 10 * 6 * floats * parameters
+    assert of(model=wide, cohort={"size": 4}) == base + 1797 * 64 + 4 * 6 * floats * parameters
+    assert of(model=wide, engine={"lanes": 3}) == base + 1797 * 64 + 3 * 6 * floats * parameters
+    stateful = of(model=wide, algorithm="scaffold")
+    assert stateful == base + 1797 * 64 + 10 * 6 * 2 * floats * parameters + 20 * floats * parameters
+    assert of(model=wide, algorithm="scaffold", engine={"store": "disk"}) == stateful - 20 * floats * parameters
+    pixels = 60_000 * 3072
+    assert of(data="cifar10", model="logistic") == base + pixels + 10 * 6 * floats * 30_730
+    rows = {"source": "synthetic", "devices": 30}
+    natural = {"kind": "natural", "holdout": 0.0}
+    assert of(data=rows, partition=natural, model="logistic") == base + 30 * 450 * 240 + 10 * 6 * floats * 610
+
+
+def test_models_side_by_side_never_take_more_than_the_rule_for_lanes_allows() -> None:
+    many = {"clients": 1000}
+    most = of(model={"kind": "mlp", "widths": [2000, 2000]}, partition=many, cohort={"size": 1000})
+    assert 0.9 * compare._MOST < most - 0.6e9 < 1.1 * compare._MOST
+
+
+def test_memory_of_files_and_of_what_cannot_be_told(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    np.savez(path, x=np.zeros((100, 5), np.float32), y=np.arange(100) % 2)
+    assert of(data=str(path)) == 0.6e9 + 4 * path.stat().st_size + 1.6e9
+    own = tmp_path / "breaks.py"
+    own.write_text(
+        "from fedloom.algorithms.fedavg import FedAvg\n\n\n"
+        "class Breaks(FedAvg):\n    def init(self, w):\n        raise ValueError\n"
+    )
+    assert of(algorithm=str(own)) == 0.6e9 + 1797 * 64 + 1.6e9
+
+
+def test_jobs_follow_cores_threads_and_memory(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    small = parse({"model": "logistic", "engine": {"device": "cpu"}})
+    for free, jobs in ((100e9, 8), (3.1e9, 5), (0.1e9, 1), (float("inf"), 8)):
+        monkeypatch.setattr(compare, "_free_memory", lambda free=free: free)
+        assert compare.default_jobs([small]) == jobs
+    threads = parse({"model": "logistic", "engine": {"device": "cpu", "threads": 3}})
+    assert compare.default_jobs([small, threads]) == 2
+    large = parse({"model": {"kind": "mlp", "widths": [4000, 4000]}, "engine": {"device": "cpu"}})
+    monkeypatch.setattr(compare, "_free_memory", lambda: 5e9)
+    assert compare.default_jobs([small, large]) == 2
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-tree rng errors · schema  <-  task optim metrics  <-  algorithm  <-  algorithms  models  data
-  <-  engine  <-  record config  <-  experiment history  <-  api  <-  compare laws report  <-  cli
+tree rng errors · schema  <-  task optim metrics analytic  <-  algorithm law distill sharpness
+  <-  algorithms  models  data  <-  engine  <-  record config waiting
+  <-  experiment history  <-  api  <-  compare laws report  <-  cli
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "errors"),
     ("schema",),
-    ("task", "optim", "metrics"),
-    ("algorithm",),
-    ("algorithms", "models", "data", "privacy", "corruption"),
-    ("report.curves", "report.partition", "report.compare"),  # drawings of what they are handed
+    ("task", "optim", "metrics", "analytic"),
+    ("algorithm", "law", "distill", "sharpness"),
+    ("algorithms", "models", "data", "privacy", "corruption", "robust"),
+    ("report.curves", "report.partition", "report.compare", "report.topology"),  # drawings of what they are handed
+    ("report.grid",),
     ("engine",),
-    ("record", "config"),
+    ("record", "config", "waiting"),
     ("experiment", "history"),
     ("api",),
     ("deploy", "compare", "laws", "report.catalogue", "report.health", "report"),
@@ -32,8 +34,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
 )
 FILES = sorted(ROOT.rglob("*.py"))
-PURE = ("tree", "rng", "task", "optim", "metrics", "algorithm", "algorithms", "models")
-PURE_ENGINE = ("plan", "local", "exchange", "evaluate", "run", "clock", "diagnose")
+PURE = (
+    "tree",
+    "rng",
+    "task",
+    "optim",
+    "metrics",
+    "analytic",
+    "law",
+    "distill",
+    "sharpness",
+    "algorithm",
+    "algorithms",
+    "models",
+)
+PURE_ENGINE = ("plan", "local", "exchange", "topology", "gossip", "evaluate", "run", "clock", "diagnose")
 OUTSIDE = {"os", "sys", "io", "pathlib", "shutil", "tempfile", "json", "logging", "subprocess", "time", "random"}
 
 
@@ -140,6 +155,10 @@ def test_an_algorithm_is_mathematics(path: Path) -> None:
         "errors",
         "task",
         "optim",
+        "analytic",
+        "law",
+        "distill",
+        "sharpness",
         "algorithm",
     }
     for module, _ in imported(path.read_text()):
@@ -199,11 +218,11 @@ def test_randomness_has_an_address(path: Path) -> None:
         assert "fork_rng" in path.read_text()  # and the caller's random state is left as it was
 
 
-@pytest.mark.parametrize("name", ["curves", "partition", "compare"])
+@pytest.mark.parametrize("name", ["curves", "partition", "compare", "grid", "topology"])
 def test_drawings_read_only_what_they_are_handed(name: str) -> None:
     path = ROOT / "report" / f"{name}.py"
     own = {module for module, _ in imported(path.read_text()) if module in MODULES}
-    assert own <= {"errors", "metrics", "data.arrays", "data.partition"}
+    assert own <= {"errors", "schema", "metrics", "data.arrays", "data.partition", "report.compare"}
     assert not any(call.endswith((".read_text", ".read_bytes", ".load", "json.loads")) for call in calls(path))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedloom.api import start
 from fedloom.compare import plan
-from fedloom.config import parse
+from fedloom.config import find_algorithm, parse
 from fedloom.data.sources import from_arrays
 from fedloom.experiment import prepare, share
 
@@ -34,12 +34,20 @@ def split(path: Path) -> tuple[Table, Table]:
 
 
 def plain(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "label"} if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return value.get("value", {k: v for k, v in value.items() if k not in ("label", "with")})
 
 
 def label(value: Any) -> Any:
     """What a cell is called: by its label, else its kind, else its value."""
     return value.get("label", value.get("kind")) if isinstance(value, Mapping) else value
+
+
+def beside(value: Any) -> Table:
+    """Settings of other sections that go with a value or a method."""
+    given: Table = value.get("with", {}) if isinstance(value, Mapping) else {}
+    return given
 
 
 def applied(table: Table, key: str, value: Any) -> Table:
@@ -51,18 +59,28 @@ def cells(base: Table, compare: Table) -> Iterator[Table]:
     """Every experiment of a comparison, but for its seeds."""
     grid = compare.get("grid", {})
     for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        settings = {key.removeprefix("algorithm."): v for key, v in chosen.items() if key.startswith("algorithm.")}
         table = base
-        for key, value in zip(grid, values, strict=True):
-            table = applied(table, key, value)
+        for key, value in chosen.items():
+            table = table if key.startswith("algorithm.") else applied(table, key, value)
         for algorithm in compare["algorithms"]:
-            yield applied(table, "algorithm", algorithm)
+            mine = {"kind": algorithm} if isinstance(algorithm, str) else algorithm
+            known = find_algorithm(mine["kind"], "").model_fields
+            cell = applied(table, "algorithm", mine | {k: v for k, v in settings.items() if k in known})
+            for key, value in itertools.chain(*(beside(v).items() for v in (*values, algorithm))):
+                cell = applied(cell, key, value)
+            yield cell
 
 
 def test_there_is_a_recipe_for_every_table_and_figure() -> None:
     assert {named(path) for path in FILES} >= {
         "fedalr/table1_cifar10", "fedalr/table1_cifar100", "fedalr/table2_settings", "fedalr/figure1_partitions",
         "fedalr/figure2_curves", "fedalr/figure3_settings", "fedalr/effective_step", "relaxation/figure1_loss",
-        "relaxation/figure2_accuracy", "relaxation/sweep_alpha", "relaxation/stragglers",
+        "relaxation/figure2_accuracy", "relaxation/sweep_alpha", "relaxation/stragglers", "pfedala/table1_fedavg",
+        "pfedala/table2_fedala", "pfedala/table3_pfedala", "pfedala/figure1_mnist_practical",
+        "pfedala/figure2_cifar10_practical", "pfedala/figure3_mnist_pathological",
+        "pfedala/figure4_cifar10_pathological", "pfedala/controls", "pfedala/tuned", "pfedala/smoke",
     }  # fmt: skip
 
 
@@ -84,7 +102,10 @@ def test_the_experiment_of_a_recipe_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", COMPARED, ids=named)
 def test_every_cell_of_a_recipe_is_valid(path: Path) -> None:
     base, compare = split(path)
-    assert set(compare) <= {"algorithms", "seeds", "baseline", "metric", "target", "grid", "paper"}
+    assert set(compare) <= {
+        *("algorithms", "seeds", "baseline", "metric", "target", "grid", "cells", "paper"),
+        *("x", "layout", "notes"),
+    }
     assert len(set(compare["seeds"])) == len(compare["seeds"])
     configs = [parse(cell) for cell in cells(base, compare)]
     assert len(configs) == len(compare["algorithms"]) * np.prod([len(v) for v in compare["grid"].values()])
@@ -103,7 +124,7 @@ def test_the_labels_of_a_recipe_are_distinct_and_exist(path: Path) -> None:
     spots = set()
     for entry in compare.get("paper", []):
         assert set(entry) == {"algorithm", "where", "value"}
-        assert entry["algorithm"] in algorithms
+        assert entry["algorithm"] in algorithms + [a["kind"] for a in compare["algorithms"] if isinstance(a, dict)]
         assert set(entry["where"]) == set(grid)  # a number belongs to one cell
         for key, value in entry["where"].items():
             assert value in grid[key]
@@ -152,6 +173,28 @@ def test_the_figures_repeat_the_numbers_of_the_tables() -> None:
         table = split(ROOT / "fedalr" / f"table1_{data}.toml")[1]["paper"]
         mine = [e | {"where": {"partition": e["where"]["partition"]}} for e in figure if e["where"]["data"] == data]
         assert sorted(mine, key=str) == sorted(table, key=str)
+
+
+def personalised(number: int) -> dict[tuple[str, ...], list[float]]:
+    """The numbers of one of pFedALA's tables, by optimiser, partition and data set."""
+    path = next((ROOT / "pfedala").glob(f"table{number}_*.toml"))
+    found = {tuple(entry["where"].values()): entry["value"] for entry in split(path)[1]["paper"]}
+    assert len(found) == 28
+    return found
+
+
+def test_the_tables_of_pfedala_have_the_relations_that_are_said_of_them() -> None:
+    fedavg, fedala, pfedala = (personalised(number) for number in (1, 2, 3))
+    assert min(fedala[at][0] - fedavg[at][0] for at in fedavg) == pytest.approx(0.108)
+    gains = [pfedala[at][0] - fedala[at][0] for at in fedala]
+    assert (min(gains), max(gains)) == pytest.approx((0.0001, 0.0096))
+    assert (np.mean(gains), np.median(gains)) == pytest.approx((0.0044, 0.0052), abs=1e-4)
+    residuals = {at: pfedala[at][1] - fedala[at][1] - 0.25 * (pfedala[at][0] - fedala[at][0]) for at in fedala}
+    assert [at for at, gap in residuals.items() if abs(gap) > 0.00014] == [("adadelta", "practical", "MNIST")]
+    for table in (fedavg, fedala, pfedala):
+        for partition, data in {at[1:] for at in table}:
+            weak = max(table[name, partition, data][0] for name in ("adam", "rmsprop"))
+            assert all(table[name, partition, data][0] > weak for name in ("sgd", "asgd", "adagrad"))
 
 
 # ----------------------------------------------------------------------------------------- and they really run
@@ -212,3 +255,44 @@ def test_figures_and_tables_share_their_runs() -> None:
     assert hashes("fedalr/figure2_curves") <= hashes("fedalr/table1_cifar10") | hashes("fedalr/table1_cifar100")
     assert hashes("fedalr/table2_settings") <= hashes("fedalr/figure3_settings")
     assert hashes("relaxation/figure1_loss") == hashes("relaxation/figure2_accuracy")
+    tables = [hashes(f"pfedala/{name}") for name in ("table1_fedavg", "table2_fedala", "table3_pfedala")]
+    for path in sorted((ROOT / "pfedala").glob("figure*.toml")):
+        assert hashes(named(path)) <= set().union(*tables)
+    assert (len(tables[0] & tables[1]), len(tables[1] & tables[2])) == (168, 168)
+    assert len(hashes("pfedala/controls")) == 216 - 36  # LocalOnly has no profile
+    assert len(hashes("pfedala/controls") & set().union(*tables)) == 90
+
+
+def test_the_data_of_pfedala_is_dealt_as_said() -> None:
+    """Digits stand for MNIST: everything is pooled, a quarter of a client's rows is its test, and these are judged."""
+    base, _ = split(ROOT / "pfedala" / "smoke.toml")
+    fed = prepare(parse(base), Path("unused")).experiment.federation
+    sizes = (fed.train.sizes + fed.test.sizes).tolist()
+    assert sum(sizes) == 1797
+    assert fed.train.sizes.tolist() == [n * 3 // 4 for n in sizes]
+    assert fed.common.tolist() == sorted(fed.test.rows.tolist())  # there is no other test set
+    x, _ = fed.examples(fed.train.rows)
+    assert (float(x.min()), float(x.max())) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"), [("mnist", (1, 28, 28), 582_026), ("cifar10", (3, 32, 32), 878_538)]
+)
+def test_a_message_of_pfedala_is_as_long_as_its_net(name: str, shape: tuple[int, ...], size: int) -> None:
+    base, _ = split(ROOT / "pfedala" / "table1_fedavg.toml")
+    rows = np.arange(200) % 10
+    arrays = from_arrays(np.zeros((200, *shape), np.uint8), rows, test=np.zeros(200, bool), name=name)
+    table = applied(applied(base, "data.source", name), "partition.min_size", 1) | {"rounds": 1}
+    history = start(
+        parse(table | {"local": base["local"] | {"epochs": 1}}), out=None, root=Path("unused"), arrays=arrays
+    )
+    assert history.metrics["bytes/up"][-1] == history.metrics["bytes/down"][-1] == 10 * 4 * size
+
+
+def test_recipes_whose_runs_are_the_same_keep_them_in_one_folder() -> None:
+    """Else the second figure would make all runs of the first once more."""
+    paths = sorted((ROOT / "relaxation").glob("*.toml"))
+    assert {split(path)[1]["cells"] for path in paths} == {"runs/relaxation-cells"}
+    cells = [{cell.hash for cell in plan(tomllib.loads(path.read_text(encoding="utf-8"))).cells} for path in paths]
+    said = f"{sum(map(len, cells))} runs, {sum(map(len, cells)) - len(set().union(*cells))} of which"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -162,6 +162,79 @@ def test_a_longer_run_is_the_short_one_continued(quick: Quick, tmp_path: Path, k
     assert result(tmp_path / "short") == result(tmp_path / "long")
 
 
+OUT_OF_STEP = ("evaluate.every=4", "checkpoint.every=2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_only_made_because_the_run_ended_is_not_there_when_it_goes_on(
+    quick: Quick, tmp_path: Path, kind: str
+) -> None:
+    watched = ('evaluate.diagnostics=["updates"]',) if kind in ("fedavg", "scaffold") else ()
+    words = (*KINDS[kind], *OUT_OF_STEP, *watched)
+    assert quick("run", *words, "rounds=11", "--out", "long", cwd=tmp_path).code == 0
+    assert quick("run", *words, "rounds=3", "--out", "r", cwd=tmp_path).code == 0
+    for rounds in (6, 8, 11):  # ends between two evaluations, with one, and between two again
+        done = quick("resume", "r", "--rounds", rounds, cwd=tmp_path)
+        assert done.code == 0, done.err
+        last = json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["round"] == rounds
+        before = result(tmp_path / "r")
+        assert quick("resume", "r", cwd=tmp_path).code == 0
+        assert result(tmp_path / "r") == before
+    assert result(tmp_path / "r") == result(tmp_path / "long")
+
+
+@pytest.mark.slow
+def test_killed_while_it_is_lengthened(quick: Quick, tmp_path: Path) -> None:
+    words = (*KINDS["local_only/ram"], *OUT_OF_STEP)
+    assert quick("run", *words, "rounds=9", "--out", "whole", cwd=tmp_path).code == 0
+    assert quick("run", *words, "rounds=5", "--out", "short", cwd=tmp_path).code == 0
+    want, points = result(tmp_path / "whole"), 0
+    for point in range(1, 1000, 3):
+        run = tmp_path / f"run{point}"
+        shutil.copytree(tmp_path / "short", run)
+        ended = quick("resume", run.name, "--rounds", 9, cwd=tmp_path, crash_at=point, place=run.name)
+        if ended.code == 0:
+            break
+        assert ended.code == -9
+        points += 1
+        again = quick("resume", run.name, "--rounds", 9, cwd=tmp_path)
+        assert again.code == 0, (point, again.err)
+        assert result(run) == want, point
+        shutil.rmtree(run)
+    assert points > 10
+
+
+def test_who_was_excluded_is_still_said_when_the_run_goes_on(quick: Quick, tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import torch\nfrom fedloom.algorithms.fedavg import FedAvg\nfrom fedloom.algorithm import Update\n\n\n"
+        "class Faulty(FedAvg):\n    def finish(self, x, down, mine, work):\n"
+        "        bad = (work.round == 2) & (work.examples < 150)\n"
+        "        return Update(torch.where(bad, torch.nan, x - down.w)), ()\n"
+    )
+    words = ("partition.clients=6", "cohort.sampling=all", "model.kind=logistic", "algorithm.kind=faulty.py", "seed=4")
+    words += ("evaluate.every=4",)
+    assert quick("run", *words, "rounds=5", "--out", "long", cwd=tmp_path).code == 0
+    done = quick("run", *words, "rounds=3", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 3, 3]
+    assert lines[1]["excluded"]
+    assert "global/test/accuracy" in lines[2]
+    assert quick("resume", "r", "--rounds", "5", cwd=tmp_path).code == 0
+    assert result(tmp_path / "r") == result(tmp_path / "long")
+
+
+def test_a_run_cut_short_ends_with_an_evaluation(quick: Quick, tmp_path: Path) -> None:
+    words = (*SERVER, "evaluate.every=4", "checkpoint.every=1")
+    assert quick("run", *words, "rounds=5", "--out", "short", cwd=tmp_path).code == 0
+    assert quick("run", *words, "rounds=6", "--out", "r", cwd=tmp_path).code == 0
+    for more in (("--from", "5", "--rounds", "5"), ()):
+        done = quick("resume", "r", *more, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert result(tmp_path / "r") == result(tmp_path / "short")
+
+
 def test_resuming_a_finished_run_changes_nothing(quick: Quick, tmp_path: Path) -> None:
     assert quick("run", *SERVER, "rounds=3", "--out", "r", cwd=tmp_path).code == 0
     before = result(tmp_path / "r")

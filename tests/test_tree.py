@@ -150,11 +150,18 @@ def test_huge_numbers_are_finite_although_their_sum_is_not() -> None:
     assert tree.finite_rows(rows, 2).tolist() == [True, False]
 
 
+def test_of_no_rows_none_is_finite() -> None:
+    assert tree.finite_rows((torch.zeros(0, 3), torch.zeros(0)), 0).tolist() == []
+
+
 def test_infinities_that_cancel_are_still_found() -> None:
     assert tree.finite_rows(torch.tensor([[float("inf"), -float("inf")], [1.0, -1.0]]), 2).tolist() == [False, True]
 
 
-def test_cast_like_and_nbytes() -> None:
-    t = tree.cast_like((torch.ones(3, dtype=torch.float64),), (torch.ones(3),))
-    assert t[0].dtype == torch.float32
+def test_nbytes_counts_every_leaf() -> None:
     assert tree.nbytes((torch.zeros(3), torch.zeros(2, dtype=torch.int64))) == 12 + 16
+
+
+def test_mix_of_nobody_is_zero() -> None:
+    got = tree.mix(torch.ones(1, 0), Pair(torch.zeros(0, 3, 2), torch.zeros(0)))
+    assert (got.a.tolist(), got.b.tolist()) == (torch.zeros(1, 3, 2).tolist(), [0.0])

@@ -9,16 +9,17 @@ A round, in the order in which the functions are called::
     server   down = send(server)
     client   mine = join(down), once; then  x = start(down, mine)
              x, memory = step(...)  for each batch  -- by default the optimiser along gradient(...) of loss(...)
+             (several phases(), each with its own step and passes over the data, where one is not enough)
              upload, mine = finish(x, down, mine, work);  a = weight(upload, work)
     server   server = update(server, inbox)           -- inbox.total = sum of a * upload, inbox.mean = total / sum of a
-    users    w = serve(down, mine)                    -- the model that a client predicts with
+    users    w = serve(down, mine)                    -- the model that a client predicts with, after fitting(), if any
 
 Without a server every node is its own: ``update`` runs at each node on what it heard from its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, PrivateAttr
@@ -62,6 +63,15 @@ class Work(NamedTuple):
     lr: Tensor  # [] local learning rate
     round: Tensor  # [] counted from 0
     survey: Any = ()  # what ``survey`` found in all of the client's data, for algorithms that ask for it
+    client: Any = ()  # [] its number
+    extra: Any = ()  # [] epochs that the client has time for while it waits, for algorithms that use it
+
+
+class Held(NamedTuple):
+    """Examples that the server has of its own, normalised."""
+
+    x: Tensor  # [n, ...]
+    y: Tensor  # [n]
 
 
 class Carry(NamedTuple):
@@ -69,6 +79,35 @@ class Carry(NamedTuple):
 
     x: Any  # what is trained: a vector [P] or a tree of them
     memory: Any  # the optimiser's memory
+
+
+class Phase(NamedTuple):
+    """A part of a client's round: passes over its data, each batch of which takes one step.
+
+    Like the algorithm's own functions, these are written for one client.
+    """
+
+    step: Callable[[Carry, Batch, Any, Any], Carry]
+    name: str = "batches"  # of its randomness
+    epochs: int | None = None  # passes over the data; unset, as ``steps`` is: what the settings of ``local`` say
+    steps: int | None = None  # exactly so many steps instead
+    share: float = 1.0  # of the client's examples, but at least one batch
+    sampling: Literal["draw", "block"] = "draw"  # how the share is taken: drawn, or a block in stored order
+    repeat: bool = False  # every pass reads the same batches in the same order
+    enter: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), before the first pass
+    passes: Callable[[Any, Work], Tensor] | None = None  # (mine, work) -> [] how many passes this client makes
+    look: Callable[[Batch, Any, Any, Any], Any] | None = None  # (batch, x, down, mine), summed over all examples
+    after: Callable[[Carry, Any, Any, Any, Work], tuple[Carry, Tensor]] | None = None
+    # (at, what ``look`` saw, down, mine, work) -> at, and whether to stop; after each pass
+    leave: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), after the last pass
+    keeps_statistics: bool = True  # False: running statistics do not move
+    cost: float = 1.0  # of a pass, in passes of plain training
+    waiting: bool = False  # done while the client waits for others, so that it takes no time of a round
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the local training of which ``local`` says how much there is."""
+        return self.epochs is None and self.steps is None
 
 
 class Inbox(NamedTuple, Generic[U]):
@@ -81,6 +120,8 @@ class Inbox(NamedTuple, Generic[U]):
     examples: Tensor  # [] how many training examples they have together
     uploads: Any = ()  # [K, ...] every upload, only for algorithms that are not ``linear``
     weights: Any = ()  # [K] the a_k, likewise
+    address: Any = ()  # the seed and the round, for a server that draws: see fedloom.rng
+    clients: Any = ()  # [K] who sent, in the order of ``uploads``
 
     @property
     def mean(self) -> U:
@@ -96,15 +137,19 @@ class Algorithm(Spec, Generic[S, C, U]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "server"
     linear: ClassVar[bool] = True  # uploads are only ever summed; False: ``update`` needs each of them
     communicates: ClassVar[bool] = True  # False: nothing travels, and no byte is counted
+    common: ClassVar[bool] = True  # False: clients share less than a model, and there is no common one to judge
     served: ClassVar[Literal["pre_fit", "post_fit"]] = "pre_fit"  # is a client's model judged before or after training?
     fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
     fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the settings of FedAvg which it then is
     partial_work: ClassVar[bool] = False  # True: what a late client has done so far is welcome
     plain_sgd: ClassVar[bool] = False  # True: its definition needs local steps without momentum, decay or clipping
     distinct: ClassVar[bool] = False  # True: a client must not be drawn twice in a round
+    needs_proxy: ClassVar[bool] = False  # True: the server learns from rows of its own, ``self.proxy``
 
     _task: Task | None = PrivateAttr(None)
     _optimizer: Optimizer | None = PrivateAttr(None)
+    _sizes: Tensor | None = PrivateAttr(None)
+    _proxy: Held | None = PrivateAttr(None)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -113,10 +158,13 @@ class Algorithm(Spec, Generic[S, C, U]):
         if hidden:
             raise TypeError(f"{cls.__name__}: the setting '{hidden[0]}' hides the function of that name; rename it")
 
-    def bind(self, task: Task, optimizer: Optimizer) -> Algorithm[S, C, U]:
-        """The same algorithm, tied to a task and a local optimiser."""
+    def bind(
+        self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None
+    ) -> Algorithm[S, C, U]:
+        """The same algorithm, tied to a task, a local optimiser, how many examples each client has [N], and the
+        server's own examples."""
         bound = self.model_copy()
-        bound._task, bound._optimizer = task, optimizer
+        bound._task, bound._optimizer, bound._sizes, bound._proxy = task, optimizer, sizes, proxy
         return bound
 
     @property
@@ -128,6 +176,23 @@ class Algorithm(Spec, Generic[S, C, U]):
     def optimizer(self) -> Optimizer:
         assert self._optimizer is not None, "bind() first"
         return self._optimizer
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many training examples each client has, for algorithms with something for each client.  ``[N]``"""
+        assert self._sizes is not None, "bind() with sizes first"
+        return self._sizes
+
+    @property
+    def proxy(self) -> Held:
+        """The examples that the server has of its own."""
+        assert self._proxy is not None, "bind() with a proxy first"
+        return self._proxy
+
+    @property
+    def own_rows(self) -> Held | None:
+        """The same, or None where the server has none."""
+        return self._proxy
 
     @property
     def proximal(self) -> float:
@@ -150,9 +215,32 @@ class Algorithm(Spec, Generic[S, C, U]):
         return False
 
     @property
-    def tune_epochs(self) -> int:
-        """For how many epochs a client fine-tunes a throw-away copy before its personal evaluation."""
+    def gradients_per_step(self) -> float:
+        """What one local step costs, in gradients of one batch; a Hessian-vector product counts as two."""
+        return 1.0
+
+    @property
+    def lane_size(self) -> int:
+        """How many numbers one client holds beside models, which limits how many are side by side."""
         return 0
+
+    @property
+    def hears_each(self) -> bool:
+        """Whether ``update`` reads every upload, and not only their sum."""
+        return not self.linear
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What a client does in a round; one phase has neither epochs nor steps, and is as long as ``local`` says."""
+        return (Phase(self.step),)
+
+    def fitting(self) -> tuple[Phase, ...]:
+        """What a client does with what it was sent, on a throw-away copy, before it predicts with it."""
+        return ()
+
+    def idle_epochs(self, ids: Tensor, wait: Tensor, epoch: Tensor, address: tuple[int, int]) -> Tensor | None:
+        """Epochs that clients train on while they wait [K], if they do: from the seconds that each waits
+        and those that an epoch takes it; ``address`` is the seed and the round."""
+        return None
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         """Settings of other sections that belong to the method's definition, where the user says nothing."""
@@ -175,13 +263,29 @@ class Algorithm(Spec, Generic[S, C, U]):
         """The state after the round."""
         raise NotImplementedError
 
+    def judged(self, server: S) -> Tensor:
+        """The server's model as it is judged and saved, if not the one that is sent.  ``[P]``"""
+        return self.send(server).w
+
     def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
         """The running statistics after the round, from those before it and the clients' mean."""
         return mean
 
+    def sent_bytes(self, down: S) -> int:
+        """What ``send`` costs on the wire, for one client."""
+        return tree.nbytes(down)
+
+    def upload_bytes(self, uploads: U) -> int:
+        """What these stacked uploads cost on the wire, all together."""
+        return tree.nbytes(uploads)
+
     def told(self, before: S, inbox: Inbox[U], after: S) -> dict[str, Tensor]:
         """What the server can tell of a round beside its result, for diagnosis."""
         return {}
+
+    def counted(self, before: S, inbox: Inbox[U], after: S) -> Tensor | None:
+        """How much each of ``inbox.clients`` counted in this round, up to a common factor; None if that is unknown."""
+        return inbox.weights if not self.hears_each and isinstance(inbox.weights, Tensor) else None
 
     # -- at one client --------------------------------------------------------------------------
     def join(self, down: S) -> C:
@@ -208,6 +312,10 @@ class Algorithm(Spec, Generic[S, C, U]):
         """One local step."""
         g = self.gradient(at.x, batch, down, mine)
         return Carry(*self.optimizer.update(g, at.memory, at.x, batch.lr))
+
+    def memory(self, x: Any) -> Any:
+        """What the local optimiser remembers before its first step; of all that is trained, if nothing else is said."""
+        return self.optimizer.init(x)
 
     def model(self, x: Any) -> Tensor:
         """The model inside what is trained; it sees each batch first, to keep running statistics."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.run import Experiment, RunState, advance_watched, begin, names_of
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.engine.topology import Grid, Moment, Topology, facts, shape_of
 from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, StorageError
 from fedloom.experiment import Prepared, prepare
 from fedloom.history import History
@@ -42,6 +44,7 @@ class Progress(NamedTuple):
     excluded: tuple[int, ...]  # clients left out of this round because their work was not finite
     clients: int  # that trained in this round
     seconds: float  # that this round took
+    late: int = 0  # of these clients, how many missed the deadline
 
 
 class Listener(Protocol):
@@ -139,6 +142,9 @@ def resume(
         if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
             why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
             raise ConfigError([Fault("--rounds", why)])
+        if "epsilon" in table.get("privacy", {}) and rounds != table["rounds"]:
+            why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
+            raise ConfigError([Fault("--rounds", why)])
         if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
             raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
         table["rounds"] = rounds
@@ -155,6 +161,8 @@ def resume(
             _lay_out(folder, prepared)
         if rounds is not None:
             record.write_text(path / "config.toml", as_toml(config))
+            if prepared.experiment.guard is not None:
+                folder.write("privacy.json", prepared.experiment.guard.described())
     return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
 
 
@@ -176,23 +184,24 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
     earlier = folder.spent() if folder else 0.0
     saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
     with _interruptible(listener) as stop:
-        if not records:
-            newest = _evaluated(exp, state, store, ())
+        if not records or (state.round == exp.rounds and not _is_judged(records[-1], state.round)):
+            newest = _evaluated(exp, state, store)
             records.append(newest)
             if folder:
                 folder.metrics(newest)
         while state.round < exp.rounds:
             began = time.perf_counter()
-            state, excluded, found = advance_watched(exp, state, store)
+            state, excluded, found, did = advance_watched(exp, state, store)
             trained = time.perf_counter()
-            due = exp.evaluate.due(state.round, exp.rounds)
-            if due or excluded:
-                line = _evaluated(exp, state, store, excluded) | found if due else _excluded(state, excluded)
-                newest = line if due else newest
-                records.append(line)
+            lines = _lines(exp, state, store, excluded, found)
+            records += lines
+            newest = lines[-1] if lines and _is_judged(lines[-1], state.round) else newest
             evaluated = time.perf_counter()
-            if folder and (due or excluded):
-                folder.metrics(records[-1])
+            if folder:
+                for line in lines:
+                    folder.metrics(line)
+                if exp.evaluate.work:
+                    folder.work(state.round, did)
             ended = state.round == exp.rounds or stop.is_set()
             if folder and (ended or state.round - saved >= config.checkpoint.every):
                 checkpoint.save(folder.checkpoints, state, store, folder.lengths())
@@ -201,7 +210,8 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
             now = time.perf_counter()
             if folder:
                 folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
-            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began))
+            late = sum(each.late for each in did)
+            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began, late))
             if ended and state.round < exp.rounds:
                 raise InterruptedRun(folder.path if folder else None, state.round)
     model = _model(exp, state, store)
@@ -231,13 +241,29 @@ def _entry(
         return state, []
     loaded = checkpoint.load(folder.checkpoints, state, store, at=None if at == -1 else at)
     folder.rewind(loaded.lengths, loaded.state.round)
-    return loaded.state, record.read_metrics(folder.path)
+    records = record.read_metrics(folder.path)
+    done = loaded.state.round
+    if records and _is_judged(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
+        # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
+        # checkpoint is told first, so that a crash leaves it with what it needs.
+        shorter = folder.before_last()
+        checkpoint.retell(folder.checkpoints, done, shorter)
+        folder.rewind(shorter, done)
+        records.pop()
+    return loaded.state, records
 
 
-def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...]) -> dict[str, Any]:
+def _evaluated(
+    exp: Experiment,
+    state: RunState,
+    store: ClientStore,
+    excluded: tuple[int, ...] = (),
+    found: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The line of an evaluation, with what was ``found`` during the round."""
     metrics = evaluate(exp, state, store)
-    if not record.is_finite(metrics):
-        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
+    bad = ", ".join(name for name, value in (metrics | dict(found)).items() if not math.isfinite(value))
+    if bad:
         lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
         ids = exp.present(max(0, state.round - 1)).drawn.ids.tolist()
         raise DivergedError(
@@ -249,18 +275,44 @@ def _evaluated(exp: Experiment, state: RunState, store: ClientStore, excluded: t
         **metrics,
         "bytes/up": state.up,
         "bytes/down": state.down,
+        "bytes/busiest": state.busiest,
+        "work/gradients": state.gradients,
         "time/simulated": state.seconds,
+        **_spent(exp, state.round),
     }
-    return line | ({"excluded": list(excluded)} if excluded else {})
+    return line | dict(found) | ({"excluded": list(excluded)} if excluded else {})
 
 
-def _excluded(state: RunState, excluded: tuple[int, ...]) -> dict[str, Any]:
-    return {"round": state.round, "excluded": list(excluded)}
+def _spent(exp: Experiment, round_: int) -> dict[str, float]:
+    """Epsilon after so many rounds, where uploads are private; infinity, for which JSON has no word, is left out."""
+    spent = exp.guard.epsilon(round_) if exp.guard is not None else math.inf
+    return {"privacy/epsilon": spent} if math.isfinite(spent) else {}
+
+
+def _lines(
+    exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...], found: dict[str, float]
+) -> list[dict[str, Any]]:
+    """What is recorded of a round: its evaluation, or only who was excluded, or nothing.
+
+    Where a run ends between two evaluations, the last one has a line of its own, which can be taken away
+    again if the run goes on.
+    """
+    if state.round % exp.evaluate.every == 0:
+        return [_evaluated(exp, state, store, excluded, found)]
+    lines: list[dict[str, Any]] = [{"round": state.round, "excluded": list(excluded)}] if excluded else []
+    if exp.evaluate.due(state.round, exp.rounds):
+        lines.append(_evaluated(exp, state, store, (), found))
+    return lines
+
+
+def _is_judged(line: dict[str, Any], round_: int) -> bool:
+    """Whether a line is the evaluation after so many rounds."""
+    return line["round"] == round_ and "bytes/up" in line
 
 
 def _model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
     """The common model of a finished run: the server's, or the average of a network's nodes."""
-    if not exp.algorithm.communicates:
+    if not (exp.algorithm.communicates and exp.algorithm.common):
         return None
     if exp.is_network:
         total = sum(
@@ -268,7 +320,7 @@ def _model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor
             torch.zeros(()),
         )
         return (total / exp.federation.clients).to(exp.task.w0.dtype), state.buffers.mean(0)
-    return exp.algorithm.send(state.server).w, state.buffers
+    return exp.algorithm.judged(state.server), state.buffers
 
 
 def _finish(prepared: Prepared, folder: RunFolder, state: RunState, store: ClientStore, history: History) -> None:
@@ -297,8 +349,32 @@ def _store(config: Config, exp: Experiment, folder: Path) -> ClientStore:
 def _lay_out(folder: RunFolder, prepared: Prepared) -> None:
     """What a run folder holds before the first round."""
     folder.write("environment.json", record.environment(prepared.experiment.device) | _choices(prepared))
-    shared = prepared.shared
+    shared, topology, exp = prepared.shared, prepared.config.topology, prepared.experiment
+    if exp.guard is not None:
+        folder.write("privacy.json", exp.guard.described())
+    if topology is not None:
+        folder.write(
+            "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())
+        )
+        draw_topology(topology, shared.clients, exp.seed, folder.path / "topology.png")
+    # Last, since it says that all of this is there.
     record.save_partition(folder, shared.owner, shared.held_out, shared.described())
+
+
+def described(topology: Topology, nodes: int, seed: int, sizes: Iterable[int] | None = None) -> dict[str, Any]:
+    """What a run folder says of its network: the numbers, and the graph of the first round."""
+    found = facts(topology, nodes, seed, None if sizes is None else tuple(sizes))
+    return found._asdict() | {"first_round": topology.edges(nodes, Moment(seed)).tolist()}
+
+
+def draw_topology(topology: Topology, nodes: int, seed: int, path: Path) -> None:
+    """The graph of the first round as a picture."""
+    from fedloom.report.topology import draw
+
+    rows = shape_of(nodes, topology.rows)[0] if isinstance(topology, Grid) else 0
+    when = ", first round" if topology.redrawn else ""
+    title = f"{topology.kind}, {nodes} nodes{when}"
+    draw(topology.edges(nodes, Moment(seed)), nodes, path, title=title, directed=topology.directed, rows=rows)
 
 
 def _choices(prepared: Prepared) -> dict[str, Any]:

@@ -137,6 +137,10 @@ def compare(
     baseline: Annotated[str | None, typer.Option(help="The method to test against; by default the first.")] = None,
     metric: Annotated[str | None, typer.Option(help="The metric to judge by; by default the first accuracy.")] = None,
     target: Annotated[float | None, typer.Option(help="Report what it took to reach this value.")] = None,
+    x: Annotated[
+        Literal["rounds", "seconds", "bytes"] | None,
+        typer.Option(help="What curves are drawn against; by default rounds. Seconds are simulated."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
     json_: Annotated[
@@ -150,7 +154,7 @@ def compare(
     """
     from fedloom import compare as comparing
 
-    options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target}
+    options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
     table, name = _comparison(words or [], grid or [], {k: v for k, v in options.items() if v is not None})
     planned = comparing.plan(table)
     folder = out or Path("runs") / f"compare-{table.get('name') or name or planned.name}"
@@ -211,10 +215,12 @@ def partition(
 
 @app.command("list")
 def list_(
-    family: Annotated[Literal["algorithms", "datasets", "partitions", "models", "topologies"], typer.Argument()],
+    family: Annotated[
+        Literal["algorithms", "optimizers", "datasets", "partitions", "models", "topologies"], typer.Argument()
+    ],
     json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """List what there is: algorithms, datasets, partitions, models or topologies."""
+    """List what there is: algorithms, optimizers, datasets, partitions, models or topologies."""
     from fedloom.report import catalogue
 
     found = catalogue.entries(family)
@@ -229,12 +235,25 @@ def list_(
 
 @app.command()
 def describe(
-    name: Annotated[str, typer.Argument(help="An algorithm, data set, partition, model or topology.")],
+    name: Annotated[str, typer.Argument(help="An algorithm, optimizer, data set, partition, model or topology.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND KEY=VALUE...]", help="Only of the network: describe topology.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the network here (.png or .svg).")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs."""
+    """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs.
+
+    The word topology and a kind measure a network: fedloom describe topology ring nodes=16 --out ring.png
+    """
     from fedloom.report import catalogue
 
+    if name == "topology":
+        _describe_topology(settings or [], out, json_)
+        return
+    if settings or out is not None:
+        given = (settings or ["--out"])[0]
+        raise ConfigError([Fault(given, "is only for networks", f"as in fedloom describe topology {name} nodes=16")])
     page = catalogue.describe(name)
     if json_:
         print(json.dumps(page.as_json()))
@@ -253,6 +272,40 @@ def describe(
         console.print(table)
     for line in page.costs:
         console.print(line)
+
+
+def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
+    from fedloom import api
+    from fedloom.config import override, topology_of
+    from fedloom.engine.topology import faults
+    from fedloom.report import topology as report
+
+    kinds, pairs = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    if len(kinds) > 1:
+        raise ConfigError([Fault(kinds[1], "a second kind", "settings are written key=value")])
+    given, _ = override({}, [w.removeprefix("topology.") for w in pairs])
+    nodes, seed = (given.pop(key, usual) for key, usual in (("nodes", 16), ("seed", 0)))
+    if not isinstance(nodes, int) or not isinstance(seed, int) or nodes < 2 or seed < 0:
+        raise ConfigError([Fault("nodes", f"nodes=2 or more, and seed=0 or more (got {nodes!r} and {seed!r})")])
+    network = topology_of(given | ({"kind": kinds[0]} if kinds else {}))
+    wrong = faults(network, nodes, seed)
+    if wrong:
+        raise ConfigError(wrong)
+    described = api.described(network, nodes, seed)
+    if out is not None:
+        api.draw_topology(network, nodes, seed, out)
+    if json_:
+        print(json.dumps(described | ({"picture": str(out)} if out is not None else {})))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in report.table(described):
+        table.add_row(name, value)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for note in described["notes"]:
+        console.print(f"note: {note}")
+    if out is not None:
+        console.print(f"drawn in {out}")
 
 
 @app.command()
@@ -410,7 +463,7 @@ class Watch:
         self._bar: Progress | None = None
         self._task: Any = None
         self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
-        self._excluded = 0
+        self._excluded, self._missed = 0, 0
         self._deaf = False
 
     def say(self, text: str) -> None:
@@ -443,6 +496,12 @@ class Watch:
         )
         for note in shared.notes:
             self.say(f"partition: {note}")
+        if shared.bad:
+            self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.badness})")
+        if exp.guard is not None:
+            self._privacy(exp)
+        if exp.topology is not None:
+            self._network(exp)
         if done:
             self.say(f"resumed after round {done} of {exp.rounds}")
         self._began, self._done = time.perf_counter(), done
@@ -457,6 +516,25 @@ class Watch:
             self._task = self._bar.add_task("rounds", total=exp.rounds, completed=done, now="")
             self._bar.start()
 
+    def _privacy(self, exp: Any) -> None:
+        guard, release = exp.guard, exp.guard.release
+        spent = f"{guard.epsilon(exp.rounds):.4g}" if release.noise else "infinite: there is no noise"
+        where = "each upload" if release.local else "their sum"
+        self.say(
+            f"privacy: uploads clipped to {guard.clip:g} · noise {release.noise:.4g} clips in {where} · after "
+            f"{exp.rounds} rounds epsilon {spent} at delta {guard.delta:g}, for each client"
+        )
+
+    def _network(self, exp: Any) -> None:
+        from fedloom.engine.topology import facts
+
+        found = facts(exp.topology, exp.federation.clients, exp.seed, tuple(exp.federation.train.sizes.tolist()))
+        low, high = found.degree_min, found.degree_max
+        degree = f"{low}" if low == high else f"{low} to {high}"
+        self.say(f"{found.kind}: {degree} neighbours each · psi {found.psi:.4f} in a gossip step")
+        for note in found.notes:
+            self.say(f"topology: {note}")
+
     def advanced(self, progress: Any) -> None:
         self._clients += progress.clients
         now = time.perf_counter()
@@ -468,6 +546,8 @@ class Watch:
         if progress.excluded:
             self._excluded += len(progress.excluded)
             self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")
+        if progress.late and progress.late == progress.clients:
+            self._missed += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=progress.round, now=text)
         elif now - self._said >= 2.0 or progress.round == progress.rounds:
@@ -504,6 +584,9 @@ class Watch:
         self._sketch(history)
         if self._excluded:
             self.say(f"{self._excluded} client updates were not finite and left out")
+        if self._missed:
+            self.say(f"in {self._missed} rounds no client met system.deadline, and the model stayed as it was")
+            self._missed = 0
         up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
         pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
         self.say(f"{pace} · clients sent {_bytes(up)} and received {_bytes(down)}")
@@ -591,13 +674,43 @@ class GridWatch:
         self.say("")
         for note in report.notes(done.question, done.rows):
             self.say(note)
+        if done.sheet is not None:
+            self._layout(done.sheet, console)
         for why in dict.fromkeys(done.failures.values()):
             cells = [cell for cell, reason in done.failures.items() if reason == why]
             more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
             self.say(f"failed: {cells[0]}{more}: {why}")
         folder = done.folder
         self.say(f"\n{folder}/table.md      every column; also as .csv and .tex\n{folder}/curves.png    also as .svg")
-        self.say(f"{folder}/cells/        a run folder for each cell, listed in cells.csv")
+        if done.sheet is not None:
+            self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png and .svg")
+        self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv")
+
+    def _layout(self, sheet: Any, console: Console) -> None:
+        """The tables in the layout of the recipe, side by side as far as the terminal is wide."""
+        from fedloom.report import grid
+
+        header = ["\n".join(column) for column in sheet.columns]
+        for block in sheet.blocks:
+            lines = grid.lines(sheet, block)
+            self.say(f"\n{block.title}" if block.title else "")
+            for group in grid.across(header, lines, console.width):
+                table = Table(box=None, pad_edge=False, header_style="bold")
+                table.add_column(Text(sheet.layout.rows), no_wrap=True)
+                for i in group:
+                    table.add_column(Text(header[i]), justify="right", no_wrap=True)
+                for line in lines:
+                    label = Text(f"  {line.label}" if line.is_paper else line.label)
+                    table.add_row(label, *(_cell(line.cells[i]) for i in group), style="dim" if line.is_paper else None)
+                console.print(table)
+        self.say("")
+        for note in grid.legend(sheet):
+            self.say(note)
+
+
+def _cell(words: Any) -> Text:
+    """The numbers of a cell, the best of their column in bold."""
+    return Text(" / ").join(Text(word.text, style="bold" if word.best else "") for word in words)
 
 
 def _bytes(count: float) -> str:
@@ -609,10 +722,10 @@ def _bytes(count: float) -> str:
 
 
 def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
-    """The loss and accuracy that stand for a run, the common model's first."""
+    """The loss and accuracy that stand for a run, the common model's first, and what privacy was spent."""
     names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
     first = names[0].rpartition("/")[0] if names else ""
-    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy") if n in metrics]
+    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", "privacy/epsilon") if n in metrics]
 
 
 def _brief(value: float) -> str:

@@ -19,23 +19,34 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, get_args
 
 import tomli_w
+import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, field_validator
 
-from fedloom import api, record
-from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse
+from fedloom import api, record, tree
+from fedloom.algorithm import Algorithm
+from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse, read_toml
 from fedloom.data.files import default_root, places_below
-from fedloom.data.sources import PublishedSet
+from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
+from fedloom.engine.diagnose import RECORDED
+from fedloom.engine.local import lane_limit
 from fedloom.errors import ConfigError, DivergedError, Fault, FedloomError, StorageError, nearest
 from fedloom.experiment import pick_device
+from fedloom.metrics import Auc
 from fedloom.report import compare as report
-from fedloom.report.compare import Place, Question, Result, Row
+from fedloom.report import grid as layouts
+from fedloom.report.compare import Along, Place, Question, Result, Row
+from fedloom.report.grid import Layout, Sheet
 from fedloom.schema import Spec, read
+from fedloom.task import Task
 
-_WORKER_MEMORY = 1.5e9  # bytes that a process with torch and a small data set needs
+_PROCESS = 0.6e9  # bytes of a process that trains a small net: 0.54e9 were measured on Linux
+_MATRICES = 6  # as large as all models side by side, that a gradient step holds: see engine.local
+_MOST = 1.6e9  # bytes of these where the size of the net is unknown: the rule for lanes allows no more on a CPU
 
 
 # -- the [compare] table ---------------------------------------------------------------------------
@@ -45,13 +56,19 @@ class Entry(Spec):
     model_config = ConfigDict(extra="allow")
     kind: str
     label: str = ""
+    beside: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+    @field_validator("beside", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return _flat(given)
 
 
 class Paper(Spec):
-    """What a paper reports for a method at some places of the grid."""
+    """What a paper reports for a method at some places of the grid: one number, or each of the layout's cell."""
 
     algorithm: str
-    value: float
+    value: float | list[float]
     where: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("where", mode="before")
@@ -68,7 +85,11 @@ class Compare(Spec):
     baseline: str = ""
     metric: str = ""
     target: float | None = None
+    x: Along = "rounds"
     grid: dict[str, list[Any]] = Field(default_factory=dict)
+    layout: Layout | None = None
+    cells: str = ""
+    notes: list[str] = Field(default_factory=list)
     paper: list[Paper] = Field(default_factory=list)
 
     @field_validator("algorithms", mode="before")
@@ -105,6 +126,7 @@ class Method(NamedTuple):
     label: str
     kind: str
     settings: dict[str, Any]
+    beside: dict[str, Any]  # settings of other sections that go with it
 
 
 class Axis(NamedTuple):
@@ -113,6 +135,7 @@ class Axis(NamedTuple):
     key: str
     values: tuple[Any, ...]
     labels: tuple[str, ...]
+    beside: tuple[dict[str, Any], ...]  # settings of other sections that go with each value
 
 
 class Cell(NamedTuple):
@@ -154,7 +177,10 @@ class Plan(NamedTuple):
     def as_toml(self) -> str:
         """The comparison with its labels, seeds and baseline written out; running it gives the same cells."""
         given = self.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        given["algorithms"] = [{"kind": m.kind, "label": m.label, **m.settings} for m in self.methods]
+        given["algorithms"] = [
+            {"kind": m.kind, "label": m.label, **m.settings, **({"with": m.beside} if m.beside else {})}
+            for m in self.methods
+        ]
         given |= {"seeds": list(self.spec.seeds), "baseline": self.baseline}
         table = {name: given[name] for name in Compare.model_fields if name in given}
         return tomli_w.dumps({**self.base, "compare": table})
@@ -171,7 +197,9 @@ def plan(table: Mapping[str, Any]) -> Plan:
     methods, axes = _methods(spec.algorithms), _axes(spec.grid)
     faults += _inconsistencies(spec, methods, axes)
     cells, notes, wrong = _cells(base, spec, methods, axes)
-    faults += wrong
+    wanted = [("compare.metric", spec.metric)]
+    wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
+    faults += wrong or [f for at, name in wanted for f in _unrecorded(name, [cell.config for cell in cells], at)]
     if faults:
         raise ConfigError(faults)
     baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
@@ -179,6 +207,62 @@ def plan(table: Mapping[str, Any]) -> Plan:
     return Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
 
 
+# -- what the cells can record ---------------------------------------------------------------------
+def metric_names(config: Config) -> set[str]:
+    """Every metric that a run may record, but for what an algorithm tells of itself."""
+    alg, evaluate = config.algorithm, config.evaluate
+    plain = ["accuracy", "loss"]
+    judged = plain + [f"auc_{variant}" for variant in evaluate.auc]
+    spread = [f"{name}{end}" for name in judged for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
+    found = {"bytes": ["up", "down", "busiest"], "work": ["gradients"], "time": ["simulated"]}
+    found |= {"privacy": ["epsilon"]} if config.privacy.on else {}
+    found |= {"bad_clients": ["weight_mean", "weight_total", "weight_ratio"]} if config.corruption.any else {}
+    if alg.family == "gossip":
+        nodes = [*plain, "accuracy_min", "accuracy_std"]
+        found |= {"consensus/test": judged, "nodes/test": nodes, "network": ["offline", "away"]}
+        found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
+        found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
+        found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
+    elif alg.communicates and alg.common:
+        found |= {"global/test": judged} | ({"global/train": plain} if evaluate.train else {})
+    if _may_have_own_rows(config) and evaluate.personal:
+        found |= {f"personal/{alg.served}/test": spread}
+    if _may_have_own_rows(config) and evaluate.participants:
+        found |= {"participants/pre_fit/test": spread, "participants/post_fit/test": spread}
+    names = {f"{place}/{name}" for place, ends in found.items() for name in ends}
+    return names.union(*(RECORDED[name] for name in evaluate.diagnostics if alg.family != "gossip"))
+
+
+def _may_have_own_rows(config: Config) -> bool:
+    """Whether clients may have rows of their own to be tested on: held out, or marked by data that names clients."""
+    kind = config.kinds["partition"]
+    return config.partition.holdout > 0 or kind == "natural" or ":" in kind
+
+
+def _unrecorded(metric: str, configs: Sequence[Config], at: str) -> list[Fault]:
+    """The metric that is asked for, if no cell can record it."""
+    names = {name for config in configs for name in metric_names(config)}
+    if not metric or not configs or any(report.meant(metric, names)):
+        return []
+    tells = any("updates" in c.evaluate.diagnostics and type(c.algorithm).told is not Algorithm.told for c in configs)
+    if tells and metric.partition("/")[0] not in {name.partition("/")[0] for name in names}:
+        return []
+    asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _more(metric, configs))
+    return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names)))]
+
+
+def _more(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any]]:
+    """Settings of ``evaluate`` with which the metric would be recorded."""
+    switches: list[tuple[str, Any]] = [(key, True) for key in ("train", "personal", "participants")]
+    switches += [("auc", [variant]) for variant in get_args(Auc)] + [("diagnostics", [name]) for name in RECORDED]
+    for key, value in switches:
+        given = {key: tuple(value) if isinstance(value, list) else value}
+        others = (c._replace(evaluate=c.evaluate.model_copy(update=given)) for c in configs)
+        if any(any(report.meant(metric, metric_names(other))) for other in others):
+            yield key, value
+
+
+# -- what is told beside the table -----------------------------------------------------------------
 def _unused(base: Mapping[str, Any], axes: Sequence[Axis]) -> list[str]:
     """Settings of the experiment that no cell has, because the grid sets the whole section."""
     found = []
@@ -224,19 +308,27 @@ def _methods(entries: Sequence[Entry]) -> tuple[Method, ...]:
         own = dict(entry.__pydantic_extra__ or {})
         many = kinds.count(entry.kind) > 1 and own
         label = f"{entry.kind} ({', '.join(f'{k}={_word(v)}' for k, v in own.items())})" if many else entry.kind
-        out.append(Method(entry.label or label, entry.kind, own))
+        out.append(Method(entry.label or label, entry.kind, own, entry.beside))
     return tuple(out)
 
 
 def _axes(grid: Mapping[str, list[Any]]) -> tuple[Axis, ...]:
     out = []
     for key, values in grid.items():
-        plain = [{k: x for k, x in v.items() if k != "label"} if isinstance(v, Mapping) else v for v in values]
+        plain = [_plain(v) for v in values]
         kinds = [_kind(v) for v in values]
         short = [kind if kind and kinds.count(kind) == 1 else _word(p) for kind, p in zip(kinds, plain, strict=True)]
         given = [str(v.get("label", "")) if isinstance(v, Mapping) else "" for v in values]
-        out.append(Axis(key, tuple(plain), tuple(g or s for g, s in zip(given, short, strict=True))))
+        beside = tuple(_flat(v.get("with", {})) if isinstance(v, Mapping) else {} for v in values)
+        out.append(Axis(key, tuple(plain), tuple(g or s for g, s in zip(given, short, strict=True)), beside))
     return tuple(out)
+
+
+def _plain(value: Any) -> Any:
+    """A value of the grid without what is said about it; a table with ``value`` stands for a name or a number."""
+    if not isinstance(value, Mapping):
+        return value
+    return value["value"] if "value" in value else {k: v for k, v in value.items() if k not in ("label", "with")}
 
 
 def _kind(value: Any) -> str:
@@ -273,8 +365,31 @@ def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Ax
             faults.append(Fault(at, f"two values have the same label (got {list(axis.labels)})"))
         if axis.key in ("seed", "algorithm", "algorithm.kind", "name"):
             faults.append(Fault(at, "cannot be an axis", "see compare.seeds and compare.algorithms"))
+    faults += _twice_set(methods, axes)
+    if spec.layout is not None:
+        faults += spec.layout.faults(["algorithm", *(axis.key for axis in axes)])
     for number, paper in enumerate(spec.paper):
         faults += _unmatched(paper, f"compare.paper.{number}", methods, axes)
+        if isinstance(paper.value, list) and len(paper.value) != len(spec.layout.cell if spec.layout else ()):
+            what = f"a list has one number for each metric of compare.layout.cell (got {paper.value})"
+            faults.append(Fault(f"compare.paper.{number}.value", what))
+    return faults
+
+
+def _twice_set(methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
+    """Settings that come with a value of the grid or with a method, and are set elsewhere in the comparison, too."""
+    faults = []
+    own = {axis.key: {key for given in axis.beside for key in given} for axis in axes}
+    own["algorithms"] = {key for method in methods for key in method.beside}
+    for name, keys in own.items():
+        at = "compare.algorithms" if name == "algorithms" else f"compare.grid.{name}"
+        others = [k for other, its in own.items() if other != name for k in its] + list(own)
+        faults += [Fault(f"{at}.with.{k}", "is set by another axis or by a method, too") for k in keys if k in others]
+        faults += [
+            Fault(f"{at}.with.{k}", "cannot be set here", "see compare.seeds and compare.algorithms")
+            for k in keys
+            if k in ("seed", "name") or (_is_setting(k) and name == "algorithms") or k == "algorithm.kind"
+        ]
     return faults
 
 
@@ -306,10 +421,11 @@ def _cells(
     faults: dict[Fault, list[str]] = {}
     cells: list[Cell] = []
     used: set[str] = set()
-    places = list(itertools.product(*(zip(a.labels, a.values, strict=True) for a in axes)))
+    places = list(itertools.product(*(zip(a.labels, a.values, a.beside, strict=True) for a in axes)))
     for seed, place, method in itertools.product(spec.seeds, places, methods):
-        labels = tuple(label for label, _ in place)
-        chosen = {axis.key: value for axis, (_, value) in zip(axes, place, strict=True)}
+        labels = tuple(label for label, *_ in place)
+        chosen = {axis.key: value for axis, (_, value, _) in zip(axes, place, strict=True)}
+        chosen |= {key: value for *_, beside in place for key, value in beside.items()} | method.beside
         try:
             used |= _known(method.kind)
             table, said = _experiment(base, method, shared, chosen)
@@ -321,7 +437,8 @@ def _cells(
             continue
         notes |= dict.fromkeys(said)
         cells.append(Cell(method, labels, seed, config, config_hash(config)[:16]))
-    keys = [*shared, *(a.key.removeprefix("algorithm.") for a in axes if _is_setting(a.key))]
+    set_by_axes = [key for a in axes for key in (a.key, *(k for given in a.beside for k in given))]
+    keys = [*shared, *(key.removeprefix("algorithm.") for key in set_by_axes if _is_setting(key))]
     unknown = [] if faults else [Fault(f"algorithm.{k}", "no method has this setting") for k in keys if k not in used]
     everywhere = len(places) * len(methods)
     return cells, list(notes), [*unknown, *(_placed(f, list(dict.fromkeys(w)), everywhere) for f, w in faults.items())]
@@ -408,10 +525,12 @@ class Comparison(NamedTuple):
     """A finished comparison."""
 
     folder: Path
+    cells: Path  # the folder of its runs
     question: Question
     rows: list[Row]
     results: list[Result]
     failures: dict[str, str]  # by the cell's name
+    sheet: Sheet | None = None  # the same in the layout that was asked for
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; the same whenever the comparison is repeated."""
@@ -426,7 +545,7 @@ class Comparison(NamedTuple):
             "failed": sum(r.state == "failed" for r in self.results),
             "table": [report.as_dict(q, row) for row in self.rows],
             "notes": report.notes(q, self.rows),
-        }
+        } | ({"layout": layouts.as_dicts(self.sheet)} if self.sheet is not None else {})
 
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom compare --json`` prints."""
@@ -450,9 +569,11 @@ def run(
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
     with _storage(folder), _held(folder):
+        _refuse_another(planned, folder)
         record.write_text(folder / "compare.toml", planned.as_toml())
-        failures = _run_missing(planned, folder, root, jobs, watcher or Silence())
-        return _write(planned, folder, failures)
+        with _cells_of(planned, folder) as cells:
+            failures = _run_missing(planned, folder, cells, root, jobs, watcher or Silence())
+            return _write(planned, folder, cells, failures)
 
 
 def _find_data(planned: Plan, root: Path) -> None:
@@ -475,18 +596,62 @@ def _held(folder: Path) -> Iterator[None]:
     """The folder, made where it is not there, for this process alone."""
     if folder.exists() and (not folder.is_dir() or not _is_ours(folder)):
         raise ConfigError([Fault("--out", f"{folder} already exists and is not of a comparison", "choose another")])
+    with _alone(folder, "--out"):
+        yield
+
+
+@contextmanager
+def _cells_of(planned: Plan, folder: Path) -> Iterator[Path]:
+    """Where the cells lie: in the comparison's own folder, or in one that it shares with other comparisons."""
+    if not planned.spec.cells:
+        yield folder / "cells"
+        return
+    shared = Path(planned.spec.cells)
+    with _alone(shared, "compare.cells"):
+        yield shared
+
+
+@contextmanager
+def _alone(folder: Path, at: str) -> Iterator[None]:
+    """A folder that one process uses at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError([Fault("--out", f"another process is using {folder}")]) from error
+            raise ConfigError([Fault(at, f"another process is using {folder}")]) from error
         yield
 
 
 def _is_ours(folder: Path) -> bool:
     inside = {p.name for p in folder.iterdir()}
     return "compare.toml" in inside or inside <= {".lock", "compare.toml.part"}
+
+
+def _refuse_another(planned: Plan, folder: Path) -> None:
+    """A folder keeps its tables: a comparison may grow there, but not give way to another."""
+    if not (folder / "compare.toml").is_file():
+        return
+    try:
+        there = plan(read_toml(folder / "compare.toml"))
+    except ConfigError as error:
+        what = f"{folder} holds a comparison that can no longer be read ({error.faults[0]})"
+        raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")]) from error
+    mine = {cell.hash for cell in planned.cells}
+    lost = sum(cell.hash not in mine for cell in there.cells)
+    if lost:
+        labels = ", ".join(m.label for m in there.methods)
+        what = f"{folder} holds another comparison, of {labels} with seeds {', '.join(map(str, there.spec.seeds))}"
+        gone = f"{lost} of its {len(there.cells)} cells are not in this one"
+        apart = "".join(f"; {word}" for word in _differences(there.base, planned.base))
+        raise ConfigError([Fault("--out", f"{what}: {gone}{apart}", "choose another folder, or delete that one")])
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The first settings in which two experiments differ, in words."""
+    a, b = _flat(there), _flat(here)
+    differ = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
+    return [f"{key} is {a.get(key, 'unset')} there and {b.get(key, 'unset')} here" for key in differ[:3]]
 
 
 def _state(folder: Path) -> str:
@@ -500,8 +665,61 @@ def default_jobs(configs: Iterable[Config]) -> int:
     if any(pick_device(c.engine.device).type == "cuda" for c in used):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max((c.engine.threads or 1 for c in used), default=1)
-    return max(1, min(cores // threads, int(_free_memory() // _WORKER_MEMORY)))
+    fitting = cores // max((c.engine.threads or 1 for c in used), default=1)
+    if fitting < 2:
+        return 1
+    alike = {repr((c.data, c.partition, c.model, c.algorithm, c.cohort, c.engine)): c for c in used}
+    needed = max(map(memory_of, alike.values()), default=_PROCESS)
+    return max(1, int(min(fitting, _free_memory() / needed)))
+
+
+def memory_of(config: Config) -> float:
+    """About how many bytes a cell takes on a CPU: the process, its data, and its clients.
+
+    For each client side by side six times its model and its state, and the state of every client where
+    these are kept in memory. What cannot be sized before the data is read counts as much as the rule for
+    lanes allows.
+    """
+    data = _extent(config.data)
+    clients = config.partition.clients or getattr(config.data, "devices", 1)
+    unknown = _PROCESS + data.bytes + _MOST
+    if not data.shape:
+        return unknown
+    try:
+        with torch.random.fork_rng(devices=[]):
+            task = Task(config.model.net(data.shape, data.classes))
+        alg = config.algorithm.bind(task, config.local.optimiser(), torch.ones(clients))
+        state = tree.nbytes(alg.join(alg.send(alg.init(task.w0))))
+    except Exception:  # a fault of the config or of a user's code, which the cell itself will tell
+        return unknown
+    together = clients if alg.family == "gossip" else config.cohort.size or min(10, clients)
+    lanes = min(together, config.engine.lanes or lane_limit(task, torch.device("cpu"), alg.lane_size))
+    kept = clients * state if config.engine.store == "ram" else 0
+    return _PROCESS + data.bytes + lanes * _MATRICES * (tree.nbytes(task.w0) + 4 * alg.lane_size + state) + kept
+
+
+class Extent(NamedTuple):
+    """How much data there is, as far as a source can tell without reading it."""
+
+    bytes: float = 0.0
+    shape: tuple[int, ...] = ()  # of a row; empty: unknown
+    classes: int = 0
+
+
+def _extent(source: Source) -> Extent:
+    if isinstance(source, PublishedSet):
+        layout = source.layout
+        rows = sum(part.rows for part in layout.parts)
+        return Extent(rows * prod(layout.shape), layout.shape, max(map(len, layout.classes)))
+    if isinstance(source, Synthetic):
+        rows = 450 * source.devices  # the mean of its lognormal sizes
+        return Extent(4 * rows * source.features, (source.features,), source.classes)
+    if isinstance(source, Digits):
+        return Extent(1797 * 64, (1, 8, 8), 10)
+    if isinstance(source, File):
+        files = source.place.rglob("*") if source.place.is_dir() else [source.place]
+        return Extent(4.0 * sum(f.stat().st_size for f in files if f.is_file()))  # on disk they are packed
+    return Extent()
 
 
 def _free_memory() -> float:
@@ -511,18 +729,16 @@ def _free_memory() -> float:
     return float("inf")
 
 
-def _run_missing(planned: Plan, folder: Path, root: Path, jobs: int | None, watcher: Watcher) -> dict[str, str]:
+def _run_missing(
+    planned: Plan, folder: Path, cells: Path, root: Path, jobs: int | None, watcher: Watcher
+) -> dict[str, str]:
     """Run every cell that has not ended yet; what failed, by name."""
     by_hash = {cell.hash: cell for cell in reversed(planned.cells)}  # two labels may stand for one config
-    missing = [c for c in planned.cells if by_hash[c.hash] is c and not _state(_home(folder, c))]
+    missing = [c for c in planned.cells if by_hash[c.hash] is c and not _state(cells / c.hash)]
     jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
-    crew = Crew(folder, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
+    crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
     watcher.started(planned, folder, jobs, crew.standing())
     return crew.work(jobs) if missing else {}
-
-
-def _home(folder: Path, cell: Cell) -> Path:
-    return folder / "cells" / cell.hash
 
 
 class Worker:
@@ -588,11 +804,13 @@ class Worker:
 class Crew:
     """Workers that go through a list of cells side by side."""
 
-    def __init__(self, folder: Path, root: Path, cells: Sequence[Cell], *, done: int, watcher: Watcher) -> None:
-        self._folder, self._root, self._watcher = folder, root, watcher
-        self._waiting = deque(cells)
-        self._reused, self._done, self._all = done, done, done + len(cells)
-        self._rounds_left = sum(c.config.basics.rounds for c in cells)
+    def __init__(
+        self, folder: Path, cells: Path, root: Path, missing: Sequence[Cell], *, done: int, watcher: Watcher
+    ) -> None:
+        self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
+        self._waiting = deque(missing)
+        self._reused, self._done, self._all = done, done, done + len(missing)
+        self._rounds_left = sum(c.config.basics.rounds for c in missing)
         self._rounds_done, self._began = 0, time.perf_counter()
         self._events: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -624,7 +842,7 @@ class Crew:
         if cell is not None:
             worker = Worker(self._events, cell.config.engine.threads or 1)
             self._workers.append(worker)
-            worker.give(cell, _home(self._folder, cell), self._root)
+            worker.give(cell, self._cells / cell.hash, self._root)
 
     def _hear(self, worker: Worker, message: dict[str, Any] | None) -> None:
         cell = worker.cell
@@ -645,7 +863,7 @@ class Crew:
             self._ended(worker, message["state"], message.get("message", ""))
             if self._waiting:
                 following = self._waiting.popleft()
-                worker.give(following, _home(self._folder, following), self._root)
+                worker.give(following, self._cells / following.hash, self._root)
 
     def _ended(self, worker: Worker, state: str, message: str) -> None:
         assert worker.cell is not None
@@ -724,20 +942,27 @@ def _outcome(job: dict[str, Any], teller: Teller) -> dict[str, Any]:
 
 
 # -- from cells to tables --------------------------------------------------------------------------
-def _write(planned: Plan, folder: Path, failures: dict[str, str]) -> Comparison:
-    results = [_result(cell, _home(folder, cell)) for cell in planned.cells]
+def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
+    results = [_result(cell, cells / cell.hash) for cell in planned.cells]
     question = _question(planned, results)
     rows = report.rows(question, results)
-    comparison = Comparison(folder, question, rows, results, failures)
+    layout = planned.spec.layout
+    sheet = layouts.sheet(question, layout, results, _claims(planned, layout)) if layout is not None else None
+    comparison = Comparison(folder, cells, question, rows, results, failures, sheet)
     texts = {
         "table.csv": report.table_csv(question, rows),
         "table.md": report.markdown(question, rows),
         "table.tex": report.latex(question, rows),
-        "cells.csv": report.cells_csv(question, results),
+        "cells.csv": report.cells_csv(question, results, os.path.relpath(cells, folder)),
         "summary.json": json.dumps(comparison.summary(), indent=1) + "\n",
     }
-    for name in ("curves.png", "curves.svg"):
-        report.draw(question, results, folder / name)
+    if sheet is not None:
+        texts |= {"layout.csv": layouts.table_csv(sheet), "layout.md": layouts.markdown(sheet)}
+        texts |= {"layout.tex": layouts.latex(sheet)}
+    for end in ("png", "svg"):
+        report.draw(question, results, folder / f"curves.{end}")
+        if layout is not None:
+            layouts.draw(question, layout, results, folder / f"layout.{end}")
     for name, text in texts.items():
         record.write_text(folder / name, text)
     return comparison
@@ -753,10 +978,11 @@ def _result(cell: Cell, home: Path) -> Result:
 
 def _question(planned: Plan, results: Sequence[Result]) -> Question:
     labels = tuple(m.label for m in planned.methods)
-    metrics = report.choose_metrics(planned.spec.metric, labels, results)
-    recorded = dict.fromkeys(name for r in results for line in r.records for name in line)
+    metric = planned.spec.metric or report.default_metric(labels, results)
+    metrics = report.choose_metrics(metric, labels, results)
+    recorded = report.recorded(results)
     wanted = planned.spec.metric
-    if wanted and recorded and wanted not in recorded:
+    if wanted and recorded and not any(report.meant(wanted, recorded)):
         raise ConfigError([Fault("compare.metric", f"no method recorded '{wanted}'", nearest(wanted, recorded))])
     share = report.is_share(metrics[planned.baseline])
     target = planned.spec.target
@@ -769,6 +995,9 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         metrics=metrics,
         target=_unit(target, share) if target is not None else None,
         paper=_paper(planned, share),
+        wanted=metric,
+        x=planned.spec.x,
+        remarks=tuple(planned.spec.notes),
     )
 
 
@@ -778,14 +1007,40 @@ def _unit(value: float, share: bool) -> float:
 
 
 def _paper(planned: Plan, share: bool) -> dict[tuple[Place, str], float]:
+    """What a paper reports of the metric of the comparison."""
+    parts = planned.spec.layout.cell if planned.spec.layout is not None else []
+    mine = next((i for i, part in enumerate(parts) if part.metric == planned.spec.metric), None)
     out = {}
+    for spot, value in _placed_values(planned):
+        if not isinstance(value, list):
+            out[spot] = _unit(value, share)
+        elif mine is not None:
+            out[spot] = _unit(value[mine], share)
+    return out
+
+
+def _claims(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[float | None]]:
+    """What a paper reports of each part of the layout's cell; one number is of the metric of the comparison."""
+    out: dict[tuple[Place, str], list[float | None]] = {}
+    for spot, value in _placed_values(planned):
+        each = (
+            value
+            if isinstance(value, list)
+            else [value if part.metric == planned.spec.metric else None for part in layout.cell]
+        )
+        pairs = zip(layout.cell, each, strict=True)
+        out[spot] = [v if v is None else _unit(v, report.is_share(part.metric)) for part, v in pairs]
+    return out
+
+
+def _placed_values(planned: Plan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
+    """Each value of a paper, with the place of the grid and the method that it belongs to."""
     keys = [axis.key for axis in planned.axes]
     for paper in planned.spec.paper:
         wanted = {k: _word(v) for k, v in paper.where.items()}
         for place, label in itertools.product(planned.places, _named(paper.algorithm, planned.methods)):
             if wanted.items() <= dict(zip(keys, place, strict=True)).items():
-                out[place, label] = _unit(paper.value, share)
-    return out
+                yield (place, label), paper.value
 
 
 if __name__ == "__main__":

@@ -21,19 +21,24 @@ import tomli_w
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import nn
 
+from fedloom import corruption, privacy, robust
 from fedloom.algorithm import Algorithm
+from fedloom.corruption import Corruption
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import Rows
 from fedloom.data.partition import Assignment, Partition
+from fedloom.data.proxy import Proxy
 from fedloom.data.sources import Source, from_arrays, source_for_path
 from fedloom.engine.clock import System
 from fedloom.engine.evaluate import Evaluate
-from fedloom.engine.exchange import Topology
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.plan import Cohort
+from fedloom.engine.topology import Topology
 from fedloom.errors import ConfigError, DataError, Fault, nearest
 from fedloom.models.net import Model
 from fedloom.optim import Local
+from fedloom.privacy import Privacy
+from fedloom.robust import Aggregation
 from fedloom.schema import Spec, defined_in, kinds, load, load_module, modules, read
 
 USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
@@ -77,6 +82,10 @@ class Config(NamedTuple):
     engine: Engine
     checkpoint: Checkpoints
     system: System
+    proxy: Proxy
+    corruption: Corruption
+    aggregation: Aggregation
+    privacy: Privacy
     topology: Topology | None
     kinds: dict[str, str]  # the name by which each chosen thing was called
     notes: tuple[str, ...] = ()  # what was left out, in words
@@ -89,7 +98,12 @@ SECTIONS: dict[str, type[Spec]] = {
     "engine": Engine,
     "checkpoint": Checkpoints,
     "system": System,
+    "proxy": Proxy,
+    "corruption": Corruption,
+    "aggregation": Aggregation,
+    "privacy": Privacy,
 }
+_TRUST = ("corruption", "aggregation", "privacy")  # sections that do nothing unless they are asked to
 _DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
 _KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
 
@@ -214,6 +228,11 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
             continue
         names[section], chosen[section], wrong = _chosen(section, table.get(section, {}))
         faults += wrong
+    if chosen.get("algorithm") is not None and chosen.get("model") is not None:
+        own = chosen["algorithm"].defaults().get("model", {})
+        silent = {k: v for k, v in own.items() if k in type(chosen["model"]).model_fields}
+        silent = {k: v for k, v in silent.items() if k not in chosen["model"].model_fields_set}
+        chosen["model"] = chosen["model"].model_copy(update=silent)
     for section, cls in SECTIONS.items():
         given = _with_defaults(section, table.get(section, {}), chosen.get("algorithm"))
         if not isinstance(given, Mapping):
@@ -228,7 +247,14 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
         names["topology"], chosen["topology"], _ = _chosen("topology", {})
     assert basics is not None
     chosen.setdefault("topology", None)
-    return Config(basics=basics, kinds=names, notes=(*notes, *chosen["algorithm"].doubts(chosen["local"].lr)), **chosen)
+    notes = [*notes, *chosen["algorithm"].doubts(chosen["local"].lr), *_changes_of_privacy(chosen)]
+    return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
+    """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
+    changed = chosen["privacy"].on and chosen["algorithm"].weighs_examples
+    return ["every client counts alike, since weights would tell how much data it has"] if changed else []
 
 
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
@@ -256,6 +282,15 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     return name, value, faults
 
 
+def topology_of(given: Mapping[str, Any]) -> Topology:
+    """The network that a table of settings describes, without an experiment around it."""
+    _, value, faults = _chosen("topology", given)
+    if faults:
+        raise ConfigError(faults)
+    assert isinstance(value, Topology)
+    return value
+
+
 def _name_of(cls: type[AnyAlgorithm]) -> str:
     """The name by which a config can find this class again."""
     package, _, name = cls.__module__.rpartition(".")
@@ -273,18 +308,20 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
     own = dict(algorithm.defaults().get(section, {}))
     if section == "local" and {"steps", "epochs"} & set(given):  # the one excludes the other
         own.pop("steps", None)
+    if section == "cohort" and "size" in given and own.get("sampling") == "all":  # who says how many means not all
+        own.pop("sampling")
     return {**own, **given}
 
 
 def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
     """Settings that are each valid and cannot hold together."""
     local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
-    faults = _against_the_algorithm(alg, local, cohort) + _in_local(table.get("local"), local)
+    faults = _against_the_algorithm(alg, local, cohort) + _in_local(table.get("local"))
     if cohort is not None and cohort.size is not None:
         if cohort.sampling == "all":
             faults.append(Fault("cohort.size", f"{cohort.size} contradicts sampling = 'all'", "keep one of them"))
         clients = partition.clients if partition is not None else _written(table, "partition", "clients", 20)
-        if cohort.sampling == "uniform" and clients is not None and cohort.size > clients:
+        if cohort.sampling in ("uniform", "poisson") and clients is not None and cohort.size > clients:
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
             faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
     if alg is not None and cohort is not None:
@@ -296,29 +333,43 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             why = "a network without a server trains every node in every round"
             faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
         system = chosen.get("system")
-        if alg.family == "gossip" and system is not None and (system.stragglers or system.dropout):
-            what = "late and lost clients are simulated for algorithms with a server"
-            faults.append(Fault("system", f"{what} (got {table['system']!r})", "leave stragglers and dropout out"))
+        if alg.family == "gossip" and system is not None:
+            what = "is for algorithms with a server, which can be late for it"
+            of_a_server = ("stragglers", "dropout", "deadline", "aggregation")
+            given = [(key, getattr(system, key)) for key in of_a_server if getattr(system, key)]
+            faults += [Fault(f"system.{key}", f"{what} (got {value})", "leave it out") for key, value in given]
+        evaluate = chosen.get("evaluate")
+        if evaluate is not None and evaluate.diagnostics and not (alg.communicates and alg.common):
+            what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"
+            faults.append(Fault("evaluate.diagnostics", f"{what} (got {list(evaluate.diagnostics)})", "leave them out"))
+        faults += _against_trust(alg, cohort, chosen)
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
-        if not alg.communicates and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":
+        if (
+            not (alg.communicates and alg.common)
+            and getattr(partition, "holdout", None) == 0
+            and _kind(partition) != "natural"
+        ):
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
     return faults
 
 
-def _in_local(written: Any, local: Local | None) -> list[Fault]:
-    """Contradictions of the local section; found in what was written, since one fault must not hide another."""
-    if not isinstance(written, Mapping):
-        return []
-    faults = []
-    if {"steps", "epochs"} <= set(written):
-        faults.append(Fault("local", "steps and epochs are both given", "keep one of them"))
-    # Where nothing else is wrong with the section, the section itself has said so.
-    alone = set(written) <= {"nesterov", "momentum", "epochs", "steps"}
-    if local is None and not alone and written.get("nesterov") is True and not written.get("momentum"):
-        faults.append(Fault("local.nesterov", "needs momentum > 0"))
+def _against_trust(alg: Any, cohort: Any, chosen: Mapping[str, Any]) -> list[Fault]:
+    """What bad clients, robust rules and privacy cannot be combined with."""
+    bad, rule, private = (chosen.get(section) for section in _TRUST)
+    faults = corruption.conflicts(bad, alg) if bad is not None else []
+    faults += robust.conflicts(rule, alg, cohort.sampling) if rule is not None else []
+    if private is not None and rule is not None and chosen.get("system") is not None:
+        faults += privacy.conflicts(private, alg, cohort.sampling, chosen["system"], rule.rule)
     return faults
+
+
+def _in_local(written: Any) -> list[Fault]:
+    """Contradictions of the local section that only show in what was written."""
+    if isinstance(written, Mapping) and {"steps", "epochs"} <= set(written):
+        return [Fault("local", "steps and epochs are both given", "keep one of them")]
+    return []
 
 
 def _written(table: Mapping[str, Any], section: str, key: str, default: int) -> int | None:
@@ -332,6 +383,9 @@ def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:
     """Settings that the algorithm's definition excludes."""
     faults = []
     if alg is not None and local is not None and alg.plain_sgd:
+        if local.optimizer != "sgd":
+            what = f"{type(alg).__name__} is defined for plain SGD steps (got '{local.optimizer}')"
+            faults.append(Fault("local.optimizer", what, "leave optimizer at sgd"))
         for key in ("momentum", "weight_decay", "clip"):
             if getattr(local, key):
                 what = f"{type(alg).__name__} is defined for plain SGD steps (got {getattr(local, key)})"
@@ -495,7 +549,7 @@ _CHOOSE: dict[str, Callable[[str, str], Any]] = {
     "partition": _finder(Partition, "fedloom.data.partition", "partition", _wrap_partition),
     "model": _finder(Model, "fedloom.models", "model", _wrap_module),
     "algorithm": find_algorithm,
-    "topology": _finder(Topology, "fedloom.engine.exchange", "topology", None),
+    "topology": _finder(Topology, "fedloom.engine.topology", "topology", None),
 }
 
 
@@ -526,7 +580,7 @@ def as_toml(config: Config) -> str:
         for section in (*_KEYS, *SECTIONS)
         if section != "cohort" or config.algorithm.family != "gossip"
         for key, value in (getattr(config, section) or Basics()).model_dump().items()
-        if value is None
+        if value is None and (section != "local" or config.local.has(key))
     ]
     note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
     return tomli_w.dumps(as_table(config)) + note
@@ -537,5 +591,8 @@ def config_hash(config: Config) -> str:
     table = as_table(config)
     for section in ("checkpoint", "name"):
         table.pop(section, None)
+    for section in _TRUST:
+        if getattr(config, section) == SECTIONS[section]():
+            table.pop(section)
     table["engine"].pop("store")
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

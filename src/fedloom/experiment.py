@@ -10,15 +10,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom import rng
+from fedloom import corruption, privacy, rng, robust
+from fedloom.algorithm import Held
 from fedloom.config import Config
+from fedloom.corruption import Corruption, Rows, corrupted
 from fedloom.data.arrays import Arrays, Ints
-from fedloom.data.federation import federate
+from fedloom.data.federation import Federation, federate
 from fedloom.data.partition import Summary, fingerprint, split, summary
+from fedloom.data.proxy import without
+from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, choose, lane_limit, reuse_memory
-from fedloom.engine.run import Experiment
+from fedloom.engine.plan import draw
+from fedloom.engine.run import Experiment, begin, specimen
+from fedloom.engine.topology import faults as topology_faults
 from fedloom.errors import ConfigError, Fault
 from fedloom.models.net import Model
+from fedloom.privacy import Guard, Release, calibrated, factors
 from fedloom.task import Task
 
 
@@ -30,6 +37,9 @@ class Shared(NamedTuple):
     held_out: NDArray[np.bool_]  # [n] whether its client keeps it for its own test
     clients: int
     notes: tuple[str, ...]  # the repairs that the partition needed
+    proxy: Arrays  # what the server took for itself before the rest was dealt out
+    bad: tuple[int, ...] = ()  # the bad clients, in order
+    badness: str = ""  # what they do
 
     @property
     def labels(self) -> Ints:
@@ -44,6 +54,7 @@ class Shared(NamedTuple):
             "sha256": fingerprint(self.owner, self.held_out),
             "data_sha256": _digest(self.arrays),
             "notes": list(self.notes),
+            **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
             **self.summary()._asdict(),
         }
 
@@ -62,12 +73,24 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     seed, partition = config.basics.seed, config.partition
     if arrays is None:
         arrays = config.data.load(root, seed)
+    own = config.proxy.rows(arrays, config.algorithm.needs_proxy, rng.stream(seed, "proxy"))
+    proxy, arrays = without(arrays, ~own), without(arrays, own)
     train = ~arrays.test
     client = arrays.client[train] if arrays.client is not None else None
     chance = rng.stream(seed, "partition")
     found = partition.assign(arrays.y[train], arrays.classes, chance, client)
     held_out = split(found.owner, found.clients, partition.holdout, seed)
-    return Shared(arrays, found.owner, held_out, found.clients, tuple(found.notes))
+    bad = config.corruption.bad(found.clients, seed)
+    return Shared(
+        arrays,
+        found.owner,
+        held_out,
+        found.clients,
+        tuple(found.notes),
+        proxy,
+        bad,
+        config.corruption.kind if bad else "",
+    )
 
 
 def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepared:
@@ -85,14 +108,18 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
         device=device,
         augment=getattr(config.data, "augment", "none"),
     )
+    federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
     _check_fit(config, shared, len(federation.common))
     task = initial_task(config.model, shared.arrays, config.basics.seed)
     cohort = shared.clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, shared.clients)
     executor, reason = _executor(config, task, device, cohort)
     task = task.to(device, lanes=executor == "lanes")
-    lanes = config.engine.lanes or lane_limit(task, device)
+    algorithm = config.algorithm.bind(
+        task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)
+    )
+    lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
     experiment = Experiment(
-        algorithm=config.algorithm.bind(task, config.local.optimiser()),
+        algorithm=algorithm,
         task=task,
         federation=federation,
         local=config.local,
@@ -105,17 +132,84 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
         lanes=lanes,
         topology=config.topology,
         system=config.system,
+        corruption=config.corruption,
+        bad=shared.bad,
+        aggregation=config.aggregation,
+        guard=_guard(config, federation),
         # Where nothing is sent, running statistics are not sent either.
         buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
     )
+    _check_uploads(config, experiment)
     return Prepared(experiment, shared, config, reason)
+
+
+def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
+    """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
+    if not bad or not how.spoils:
+        return fed
+    x = fed.x.float() if how.kind == "feature_noise" else fed.x
+    x, y = (x.clone(), fed.y) if how.spoils == "x" else (x, fed.y.clone())
+    for client in bad:
+        rows = fed.train.rows[fed.train.start[client] : fed.train.start[client + 1]].to(fed.x.device)
+        theirs = corrupted(how, Rows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
+        if how.spoils == "x":
+            x[rows] = theirs.x
+        else:
+            y[rows] = theirs.y
+    return fed._replace(x=x, y=y)
+
+
+def _guard(config: Config, fed: Federation) -> Guard | None:
+    """Privacy as it is in this run: for its sampling, its rounds and its clients."""
+    how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
+    if how.clip is None or cohort.sampling == "proportional":
+        return None
+    sizes = fed.train.sizes
+    able = int((sizes > 0).sum())
+    size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
+    counts = np.zeros((fed.clients, fed.classes))
+    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
+    charged = how.histogram_epsilon if how.heterogeneity != "none" else 0.0
+    release = Release(how.noise or 0.0, how.mechanism == "local", cohort.sampling, able, size, charged)
+    uses: tuple[int, ...] = tuple(range(rounds + 1))
+    if release.local:  # only the rounds in which a client takes part count for it
+        taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+        for r in range(rounds):
+            taken[r + 1, draw(cohort, sizes, seed, r).ids] = 1
+        uses = tuple(taken.cumsum(0).max(1).values.tolist())
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
+    # A sum over who happens to be there is only divided by a number that does not tell how many these are.
+    fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
+    return Guard(how.clip, factors(how, counts, seed), release, uses, how.delta, float(size) if fixed else None)
+
+
+def _check_uploads(config: Config, experiment: Experiment) -> None:
+    """What can only be known once the net is there: of what uploads consist."""
+    poisons = bool(experiment.bad) and bool(config.corruption.changes)
+    if not poisons and experiment.guard is None:
+        return
+    upload, fed = specimen(experiment, begin(experiment)), experiment.federation
+    faults = corruption.refused(config.corruption, upload) if poisons else []
+    travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
+    faults += privacy.refused(config.privacy, upload, travelling, fed.clients)
+    if faults:
+        raise ConfigError(faults)
+
+
+def _held(proxy: Arrays, federation: Federation) -> Held | None:
+    """The server's own examples, as clients' are: normalised, on the device."""
+    if not len(proxy.y):
+        return None
+    x, y = torch.from_numpy(proxy.x).to(federation.x.device), torch.from_numpy(proxy.y).to(federation.x.device)
+    return Held(*federation._replace(x=x, y=y).examples(torch.arange(len(y), device=x.device)))
 
 
 def initial_task(model: Model, arrays: Arrays, seed: int) -> Task:
     """The net with the initial parameters of this seed; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init").integers(1 << 62)))
-        return Task(model.net(arrays.shape, arrays.classes))
+        return Task(model.net(arrays.shape, arrays.classes), shape=arrays.shape)
 
 
 def pick_device(name: str) -> torch.device:
@@ -139,13 +233,19 @@ def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> 
 
 def _check_fit(config: Config, shared: Shared, common: int) -> None:
     """What can only be known once the data is there."""
+    check_clients(config.system, shared.clients)
     faults = []
     size = config.cohort.size
-    if config.cohort.sampling == "uniform" and size is not None and size > shared.clients:
+    if config.cohort.sampling in ("uniform", "poisson") and size is not None and size > shared.clients:
         faults.append(Fault("cohort.size", f"{size}, but the data has {shared.clients} clients"))
+    senders = shared.clients if config.cohort.sampling == "all" else min(size or 10, shared.clients)
+    faults += robust.refused(config.aggregation, senders)
     if config.algorithm.family == "gossip" and shared.clients < 2:
         faults.append(Fault("partition.clients", "a network needs at least two nodes (got 1)"))
-    if not common and config.algorithm.communicates:
+    elif config.topology is not None:
+        sizes = np.bincount(shared.owner[~shared.held_out], minlength=shared.clients)
+        faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)
+    if not common and config.algorithm.communicates and config.algorithm.common:
         fix = "set partition.holdout=0.2, or data.test=0.2"
         faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
     if faults:

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import tree
-from fedloom.algorithm import Carry, Work
+from fedloom.algorithm import Carry, Held, Work
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import federate
 from fedloom.engine import checkpoint
 from fedloom.engine.evaluate import Evaluate, evaluate
-from fedloom.engine.exchange import Full, Tally, add, inbox, sound
+from fedloom.engine.exchange import Tally, add, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, train
 from fedloom.engine.plan import Address, Cohort, plans
-from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.engine.topology import Full
 from fedloom.models.net import Net
 from fedloom.optim import Local
 from fedloom.task import Batch, Task
@@ -54,14 +55,14 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     world = _world(cls, executor="loop")
     if world.is_network:
         return  # a node hears its neighbours by name
-    state, store, ids = begin(world), _store(world), torch.arange(world.federation.clients)
-    groups = list(plans(world.local, world.federation.train, ids, Address(3, 0), lr=0.05, lanes=1))
+    state, store, present = begin(world), _store(world), world.present(0)
+    groups = list(groups_of(world, 0, present, look_ahead(world, state, present, 0).extra))
     heard = []
     for order in (groups, groups[::-1]):
         tally = Tally()
         for group in order:
             outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
-            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=not world.algorithm.linear)
+            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
         heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes)))
     _agree(heard[0], heard[1], "clients heard forwards and backwards")
 
@@ -92,7 +93,7 @@ def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
     """No function of the algorithm writes into what it is given."""
     alg, down, mine, batch = _one_client(cls)
     x = alg.start(down, mine)
-    at = Carry(x, alg.optimizer.init(x))
+    at = Carry(x, alg.memory(x))
     work = _work(alg, batch, down, mine)
     _untouched("start", alg.start, down, mine)
     _untouched("step", alg.step, at, batch, down, mine)
@@ -110,7 +111,7 @@ def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
     """The states of server and clients keep their structure, shapes and data types."""
     alg, down, mine, batch = _one_client(cls)
     x = alg.start(down, mine)
-    moved = alg.step(Carry(x, alg.optimizer.init(x)), batch, down, mine).x
+    moved = alg.step(Carry(x, alg.memory(x)), batch, down, mine).x
     _, kept = alg.finish(moved, down, mine, _work(alg, batch, down, mine))
     _same_form(mine, kept, "a client's state")
     world = _world(cls)
@@ -189,11 +190,12 @@ def _world(
         net = Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), 6, 3)
     task = Task(net, lanes=executor == "lanes")
     local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
-    alg = cls(**(settings or {})).bind(task, local.optimiser())
+    federation = federate(arrays, owner, len(_SIZES), held_out, device=device)
+    proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
     return Experiment(
-        algorithm=alg,
+        algorithm=cls(**(settings or {})).bind(task, local.optimiser(), federation.train.sizes, proxy),
         task=task,
-        federation=federate(arrays, owner, len(_SIZES), held_out, device=device),
+        federation=federation,
         local=local,
         cohort=Cohort(size=4),
         evaluate=Evaluate(),
@@ -243,7 +245,8 @@ def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]
 def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
     """The work of a client that has this one batch."""
     survey = alg.survey(batch, down, mine) if alg.surveys else ()
-    return Work(torch.tensor(2.0), batch.mask.sum(), torch.tensor(0.1), torch.tensor(0.0), survey)
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    return Work(2 * one, batch.mask.sum(), 0.1 * one, zero, survey, torch.tensor(3), one)
 
 
 def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:

@@ -1,28 +1,20 @@
-"""Measurements that merge: whatever way clients, batches or ranks are grouped, the result is the same."""
+"""Measurements that merge: whatever way clients or batches are grouped, the result is the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+# What is ranked: every score of every class at once, as it is or after a softmax, or each class by itself.
+Auc: TypeAlias = Literal["micro_logits", "micro_softmax", "macro_present"]
 
-class Stat(NamedTuple):
-    """A weighted sum and its weight, kept in float64: a monoid under ``merge``."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def merge(self, other: Stat) -> Stat:
-        return Stat(self.total + other.total, self.weight + other.weight)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight if self.weight else float("nan")
+# Scores that are ranked at once: each takes some dozens of bytes meanwhile.
+_RANKED = 1 << 20
 
 
 class Scores(NamedTuple):
@@ -37,6 +29,55 @@ def score(logits: Tensor, y: Tensor) -> Scores:
     right = (logits.argmax(-1) == y) & logits.isfinite().all(-1)
     loss = nn.functional.cross_entropy(logits.double(), y, reduction="none")
     return Scores(right.double(), loss)
+
+
+def auc(variant: Auc, logits: Tensor, y: Tensor, *, owner: Tensor, clients: int) -> Tensor:
+    """The area under the ROC curve of each client, whose rows may lie in any order.  ``[clients]``
+
+    ``micro``: the chance that the score of a right class is above that of a wrong one, among all of the
+    client's rows and classes; ``macro_present``: the mean of the areas of the classes of which the client
+    has both rows and other rows. A tie counts half. NaN where there is nothing to compare, or where a
+    score of the client is not finite.
+
+    logits ``[B, C]``, y ``[B]``, owner ``[B]`` in 0..clients-1; scores are compared in float32.
+    """
+    scores = logits.float()
+    broken = sum_by(owner, ~scores.isfinite().all(1), clients) > 0
+    if variant == "micro_softmax":
+        scores = scores.double().softmax(-1).float()  # rounded at the end, equal rows tie whatever their classes' order
+    curves = scores.shape[1] if variant == "macro_present" else 1
+    of_class = torch.arange(scores.shape[1], device=scores.device) % curves
+    areas = _areas(scores, y, owner * curves, of_class, clients * curves).view(clients, curves)
+    return areas.nanmean(1).masked_fill(broken, float("nan"))
+
+
+def _areas(scores: Tensor, y: Tensor, first: Tensor, of_class: Tensor, curves: int) -> Tensor:
+    """The area under each of so many curves; the score of class c in row b belongs to ``first[b] + of_class[c]``.
+
+    By ranks: a positive's is the number of scores below it on its curve, those that equal it by half.
+    Halves of whole numbers are summed exactly in float64, hence in any order and from any pieces.
+    """
+    positive = _keys(scores.gather(1, y[:, None]).squeeze(1), first + of_class[y]).sort().values
+    curve = positive >> 32
+    starts = torch.arange(curves + 1, device=scores.device) << 32
+    positives = sum_by(curve, torch.ones_like(curve), curves)
+    ranks, count = torch.zeros_like(positives), torch.zeros_like(positives)
+    rows = max(1, _RANKED // max(1, scores.shape[1]))
+    for some, of_row in zip(torch.split(scores, rows), torch.split(first, rows), strict=True):
+        key = _keys(some, of_row[:, None] + of_class).flatten().sort().values
+        start = torch.searchsorted(key, starts)
+        twice = torch.searchsorted(key, positive) + torch.searchsorted(key, positive, right=True)
+        ranks = ranks + sum_by(curve, twice.double() / 2 - start[curve], curves)
+        count = count + start.diff()
+    # Among themselves, positives have half of their number squared as the sum of their ranks.
+    return (ranks - positives.square() / 2) / (positives * (count - positives))
+
+
+def _keys(scores: Tensor, curve: Tensor) -> Tensor:
+    """Whole numbers in the order of the curves, and within a curve in that of its scores."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the zero that it equals
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of two negative floats, the larger has the smaller bits
+    return (curve << 32) + ordered + (1 << 31)
 
 
 class Spread(NamedTuple):
@@ -64,6 +105,56 @@ def spread(values: NDArray[np.float64], weights: NDArray[np.float64], *, low_is_
     )
 
 
+class Verdicts(NamedTuple):
+    """How some clients' models did, each on its client's own rows."""
+
+    ids: Tensor  # [K]
+    rows: Tensor  # [K] how many the client has
+    correct: Tensor  # [K] how many of them its model got right
+    loss: Tensor  # [K] the sum of their losses
+    auc: dict[str, Tensor]  # [K] by variant, NaN where there is none
+
+    @staticmethod
+    def cat(parts: Sequence[Verdicts]) -> Verdicts:
+        """The verdicts on all of these clients."""
+        some = [part for part in parts if len(part.ids)]
+        if not some:
+            none = torch.zeros(0, dtype=torch.float64)
+            return Verdicts(none.long(), none, none, none, {})
+        ids, rows, correct, loss = (torch.cat(column) for column in zip(*(part[:4] for part in some), strict=True))
+        areas = {name: torch.cat([part.auc[name] for part in some]) for name in some[0].auc}
+        return Verdicts(ids, rows, correct, loss, areas)
+
+
+def summary(prefix: str, found: Verdicts, *, shared: bool = False) -> dict[str, float]:
+    """Accuracy, loss and areas over the clients that have rows, under names that begin with ``prefix``.
+
+    A client whose loss is not finite is left out of the loss and counted as ``diverged``; only if no
+    client's loss is finite, the loss is not either. Not so where all clients have one ``shared`` model:
+    it has diverged if it has on anybody's rows. A client without an area is left out of that area, and
+    an area that no client has is not named at all.
+    """
+    order = found.ids.cpu().argsort()  # sums of floats depend on their order: let it always be the same
+    rows = found.rows.cpu()[order].double().numpy()
+    if not (rows > 0).any():
+        return {}
+    measured = torch.stack([found.correct, found.loss, *found.auc.values()]).double().cpu()[:, order].numpy()
+    each, rows = measured[:, rows > 0], rows[rows > 0]
+    accuracy, loss = each[0] / rows, each[1] / rows
+    counts = np.isfinite(loss) | shared
+    named = _named(f"{prefix}/accuracy", spread(accuracy, rows, low_is_bad=True))
+    named |= _named(f"{prefix}/loss", spread(loss, rows * counts, low_is_bad=False))
+    for variant, area in zip(found.auc, each[2:], strict=True):
+        known = ~np.isnan(area)
+        if known.any():
+            named |= _named(f"{prefix}/auc_{variant}", spread(area, rows * known, low_is_bad=True))
+    return named | ({} if counts.all() else {f"{prefix}/diverged": float((~counts).sum())})
+
+
+def _named(name: str, of: Spread) -> dict[str, float]:
+    return {name: of.weighted, f"{name}_mean": of.mean, f"{name}_std": of.std, f"{name}_worst10": of.worst}
+
+
 class Summary(NamedTuple):
     """What a run's series of one metric came to; never only its best."""
 
@@ -78,14 +169,31 @@ def summarise(name: str, series: Sequence[float]) -> Summary:
     return Summary(series[-1], best(series), float(np.mean(series[-10:])))
 
 
+def rounds_to_convergence(name: str, points: Sequence[tuple[int, float]]) -> int | None:
+    """The round from which on a metric has converged, of its (round, value) at each evaluation; None of none.
+
+    With A the mean of the last ten values and M the moving mean of ten (of fewer, at first): the first evaluation at
+    which M is within 1 % of A, or better, and after which it is never again more than 2 % worse.
+    """
+    if not points:
+        return None
+    rounds, values = [r for r, _ in points], np.array([v for _, v in points])
+    means = np.array([values[max(0, k - 9) : k + 1].mean() for k in range(len(values))])
+    worse = (means - means[-1]) if lower_is_better(name) else (means[-1] - means)
+    off = np.flatnonzero(worse > 0.02 * abs(means[-1]))
+    later = int(off[-1]) + 1 if len(off) else 0
+    return rounds[later + int(np.argmax(worse[later:] <= 0.01 * abs(means[-1])))]
+
+
 def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     leaf = name.rsplit("/", 1)[-1]
-    return leaf.startswith(("loss", "distance", "up", "down", "simulated")) or leaf.endswith("_std")
+    costs = ("up", "down", "busiest", "gradients", "simulated")
+    apart = ("distance", "relative", "contraction", "psi", "epsilon", "weight_")
+    return leaf.startswith(("loss", "diverged", *costs, *apart)) or leaf.endswith("_std")
 
 
-def count_equal(owner: Tensor, values: Tensor, clients: int) -> NDArray[np.float64]:
-    """The sum of ``values`` for each owner in 0..clients-1."""
+def sum_by(owner: Tensor, values: Tensor, clients: int) -> Tensor:
+    """The sum of ``values`` for each owner in 0..clients-1, in float64."""
     out = torch.zeros(clients, dtype=torch.float64, device=values.device)
-    summed: NDArray[np.float64] = out.index_add_(0, owner, values.double()).cpu().numpy()
-    return summed
+    return out.index_add_(0, owner, values.double())

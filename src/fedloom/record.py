@@ -3,6 +3,7 @@
 config.toml  environment.json  partition.safetensors  partition.json     written once
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
 timings.jsonl   how long rounds took; never the same twice, hence apart
+work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
 checkpoints/    model.safetensors  curves.png  summary.json
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class RunFolder:
         except OSError as error:
             self._lock.close()
             raise CheckpointError(f"{path}: another process is using this run folder") from error
-        self._files = {name: open(path / name, "ab") for name in _STREAMS}  # noqa: SIM115
+        self._files: dict[str, BinaryIO] = {name: open(path / name, "ab") for name in _STREAMS}  # noqa: SIM115
         self._crc = 0  # of the metrics
 
     @property
@@ -62,13 +62,19 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def close(self) -> None:
-        for file in (*self._files.values(), self._lock):
+        held: list[IO[Any]] = [*self._files.values(), self._lock]
+        for file in held:
             with suppress(OSError):  # what a full disk did not take was reported when it was written
                 file.close()
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one evaluation, and have it on its way to disk before going on."""
         self._crc = zlib.crc32(self._append("metrics.jsonl", record), self._crc)
+
+    def work(self, round_: int, did: Iterable[tuple[int, int, int, bool]]) -> None:
+        """Append what each client of a round did: number, steps, epochs while it waited, and whether it was late."""
+        columns = zip(("clients", "steps", "extra", "late"), zip(*did, strict=True), strict=False)
+        self._append("work.jsonl", {"round": round_, **{name: list(column) for name, column in columns}})
 
     def timing(self, timing: Timing) -> None:
         self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
@@ -78,6 +84,12 @@ class RunFolder:
         file = self._files["metrics.jsonl"]
         os.fsync(file.fileno())
         return {"metrics.jsonl": file.tell(), "metrics.jsonl crc32": self._crc}
+
+    def before_last(self) -> dict[str, int]:
+        """The lengths as they were before the last line of the metrics was written."""
+        metrics = (self.path / "metrics.jsonl").read_bytes()
+        keep = metrics.rfind(b"\n", 0, -1) + 1
+        return {"metrics.jsonl": keep, "metrics.jsonl crc32": zlib.crc32(metrics[:keep])}
 
     def rewind(self, lengths: dict[str, int], done: int) -> None:
         """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
@@ -89,21 +101,32 @@ class RunFolder:
         if self._crc != lengths.get("metrics.jsonl crc32", 0):
             raise CheckpointError(f"{path}: is damaged (its checksum is not the checkpoint's)")
         # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
-        timings = sum(len(line) for line, timing in self._timed() if timing["round"] <= done)
-        for name, size in (("metrics.jsonl", keep), ("timings.jsonl", timings)):
-            self._files[name].truncate(size)
-            self._files[name].seek(0, os.SEEK_END)
+        self._cut("metrics.jsonl", keep)
+        for name in ("timings.jsonl", "work.jsonl"):
+            self._cut(name, sum(len(line) for line, entry in self._entries(name) if entry["round"] <= done))
 
     def spent(self) -> float:
         """How many seconds the rounds so far took."""
-        return sum(timing["train"] + timing["evaluate"] + timing["record"] for _, timing in self._timed())
+        return sum(took["train"] + took["evaluate"] + took["record"] for _, took in self._entries("timings.jsonl"))
 
-    def _timed(self) -> Iterator[tuple[bytes, dict[str, float]]]:
-        for line in (self.path / "timings.jsonl").read_bytes().splitlines(keepends=True):
+    def _entries(self, name: str) -> Iterator[tuple[bytes, dict[str, float]]]:
+        if not (self.path / name).exists():
+            return
+        for line in (self.path / name).read_bytes().splitlines(keepends=True):
             try:
                 yield line, json.loads(line)
-            except ValueError:  # cut short by a crash; how long rounds took is not worth a refusal
+            except ValueError:  # cut short by a crash; what these files tell is not worth a refusal
                 return
+
+    def _cut(self, name: str, size: int) -> None:
+        if (self.path / name).exists():
+            self._file(name).truncate(size)
+            self._file(name).seek(0, os.SEEK_END)
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            self._files[name] = open(self.path / name, "ab")  # noqa: SIM115
+        return self._files[name]
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file, whole or not at all."""
@@ -111,8 +134,8 @@ class RunFolder:
 
     def _append(self, name: str, record: dict[str, Any]) -> bytes:
         line = json.dumps(record).encode() + b"\n"
-        self._files[name].write(line)
-        self._files[name].flush()
+        self._file(name).write(line)
+        self._file(name).flush()
         return line
 
 
@@ -154,10 +177,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The evaluations of a run, in order; a last line that a crash cut short is left out."""
     lines = (path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines]
-
-
-def is_finite(metrics: dict[str, float]) -> bool:
-    return all(math.isfinite(value) for value in metrics.values())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

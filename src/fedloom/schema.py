@@ -37,6 +37,8 @@ class Spec(BaseModel):
 def _plain(value: Any, as_tuple: bool) -> Any:
     if as_tuple and isinstance(value, list):
         return tuple(value)
+    if as_tuple and isinstance(value, str):  # one of them needs no brackets, which a shell would not like
+        return (value,)
     return value.item() if isinstance(value, np.generic) else value
 
 

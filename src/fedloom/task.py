@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.func import grad as func_grad
+from torch.func import functional_call, grad, grad_and_value, jvp
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom import rng, tree
 from fedloom.errors import ConfigError, Fault
 
 X = TypeVar("X")
+# All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
+# gradient then takes no part in its backward pass.
+Weights: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class Batch(NamedTuple):
@@ -54,10 +59,11 @@ class Task:
     (which costs less when one client trains at a time). Both compute the same function.
     """
 
-    def __init__(self, net: nn.Module, *, lanes: bool = False) -> None:
+    def __init__(self, net: nn.Module, *, lanes: bool = False, shape: tuple[int, ...] | None = None) -> None:
         net = _with_keyed_dropout(copy.deepcopy(net))
         _refuse_hidden_state(net)
-        self.lanes = lanes
+        self.lanes, self._shape = lanes, shape
+        self._shares: dict[int, float] = {}
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
@@ -94,14 +100,18 @@ class Task:
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
         return other
 
-    def apply(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
+    def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
         """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
         out: Tensor = functional_call(self._eval, {**self._unflat(w), **self._unflat_buffers(buffers)}, (x,))
         return out
 
-    def loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """The mean cross-entropy over the real examples of ``batch``, in training mode."""
-        logits, _ = self._forward(w, batch)
+    def logits(self, w: Weights, batch: Batch) -> Tensor:
+        """The logits at ``w`` in training mode.  ``[B, classes]``"""
+        return self._forward(w, batch)[0]
+
+    def loss(self, w: Weights, batch: Batch, *, training: bool = True) -> Tensor:
+        """The mean cross-entropy over the real examples of ``batch``, in training or in evaluation mode."""
+        logits = self.logits(w, batch) if training else self.apply(w, batch.x, batch.buffers)
         # The same as nn.functional.cross_entropy, which vmap takes apart into many more small operations.
         each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
@@ -118,19 +128,92 @@ class Task:
         out: Tensor = functional_call(body, inside, (batch.x,))
         return out.flatten(1)
 
+    def features(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
+        """What the net's ``body``, which need not have parameters, makes of ``x`` in evaluation mode.  ``[B, d]``"""
+        body = getattr(self._eval, "body", None)
+        if not isinstance(body, nn.Module):
+            raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
+        held = {**self._unflat(w), **self._unflat_buffers(buffers)}
+        inside = {n.removeprefix("body."): v for n, v in held.items() if n.startswith("body.")}
+        out: Tensor = functional_call(body, inside, (x,))
+        return out.flatten(1)
+
+    @property
+    def linear_head(self) -> nn.Linear:
+        """The net's last layer, which is called ``head`` and is linear."""
+        head = getattr(self._eval, "head", None)
+        if not isinstance(head, nn.Linear) or "head.weight" not in self.names:
+            what = "the net has no linear layer called 'head' that can be trained, after its 'body'"
+            raise ConfigError([Fault("model.kind", what, "name its last layer so")])
+        return head
+
+    @property
+    def is_head_of_body(self) -> bool:
+        """Whether the logits are ``head(body(x))``, as far as one input can tell."""
+        if self._shape is None:
+            return True
+        x = torch.linspace(-1, 1, prod(self._shape), device=self.w0.device).view(1, *self._shape)
+        with torch.no_grad():
+            logits = self.apply(self.w0, x, self.buffers0)
+            own = self.linear_head(self.features(self.w0, x, self.buffers0))
+        return bool(torch.allclose(own, logits, rtol=1e-4, atol=1e-4))
+
+    def place(self, name: str) -> slice:
+        """Where the parameter of this name lies in the vector of all."""
+        at = self.names.index(name)
+        first = sum(self._sizes[:at])
+        return slice(first, first + self._sizes[at])
+
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """The gradient of ``loss`` at ``w``.  ``[P]``"""
         return self.differentiate(lambda v: self.loss(v, batch), w)
 
+    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+        """The Hessian of ``loss`` at ``w``, times ``v``.  ``[P]``"""
+        product: Tensor = jvp(grad(partial(self.loss, batch=batch)), (w,), (v,))[1]
+        return product
+
     def differentiate(self, f: Callable[[X], Tensor], x: X) -> X:
         """The gradient of the scalar function ``f`` at the tree ``x``."""
+        return self.evaluate_and_differentiate(f, x)[1]
+
+    def evaluate_and_differentiate(self, f: Callable[[X], Tensor], x: X) -> tuple[Tensor, X]:
+        """The value of the scalar function ``f`` at the tree ``x``, and its gradient there."""
         if self.lanes:
-            gradient: X = func_grad(f)(x)
-            return gradient
+            gradient, value = grad_and_value(f)(x)
+            return value, gradient
         with torch.enable_grad():
             point = tree.tmap(lambda leaf: leaf.detach().requires_grad_(), x)
-            found = torch.autograd.grad(f(point), tree.leaves(point), materialize_grads=True)
-        return tree.unflatten(x, found)
+            at = f(point)
+            found = torch.autograd.grad(at, tree.leaves(point), materialize_grads=True)
+        return at.detach(), tree.unflatten(x, found)
+
+    def below(self, layers: int | Literal["all", "none"]) -> int:
+        """How many parameters lie below the top ``layers`` (modules that own parameters), which come last."""
+        if layers == "none":
+            return self.size
+        owners = [name.rpartition(".")[0] for name in self.names]
+        every = list(dict.fromkeys(owners))
+        top = set(every if layers == "all" else every[-layers:])
+        first = next(k for k, owner in enumerate(owners) if owner in top)
+        return sum(self._sizes[:first])
+
+    def work_above(self, below: int) -> float:
+        """The share of a forward pass's arithmetic that the parameters after the first ``below`` take part in."""
+        if below not in self._shares:
+            self._shares[below] = self._work_above(below)
+        return self._shares[below]
+
+    def _work_above(self, below: int) -> float:
+        if self._shape is None or below >= self.size:
+            return (self.size - below) / max(self.size, 1)
+        first = next(k for k in range(len(self._sizes)) if sum(self._sizes[:k]) >= below)
+        top = {name.rpartition(".")[0] for name in self.names[first:]}
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self._eval(torch.zeros(1, *self._shape, device=self.w0.device))
+        counts = {place: sum(ops.values()) for place, ops in counter.get_flop_counts().items()}
+        above = sum(n for place, n in counts.items() if place.partition(".")[2] in top)
+        return float(above / max(counts["Global"], 1))
 
     def statistics(self, w: Tensor, batch: Batch) -> Tensor:
         """The running statistics after the net has seen ``batch`` at ``w``.  ``[Q]``"""
@@ -153,12 +236,12 @@ class Task:
         net.load_state_dict(self.tensors(w, buffers), strict=False)
         return net
 
-    def _forward(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, w: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
         held = self._held(w, batch)
         logits: Tensor = functional_call(self._train, held, (batch.x,))
         return logits, _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
 
-    def _held(self, w: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
         """All that the net holds during one forward pass."""
         # BatchNorm writes its buffers in place: give it copies, which can be read back.
         buffers = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
@@ -166,9 +249,26 @@ class Task:
         keys = {_key(n): batch.key for n in self._dropouts}
         return {**self._unflat(w), **buffers, **counters, **keys}
 
-    def _unflat(self, w: Tensor) -> dict[str, Tensor]:
-        parts = zip(self.names, torch.split(w, self._sizes), self._shapes, strict=True)
-        return {name: part.view(shape) for name, part, shape in parts}
+    def _unflat(self, w: Weights) -> dict[str, Tensor]:
+        if isinstance(w, tuple):
+            parts = [
+                part for piece, sizes in zip(w, self._sizes_of(w), strict=True) for part in torch.split(piece, sizes)
+            ]
+        else:
+            parts = list(torch.split(w, self._sizes))
+        each = zip(self.names, parts, self._shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in each}
+
+    def _sizes_of(self, pieces: tuple[Tensor, ...]) -> list[list[int]]:
+        """The sizes of the tensors in each of some consecutive pieces of the parameters."""
+        left, found = iter(self._sizes), []
+        for piece in pieces:
+            sizes: list[int] = []
+            while sum(sizes) < piece.shape[-1]:
+                sizes.append(next(left))
+            assert sum(sizes) == piece.shape[-1], "a piece must hold whole tensors"
+            found.append(sizes)
+        return found
 
     def _unflat_buffers(self, buffers: Tensor) -> dict[str, Tensor]:
         if not self._buffer_names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -67,11 +68,6 @@ def where(keep: Tensor, a: T, b: T) -> T:
     return tmap(lambda x, y: torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, y), a, b)
 
 
-def cast_like(tree: T, like: T) -> T:
-    """The same values in the data types of ``like``."""
-    return tmap(lambda x, y: x.to(y.dtype), tree, like)
-
-
 def nbytes(tree: Any) -> int:
     """How many bytes the leaves take."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
@@ -86,7 +82,7 @@ def mix(rows: Tensor, tree: T) -> T:
     weights = rows.double()
 
     def one(x: Tensor) -> Tensor:
-        flat = x.reshape(len(x), -1)
+        flat = x.reshape(len(x), math.prod(x.shape[1:]))  # -1 would not do where there are no rows
         out = torch.empty(len(weights), flat.shape[1], dtype=torch.float64, device=x.device)
         wide = max(1, _BLOCK // max(len(x), 1)) if x.device.type == "cpu" else max(1, flat.shape[1])
         for lo in range(0, flat.shape[1], wide):
@@ -106,7 +102,7 @@ def finite_rows(tree: Any, count: int) -> Tensor:
     for leaf in leaves(tree):
         if leaf.is_floating_point():
             ok = ok.to(leaf.device)
-            flat = leaf.reshape(count, -1)
+            flat = leaf.reshape(count, math.prod(leaf.shape[1:]))
             good = flat.sum(1).isfinite()
             if not bool(good.all()):
                 good = flat.isfinite().all(1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.engine.evaluate import evaluate
+from fedloom.config import parse
+from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 
@@ -27,19 +28,20 @@ def gradient(exp, node, w):
 
 
 def models(exp, state, store):
-    given = exp.given(state, store, torch.arange(len(SIZES)))
-    return given.down.w + given.mine.dx
+    return torch.cat([part.w for part in models_of(exp, state, store, torch.arange(exp.federation.clients))])
 
 
-@pytest.mark.parametrize("order", ["lian", "atc"])
+@pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])
 def test_five_rounds_on_a_ring_by_definition(world, order) -> None:
     exp = network(world, order)
     W = exp.topology.matrix(len(SIZES)).float()
     X = exp.task.w0.expand(len(SIZES), -1)
     state, store = begin(exp), RamStore(len(SIZES))
     for _ in range(5):
+        if order == "mix_then_train":
+            X = W @ X
         G = torch.stack([gradient(exp, i, X[i]) for i in range(len(SIZES))])
-        X = W @ X - 0.3 * G if order == "lian" else W @ (X - 0.3 * G)
+        X = {"lian": W @ X - 0.3 * G, "atc": W @ (X - 0.3 * G), "mix_then_train": X - 0.3 * G}[order]
         state, _ = advance(exp, state, store)
         torch.testing.assert_close(models(exp, state, store), X, rtol=1e-4, atol=1e-6)
 
@@ -57,10 +59,50 @@ def test_full_graph_atc_is_parallel_sgd(world) -> None:
 
 
 def test_a_round_is_one_step_unless_told_otherwise(world) -> None:
-    from fedloom.config import parse
-
     assert parse({"algorithm": "dpsgd"}).local.steps == 1
     assert parse({"algorithm": "dpsgd", "local": {"epochs": 2}}).local.steps is None
+    epoch = {"kind": "dpsgd", "local": "epoch"}
+    assert (parse({"algorithm": epoch}).local.steps, parse({"algorithm": epoch}).local.epochs) == (None, 1)
+    assert parse({"algorithm": epoch, "local": {"steps": 3}}).local.steps == 3
+
+
+def test_mixing_before_training_is_mixing_after_it_half_a_round_later(world) -> None:
+    """A2: what adapt-then-combine shows after a round is the mixture of what combine-then-adapt shows."""
+    after, before = network(world, "atc"), network(world, "mix_then_train")
+    W = after.topology.matrix(len(SIZES)).float()
+    b, c = (begin(exp) for exp in (after, before))
+    one, two = RamStore(len(SIZES)), RamStore(len(SIZES))
+    for _ in range(4):
+        b, _ = advance(after, b, one)
+        c, _ = advance(before, c, two)
+        torch.testing.assert_close(models(after, b, one), W @ models(before, c, two), rtol=1e-5, atol=1e-6)
+        assert torch.equal(b.server.w, c.server.w)
+
+
+def test_lian_is_parallel_sgd_only_in_its_first_step(world) -> None:
+    """A1, its second half: the mean agrees once, then the gradients are taken at other points."""
+    exp = network(world, "lian", "full")
+    w, gaps = exp.task.w0, []
+    state, store = begin(exp), RamStore(len(SIZES))
+    for _ in range(3):
+        w = w - 0.3 * torch.stack([gradient(exp, i, w) for i in range(len(SIZES))]).mean(0)
+        state, _ = advance(exp, state, store)
+        gaps.append(float((models(exp, state, store).mean(0) - w).abs().max()))
+    assert gaps[0] < 1e-6
+    assert gaps[-1] > 1e-4
+
+
+@pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])
+def test_one_node_is_sgd(world, order) -> None:
+    """A3, with two nodes that never hear each other, since a network has at least two."""
+    alone = {"kind": "ring", "link_loss": 0.999}
+    exp = network(world, order, alone)
+    w = exp.task.w0
+    state, store = begin(exp), RamStore(len(SIZES))
+    for _ in range(3):
+        w = w - 0.3 * gradient(exp, 0, w)
+        state, _ = advance(exp, state, store)
+    torch.testing.assert_close(models(exp, state, store)[0], w, rtol=1e-4, atol=1e-6)
 
 
 def test_bytes_count_every_directed_link(world) -> None:

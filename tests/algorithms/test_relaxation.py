@@ -13,7 +13,9 @@ from conftest import blobs
 from fedloom.algorithm import Inbox, Model, Update
 from fedloom.algorithms.relaxation import Relaxation
 from fedloom.config import parse
-from fedloom.engine.run import advance, begin
+from fedloom.engine.diagnose import Moves, gamma
+from fedloom.engine.local import train
+from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError
 
@@ -169,3 +171,79 @@ def test_broadcast_to_all_costs_downlink_and_changes_nothing_else(world, broadca
     assert state.up == 2 * 4 * exp.task.size
     assert state.down == (3 if broadcast == "all" else 2) * 4 * exp.task.size
     assert torch.equal(state.server.w, run()[1].server.w)
+
+
+# -- trained until the local problem is solved -------------------------------------------------------
+def targeted(world, target, **table):
+    settings = {"kind": "relaxation", "mu": 0.5}
+    algorithm = settings if target is None else settings | {"gamma_target": target}
+    return world(**({"algorithm": algorithm, "local": RAGGED | {"epochs": 6}} | table))
+
+
+def per_client(exp, state):
+    """The gamma of each client in the next round, by the diagnostic, which knows nothing of the target."""
+    store, found = RamStore(exp.federation.clients), {}
+    for group in groups_of(exp, state.round, exp.present(state.round)):
+        with torch.no_grad():
+            done = train(exp.algorithm, exp.federation, group, exp.given(state, store, group.ids), watched=True)
+        for k, client in enumerate(group.ids.tolist()):
+            moves = Moves(group.ids[k : k + 1], (done.models - state.server.w)[k : k + 1], done.weights[k : k + 1])
+            found[client] = gamma(exp, moves, state.server.w)["gamma/max"], int(done.steps[k])
+    return [found[client] for client in sorted(found)]
+
+
+@pytest.mark.parametrize("executor", ["lanes", "loop"])
+def test_a_target_that_is_never_met_is_no_target(world, executor) -> None:
+    engine = {"executor": executor}
+    never, none = (after(targeted(world, target, engine=engine), 3).w for target in (1e-9, None))
+    assert torch.equal(never, none)
+
+
+@pytest.mark.parametrize("executor", ["lanes", "loop"])
+def test_a_loose_target_is_met_after_one_epoch(world, executor) -> None:
+    engine = {"executor": executor}
+    exp = targeted(world, 1e9, engine=engine)
+    one = targeted(world, None, engine=engine, local=RAGGED | {"epochs": 1})
+    assert torch.equal(after(exp, 3).w, after(one, 3).w)
+    done = advance_watched(exp, begin(exp), RamStore(3))
+    assert [did.steps for did in sorted(done.work)] == [2, 4, 3]
+
+
+@pytest.mark.parametrize("executor", ["lanes", "loop"])
+def test_who_stops_has_met_the_target_and_who_has_not_goes_on_to_the_end(world, executor) -> None:
+    steps, epochs = set(), {"local": RAGGED | {"epochs": 30}, "engine": {"executor": executor}}
+    for target in (0.9, 0.6, 0.3, 0.15):
+        exp = targeted(world, target, **epochs)
+        state = begin(exp)
+        for (reached, taken), per_epoch in zip(per_client(exp, state), (2, 4, 3), strict=True):
+            assert taken % per_epoch == 0
+            assert reached <= target * (1 + 1e-4) or taken == 30 * per_epoch
+            steps.add(taken // per_epoch)
+        for client, (_, taken) in enumerate(per_client(exp, state)):
+            epochs_done = taken // (2, 4, 3)[client]
+            if epochs_done > 1:  # an epoch earlier it had not been met
+                less = targeted(world, None, local=RAGGED | {"epochs": epochs_done - 1}, engine=epochs["engine"])
+                assert per_client(less, state)[client][0] > target * (1 - 1e-4)
+    assert len(steps) > 3
+
+
+def test_steps_that_were_taken_are_what_a_round_tells(world) -> None:
+    exp = targeted(world, 0.4, local=RAGGED | {"epochs": 20}, evaluate={"diagnostics": ["gamma"]})
+    want = [taken for _, taken in per_client(exp, begin(exp))]
+    done = advance_watched(exp, begin(exp), RamStore(3))
+    assert [did.steps for did in sorted(done.work)] == want
+    assert len(set(want)) > 1
+    assert max(want) < 20 * 4
+    assert done.found["gamma/max"] <= 0.4 * (1 + 1e-4)
+
+
+def test_of_exact_steps_no_more_are_taken_than_asked_for(world) -> None:
+    exp = targeted(world, 1e-9, local={"batch": 3, "lr": 0.2, "steps": 5})
+    done = advance_watched(exp, begin(exp), RamStore(3))
+    assert [did.steps for did in done.work] == [5, 5, 5]
+    assert torch.equal(done.state.server.w, after(targeted(world, None, local={"batch": 3, "lr": 0.2, "steps": 5})).w)
+
+
+def test_a_target_is_a_positive_number() -> None:
+    with pytest.raises(ConfigError, match="gamma_target"):
+        parse({"algorithm": {"kind": "relaxation", "gamma_target": 0.0}})

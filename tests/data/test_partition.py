@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from math import floor
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pytest
@@ -349,6 +349,69 @@ class TestPathological:
     def test_classes_that_nobody_drew_are_noted(self) -> None:
         result = assigned(Pathological(clients=50, random=True), CIFAR100, 100)
         assert "that no client drew were given to random clients" in result.notes[0]
+
+
+class TestPersonalisedProtocol:
+    """The data of FedALA and pFedALA: ten clients, each with a quarter of its rows for its own test."""
+
+    MNIST = np.repeat(np.arange(10), 7000)
+    practical = Dirichlet(clients=10, alpha=0.1, guard=True, redraws=10_000, min_size=40)
+    ways: ClassVar[list[Drawn]] = [
+        practical,
+        Pathological(clients=10, min_size=40),
+        Pathological(clients=10, min_size=40, balanced=True),
+        Pathological(clients=10, min_size=40, random=True),
+        Pathological(clients=10, min_size=40, shuffle_within_class=False),
+    ]
+
+    @pytest.mark.parametrize("way", ways, ids=str)
+    def test_complete_large_enough_and_three_quarters_train(self, way: Drawn) -> None:
+        for seed in range(3):
+            result = assigned(way, self.MNIST, 10, seed)
+            held_out = split(result.owner, 10, 0.25, seed)
+            sizes = np.bincount(result.owner, minlength=10)
+            assert sizes.sum() == 70_000
+            assert sizes.min() >= 40
+            assert np.bincount(result.owner[~held_out]).tolist() == [floor(0.75 * n) for n in sizes]
+            again = assigned(way, self.MNIST, 10, seed)
+            assert fingerprint(again.owner, split(again.owner, 10, 0.25, seed)) == fingerprint(result.owner, held_out)
+            if isinstance(way, Pathological):
+                assert ((cells(self.MNIST, result, 10) > 0).sum(axis=1) == 2).all()
+
+    def test_the_smaller_twin_has_between_a_tenth_and_all_of_the_mean(self) -> None:
+        tables = [cells(self.MNIST, assigned(self.ways[1], self.MNIST, 10, seed), 10) for seed in range(20)]
+        small = np.array([[table[2 * (k // 2), k] for k in range(10)] for table in tables])
+        assert small.min() >= 350
+        assert small.max() < 3500
+        assert abs(small.mean() - (350 + 3499) / 2) < 200  # uniform in between
+
+    def test_the_mask_caps_sizes_softly(self) -> None:
+        """Below n/N a client may get one more class, but no second one after it."""
+        for seed in range(10):
+            table = cells(self.MNIST, assigned(self.practical, self.MNIST, 10, seed), 10)
+            before = np.cumsum(table, axis=1) - table
+            assert (table[before >= 7000] == 0).all()
+
+    def test_draws_are_repeated_while_a_client_is_too_small(self) -> None:
+        way = Dirichlet(clients=10, alpha=0.1, redraws=10_000, min_size=3000)
+        result = assigned(way, self.MNIST, 10)
+        first, _ = Dirichlet(clients=10, alpha=0.1).draw(self.MNIST, 10, stream(0, "partition"))
+        assert np.bincount(first, minlength=10).min() < 3000 <= np.bincount(result.owner).min()
+        assert re.fullmatch(r"drawn \d+ times until every client had 3000 rows", result.notes[0])
+        enough = Dirichlet(clients=10, alpha=0.1, redraws=5, min_size=1)
+        assert np.array_equal(assigned(enough, self.MNIST, 10).owner, first)  # and not where there is no need
+
+    def test_the_limit_of_redraws_is_an_error_with_the_numbers(self) -> None:
+        with pytest.raises(ConfigError, match=r"none of 21 draws gave every client 40 rows \(the best came to \d"):
+            assigned(Dirichlet(clients=100, alpha=0.01, redraws=20, min_size=40), self.MNIST, 10)
+        _, faults = read(Dirichlet, {"per": "client", "redraws": 3}, "partition")
+        assert [fault.where for fault in faults] == ["partition.redraws"]
+
+    def test_a_class_is_shuffled_before_it_is_cut(self) -> None:
+        """Unless it is, the twins of sorted data share a class at one point."""
+        shuffled, plain = (assigned(self.ways[i], self.MNIST, 10).owner[:7000] for i in (1, 4))
+        assert np.count_nonzero(np.diff(plain)) == 1
+        assert np.count_nonzero(np.diff(shuffled)) > 100
 
 
 class TestIidAndQuantity:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from worlds import experiment, federation, ranges
 
 from conftest import blobs
 from fedloom.engine import diagnose as d
@@ -27,7 +29,7 @@ def test_no_work_is_gamma_one(world) -> None:
 
 def test_exact_proximal_solution_is_gamma_zero(world) -> None:
     exp = world((12,), algorithm={"kind": "fedprox", "mu": 2.0}, local={"batch": 0, "lr": 0.3, "steps": 400})
-    state, _, _ = advance_watched(exp, begin(exp), RamStore(1))
+    state = advance_watched(exp, begin(exp), RamStore(1)).state
     moves = d.Moves(torch.arange(1), (state.server.w - exp.task.w0)[None], torch.ones(1))
     found = d.gamma(exp, moves, exp.task.w0)["gamma/max"]
     assert found <= 1e-4
@@ -157,13 +159,168 @@ def test_curvature_is_the_dense_hessians(world) -> None:
     assert L_minus <= 1e-4  # logistic regression is convex
 
 
+# -- the bound for softmax regression --------------------------------------------------------------
+def hessian_top(exp, w: torch.Tensor, client: int) -> float:
+    """The largest eigenvalue of the dense Hessian of one client's loss."""
+    train = exp.federation.train
+    x, y = exp.federation.examples(train.rows[train.start[client] : train.start[client + 1]])
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(exp.task.apply(v, x, exp.task.buffers0), y)
+
+    return float(torch.linalg.eigvalsh(torch.func.hessian(loss)(w))[-1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (1, 3, 2)])
+def test_the_bound_is_above_every_clients_hessian_everywhere(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(1)
+    wide = math.prod(shape)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(wide, 3, bias=bias))
+    exp = experiment(federation((2, 9, 30), shape=shape), net)  # fewer rows than features, and more
+    L = d.smoothness(exp)
+    tops = [
+        hessian_top(exp, scale * torch.randn(exp.task.size), client)
+        for client in range(3)
+        for scale in (0.0, 0.01, 0.1, 1.0, 10.0)
+    ]
+    assert L is not None
+    assert max(tops) <= L * (1 + 1e-5)
+    assert max(tops) > L / 3  # nor is it far above
+
+
+def two_classes(net: nn.Module, x: list[float], sizes: tuple[int, ...]):
+    """A federation of single numbers in two classes."""
+    fed = federation(sizes, shape=(1,), classes=2)
+    values = torch.cat([torch.tensor(x)[:, None], fed.x[len(x) :]])
+    return experiment(fed._replace(x=values, scale=torch.ones(1), shift=torch.zeros(1), train=ranges(sizes)), net)
+
+
+def test_the_bound_by_hand_and_reached() -> None:
+    """Two classes at w = 0 are equally likely, which is as curved as softmax gets."""
+    exp = two_classes(nn.Linear(1, 2), [0.0, 2.0], (2,))  # X~^T X~ / 2 = [[2, 1], [1, 1]]
+    assert d.smoothness(exp) == pytest.approx((3 + math.sqrt(5)) / 4)
+    assert hessian_top(exp, torch.zeros(4), 0) == pytest.approx((3 + math.sqrt(5)) / 4)
+    without = two_classes(nn.Linear(1, 2, bias=False), [3.0, 4.0, 1.0], (2, 1))  # (9 + 16) / 2 / 2, and 1 / 2
+    assert d.smoothness(without) == pytest.approx(6.25)
+    assert hessian_top(without, torch.zeros(2), 0) == pytest.approx(6.25)
+
+
+def test_a_client_without_data_does_not_count() -> None:
+    exp = two_classes(nn.Linear(1, 2, bias=False), [3.0, 4.0], (0, 2, 0))
+    assert d.smoothness(exp) == pytest.approx(6.25)
+
+
+class Bent(nn.Module):
+    """One linear layer, and something else."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(5, 3), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = {"squashed": torch.tanh, "twice": lambda v: v + self.layer(v).sum()}.get(self.how, lambda v: v)
+        out = self.layer(before(x))
+        return out / 2 if self.how == "scaled" else out
+
+
+@pytest.mark.parametrize(
+    ("net", "is_one"),
+    [
+        (nn.Linear(5, 3), True),
+        (nn.Sequential(nn.Flatten(), nn.Identity(), nn.Linear(5, 3)), True),
+        (Bent("not"), True),
+        (nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), False),
+        (nn.Sequential(nn.Dropout(0.9), nn.Linear(5, 3)), False),
+        (nn.Sequential(nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)), False),
+        (nn.Sequential(nn.Linear(5, 3), nn.Tanh()), False),
+        (Bent("squashed"), False),
+        (Bent("twice"), False),
+        (Bent("scaled"), False),
+    ],
+)
+def test_only_softmax_regression_has_the_bound(net: nn.Module, is_one: bool) -> None:
+    executor = "loop" if any(isinstance(m, nn.BatchNorm1d) for m in net.modules()) else "lanes"
+    assert (d.smoothness(experiment(federation((6, 7)), net, executor=executor)) is not None) == is_one
+
+
+def test_the_bound_is_computed_once_for_a_run(world, monkeypatch) -> None:
+    exp, asked = world(algorithm="fedprox", evaluate={"diagnostics": ["rho"]}), []
+    of = d._top_square
+    monkeypatch.setattr(d, "_top_square", lambda x: asked.append(len(x)) or of(x))
+    state, store = begin(exp), RamStore(3)
+    recorded = []
+    for _ in range(3):
+        state, _, found, _ = advance_watched(exp, state, store)
+        recorded.append(found["theory/L"])
+    assert asked == [4, 12, 7]
+    assert len(set(recorded)) == 1
+    other = world((5, 6), algorithm="fedprox")
+    assert d.smoothness(other) == d.smoothness(other) != recorded[0]
+    assert asked == [4, 12, 7, 5, 6]
+
+
+# -- whether the theorems apply --------------------------------------------------------------------
+def watched(exp) -> dict[str, float]:
+    return advance_watched(exp, begin(exp), RamStore(3))[2]
+
+
+RHO = {"diagnostics": ["rho"]}
+RATES = {"theory/rho", "theory/rho_direct", "theory/rho_fedprox"}
+
+
+def test_softmax_regression_with_a_proximal_term_has_rates_from_the_bound(world) -> None:
+    exp = world(algorithm={"kind": "relaxation", "mu": 2.0, "alpha": 0.3}, evaluate=RHO)
+    found = watched(exp)
+    L = d.smoothness(exp)
+    assert {name for name in found if name.startswith("theory/")} == {"theory/L", "theory/applies", *RATES}
+    assert (found["theory/L"], found["theory/applies"]) == (L, 1.0)
+    theory = d.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], L, 0.0, 3, 0.3)
+    assert found["theory/rho"] == d.rho_paper(theory)
+    assert found["theory/rho_direct"] == d.rho_direct(theory)
+    assert found["theory/rho_fedprox"] == d.rho_fedprox(theory)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", {"kind": "fedprox", "mu": 0.0}])
+def test_without_a_proximal_term_no_theorem_applies(world, algorithm) -> None:
+    found = watched(world(algorithm=algorithm, evaluate=RHO))
+    assert found["theory/applies"] == 0.0
+    assert found["theory/L"] > 0
+    assert not RATES & set(found)
+
+
+@pytest.mark.parametrize(("mu", "applies"), [(1e-6, 0.0), (50.0, 1.0)])
+def test_a_proximal_term_below_the_negative_curvature_is_not_enough(world, mu: float, applies: float) -> None:
+    exp = world(
+        algorithm={"kind": "fedprox", "mu": mu},
+        model={"kind": "mlp", "widths": [6]},
+        local={"batch": 0, "lr": 1e-3},
+        evaluate=RHO,
+    )
+    found = watched(exp)
+    assert found["theory/L_minus_estimate"] > 1e-6  # this net is not convex
+    assert "theory/L" not in found
+    assert found["theory/applies"] == applies
+    assert (set(found) >= RATES) == (applies == 1.0) == bool(RATES & set(found))
+
+
+def test_where_b_or_gamma_is_unknown_no_theorem_applies(world) -> None:
+    """At a stationary point there is neither."""
+    exp = world(algorithm="fedprox", evaluate=RHO)
+    known = {"dissimilarity/B": 1.0, "gamma/max": 0.1}
+    assert d._rho(exp, exp.task.w0, known, 3)["theory/applies"] == 1.0
+    for name in known:
+        found = d._rho(exp, exp.task.w0, {k: v for k, v in known.items() if k != name}, 3)
+        assert found == {"theory/L": d.smoothness(exp), "theory/applies": 0.0}
+
+
 def test_effective_server_rate(world) -> None:
     for algorithm, rate in (
         ({"kind": "fedavg", "server_lr": 2.0}, 2.0),
         ({"kind": "relaxation", "alpha": 0.25, "mu": 0.0}, 0.75),
     ):
         exp = world(algorithm=algorithm, evaluate={"diagnostics": ["updates"]})
-        _, _, found = advance_watched(exp, begin(exp), RamStore(3))
+        found = advance_watched(exp, begin(exp), RamStore(3)).found
         assert found["server/effective_lr"] == pytest.approx(rate, rel=1e-4)
         assert -1 <= found["updates/cosine_to_mean"] <= 1
 
@@ -175,7 +332,7 @@ def test_every_server_method_can_be_watched(world, kind) -> None:
         model={"kind": "mlp", "widths": [6]},
         evaluate={"diagnostics": ["updates", "gamma", "dissimilarity", "rho"]},
     )
-    _, _, found = advance_watched(exp, begin(exp), RamStore(3))
+    found = advance_watched(exp, begin(exp), RamStore(3)).found
     assert all(math.isfinite(v) for v in found.values())
     assert found["server/step_norm"] > 0
     if kind == "fedalr":
@@ -186,3 +343,91 @@ def test_watching_changes_nothing(world) -> None:
     plain, watched = world(), world(evaluate={"diagnostics": ["updates", "gamma", "rho"]})
     a, b = (advance_watched(exp, begin(exp), RamStore(3))[0].server.w for exp in (plain, watched))
     assert torch.equal(a, b)
+
+
+# -- curvature of the server's model ---------------------------------------------------------------
+def dense_hessian(exp, w: torch.Tensor, buffers: torch.Tensor) -> torch.Tensor:
+    rows = exp.federation.train.rows
+    x, y = exp.federation.examples(rows)
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(exp.task.apply(v, x, buffers), y)
+
+    return torch.func.hessian(loss)(w)
+
+
+@pytest.mark.parametrize("model", [{"kind": "logistic"}, {"kind": "mlp", "widths": [6]}])
+@pytest.mark.parametrize("rows", [2048, 5])
+def test_the_top_eigenvalue_is_that_of_the_dense_hessian(world, monkeypatch, model, rows: int) -> None:
+    monkeypatch.setattr(d, "_ROWS", rows)
+    exp = world(model=model, evaluate={"diagnostics": ["hessian"]})
+    done = advance_watched(exp, begin(exp), RamStore(3))
+    dense = dense_hessian(exp, done.state.server.w, done.state.buffers)
+    top = float(torch.linalg.eigvalsh(dense.double())[-1])
+    assert done.found["hessian/top"] == pytest.approx(top, rel=1e-3)
+    assert done.found["hessian/error"] <= d._TOLERANCE
+    assert 1 <= done.found["hessian/iterations"] <= d._LANCZOS
+    assert done.found["hessian/rows"] == 23
+
+
+def test_lanczos_on_known_matrices() -> None:
+    g = torch.Generator().manual_seed(1)
+    start = torch.randn(40, generator=g)
+    for values in (torch.linspace(-9, 3, 40), torch.linspace(1, 5, 40), -torch.linspace(1, 5, 40), torch.zeros(40)):
+        basis, _ = torch.linalg.qr(torch.randn(40, 40, generator=g))
+        matrix = basis @ torch.diag(values) @ basis.T
+        found = d.top_eigenvalue(lambda v, A=matrix: A @ v, start)
+        # The largest, and not the one that is farthest from zero.
+        assert found.value == pytest.approx(float(values.max()), rel=1e-3, abs=1e-5)
+        again = d.top_eigenvalue(lambda v, A=matrix: A @ v, torch.randn(40, generator=g))
+        assert again.value == pytest.approx(found.value, rel=1e-2, abs=1e-5)
+    assert d.top_eigenvalue(lambda v: 2 * v, start) == (pytest.approx(2), pytest.approx(0, abs=1e-6), 1)
+    assert d.top_eigenvalue(lambda v: 2 * v, start[:1]).value == pytest.approx(2)
+
+
+def test_an_eigenvalue_that_was_not_reached_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(d, "_LANCZOS", 3)
+    values = torch.linspace(0, 1, 200).pow(8)
+    found = d.top_eigenvalue(lambda v: values * v, torch.randn(200, generator=torch.Generator().manual_seed(0)))
+    assert found.iterations == 3
+    assert found.error > d._TOLERANCE
+    assert abs(found.value - 1) <= 1
+
+
+def test_the_hessian_is_that_of_the_servers_own_rows_where_it_has_any(world) -> None:
+    exp = world((40, 30), proxy={"size": 12}, evaluate={"diagnostics": ["hessian"]})
+    found = advance_watched(exp, begin(exp), RamStore(2)).found
+    assert found["hessian/rows"] == 12
+
+
+# -- spread of gradients and weights ---------------------------------------------------------------
+@pytest.mark.parametrize("lanes", [64, 2])
+def test_the_variance_of_gradients_is_its_definition(world, lanes: int) -> None:
+    exp = world(evaluate={"diagnostics": ["variance"]}, engine={"lanes": lanes})
+    found = advance_watched(exp, begin(exp), RamStore(3)).found
+    w = exp.task.w0
+    g = torch.stack(
+        [full_gradients(exp.task, exp.federation, torch.tensor([k]), w[None])[0] for k in range(3)]
+    ).double()
+    total = float((g - g.mean(0)).square().sum(1).mean())
+    assert found["gradients/gvar_total"] == pytest.approx(total, rel=1e-5)
+    assert found["gradients/gvar_coord"] == pytest.approx(total / len(w), rel=1e-5)
+    assert found["gradients/gvar_rel"] == pytest.approx(total / float(g.mean(0).square().sum()), rel=1e-5)
+
+
+def test_gradients_of_equal_clients_do_not_vary(world) -> None:
+    arrays = blobs((8, 8, 8))
+    for k in (1, 2):
+        arrays.x[8 * k : 8 * k + 8], arrays.y[8 * k : 8 * k + 8] = arrays.x[:8], arrays.y[:8]
+    exp = world(arrays=arrays, evaluate={"diagnostics": ["variance"]})
+    assert advance_watched(exp, begin(exp), RamStore(3)).found["gradients/gvar_rel"] < 1e-10
+
+
+def test_how_unequally_clients_count(world) -> None:
+    found = d.of_weights(torch.tensor([2.0, 2.0, 0.0, 0.0]))
+    assert found == pytest.approx({"weights/variance": 1 / 16, "weights/effective": 2, "weights/entropy": math.log(2)})
+    exp = world(evaluate={"diagnostics": ["weights"]})  # of 4, 12 and 7 examples
+    found = advance_watched(exp, begin(exp), RamStore(3)).found
+    assert found["weights/effective"] == pytest.approx(23**2 / (16 + 144 + 49))
+    exp = world(algorithm="fedmgda", evaluate={"diagnostics": ["weights"]})
+    assert advance_watched(exp, begin(exp), RamStore(3)).found == {}  # it solves for its own, and does not tell them

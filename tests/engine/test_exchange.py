@@ -1,4 +1,4 @@
-"""The exchange: fair matrices, weighted sums, and clients whose numbers are not finite left out of them."""
+"""The exchange with a server: weighted sums, and clients whose numbers are not finite left out of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from worlds import experiment, federation
 
+from fedloom import tree
 from fedloom.algorithm import Inbox, Model, Update, Work
-from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engine.evaluate import models_of
-from fedloom.engine.exchange import Full, Ring, Sound, Tally, Topology, add, gossip, inbox, sound
+from fedloom.engine.exchange import Sound, Tally, add, inbox, sound
 from fedloom.engine.local import Outcome, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import advance, begin
@@ -26,31 +25,6 @@ from fedloom.optim import Local
 NAN = float("nan")
 
 
-# -- topologies ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("topology", [Ring(), Full()], ids=lambda t: t.kind)
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 16, 33])
-def test_matrices_are_symmetric_and_doubly_stochastic(topology: Topology, nodes: int) -> None:
-    m = topology.matrix(nodes)
-    assert m.dtype == torch.float64
-    assert torch.equal(m, m.T)
-    assert torch.allclose(m.sum(0), torch.ones(nodes, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert bool((m >= 0).all())
-    assert bool((m.diagonal() > 0).all())
-    eigenvalues = torch.linalg.eigvalsh(m)
-    assert float(eigenvalues[-1]) == pytest.approx(1)
-    assert float(eigenvalues[:-1].abs().max()) < 1 - 1e-6  # connected, so that the nodes agree in the end
-
-
-def test_a_ring_hears_its_two_neighbours_and_full_everybody() -> None:
-    ring = Ring().matrix(6)
-    assert [(row > 0).nonzero().squeeze(1).tolist() for row in ring] == [
-        sorted({(k - 1) % 6, k, (k + 1) % 6}) for k in range(6)
-    ]
-    assert torch.allclose(ring[0, [0, 1, 5]], torch.full((3,), 1 / 3, dtype=torch.float64))
-    assert torch.allclose(Full().matrix(5), torch.full((5, 5), 0.2, dtype=torch.float64))
-
-
-# -- gossip ----------------------------------------------------------------------------------------
 def outcome(values: Tensor, weights: Tensor | None = None, buffers: Tensor | None = None) -> Outcome:
     n = len(values)
     return Outcome(
@@ -59,69 +33,6 @@ def outcome(values: Tensor, weights: Tensor | None = None, buffers: Tensor | Non
         weights=torch.ones(n) if weights is None else weights,
         buffers=torch.zeros(n, 2) if buffers is None else buffers,
     )
-
-
-@given(st.integers(2, 12), st.integers(0, 100))
-@settings(max_examples=40, deadline=None)
-def test_mixing_preserves_the_mean(nodes: int, seed: int) -> None:
-    values = torch.randn(nodes, 5, generator=torch.Generator().manual_seed(seed))
-    heard, buffers, ok = gossip(Ring().matrix(nodes), outcome(values, buffers=values[:, :2]), torch.ones(nodes))
-    assert bool(ok.all())
-    assert torch.allclose(heard.total.w.mean(0), values.double().mean(0), atol=1e-12)
-    assert torch.allclose(buffers.mean(0), values[:, :2].double().mean(0), atol=1e-12)
-
-
-@given(st.integers(3, 10), st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_node_that_is_not_finite_is_cut_off_and_the_others_keep_their_mean(nodes: int, data: st.DataObject) -> None:
-    bad = data.draw(st.sets(st.integers(0, nodes - 1), min_size=1, max_size=nodes - 1))
-    topology = data.draw(st.sampled_from([Ring(), Full()]))
-    values = torch.randn(nodes, 4, generator=torch.Generator().manual_seed(nodes))
-    for node in bad:
-        values[node, 1] = data.draw(st.sampled_from([NAN, float("inf"), -float("inf")]))
-    heard, _, ok = gossip(topology.matrix(nodes), outcome(values), torch.ones(nodes))
-    good = [k for k in range(nodes) if k not in bad]
-    assert ok.tolist() == [k not in bad for k in range(nodes)]
-    mixed = heard.total.w[good]
-    assert bool(mixed.isfinite().all())
-    assert torch.allclose(mixed.mean(0), values[good].double().mean(0), atol=1e-12)
-    assert torch.allclose(heard.weight, torch.ones(nodes, dtype=torch.float64))
-
-
-def test_senders_are_the_neighbours_that_were_heard() -> None:
-    values = torch.zeros(5, 1)
-    heard, _, _ = gossip(Ring().matrix(5), outcome(values), torch.ones(5))
-    assert heard.senders.tolist() == [3.0] * 5
-    values[2] = NAN
-    heard, _, _ = gossip(Ring().matrix(5), outcome(values), torch.ones(5))
-    assert heard.senders.tolist() == [3.0, 2.0, 1.0, 2.0, 3.0]
-
-
-class OneBadNode(DPSGD):
-    """Node 2 computes nonsense in its second round."""
-
-    def finish(self, x: Tensor, down: Model, mine: Any, work: Work) -> Any:
-        hit = (work.examples == 7) & (work.round == 1)
-        return super().finish(torch.where(hit, torch.full_like(x, NAN), x), down, mine, work)
-
-
-@pytest.mark.parametrize("order", ["lian", "atc"])
-@pytest.mark.parametrize("executor", ["loop", "lanes"])
-def test_a_bad_node_keeps_what_it_had_and_the_network_goes_on(order: Any, executor: Any) -> None:
-    fed = federation((5, 9, 7, 6))
-    net = nn.Linear(5, 3)
-    exp = experiment(fed, net, OneBadNode(order=order), executor=executor, topology=Ring())
-    state, store = begin(exp), RamStore(4)
-    named = []
-    for _ in range(3):
-        before = state
-        state, excluded = advance(exp, state, store)
-        named.append(excluded)
-        if excluded:
-            assert torch.equal(state.server.w[2], before.server.w[2])
-        models = torch.cat([part.w for part in models_of(exp, state, store, torch.arange(4))])
-        assert bool(models.isfinite().all())
-    assert named == [(), (2,), ()]
 
 
 # -- a server --------------------------------------------------------------------------------------
@@ -181,6 +92,43 @@ def test_a_client_that_is_not_finite_anywhere_is_left_out_and_named(place: str) 
     assert bool(inbox(tally, torch.ones(9)).mean.w.isfinite().all())
 
 
+PLACES = ("upload", "weight", "buffers", "state", "model")
+
+
+@given(st.integers(1, 6), st.data())
+@settings(max_examples=80, deadline=None)
+def test_the_sums_tell_exactly_what_a_look_at_every_row_would(clients: int, data: st.DataObject) -> None:
+    """Whatever is not finite, wherever it is, and whatever the weights: zero may not hide it, nor may it cancel."""
+    odd = st.sampled_from([NAN, float("inf"), -float("inf"), 3.4e38, -3.4e38])
+    parts = {name: torch.randn(clients, 4, generator=torch.Generator().manual_seed(clients)) for name in PLACES}
+    parts["weight"] = torch.tensor(
+        data.draw(st.lists(st.sampled_from([0.0, 1.0, 1e-38, 3e38]), min_size=clients, max_size=clients))
+    )
+    for name, row in data.draw(st.sets(st.tuples(st.sampled_from(PLACES), st.integers(0, clients - 1)), max_size=3)):
+        parts[name][row if name == "weight" else (row, 1)] = data.draw(odd)
+    done = outcome(parts["upload"], parts["weight"], parts["buffers"])
+    done = done._replace(states=(parts["state"],), models=parts["model"])
+    ok, times = tree.finite_rows(done, clients), torch.arange(1.0, clients + 1)
+    part = sound(torch.arange(clients), done, times)
+    assert part.ids.tolist() == ok.nonzero().squeeze(1).tolist()
+    assert part.excluded == tuple((~ok).nonzero().squeeze(1).tolist())
+    weights = parts["weight"][ok].double() * times[ok]
+    want = tree.mix(weights[None], (Model(parts["upload"][ok]), parts["buffers"][ok]))
+    assert torch.equal(part.weights, weights)
+    assert torch.equal(part.sums[0].w, want[0].w)
+    assert torch.equal(part.sums[1], want[1])
+
+
+def test_what_is_in_the_sums_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    whole = tree.finite_rows
+    monkeypatch.setattr(
+        tree, "finite_rows", lambda t, n: looked.extend(x.numel() for x in tree.leaves(t)) or whole(t, n)
+    )
+    sound(torch.arange(50), outcome(torch.randn(50, 1000)), torch.ones(50))
+    assert sum(looked) < 2000  # one total and a few numbers for each client, not 50,000
+
+
 def test_a_group_in_which_nobody_is_sound_adds_nothing() -> None:
     part = group([1, 2], torch.full((2, 3), NAN), [1.0, 1.0])
     tally = add(Tally(), part, keep=False)
@@ -189,6 +137,12 @@ def test_a_group_in_which_nobody_is_sound_adds_nothing() -> None:
     more = add(tally, group([3], torch.ones(1, 3), [1.0]), keep=False)
     assert more.excluded == (1, 2)
     assert more.senders == 1.0
+
+
+def test_a_group_of_nobody_adds_nothing() -> None:
+    """Where everybody of a group came too late."""
+    tally = add(Tally(), group([], torch.ones(0, 3), []), keep=True)
+    assert (tally.total, tally.excluded) == (None, ())
 
 
 class Faulty(FedAvg):

@@ -20,11 +20,11 @@ from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.data.sources import from_arrays
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.exchange import Ring
 from fedloom.engine.local import Outcome, choose, lane_limit, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.topology import Ring
 from fedloom.errors import ConfigError
 from fedloom.experiment import prepare
 from fedloom.models.cnn import FedAvgCNN

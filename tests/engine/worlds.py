@@ -63,7 +63,7 @@ def experiment(
     task = Task(net, lanes=executor == "lanes")
     chosen = {"cohort": Cohort(sampling="all"), "evaluate": Evaluate(), "rounds": 4, "seed": 3, **settings}
     return Experiment(
-        algorithm=(algorithm or FedAvg()).bind(task, local.optimiser()),
+        algorithm=(algorithm or FedAvg()).bind(task, local.optimiser(), fed.train.sizes),
         task=task,
         federation=fed,
         local=local,

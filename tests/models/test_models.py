@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -17,6 +19,7 @@ from fedloom.models.densenet import DenseNet121
 from fedloom.models.lenet import LawLeNet, LeNet5
 from fedloom.models.linear import MLP, Logistic
 from fedloom.models.net import Model, NormedModel, parameters
+from fedloom.models.random_features import RandomFeatureNet
 from fedloom.models.resnet import ResNet18, ResNet20, ResNet50
 from fedloom.schema import kinds, read
 
@@ -30,6 +33,7 @@ COUNTS: list[tuple[Model, tuple[int, ...], int, int]] = [  # (model, shape, feat
     (MLP(widths=(512, 256)), MNIST, 256, 535_818),
     (MLP(widths=(512, 256)), CIFAR, 256, 1_707_274),
     (MLP(widths=()), MNIST, 784, 7_850),
+    (RandomFeatureNet(width=2048), MNIST, 2048, 20_490),
     (FedAvgCNN(), MNIST, 512, 582_026),
     (FedAvgCNN(), CIFAR, 512, 878_538),
     (FedAvgCNN(padding="same"), MNIST, 512, 1_663_370),
@@ -104,7 +108,7 @@ def test_frozen_parameters_are_not_counted() -> None:
 @pytest.mark.parametrize("kind", sorted(kinds(Model, "fedloom.models")))
 def test_every_kind_gives_logits_or_one_clear_fault(kind: str, shape: tuple[int, ...]) -> None:
     model = kinds(Model, "fedloom.models")[kind]()
-    flat_refused = len(shape) == 1 and kind not in ("logistic", "mlp")
+    flat_refused = len(shape) == 1 and kind not in ("logistic", "mlp", "random_features")
     small_refused = shape == DIGITS and kind in ("cnn64", "cnn_fedavg", "lenet5")
     if flat_refused or small_refused:
         with pytest.raises(ConfigError) as caught:
@@ -250,7 +254,7 @@ def test_features_start_at_a_moderate_scale(norm: Literal["group", "batch", "non
 def test_every_kind_is_found() -> None:
     assert set(kinds(Model, "fedloom.models")) == {
         *("logistic", "mlp", "cnn_fedavg", "cnn64", "cnn_law", "lenet5", "lenet_law"),
-        *("resnet20", "resnet18", "resnet50", "densenet121"),
+        *("resnet20", "resnet18", "resnet50", "densenet121", "random_features"),
     }
 
 
@@ -272,3 +276,52 @@ def test_projection_head_lies_between_body_and_head() -> None:
     assert parameters(projected) == parameters(plain) + extra
     assert projected.body(torch.zeros(2, 5)).shape == (2, 7)
     assert projected(torch.zeros(2, 5)).shape == (2, 3)
+
+
+# -- random features -------------------------------------------------------------------------------
+def test_random_features_are_those_of_their_seed_and_nobody_trains_them() -> None:
+    model = RandomFeatureNet(width=40, seed=3)
+    net, again, wider = model.net(DIGITS, 10), model.net(DIGITS, 10), RandomFeatureNet(width=50, seed=3).net(DIGITS, 10)
+    assert [n for n, p in net.named_parameters() if p.requires_grad] == ["head.weight", "head.bias"]
+    assert not list(net.buffers())
+    assert torch.equal(net.body.weight, again.body.weight)
+    assert torch.equal(net.body.weight, wider.body.weight[:, :40])
+    assert not torch.equal(net.body.weight, RandomFeatureNet(width=40, seed=4).net(DIGITS, 10).body.weight)
+    x = torch.randn(200, *DIGITS)
+    made = x.flatten(1) @ net.body.weight
+    assert 0.9 < made.std() < 1.1
+    torch.testing.assert_close(net.body(x), (made + net.body.bias).relu())
+
+
+def test_random_features_do_not_depend_on_the_batch() -> None:
+    body = RandomFeatureNet(width=300).net(MNIST, 10).body
+    x = torch.randn(97, *MNIST)
+    whole = body(x)
+    assert all(torch.equal(torch.cat([body(part) for part in torch.split(x, n)]), whole) for n in (1, 10, 64))
+
+
+# -- starting from a file --------------------------------------------------------------------------
+def test_a_net_starts_from_a_file(tmp_path: Path) -> None:
+    first, path = MLP(widths=(6,)).net(FLAT, 4), tmp_path / "w.safetensors"
+    save_file(first.state_dict(), path)
+    same = MLP(widths=(6,), weights=str(path)).net(FLAT, 4)
+    assert all(torch.equal(x, same.state_dict()[n]) for n, x in first.state_dict().items())
+    save_file({n: x for n, x in first.state_dict().items() if n.startswith("body.")}, path)
+    other = MLP(widths=(6,), weights=str(path)).net(FLAT, 9)  # a head for other classes is drawn
+    assert torch.equal(other.state_dict()["body.fc1.0.weight"], first.state_dict()["body.fc1.0.weight"])
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(MLP(widths=(6,)).net(FLAT, 4).state_dict(), path)
+    with pytest.raises(ConfigError, match=r"'body.fc1.0.weight' is 6x.* in .*w.safetensors, 7x"):
+        MLP(widths=(7,), weights=str(path)).net(FLAT, 4)
+    with pytest.raises(ConfigError, match=r"lacks 'body.fc2.0.weight' and 1 more of the net"):
+        MLP(widths=(6, 6), weights=str(path)).net(FLAT, 4)
+    with pytest.raises(ConfigError, match=r"has 'body.fc1.0.weight', the net has not"):
+        Logistic(weights=str(path)).net(FLAT, 4)
+    path.write_text("no tensors")
+    with pytest.raises(ConfigError, match=r"model.weights: .*: not readable as safetensors"):
+        Logistic(weights=str(path)).net(FLAT, 4)
+    with pytest.raises(ConfigError, match="not readable"):
+        Logistic(weights=str(tmp_path / "none.safetensors")).net(FLAT, 4)

@@ -2,11 +2,16 @@
 
 Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, Algorithm 1.
 
-    lian:  x_i <- sum_l W_il x_l - eta g_i(x_i)           the gradient is taken at the point before mixing
-    atc:   x_i <- sum_l W_il (x_l - eta g_l(x_l))         adapt, then combine
+    lian:            x_i <- sum_l W_il x_l - eta g_i(x_i)     the gradient is taken at the point before mixing
+    atc:             x_i <- sum_l W_il (x_l - eta g_l(x_l))   adapt, then combine
+    mix_then_train:  u_i = sum_l W_il x_l;  x_i <- u_i - eta g_i(u_i)     combine, then adapt, as other code has it
 
-A node's state is what the neighbours gave it, ``w``, and for ``lian`` its own last move, ``dx``; x = w + dx.
-By definition a round is one step (``local.steps = 1``); with more, it is DFedAvg.
+The last two take the same steps, half a round apart: one shows its models after mixing, the other before. All nodes
+start alike, so that mix_then_train need not mix before its first step.
+A node's state is what the neighbours gave it, ``w``, and its ``own``: for ``lian`` its last move, x = w + own; for
+``mix_then_train`` its model, x = own.
+By definition a round is one step, ``local = step``; published code often trains for a whole epoch, which makes it
+DFedAvg: ``local = epoch``.
 """
 
 from __future__ import annotations
@@ -22,34 +27,39 @@ from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
 
 
 class Mine(NamedTuple):
-    dx: Tensor  # [P] the node's own last move, which its neighbours have not heard of
+    own: Tensor  # [P] what the neighbours have not heard of
 
 
 class DPSGD(Algorithm[Model, Mine, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
 
-    order: Literal["lian", "atc"] = Field("lian", description="mix beside the gradient step, or after it")
+    order: Literal["lian", "atc", "mix_then_train"] = Field(
+        "lian", description="mix beside the gradient step, after it, or before it"
+    )
+    local: Literal["step", "epoch"] = Field("step", description="what a round is, where the section local does not say")
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
-        return {"local": {"steps": 1}}
+        return {"local": {"steps": 1} if self.local == "step" else {"epochs": 1}}
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
 
     def join(self, down: Model) -> Mine:
-        return Mine(torch.zeros_like(down.w))
+        return Mine(down.w if self.order == "mix_then_train" else torch.zeros_like(down.w))
 
     def start(self, down: Model, mine: Mine) -> Tensor:
-        return down.w + mine.dx
+        return down.w + mine.own if self.order == "lian" else down.w
 
     def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Model, Mine]:
-        before = down.w + mine.dx
-        if self.order == "atc":
-            return Model(x), mine
-        return Model(before), Mine(x - before)
+        if self.order == "lian":
+            before = down.w + mine.own
+            return Model(before), Mine(x - before)
+        return Model(x), Mine(x) if self.order == "mix_then_train" else mine
 
     def update(self, server: Model, inbox: Inbox[Model]) -> Model:
         return Model(like(inbox.mean.w, server.w))
 
     def serve(self, down: Model, mine: Mine) -> Tensor:
-        return down.w + mine.dx
+        if self.order == "mix_then_train":
+            return mine.own
+        return down.w + mine.own if self.order == "lian" else down.w

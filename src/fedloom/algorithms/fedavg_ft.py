@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from fedloom.algorithm import Phase
 from fedloom.algorithms.fedavg import FedAvg
 
 
@@ -21,6 +22,5 @@ class FedAvgFT(FedAvg):
 
     epochs: PositiveInt = Field(1, description="epochs of fine-tuning before a personal evaluation")
 
-    @property
-    def tune_epochs(self) -> int:
-        return self.epochs
+    def fitting(self) -> tuple[Phase, ...]:
+        return (Phase(self.step, name="tune", epochs=self.epochs),)

@@ -9,6 +9,9 @@ It is under-relaxation, that is FedProx with a server rate of 1 - alpha: it slow
 variance that drawing a cohort brings, by 1 - alpha where clients go a small part of the way to their
 optimum and by (1 - alpha) / (1 + alpha) where they go all of it. alpha = 0 is FedProx; a negative alpha
 extrapolates.
+
+With ``gamma_target`` a client stops after the first epoch at whose end its proximal problem is solved well
+enough, ||grad F_k(w_k) + mu (w_k - w)|| <= gamma ||grad F_k(w)||; ``local.epochs`` is then the most it does.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Inbox, Update
+from fedloom.algorithm import Carry, Inbox, Model, Nothing, Phase, Update, Work
 from fedloom.algorithms.fedprox import FedProx
+from fedloom.task import Batch
 
 
 class Relaxation(FedProx):
@@ -30,6 +34,9 @@ class Relaxation(FedProx):
     mu: NonNegativeFloat = Field(1.0, description="how strongly a client is held near the model it was sent")
     alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
     allow_over_relaxation: bool = Field(False, description="permit a negative alpha")
+    gamma_target: PositiveFloat | None = Field(
+        None, description="train on until the local problem is solved so exactly, local.epochs at most"
+    )
     broadcast: Literal["cohort", "all"] = Field("cohort", description="who is sent the model: counted in bytes only")
 
     @model_validator(mode="after")
@@ -41,6 +48,30 @@ class Relaxation(FedProx):
     @property
     def sends_to_all(self) -> bool:
         return self.broadcast == "all"
+
+    @property
+    def surveys(self) -> bool:
+        return self.gamma_target is not None
+
+    def survey(self, batch: Batch, down: Model, mine: Nothing) -> Tensor:
+        """grad F_k(w), once it is divided by the number of examples."""
+        return self.slope(batch, down.w, down, mine)
+
+    def slope(self, batch: Batch, x: Tensor, down: Model, mine: Nothing) -> Tensor:
+        """The sum of the gradients of a batch's examples at ``x``."""
+        return self.task.grad(x, batch) * batch.mask.sum()
+
+    def phases(self) -> tuple[Phase, ...]:
+        if self.gamma_target is None:
+            return super().phases()
+        return (Phase(self.step, look=self.slope, after=self.solved),)
+
+    def solved(self, at: Carry, slope: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
+        """Whether the local problem is solved as exactly as was asked."""
+        assert self.gamma_target is not None
+        there = slope / work.examples + self.mu * (at.x - down.w)
+        here = work.survey / work.examples
+        return at, torch.linalg.vector_norm(there) <= self.gamma_target * torch.linalg.vector_norm(here)
 
     def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
         return torch.lerp(mean, before, self.alpha)

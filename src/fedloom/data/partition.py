@@ -1,7 +1,8 @@
 """Who holds which row: ways to deal one data set to many clients, and what such a deal looks like.
 
 Every way ends in bounded time: it draws once and then repairs what breaks a promise, and the repair is
-stated in the notes of the assignment. Nothing is redrawn until it happens to fit.
+stated in the notes of the assignment. Nothing is redrawn until it happens to fit, unless ``redraws`` asks for
+it; then there is a limit, and an error where it is reached.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from fedloom import rng as randomness
 from fedloom.data.arrays import Ints
@@ -118,7 +119,7 @@ class Dirichlet(Drawn):
 
     ``per = "class"`` (Yurochkin et al. 2019, NIID-Bench, PFLlib): each class is cut over the clients in
     proportions drawn from Dir(alpha · 1), so sizes differ too; ``guard`` (PFLlib) gives no more to a client that
-    already has the mean size.
+    already has the mean size, and ``redraws`` (PFLlib, without a limit) draws all anew while a client is too small.
     ``per = "client"`` (Hsu et al. 2019): each client's label mix is drawn from Dir(alpha · 1), sizes are equal.
     ``per = "prior"`` (FLGo, as FedALR uses it): each client's label mix is drawn from Dir(alpha · p), where p is
     the label mix of the data and sums to 1, so the same alpha is harsher by the number of classes; sizes are equal.
@@ -129,21 +130,24 @@ class Dirichlet(Drawn):
     alpha: PositiveFloat = Field(0.3, description="the smaller, the more one-sided the clients")
     per: Literal["class", "client", "prior"] = Field("class", description="for what the proportions are drawn")
     guard: bool = Field(False, description="give no more to a client that has the mean size; per class only")
+    redraws: NonNegativeInt = Field(
+        0, description="draw anew so many times at most while a client is too small; 0: move rows to it; per class only"
+    )
     min_size: PositiveInt | None = Field(
         None, description="rows that every client has at least; unset: 10, or half the mean size where that is less"
     )
 
-    @field_validator("guard")
+    @field_validator("guard", "redraws")
     @classmethod
-    def _guards_classes(cls, guard: bool, info: ValidationInfo) -> bool:
-        if guard and info.data.get("per", "class") != "class":
-            raise ValueError("guard needs per = 'class', since the other ways give equal sizes anyway")
-        return guard
+    def _of_classes(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("per", "class") != "class":
+            raise ValueError(f"{info.field_name} needs per = 'class', since the other ways give equal sizes anyway")
+        return value
 
     def draw(self, y: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:
         pools = _pools(y, classes, rng.permutation(len(y)))
         if self.per == "class":
-            return self._cut_classes(pools, rng), ()
+            return self._cut_classes(pools, rng)
         prior = np.array([len(pool) for pool in pools]) / len(y)
         weight = _near_equal(len(y), self.clients) / len(y)
         concentration = self.alpha * (prior if self.per == "prior" else np.ones(len(pools)))
@@ -153,7 +157,22 @@ class Dirichlet(Drawn):
         owner = _dealt_by_class(pools, [np.arange(self.clients)] * len(pools), shares)
         return owner, _unequal(owner, self.clients)
 
-    def _cut_classes(self, pools: list[Ints], rng: np.random.Generator) -> Ints:
+    def _cut_classes(self, pools: list[Ints], rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:
+        least = self.least(sum(len(pool) for pool in pools))
+        smallest = 0
+        for again in range(self.redraws + 1):
+            shares = self._class_shares(pools, rng)
+            found = int(np.sum(shares, axis=0).min())
+            if found >= least or not self.redraws:
+                notes = (f"drawn {again + 1} times until every client had {_count(least, 'row')}",) if again else ()
+                return _dealt_by_class(pools, [np.arange(self.clients)] * len(pools), shares), notes
+            smallest = max(smallest, found)
+        what = f"none of {self.redraws + 1} draws gave every client {least} rows (the best came to {smallest})"
+        fix = f"at most {smallest}, or a larger alpha, or redraws = 0, which moves rows instead"
+        raise ConfigError([Fault("partition.min_size", what, fix)])
+
+    def _class_shares(self, pools: list[Ints], rng: np.random.Generator) -> list[Ints]:
+        """How many rows of each class each client gets."""
         mean = sum(len(pool) for pool in pools) / self.clients
         sizes = np.zeros(self.clients, np.int64)
         shares: list[Ints] = []
@@ -163,7 +182,7 @@ class Dirichlet(Drawn):
                 logs = np.where(sizes < mean, logs, -np.inf)
             shares.append(_cut(np.exp(logs - logs.max()), len(pool)))
             sizes += shares[-1]
-        return _dealt_by_class(pools, [np.arange(self.clients)] * len(pools), shares)
+        return shares
 
 
 class Pathological(Drawn):

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,20 +50,27 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, i
         "up": state.up,
         "down": state.down,
         "seconds": state.seconds.hex(),
+        "gradients": state.gradients,
         "store": memo,
         "lengths": lengths,
         "sha256": {p.name: _digest(p) for p in sorted(scratch.glob("*.safetensors"))},
     }
-    with open(scratch / "meta.json", "w") as file:
-        json.dump(meta | {"self": _sum(meta)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_record(scratch / "meta.json", meta)
     _forget(final)
     os.replace(scratch, final)
     sync(folder)
     for old in rounds(folder)[:-KEEP]:
         _forget(folder / f"{old:08d}")
     store.release()
+
+
+def retell(folder: Path, round_: int, lengths: dict[str, int]) -> None:
+    """Let the checkpoint of a round say other lengths; a crash leaves its old record or the new one."""
+    home = folder / f"{round_:08d}"
+    part, meta = home / "meta.json.part", _record(home)
+    _write_record(part, meta | {"lengths": meta["lengths"] | lengths})
+    os.replace(part, home / "meta.json")
+    sync(home)
 
 
 def rounds(folder: Path) -> list[int]:
@@ -102,7 +108,8 @@ def sync(path: Path) -> None:
 
 def _tensors(state: RunState) -> dict[str, Tensor]:
     server = {f"server.{name}": x for name, x in tree.named(state.server)}
-    return {**server, "buffers": state.buffers}
+    nodes = {f"nodes.{name}": x for name, x in tree.named(state.nodes)}
+    return {**server, "buffers": state.buffers, **nodes}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
@@ -139,6 +146,13 @@ def _sum(meta: dict[str, Any]) -> str:
     """The checksum of a checkpoint's record, but for the checksum itself."""
     rest = {key: value for key, value in meta.items() if key != "self"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _write_record(path: Path, meta: dict[str, Any]) -> None:
+    with open(path, "w") as file:
+        json.dump(meta | {"self": _sum(meta)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -181,8 +195,16 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
             raise CheckpointError(f"checkpoint {folder}: '{name}' should be {tuple(x.shape)} {x.dtype}, it is {found}")
     names = [f"server.{name}" for name, _ in tree.named(like.server)]
     server = tree.unflatten(like.server, [tensors[n].to(device) for n in names])
+    nodes = tree.unflatten(like.nodes, [tensors[f"nodes.{name}"] for name, _ in tree.named(like.nodes)])
     return RunState(
-        meta["round"], server, tensors["buffers"].to(device), meta["up"], meta["down"], float.fromhex(meta["seconds"])
+        meta["round"],
+        server,
+        tensors["buffers"].to(device),
+        meta["up"],
+        meta["down"],
+        float.fromhex(meta["seconds"]),
+        meta.get("gradients", 0.0),  # runs of earlier versions did not count them
+        nodes,
     )
 
 
@@ -191,11 +213,3 @@ def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) ->
     part = path.with_name(path.name + ".part")
     write_tensors(part, tensors, notes)
     os.replace(part, path)
-
-
-def load_model(path: Path) -> dict[str, Tensor]:
-    """The tensors of a saved model."""
-    try:
-        return {name: torch.as_tensor(x) for name, x in load_file(path).items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not a readable model ({error})") from error

@@ -1,6 +1,7 @@
 """Unequal devices: who is late, who is lost, how much of the work gets done, and what time it would take.
 
-Every draw has an address, so that all algorithms of a seed meet the same stragglers at the same moment.
+Every draw has an address, so that all algorithms of a seed meet the same stragglers at the same moment. Times
+are in float64, and those of a round are counted from the moment at which the server begins to send the model.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from fedloom import rng
 from fedloom.engine.plan import Amount, Drawn
+from fedloom.errors import ConfigError, Fault
 from fedloom.schema import Spec
+
+_SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
 
 
 class System(Spec):
@@ -30,6 +34,20 @@ class System(Spec):
     up: PositiveFloat = Field(10.0, description="megabits per second from a client")
     down: PositiveFloat = Field(50.0, description="megabits per second to a client")
     latency: NonNegativeFloat = Field(0.02, description="seconds of one round trip")
+    speeds: tuple[PositiveFloat, ...] = Field(
+        (), description="examples per second of every client, instead of speed and speed_spread; empty: not given"
+    )
+    slow: tuple[NonNegativeInt, ...] = Field((), description="numbers of the clients that are slow")
+    slow_factor: float = Field(1.5, ge=1, description="times as many seconds a slow client takes for an example")
+    jitter: float = Field(
+        0.0, ge=0, lt=1, description="largest share by which a client's time of computing varies from round to round"
+    )
+    link_spread: NonNegativeFloat = Field(0.0, description="spread of up and down: deviation of their logarithm")
+    aggregation: NonNegativeFloat = Field(0.0, description="seconds that the server takes to make the next model")
+    deadline: PositiveFloat | None = Field(
+        None, description="seconds of a round after which late clients are left out; unset: all are waited for"
+    )
+    overlap_upload: bool = Field(True, description="a client that trains on while it waits also does so while it sends")
 
 
 class Present(NamedTuple):
@@ -69,15 +87,94 @@ def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tup
     return 1 + (chance * amount.steps).long().clamp(max=amount.steps - 1)
 
 
+def check_clients(system: System, clients: int) -> None:
+    """Refuse settings for other clients than there are."""
+    faults = []
+    if system.speeds and len(system.speeds) != clients:
+        what = f"has {len(system.speeds)} numbers, but there are {clients} clients"
+        fix = f"give {clients} numbers, or use speed and speed_spread"
+        faults.append(Fault("system.speeds", what, fix))
+    strangers = sorted({i for i in system.slow if i >= clients})
+    if strangers:
+        what = f"there is no client {strangers[0]} among {clients} (got {list(system.slow)})"
+        faults.append(Fault("system.slow", what, f"clients are numbered 0 to {clients - 1}"))
+    if faults:
+        raise ConfigError(faults)
+
+
 def speeds(system: System, clients: int, seed: int) -> Tensor:
-    """Examples per second of each client.  ``[N]``"""
-    scatter = torch.from_numpy(rng.stream(seed, "speeds").standard_normal(clients))
-    return system.speed * torch.exp(system.speed_spread * scatter)
+    """Examples per second of each client, the slow ones slowed.  ``[N]``"""
+    if system.speeds:
+        plain = torch.tensor(system.speeds, dtype=torch.float64)
+    else:
+        scatter = torch.from_numpy(rng.stream(seed, "speeds").standard_normal(clients))
+        plain = system.speed * torch.exp(system.speed_spread * scatter)
+    return torch.where(_among(torch.arange(clients), system.slow), plain / system.slow_factor, plain)
 
 
-def duration(system: System, examples: Tensor, speed: Tensor, up: int, down: int) -> float:
-    """Seconds of a round: its slowest client's transfers and training."""
-    if not len(examples):
-        return 0.0
-    transfer = system.latency + 8e-6 * (up / system.up + down / system.down) if up or down else 0.0
-    return float((examples.double() / speed).max()) + transfer
+class Links(NamedTuple):
+    """What connects clients with the server, in megabits per second."""
+
+    up: Tensor  # [K]
+    down: Tensor  # [K]
+
+
+def links(system: System, ids: Tensor, seed: int) -> Links:
+    """The links of these clients, the same in every round; the two directions are drawn apart."""
+
+    def spread(name: str) -> Tensor:
+        chance = rng.uniform(seed, name, ids).double() + 2.0**-25  # the middle of its cell, so that it is never 0
+        return torch.exp(system.link_spread * torch.special.ndtri(chance))
+
+    return Links(system.up * spread("link/up"), system.down * spread("link/down"))
+
+
+class Load(NamedTuple):
+    """What a round asks of each client, counted in examples trained."""
+
+    examples: Tensor  # [K] in all scheduled epochs
+    epoch: Tensor  # [K] in one pass over the data
+    prelude: Tensor  # [K] before training: work of another kind that takes as long as so many
+
+
+class Timetable(NamedTuple):
+    """When what happens in a round, in seconds since the server began to send the model."""
+
+    start: Tensor  # [K] a client has finished its scheduled epochs, and starts to wait
+    ready: float  # the server has all uploads that it will use
+    next_: float  # the server begins to send the next model: the round has taken so long
+    wait: Tensor  # [K] how long a client can train on until the next model is there; 0 where it is not done by then
+    epoch: Tensor  # [K] seconds of one pass over the data in this round
+    on_time: Tensor  # [K] bool: the upload arrived before the deadline
+
+
+def timetable(
+    system: System, ids: Tensor, load: Load, speed: Tensor, up: int, down: int, address: tuple[int, int]
+) -> Timetable:
+    """The timetable of a round in which each client receives ``down`` bytes and sends ``up``.
+
+    ``speed`` [K] is in examples per second; ``address`` is the seed and the round. What clients do while
+    they wait changes nothing here, since the server never waits for it.
+    """
+    sway = 2 * rng.uniform(address[0], "jitter", address[1], ids).double() - 1
+    pace = speed.double() / (1 + system.jitter * sway)  # examples per second in this round
+    link = links(system, ids, address[0])
+    latency = system.latency if up or down else 0.0  # a client that exchanges nothing waits for no network
+    # A plain number divided by a tensor would be multiplied by the inverse, which rounds twice.
+    sent, received = torch.full_like(pace, up) / link.up, torch.full_like(pace, down) / link.down
+    receive, send = latency / 2 + 8e-6 * received, latency / 2 + 8e-6 * sent
+    compute = (load.examples.double() + load.prelude.double()) / pace
+    start = receive + compute
+    # Both directions as one sum, not start + send, so that recorded seconds stay what they were to the last bit.
+    arrival = compute + (latency + 8e-6 * (sent + received))
+    limit = float("inf") if system.deadline is None else system.deadline
+    on_time = arrival <= limit + _SLACK
+    ready = min(float(arrival.max()), limit) if len(ids) else 0.0
+    next_ = ready + system.aggregation if bool(on_time.any()) else ready
+    wait = next_ + receive - start - (0.0 if system.overlap_upload else send)
+    return Timetable(start, ready, next_, wait.clamp(min=0), load.epoch.double() / pace, on_time)
+
+
+def _among(ids: Tensor, chosen: tuple[int, ...]) -> Tensor:
+    """Which of ``ids`` are chosen.  ``[K]`` bool"""
+    return torch.isin(ids, torch.tensor(chosen, dtype=torch.int64))

@@ -2,28 +2,56 @@
 
 Each is opt-in (``evaluate.diagnostics``), costs what it says, and is recorded beside the metrics:
 ``updates`` (free), ``gamma`` (two full gradients of each client of the round), ``dissimilarity`` (a full
-gradient of every client), ``rho`` (both of these, and the largest curvature).
+gradient of every client), ``rho`` (both of these, and the largest curvature: bounded once for softmax
+regression, estimated each time for other nets), ``hessian`` (up to 60 Hessian-vector products over the proxy or all
+training rows), ``variance`` (a full gradient of each client of the round), ``weights`` (free).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, jvp
 
+from fedloom.data.federation import Federation
 from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
-from fedloom.task import Batch
+from fedloom.task import Batch, Task
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment
 
 _ITERATIONS = 30  # of the power method
+_ROWS = 2048  # in one Hessian-vector product
+_LANCZOS = 60  # steps at most
+_TOLERANCE = 1e-4  # of the top eigenvalue, relative
+# What was found of a run's inputs, for as long as the run is there: it is the same in every round.
+_BOUNDS: WeakKeyDictionary[Task, tuple[Federation, float | None]] = WeakKeyDictionary()
+
+
+# What each diagnostic may record, beside what an algorithm tells of itself with ``updates``.
+RECORDED: Mapping[str, tuple[str, ...]] = {
+    "updates": (
+        *("updates/norm_mean", "updates/norm_std", "updates/cosine_to_mean"),
+        *("server/step_norm", "server/mean_update_norm", "server/effective_lr"),
+    ),
+    "gamma": ("gamma/mean", "gamma/max"),
+    "dissimilarity": ("gradients/norm", "gradients/variance_unweighted", "dissimilarity/B"),
+    "hessian": ("hessian/top", "hessian/error", "hessian/iterations", "hessian/rows"),
+    "variance": ("gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"),
+    "weights": ("weights/variance", "weights/effective", "weights/entropy"),
+    "rho": (
+        *("gamma/mean", "gamma/max", "gradients/norm", "gradients/variance_unweighted", "dissimilarity/B"),
+        *("theory/L", "theory/L_estimate", "theory/L_minus_estimate"),
+        *("theory/applies", "theory/rho", "theory/rho_direct", "theory/rho_fedprox"),
+    ),
+}
 
 
 class Moves(NamedTuple):
@@ -40,8 +68,7 @@ class Watch(NamedTuple):
     parts: tuple[Any, ...] = ()
 
     def seen(self, part: Sound) -> Watch:
-        weights = part.outcome.weights.double() * part.times.to(part.outcome.weights.device)
-        return Watch((*self.parts, (part.ids, part.outcome.models, weights)))
+        return Watch((*self.parts, (part.ids, part.outcome.models, part.weights)))
 
     def closed(self, w: Tensor) -> Moves:
         """The moves from the model ``w`` that all were sent."""
@@ -106,13 +133,103 @@ def dissimilarity(exp: Experiment, w: Tensor) -> dict[str, float]:
     return found | ({"dissimilarity/B": math.sqrt(weighted) / norm} if norm > 1e-12 else {})
 
 
+def variance(exp: Experiment, ids: Tensor, w: Tensor) -> dict[str, float]:
+    """How far the full gradients of these clients at ``w`` are apart: mean ||g_i - g||^2 about their plain mean g.
+
+    In total, per parameter, and in units of ||g||^2, which a stationary point has not.
+    """
+    fed, m = exp.federation, len(ids)
+    total, squares = torch.zeros(w.numel(), dtype=torch.float64, device=w.device), 0.0
+    first: Tensor | None = None
+    for part in torch.split(ids, exp.lanes):
+        g = full_gradients(exp.task, fed, part, w.expand(len(part), -1)).double()
+        first = g[0] if first is None else first
+        g = g - first  # seen from one of them, so that gradients that agree lose no digits
+        total, squares = total + g.sum(0), squares + float(g.square().sum())
+    assert first is not None
+    mean = total / m
+    spread = max(0.0, squares / m - float(mean.square().sum()))
+    size = float((first + mean).square().sum())
+    found = {"gradients/gvar_total": spread, "gradients/gvar_coord": spread / w.numel()}
+    return found | ({"gradients/gvar_rel": spread / size} if size > 1e-24 else {})
+
+
+def of_weights(weights: Tensor) -> dict[str, float]:
+    """How unequally the clients of a round counted: variance, 1 / sum of squares, entropy of weights with sum 1."""
+    p = weights.double() / weights.double().sum()
+    return {
+        "weights/variance": float(p.var(correction=0)),
+        "weights/effective": float(1 / p.square().sum()),
+        "weights/entropy": float(-torch.special.xlogy(p, p).sum()),
+    }
+
+
+class Top(NamedTuple):
+    """The largest eigenvalue of a symmetric matrix, as far as it is known."""
+
+    value: float
+    error: float  # it is within so much of an eigenvalue, relative to the largest in absolute value
+    iterations: int
+
+
+def top_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor) -> Top:
+    """The algebraically largest eigenvalue, by Lanczos with full re-orthogonalisation, from ``start`` [P].
+
+    Ends when the residual of the Ritz pair, which bounds the distance to an eigenvalue, is small enough, when the
+    space that the start spans is exhausted, or after so many steps.
+    """
+    basis = (start / torch.linalg.vector_norm(start))[None]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    while True:
+        after = product(basis[-1])
+        diagonal.append(float(after.double() @ basis[-1].double()))
+        for _ in range(2):  # once leaves a part that rounding has made
+            after = after - basis.T @ (basis @ after)
+        length = float(torch.linalg.vector_norm(after.double()))
+        off = torch.tensor(beside, dtype=torch.float64)
+        small = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(small)
+        scale = max(float(values.abs().max()), 1e-30)
+        error = length * abs(float(vectors[-1, -1])) / scale
+        done = error <= _TOLERANCE or length <= 1e-6 * scale
+        if done or len(diagonal) == min(_LANCZOS, start.numel()):
+            return Top(float(values[-1]), error, len(diagonal))
+        beside.append(length)
+        basis = torch.cat([basis, (after / length)[None]])
+
+
+def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
+    """The largest eigenvalue of the Hessian at ``w`` of the loss on the server's own rows, else on all training rows.
+
+    In evaluation mode: BatchNorm uses the statistics that it is handed.
+    """
+    chunks = list(_held_chunks(exp, buffers) or _chunks(exp, buffers))
+
+    def product(v: Tensor) -> Tensor:
+        bent = torch.zeros_like(w)
+        for batch, share in chunks:
+            slope = grad(partial(exp.task.loss, batch=batch, training=False))
+            bent = bent + share * jvp(slope, (w,), (v,))[1]
+        return bent
+
+    start = torch.randn(w.shape, generator=torch.Generator().manual_seed(0)).to(w)
+    found = top_eigenvalue(product, start)
+    return {
+        "hessian/top": found.value,
+        "hessian/error": found.error,
+        "hessian/iterations": float(found.iterations),
+        "hessian/rows": float(sum(len(batch.y) for batch, _ in chunks)),
+    }
+
+
 class Theory(NamedTuple):
     """The quantities of the convergence theorems."""
 
     mu: float
     gamma: float
     B: float
-    L: float  # the largest curvature
+    L: float  # the largest curvature of any client's loss, or an estimate of it
     L_minus: float  # how far curvature goes below zero; 0 for convex losses
     K: int  # clients of a round
     alpha: float = 0.0
@@ -163,12 +280,56 @@ def rho_direct(t: Theory) -> float | None:
     return (1 - t.alpha) * A - (1 - t.alpha) ** 2 * C * (1 + 1 / t.K)
 
 
+def smoothness(exp: Experiment) -> float | None:
+    """A bound L on the curvature of every client's loss at any w, if the net is a softmax regression; else None.
+
+    The Hessian of client k is the mean over its rows of (diag p - p p^T) x (x~ x~^T), a Kronecker product.
+    No eigenvalue of the first factor is above 1/2, hence L_k <= lambda_max(X~^T X~ / n_k) / 2, and none is
+    below 0. X~ are the inputs, with a 1 for the bias. Two classes that are equally likely for every row
+    reach the bound.
+    """
+    known = _BOUNDS.get(exp.task)
+    if known is None or known[0] is not exp.federation:
+        known = _BOUNDS[exp.task] = exp.federation, _smoothness(exp)
+    return known[1]
+
+
+def _smoothness(exp: Experiment) -> float | None:
+    fed, net = exp.federation, exp.task.module(exp.task.w0, exp.task.buffers0).train()
+    layers = [m for m in net.modules() if next(m.parameters(recurse=False), None) is not None]
+    if len(layers) != 1 or type(layers[0]) is not nn.Linear:
+        return None
+    layer, top = layers[0], 0.0
+    for rows in torch.tensor_split(fed.train.rows, fed.train.start[1:-1]):
+        if len(rows):
+            x, _ = fed.examples(rows.to(exp.device))
+            if not _is_all(net, layer, x):
+                return None
+            ones = torch.ones(len(x), int(layer.bias is not None), device=x.device)
+            top = max(top, _top_square(torch.cat([x.flatten(1), ones], 1).double()))
+    return top / 2
+
+
+def _is_all(net: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
+    """Whether all that the net does to ``x`` is to give it, flattened, to ``layer``, whose output is the net's."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    with layer.register_forward_hook(lambda _, given, out: seen.append((given[0], out))):
+        logits = net(x)
+    return len(seen) == 1 and torch.equal(seen[0][0], x.flatten(1)) and seen[0][1] is logits
+
+
+def _top_square(x: Tensor) -> float:
+    """The largest eigenvalue of ``x^T x / n`` for ``x`` [n, d], from the smaller of the two products."""
+    small = x @ x.T if len(x) <= x.shape[1] else x.T @ x
+    return float(torch.linalg.eigvalsh(small)[-1]) / len(x)
+
+
 def curvature(exp: Experiment, w: Tensor) -> tuple[float, float]:
     """Estimates of the largest eigenvalue of the training loss's Hessian at ``w``, and of minus the smallest.
 
     By the power method on Hessian-vector products over all training rows; from a fixed start.
     """
-    chunks = list(_chunks(exp))
+    chunks = list(_chunks(exp, exp.task.buffers0))
 
     def product(v: Tensor) -> Tensor:
         parts = [share * jvp(partial(grad(exp.task.loss), batch=batch), (w,), (v,))[1] for batch, share in chunks]
@@ -192,17 +353,34 @@ def _largest(product: Any, w: Tensor) -> float:
     return value
 
 
-def _chunks(exp: Experiment) -> Iterator[tuple[Batch, float]]:
+def _chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, float]]:
+    """All training rows in pieces, each with its share of them."""
     rows = exp.federation.train.rows.to(exp.device)
-    for part in torch.split(rows, 2048):
-        x, y = exp.federation.examples(part)
-        zero = torch.zeros((), device=x.device)
-        batch = Batch(x, y, torch.ones(len(y), device=x.device), zero.long(), zero, zero, exp.task.buffers0)
-        yield batch, len(part) / len(rows)
+    for part in torch.split(rows, _ROWS):
+        yield _batch(*exp.federation.examples(part), buffers), len(part) / len(rows)
 
 
-def diagnose(exp: Experiment, moves: Moves, before: Any, heard: Any, after: Any) -> dict[str, float]:
-    """The diagnostics that were asked for: of the clients' ``moves``, and of the server's step."""
+def _held_chunks(exp: Experiment, buffers: Tensor) -> list[tuple[Batch, float]]:
+    """The same of the rows that the server has of its own, if it has any."""
+    held = exp.algorithm.own_rows
+    if held is None:
+        return []
+    pieces = zip(torch.split(held.x, _ROWS), torch.split(held.y, _ROWS), strict=True)
+    return [(_batch(x, y, buffers), len(y) / len(held.y)) for x, y in pieces]
+
+
+def _batch(x: Tensor, y: Tensor, buffers: Tensor) -> Batch:
+    zero = torch.zeros((), device=x.device)
+    return Batch(x, y, torch.ones(len(y), device=x.device), zero.long(), zero, zero, buffers)
+
+
+def diagnose(
+    exp: Experiment, moves: Moves, before: Any, heard: Any, after: Any, buffers: Tensor | None = None
+) -> dict[str, float]:
+    """The diagnostics that were asked for: of the clients' ``moves``, and of the server's step.
+
+    ``buffers``: the running statistics after the round.
+    """
     wanted = exp.evaluate.diagnostics
     w = exp.algorithm.send(before).w
     found: dict[str, float] = {}
@@ -215,17 +393,27 @@ def diagnose(exp: Experiment, moves: Moves, before: Any, heard: Any, after: Any)
         found |= dissimilarity(exp, w)
     if "rho" in wanted:
         found |= _rho(exp, w, found, len(moves.ids))
+    if "variance" in wanted:
+        found |= variance(exp, moves.ids, w)
+    if "weights" in wanted:
+        weights = exp.algorithm.counted(before, heard, after)
+        found |= {} if weights is None else of_weights(weights)
+    if "hessian" in wanted:
+        kept = exp.task.buffers0 if buffers is None else buffers
+        found |= hessian(exp, exp.algorithm.judged(after), kept)
     return found
 
 
 def _rho(exp: Experiment, w: Tensor, found: dict[str, float], cohort: int) -> dict[str, float]:
-    """The theorems' rates where they apply; where they do not, only what would be needed to see why."""
-    L, L_minus = curvature(exp, w)
-    known = {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}
+    """The theorems' rates where they apply; where they do not, that, and what is needed to see why."""
+    bound = smoothness(exp)
+    L, L_minus = (bound, 0.0) if bound is not None else curvature(exp, w)
+    known = {"theory/L": L} if bound is not None else {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}
     mu, B, g = exp.algorithm.proximal, found.get("dissimilarity/B"), found.get("gamma/max")
-    if not mu or B is None or g is None:
-        return known
-    theory = Theory(mu, g, B, L, L_minus, cohort, float(getattr(exp.algorithm, "alpha", 0.0)))
-    rates = {"theory/rho": rho_paper(theory), "theory/rho_direct": rho_direct(theory)}
-    rates["theory/rho_fedprox"] = rho_fedprox(theory)
-    return known | {name: value for name, value in rates.items() if value is not None}
+    rates: dict[str, float | None] = {}
+    if mu and B is not None and g is not None:
+        theory = Theory(mu, g, B, L, L_minus, cohort, float(getattr(exp.algorithm, "alpha", 0.0)))
+        rates = {"theory/rho": rho_paper(theory), "theory/rho_direct": rho_direct(theory)}
+        rates["theory/rho_fedprox"] = rho_fedprox(theory)
+    applying = {name: value for name, value in rates.items() if value is not None}
+    return known | {"theory/applies": float(bool(applying))} | applying

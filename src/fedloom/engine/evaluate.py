@@ -1,15 +1,25 @@
 """Evaluation: the server's model, each client's own model, or the consensus of a network, always on test rows.
 
-What a number is called says what was measured: ``global/test/accuracy`` (the server's model on the
-common test set), ``personal/post_fit/test/accuracy`` (each client's own model, after local training, on
-its own held-out rows; ``_mean``, ``_std`` and ``_worst10`` beside the mean weighted by examples),
-``consensus/test/accuracy`` (the average model of a network) and ``nodes/test/accuracy`` (its nodes').
+What a number is called says what was measured, and on whom::
+
+    global/test/...                 the server's model on the common test set
+    personal/pre_fit/test/...       each client's own model on its own held-out rows, before local training
+    personal/post_fit/test/...      the same for methods that judge it after local training
+    participants/pre_fit/test/...   only the clients of a round, just before they train, each on its own rows
+    participants/post_fit/test/...  the same clients just after
+    consensus/test/...              the average model of a network on the common test set
+    nodes/test/...                  its nodes, each on the common test set; nodes/pre_mix/test: before they mixed
+
+and what the number is: ``accuracy``, ``loss``, and on request ``auc_micro_logits``, ``auc_micro_softmax`` and
+``auc_macro_present``. Of ``personal`` and ``participants`` each is the mean weighted by rows, with ``_mean``,
+``_std`` and ``_worst10`` over clients beside it, and ``diverged`` counts the clients whose loss is not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +27,18 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedloom import rng, tree
-from fedloom.engine.local import Given, mapped, tune
+from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
-from fedloom.metrics import Scores, count_equal, score, spread
+from fedloom.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.schema import Spec
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment, RunState
     from fedloom.engine.store import ClientStore
+
+# Scores, rows times classes, that are held of one batch of clients. One client is never divided, nor is the
+# common test set: an ROC curve compares each score with each.
+_HELD = 1 << 22
 
 
 class Evaluate(Spec):
@@ -33,10 +47,24 @@ class Evaluate(Spec):
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
     personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
     clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
-    diagnostics: tuple[Literal["updates", "gamma", "dissimilarity", "rho"], ...] = Field(
-        (), description="what else to measure of a round: see docs/diagnostics.md"
+    diagnostics: tuple[Literal["updates", "gamma", "dissimilarity", "rho", "hessian", "variance", "weights"], ...] = (
+        Field((), description="what else to measure of a round: see docs/diagnostics.md")
     )
+    work: bool = Field(False, description="also write work.jsonl: who took part in each round, and what each did")
     train: bool = Field(False, description="also measure the server's model on all training rows")
+    auc: tuple[Auc, ...] = Field(
+        (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
+    )
+    nodes: PositiveInt | None = Field(
+        None, description="judge at most so many nodes of a network on the common test set; unset: as clients says"
+    )
+    pre_mix: bool = Field(
+        True, description="judge the nodes of a network also before they mix, in rounds that are judged"
+    )
+    participants: bool = Field(
+        False,
+        description="also judge the clients of a round on their own rows just before and just after their training",
+    )
 
     def due(self, round_: int, rounds: int) -> bool:
         """Whether the run is judged after so many rounds."""
@@ -51,32 +79,48 @@ class Judged(NamedTuple):
     buffers: Tensor  # [K, Q]
 
 
+class Said(NamedTuple):
+    """What models said of some rows."""
+
+    owner: Tensor  # [B] whose row it is, by place among the clients that are judged
+    logits: Tensor  # [B, C]
+    y: Tensor  # [B] what is true
+
+
 def evaluate(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     """Every metric of this moment, in a fixed order."""
     with torch.no_grad():
-        found: dict[str, float] = {}
-        if exp.algorithm.family == "gossip":
-            found |= _network(exp, state, store)
-        elif exp.algorithm.communicates:
-            model = exp.algorithm.send(state.server).w
-            found |= _means("global/test", rows_scored(exp, model, state.buffers, exp.federation.common))
-            if exp.evaluate.train:
-                rows = exp.federation.train.rows.to(exp.device)
-                found |= _means("global/train", rows_scored(exp, model, state.buffers, rows))
-        if exp.evaluate.personal and len(exp.federation.test.rows):
-            found |= _personal(exp, state, store)
-        return found
+        own = _personal(exp, state, store) if exp.evaluate.personal and len(exp.federation.test.rows) else {}
+        shared = _shared(exp, state, store)
+        # What stands first stands for the run.
+        return own | shared if exp.algorithm.family == "personal" else shared | own
+
+
+def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
+    """The common model, where there is one, on rows that are nobody's own."""
+    if exp.algorithm.family == "gossip":
+        return _network(exp, state, store)
+    if not (exp.algorithm.communicates and exp.algorithm.common):
+        return {}
+    model = exp.algorithm.judged(state.server)
+    found = _common("global/test", exp, model, state.buffers)
+    if exp.evaluate.train:
+        rows = exp.federation.train.rows.to(exp.device)
+        found |= _means("global/train", rows_scored(exp, model, state.buffers, rows))
+    return found
 
 
 def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> Scores:
     """One model on these rows of the data, chunk by chunk."""
-    parts = []
-    for chunk in torch.split(rows, _chunk(exp)):
-        x, y = exp.federation.examples(chunk)
-        if x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        parts.append(score(exp.task.apply(w, x, buffers), y))
-    return tree.cat(parts)
+    return tree.cat([score(*_said(exp, w, buffers, chunk)) for chunk in torch.split(rows, _chunk(exp))])
+
+
+def _said(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of one model for these rows, in one forward pass, and what is true."""
+    x, y = exp.federation.examples(rows)
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return exp.task.apply(w, x, buffers), y
 
 
 def _chunk(exp: Experiment) -> int:
@@ -92,36 +136,109 @@ def _means(name: str, scores: Scores) -> dict[str, float]:
     return {f"{name}/accuracy": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
 
 
+def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
+    """One model on the common test set."""
+    chunks = torch.split(exp.federation.common, _chunk(exp))
+    owner, scores, said = _scored(exp, (Said(torch.zeros_like(c), *_said(exp, w, buffers, c)) for c in chunks))
+    areas = {variant: float(auc(variant, *said, owner=owner, clients=1)) for variant in exp.evaluate.auc}
+    return _means(name, scores) | {f"{name}/auc_{v}": area for v, area in areas.items() if not math.isnan(area)}
+
+
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     fed, alg = exp.federation, exp.algorithm
-    sizes = fed.test.sizes
-    judged = _sample(exp, (sizes > 0) & (fed.train.sizes > 0))
-    correct, loss = np.zeros(fed.clients), np.zeros(fed.clients)
-    if alg.family in ("server", "closed_form") and not alg.tune_epochs and exp.buffers == "average":
-        owner = fed.test.owners()
-        chosen = torch.isin(owner, judged)
-        scores = rows_scored(exp, alg.send(state.server).w, state.buffers, fed.test.rows[chosen].to(exp.device))
-        at = owner[chosen].to(exp.device)
-        correct, loss = (count_equal(at, column, fed.clients) for column in scores)
+    judged = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0), exp.evaluate.clients)
+    if not len(judged):
+        return {}
+    shared = alg.family in ("server", "closed_form") and not alg.fitting() and exp.buffers == "average"
+    if shared:
+        found = _judge_shared(exp, judged, alg.judged(state.server), state.buffers)
     else:
-        for part in models_of(exp, state, store, judged):
-            for k, scores in enumerate(_own_scores(exp, part)):
-                client = int(part.ids[k])
-                correct[client], loss[client] = float(scores.correct.sum()), float(scores.loss.sum())
-    count = sizes[judged].double().numpy()
-    found: dict[str, float] = {}
-    for name, sums in (("accuracy", correct), ("loss", loss)):
-        whole = spread(sums[judged.numpy()] / count, count, low_is_bad=name == "accuracy")
-        at_name = f"personal/{alg.served}/test/{name}"
-        found |= {at_name: whole.weighted, f"{at_name}_mean": whole.mean, f"{at_name}_std": whole.std}
-        found |= {f"{at_name}_worst10": whole.worst}
+        found = Verdicts.cat([judge(exp, part) for part in models_of(exp, state, store, judged)])
+    return summary(f"personal/{alg.served}/test", found, shared=shared)
+
+
+def judge(exp: Experiment, part: Judged) -> Verdicts:
+    """Each client's model on the client's own held-out rows; clients without such rows are skipped.
+
+    Nothing is read back from the device, so that groups can be judged one after another, joined by
+    ``Verdicts.cat`` and named by ``metrics.summary``.
+    """
+    answers = _side_by_side if exp.task.lanes else _one_by_one
+    found = []
+    for at in _batches(exp.federation.test.sizes[part.ids], exp.federation.classes):
+        some = part if len(at) == len(part.ids) else tree.take(part, at)
+        found.append(_verdicts(exp, some.ids, answers(exp, some)))
+    return Verdicts.cat(found)
+
+
+def _judge_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
+    """One model on the held-out rows of each client, in one pass over these rows."""
+    batches = [ids[at] for at in _batches(exp.federation.test.sizes[ids], exp.federation.classes)]
+    return Verdicts.cat([_verdicts(exp, some, _in_a_row(exp, some, w, buffers)) for some in batches])
+
+
+def _batches(sizes: Tensor, classes: int) -> list[Tensor]:
+    """Which clients' scores are held together: those with rows, alike in size, so that little is padding."""
+    order = sizes.argsort(descending=True, stable=True)[: int((sizes > 0).sum())]
+    found, at = [], 0
+    while at < len(order):
+        room = max(1, _HELD // (int(sizes[order[at]]) * classes))
+        found.append(order[at : at + room].sort().values)
+        at += room
     return found
 
 
-def _sample(exp: Experiment, able: Tensor) -> Tensor:
+def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Said]) -> Verdicts:
+    """The sums of each client, and its areas under the ROC curve where they are asked for."""
+    owner, scores, said = _scored(exp, answers)
+    correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
+    areas: dict[str, Tensor] = {v: auc(v, *said, owner=owner, clients=len(ids)) for v in exp.evaluate.auc}
+    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas)
+
+
+def _scored(exp: Experiment, answers: Iterable[Said]) -> tuple[Tensor, Scores, Any]:
+    """Whose rows they are and how they were answered; logits and truth only where areas need them."""
+    held = bool(exp.evaluate.auc)
+    return tree.cat([(a.owner, score(a.logits, a.y), (a.logits, a.y) if held else ()) for a in answers])
+
+
+def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Iterator[Said]:
+    """What one model says of the clients' rows, the rows of one client after those of another."""
+    test = exp.federation.test
+    sizes = test.sizes[ids]
+    owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
+    place = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
+    rows = test.rows[test.start[ids][owner] + place].to(exp.device)
+    chunks = (torch.split(x, _chunk(exp)) for x in (owner.to(exp.device), rows))
+    for whose, chunk in zip(*chunks, strict=True):
+        yield Said(whose, *_said(exp, w, buffers, chunk))
+
+
+def _one_by_one(exp: Experiment, part: Judged) -> Iterator[Said]:
+    """What each client's model says of its rows, one client after another."""
+    for k in range(len(part.ids)):
+        for said in _in_a_row(exp, part.ids[k : k + 1], part.w[k], part.buffers[k]):
+            yield said._replace(owner=said.owner + k)
+
+
+def _side_by_side(exp: Experiment, part: Judged) -> Iterator[Said]:
+    """What each client's model says of its rows, all clients at once; padding is left out again."""
+    test = exp.federation.test
+    sizes, start = test.sizes[part.ids, None], test.start[part.ids, None]
+    place = torch.arange(int(sizes.max()))
+    real = place < sizes  # [K, n]
+    rows = test.rows[(start + place).where(real, 0)]
+    room = max(1, _chunk(exp) // len(sizes))
+    for chunk, mask in zip(torch.split(rows, room, 1), torch.split(real, room, 1), strict=True):
+        x, y = exp.federation.examples(chunk.to(exp.device))
+        logits = mapped(exp.task.apply, (0, 0, 0))(part.w, x, part.buffers)
+        owner, at = mask.nonzero()[:, 0].to(exp.device), mask.flatten().nonzero().squeeze(1).to(exp.device)
+        yield Said(owner, logits.flatten(0, 1)[at], y.flatten()[at])
+
+
+def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
     """The clients that are judged: all that can be, or the same sample of them in every round."""
     ids = able.nonzero().squeeze(1)
-    limit = exp.evaluate.clients
     if limit is None or limit >= len(ids):
         return ids
     chosen = rng.stream(exp.seed, "evaluate").choice(len(ids), limit, replace=False)
@@ -130,52 +247,22 @@ def _sample(exp: Experiment, able: Tensor) -> Tensor:
 
 def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
     """The clients' own models, as many at a time as may be stacked."""
+    if exp.algorithm.fitting():
+        yield from _fitted(exp, state, store, ids)
+        return
     for part in torch.split(ids, exp.lanes):
         given = exp.given(state, store, part)
         serve = mapped(lambda down, mine, _: exp.algorithm.serve(down, mine), (given.down_dim, 0, 0))
         # The zeros only give vmap something to map where clients share one model and keep no state.
-        w = serve(given.down, given.mine, torch.zeros(len(part), device=exp.device))
-        judged = Judged(part, w, given.buffers)
-        if exp.algorithm.tune_epochs:
-            yield from _tuned(exp, state, judged, given)
-        else:
-            yield judged
+        yield Judged(part, serve(given.down, given.mine, torch.zeros(len(part), device=exp.device)), given.buffers)
 
 
-def _tuned(exp: Experiment, state: RunState, judged: Judged, given: Given) -> Iterator[Judged]:
-    place = {client: k for k, client in enumerate(judged.ids.tolist())}
-    for group in plans(
-        exp.local,
-        exp.federation.train,
-        judged.ids,
-        Address(exp.seed, state.round, "tune"),
-        lr=exp.local.lr_at(state.round, exp.rounds),
-        lanes=exp.lanes,
-        epochs=exp.algorithm.tune_epochs,
-    ):
-        at = torch.tensor([place[client] for client in group.ids.tolist()], device=exp.device)
-        mine = Given(given.down, tree.take(given.mine, at), given.buffers[at])
-        yield Judged(group.ids, *tune(exp.algorithm, exp.federation, group, judged.w[at], mine))
-
-
-def _own_scores(exp: Experiment, part: Judged) -> Iterator[Scores]:
-    """Each client's model on the client's own held-out rows."""
-    start, rows = exp.federation.test.start, exp.federation.test.rows
-    own = [rows[start[i] : start[i + 1]].to(exp.device) for i in part.ids.tolist()]
-    if not exp.task.lanes:
-        for k, mine in enumerate(own):
-            yield rows_scored(exp, part.w[k], part.buffers[k], mine)
-        return
-    padded = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
-    pieces = []
-    room = max(1, _chunk(exp) // len(own))
-    for chunk in torch.split(padded, room, dim=1):
-        x, y = exp.federation.examples(chunk)
-        logits = mapped(exp.task.apply, (0, 0, 0))(part.w, x, part.buffers)
-        pieces.append(tree.tmap(lambda s, like=y: s.view(like.shape), score(logits.flatten(0, 1), y.flatten())))
-    scores = tree.tmap(lambda *parts: torch.cat(parts, 1), *pieces)
-    for k, mine in enumerate(own):
-        yield Scores(*(column[k, : len(mine)] for column in scores))
+def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
+    """The models that clients make of what they are sent, with the batches that the next round will give them."""
+    address, lr = Address(exp.seed, state.round), exp.local.lr_at(state.round, exp.rounds)
+    for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=exp.lanes, epochs=1):
+        given = exp.given(state, store, group.ids)
+        yield Judged(group.ids, *fit(exp.algorithm, exp.federation, group, given))
 
 
 def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
@@ -186,15 +273,35 @@ def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, 
     for part in models_of(exp, state, store, everyone):
         total += part.w.double().sum(0)
     mean = total / fed.clients
-    apart, correct, loss, seen = 0.0, 0.0, 0.0, 0
-    judged = set(_sample(exp, fed.train.sizes >= 0).tolist())
+    apart, scored = torch.zeros((), dtype=torch.float64, device=exp.device), []
     for part in models_of(exp, state, store, everyone):
-        apart += float((part.w.double() - mean).square().sum())
-        for k, node in enumerate(part.ids.tolist()):
-            if node in judged:
-                scores = rows_scored(exp, part.w[k], part.buffers[k], fed.common)
-                correct, loss = correct + float(scores.correct.mean()), loss + float(scores.loss.mean())
-                seen += 1
-    found = _means("consensus/test", rows_scored(exp, mean.float(), state.buffers.mean(0), fed.common))
-    found |= {"nodes/test/accuracy": correct / seen, "nodes/test/loss": loss / seen}
-    return found | {"consensus/distance": (apart / fed.clients) ** 0.5}
+        apart = apart + (part.w.double() - mean).square().sum()
+        scored.append(nodes_scored(exp, part))
+    distance = (float(apart) / fed.clients) ** 0.5
+    found = _common("consensus/test", exp, mean.float(), state.buffers.mean(0))
+    found |= over_nodes("nodes/test", *tree.cat(scored))
+    return found | {"consensus/distance": distance, "consensus/relative": distance / max(float(mean.norm()), 1e-12)}
+
+
+def nodes_scored(exp: Experiment, part: Judged) -> tuple[Tensor, Tensor]:
+    """Accuracy and loss [J] on the common test set of those among these nodes that are judged."""
+    limit = exp.evaluate.nodes or exp.evaluate.clients
+    judged = set(_sample(exp, exp.federation.train.sizes >= 0, limit).tolist())
+    scores = [
+        rows_scored(exp, part.w[k], part.buffers[k], exp.federation.common)
+        for k, node in enumerate(part.ids.tolist())
+        if node in judged
+    ]
+    accuracy, loss = ([getattr(s, name).double().mean() for s in scores] for name in ("correct", "loss"))
+    empty = torch.zeros(0, dtype=torch.float64, device=exp.device)
+    return (torch.stack(accuracy), torch.stack(loss)) if scores else (empty, empty)
+
+
+def over_nodes(name: str, accuracy: Tensor, loss: Tensor) -> dict[str, float]:
+    """Accuracy and loss over nodes: the mean, and of the accuracy also the lowest and the spread."""
+    return {
+        f"{name}/accuracy": float(accuracy.mean()),
+        f"{name}/accuracy_min": float(accuracy.min()),
+        f"{name}/accuracy_std": float(accuracy.std(correction=0)),
+        f"{name}/loss": float(loss.mean()),
+    }

@@ -18,15 +18,17 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedloom import tree
-from fedloom.algorithm import Algorithm, Carry
+from fedloom.algorithm import Algorithm, Carry, Phase, Work
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
-from fedloom.engine.plan import Group, once
+from fedloom.engine.plan import Group, again, once
 from fedloom.errors import ConfigError, Fault
 from fedloom.task import Batch, Task
 
 Executor: TypeAlias = Literal["loop", "lanes"]
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
+Step: TypeAlias = Callable[[Carry, Batch, Any, Any], Carry]
+Look: TypeAlias = Callable[[Batch, Any, Any, Any], Any]
 
 # Parameters that may be stacked side by side: a gradient step holds about six such matrices.
 _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
@@ -45,13 +47,14 @@ class Given(NamedTuple):
     mine: Any  # [K, ...] what each client kept
     buffers: Tensor  # [K, Q] the running statistics each starts with
     shared: bool = True  # whether ``down`` is one value
+    memory: Any = None  # [K, ...] the optimiser's memory, where it is kept from round to round
 
     @property
     def down_dim(self) -> int | None:
         return None if self.shared else 0
 
     def rows(self, which: slice | int | Tensor) -> Given:
-        """What these clients of the group were given."""
+        """What these clients of the group were given, their optimisers' memory apart."""
         down = self.down if self.shared else tree.take(self.down, which)
         return Given(down, tree.take(self.mine, which), self.buffers[which], self.shared)
 
@@ -63,7 +66,11 @@ class Outcome(NamedTuple):
     states: Any  # [K, ...]
     weights: Tensor  # [K]
     buffers: Tensor  # [K, Q]
-    models: Any = ()  # [K, P] where local training ended, if somebody wants to look
+    steps: Any = ()  # [K] steps of local training that were taken
+    memory: Any = ()  # [K, ...] the optimiser's, where it is kept
+    begun: Any = ()  # [K, P] where local training began, if somebody wants to look
+    models: Any = ()  # [K, P] where it ended, likewise
+    gradients: Any = ()  # [K] that were evaluated, each on one batch
 
 
 def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
@@ -79,86 +86,196 @@ def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str
     return "lanes", "a net without convolutions"
 
 
-def lane_limit(task: Task, device: torch.device) -> int:
-    """How many clients may train side by side; fixed by the net's size, never by what memory is free."""
-    return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, 1)))
+def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
+    """How many clients may train side by side; fixed by the net's size, never by what memory is free.
+
+    ``beside``: the numbers that a client holds beside models, such as the moments of its features.
+    """
+    return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, beside, 1)))
 
 
 def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool = False) -> Outcome:
-    """One round of every client of ``group``; ``watched``: also where each one's model ended."""
-    group = group.to(fed.x.device)
+    """One round of every client of ``group``; ``watched``: also where each one's model began and ended."""
+    group, over = group.to(fed.x.device), _over(alg.task)
     if alg.surveys:
-        group = group._replace(work=group.work._replace(survey=_surveys(alg, fed, group, given)))
-    if not alg.task.lanes:
-        return tree.stack([_train_one(alg, fed, group, k, given, watched) for k in range(len(group.ids))])
+        found = _looks(alg.task, lambda b, _, down, mine: alg.survey(b, down, mine), fed, group.ids, (), given)
+        group = group._replace(work=group.work._replace(survey=found))
 
-    def finish(at: Any, down: Any, mine: Any, work: Any) -> tuple[Any, Any, Tensor]:
+    def finish(at: Any, down: Any, mine: Any, work: Work) -> tuple[Any, Any, Tensor]:
         upload, state = alg.finish(at, down, mine, work)
         return upload, state, alg.weight(upload, work)
 
+    def models(at: Carry) -> Any:
+        return over(lambda x, _: alg.model(x), (0, 0))(at.x, group.work) if watched else ()
+
+    now, begun, prelude = _begin(alg, group, given), None, {phase.name for phase in alg.fitting()}
+    phases = alg.phases()
+    if not phases:  # nobody trains, so that there are no steps of training
+        now = now._replace(group=group._replace(work=group.work._replace(steps=torch.zeros_like(group.work.steps))))
+    for phase in phases:
+        if begun is None and phase.name not in prelude:
+            begun = models(now.at)
+        last = given.memory is None and phase is phases[-1]
+        now = _run(alg, phase, fed, now, given, forget=last)
+    begun = models(now.at) if begun is None else begun
+    group = now.group
+    upload, state, weight = over(finish, (0, given.down_dim, 0, 0))(now.at.x, given.down, given.mine, group.work)
+    memory = () if given.memory is None else now.at.memory
+    ended = models(now.at)
+    return Outcome(upload, state, weight, now.buffers, group.work.steps, memory, begun, ended, now.gradients)
+
+
+def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
+    """The models [K, P] with which these clients predict once they have fitted what they were sent, and the
+    statistics of these models."""
+    group = group.to(fed.x.device)
+    now = _begin(alg, group, given)
+    for phase in alg.fitting():
+        now = _run(alg, phase, fed, now, given)
+    return _over(alg.task)(lambda x, _: alg.model(x), (0, 0))(now.at.x, group.work), now.buffers
+
+
+class Now(NamedTuple):
+    """Where the clients of a group are in their round."""
+
+    group: Group
+    at: Carry  # [K, ...]
+    buffers: Tensor  # [K, Q]
+    gradients: Tensor  # [K] float64, evaluated so far
+
+    def spent(self, alg: AnyAlgorithm, phase: Phase, steps: list[int]) -> Tensor:
+        """The gradients that were evaluated after so many more steps [K] of a phase."""
+        each = alg.gradients_per_step if phase.is_main else float(phase.cost > 0)
+        return self.gradients + each * torch.tensor(steps, dtype=torch.float64, device=self.gradients.device)
+
+
+def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
     # The work is mapped even where it is not used: vmap needs one mapped argument, and stateless
     # clients of one server have no other.
-    begin = mapped(lambda down, mine, _: alg.start(down, mine), (given.down_dim, 0, 0))
-    x, buffers = _descend_lanes(alg, fed, group, begin(given.down, given.mine, group.work), given)
-    uploads, states, weights = mapped(finish, (0, given.down_dim, 0, 0))(x, given.down, given.mine, group.work)
-    models = mapped(lambda at, _: alg.model(at), (0, 0))(x, group.work) if watched else ()
-    return Outcome(uploads, states, weights, buffers, models)
+    over = _over(alg.task)
+    x = over(lambda down, mine, _: alg.start(down, mine), (given.down_dim, 0, 0))(given.down, given.mine, group.work)
+    none = torch.zeros(len(group.ids), dtype=torch.float64, device=given.buffers.device)
+    if given.memory is not None:
+        return Now(group, Carry(x, given.memory), given.buffers, none)
+    memory = over(lambda v, _: alg.memory(v), (0, 0))(x, group.work)
+    return Now(group, Carry(x, memory), given.buffers, none)
 
 
-def tune(alg: AnyAlgorithm, fed: Federation, group: Group, x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-    """The stacked models ``x`` [K, P] after training on the clients' data, and their statistics."""
-    group = group.to(fed.x.device)
-    if alg.task.lanes:
-        return _descend_lanes(alg, fed, group, x, given)
-    return tree.stack([_descend_one(alg, fed, group, k, x[k], given.rows(k)) for k in range(len(group.ids))])
+def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given, *, forget: bool = False) -> Now:
+    """One phase of every client; ``forget``: nobody needs the optimiser's memory afterwards."""
+    over, group, at, buffers = _over(alg.task), now.group, now.at, now.buffers
+    between = (0, given.down_dim, 0)
+    if phase.enter is not None:
+        at = over(phase.enter, between)(at, given.down, given.mine)
+    if phase.passes is None and phase.after is None:
+        plan = group if phase.is_main else again(group, phase).to(fed.x.device)
+        at, moved = _descend(alg, phase, fed, plan, at, given._replace(buffers=buffers), forget=forget)
+        buffers = moved if phase.keeps_statistics else buffers
+        spent = now.spent(alg, phase, plan.steps)
+    else:
+        group, at, buffers, spent = _pass_by_pass(alg, phase, fed, now._replace(at=at), given)
+    if phase.leave is not None:
+        at = over(phase.leave, between)(at, given.down, given.mine)
+    return Now(group, at, buffers, spent)
+
+
+def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given) -> Now:
+    """A phase that each client ends when it has had enough: who has costs nothing more."""
+    over, (group, at, buffers, _) = _over(alg.task), now
+    limits = [-(-steps // each) for steps, each in zip(group.steps, group.per_epoch, strict=True)]
+    if phase.passes is not None:
+        wanted = over(phase.passes, (0, 0))(given.mine, group.work).long().tolist()
+        # Local training is never longer than ``local`` says: beyond that there are no batches.
+        limits = [min(pair) for pair in zip(wanted, limits, strict=True)] if phase.is_main else wanted
+    if not max(limits) and not phase.is_main:
+        return now
+    plan = group
+    if not phase.is_main:
+        plan = again(group, phase, 1 if phase.repeat else max(limits)).to(fed.x.device)
+    taken, done = [0] * len(limits), 0
+    alive = [k for k, limit in enumerate(limits) if limit]
+    while alive:
+        part = plan.pick(alive, 0 if phase.repeat else done)
+        rows = torch.tensor(alive, device=buffers.device)
+        some = given._replace(buffers=buffers).rows(rows)
+        here, moved = _descend(alg, phase, fed, part, tree.take(at, rows), some)
+        for k, steps in zip(alive, part.steps, strict=True):
+            taken[k] += steps
+        stop = [False] * len(alive)
+        if phase.after is not None:
+            seen = () if phase.look is None else _looks(alg.task, phase.look, fed, part.ids, here.x, some)
+            work = tree.take(group.work, rows)
+            here, enough = over(phase.after, (0, 0, given.down_dim, 0, 0))(here, seen, some.down, some.mine, work)
+            stop = enough.tolist()
+        at = tree.tmap(lambda whole, new, to=rows: whole.index_copy(0, to, new), at, here)
+        buffers = buffers.index_copy(0, rows, moved) if phase.keeps_statistics else buffers
+        done += 1
+        alive = [k for k, enough in zip(alive, stop, strict=True) if done < limits[k] and not enough]
+    if phase.is_main:
+        actual = torch.tensor(taken, dtype=torch.float32, device=group.work.steps.device)
+        group = group._replace(work=group.work._replace(steps=actual))
+    return Now(group, at, buffers, now.spent(alg, phase, taken))
+
+
+def _descend(
+    alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Given, *, forget: bool = False
+) -> tuple[Carry, Tensor]:
+    """The steps of ``group``, in whatever order its clients are; ``forget`` the optimiser's memory with the last."""
+    if not alg.task.lanes:
+        each = [
+            _descend_one(alg, phase.step, fed, group, k, tree.take(at, k), given.rows(k)) for k in range(len(group.ids))
+        ]
+        carries, buffers = _stacked(each)
+        return carries, buffers
+    order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])
+    if order == list(range(len(order))):
+        return _descend_lanes(phase.step, fed, group, at, given, forget=forget), given.buffers
+    rows = torch.tensor(order, device=given.buffers.device)
+    there = _descend_lanes(phase.step, fed, group.pick(order), tree.take(at, rows), given.rows(rows), forget=forget)
+    return tree.take(there, rows.argsort()), given.buffers
 
 
 def full_gradients(task: Task, fed: Federation, ids: Tensor, w: Tensor) -> Tensor:
     """Each client's gradient over all of its training data, at its own point ``w`` [K, P].  ``[K, P]``"""
-    rows, mask = (x.to(fed.x.device) for x in once(fed.train, ids, _SURVEYED))
-    buffers = task.buffers0.expand(len(ids), -1)
-    total = torch.zeros_like(w)
-    for t in range(rows.shape[1]):
-        batch = _plain_batch(fed, rows[:, t], mask[:, t], buffers)
-        if task.lanes:
-            total = total + mapped(lambda v, b: task.grad(v, b) * b.mask.sum(), (0, _BATCH))(w, batch)
-            continue
-        for k in range(len(ids)):
-            real = int(mask[k, t].sum())
-            if real:
-                one = _plain_batch(fed, rows[k, t, :real], mask[k, t, :real], buffers[k])
-                total[k] += task.grad(w[k], one) * real
+    given = Given((), (), task.buffers0.expand(len(ids), -1))
+    total: Tensor = _looks(task, lambda batch, v, *_: task.grad(v, batch) * batch.mask.sum(), fed, ids, w, given)
     return total / fed.train.sizes[ids].to(w.device)[:, None]
 
 
-def _surveys(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Any:
-    """What each client's look at all of its data found.  ``[K, ...]``"""
-    rows, mask = (x.to(fed.x.device) for x in once(fed.train, group.ids, _SURVEYED))
-    if not alg.task.lanes:
-        return tree.stack([_survey_one(alg, fed, rows[k], mask[k], given.rows(k)) for k in range(len(group.ids))])
-    look = mapped(alg.survey, (_BATCH, given.down_dim, 0))
-    sizes = fed.train.sizes[group.ids]
+def _looks(task: Task, look: Look, fed: Federation, ids: Tensor, x: Any, given: Given) -> Any:
+    """The sum of ``look(batch, x, down, mine)`` over all of each client's examples.  ``[K, ...]``"""
+    rows, mask = (x.to(fed.x.device) for x in once(fed.train, ids, _SURVEYED))
+    if not task.lanes:
+        every = range(len(ids))
+        return _stacked([_look_one(look, fed, rows[k], mask[k], tree.take(x, k), given.rows(k)) for k in every])
+    seen = mapped(look, (_BATCH, 0, given.down_dim, 0))
+    sizes = fed.train.sizes[ids]
     total: Any = None
     for t in range(rows.shape[1]):
         at = (sizes > t * _SURVEYED).nonzero().squeeze(1).to(rows.device)  # clients that have rows left
         some = given.rows(at)
-        found = look(_plain_batch(fed, rows[at, t], mask[at, t], some.buffers), some.down, some.mine)
-        total = found if total is None else tree.tmap(lambda a, b, to=at: a.index_add(0, to, b), total, found)
+        found = seen(plain_batch(fed, rows[at, t], mask[at, t], some.buffers), tree.take(x, at), some.down, some.mine)
+        if total is None:
+            total = tree.tmap(torch.clone, found)
+        elif len(at) == len(ids):  # in place: a sum may be as large as all that there is room for
+            tree.tmap(Tensor.add_, total, found)
+        else:
+            tree.tmap(lambda a, b, to=at: a.index_add_(0, to, b), total, found)
     return total
 
 
-def _survey_one(alg: AnyAlgorithm, fed: Federation, rows: Tensor, mask: Tensor, given: Given) -> Any:
+def _look_one(look: Look, fed: Federation, rows: Tensor, mask: Tensor, x: Any, given: Given) -> Any:
     total: Any = None
     for chosen, real in zip(rows, mask, strict=True):
         count = int(real.sum())
         if count:
-            batch = _plain_batch(fed, chosen[:count], real[:count], given.buffers)
-            found = alg.survey(batch, given.down, given.mine)
-            total = found if total is None else tree.tmap(torch.add, total, found)
+            batch = plain_batch(fed, chosen[:count], real[:count], given.buffers)
+            found = look(batch, x, given.down, given.mine)
+            total = tree.tmap(torch.clone, found) if total is None else tree.tmap(Tensor.add_, total, found)
     return total
 
 
-def _plain_batch(fed: Federation, rows: Tensor, mask: Tensor, buffers: Tensor) -> Batch:
+def plain_batch(fed: Federation, rows: Tensor, mask: Tensor, buffers: Tensor) -> Batch:
     """Examples as they are, without augmentation and with nothing random about them."""
     x, y = fed.examples(rows)
     lead = rows.shape[:-1]
@@ -166,20 +283,22 @@ def _plain_batch(fed: Federation, rows: Tensor, mask: Tensor, buffers: Tensor) -
     return Batch(x, y, mask, zero.long(), zero, torch.zeros((), device=x.device), buffers)
 
 
-def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, given: Given) -> tuple[Any, Tensor]:
+def _descend_lanes(step: Step, fed: Federation, group: Group, at: Carry, given: Given, *, forget: bool) -> Carry:
     def steps(at: Carry, batches: Batch, down: Any, mine: Any) -> Carry:
         each = zip(batches.x, batches.y, batches.mask, batches.key, batches.progress, strict=True)
         for examples, labels, mask, key, progress in each:
             batch = Batch(examples, labels, mask, key, progress, batches.lr, batches.buffers)
-            at = alg.step(at, batch, down, mine)
+            at = step(at, batch, down, mine)
         return at
 
-    at = mapped(lambda v, _: Carry(v, alg.optimizer.init(v)), (0, 0))(x, group.work)
+    def kept(at: Carry) -> Carry:
+        return at._replace(memory=()) if forget else at
+
     run = mapped(steps, (0, _BATCH, given.down_dim, 0))
     done, now = [], given
     for stretch in stretches(group, fed.x[0].numel()):
         if stretch.lanes < len(now.buffers):
-            done.append(tree.take(at.x, slice(stretch.lanes, None)))
+            done.append(kept(tree.take(at, slice(stretch.lanes, None))))
             at, now = tree.take(at, slice(0, stretch.lanes)), now.rows(slice(0, stretch.lanes))
         where = (slice(0, stretch.lanes), slice(stretch.first, stretch.last))
         examples, labels = fed.examples(group.rows[*where, : stretch.width])
@@ -195,7 +314,8 @@ def _descend_lanes(alg: AnyAlgorithm, fed: Federation, group: Group, x: Any, giv
             buffers=now.buffers,
         )
         at = run(at, batches, now.down, now.mine)
-    return tree.cat([at.x, *reversed(done)]), given.buffers
+    whole: Carry = tree.cat([kept(at), *reversed(done)])
+    return whole
 
 
 class Stretch(NamedTuple):
@@ -224,15 +344,10 @@ def stretches(group: Group, features: int) -> list[Stretch]:
     return found
 
 
-def _train_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, given: Given, watched: bool) -> Outcome:
-    one, work = given.rows(k), tree.take(group.work, k)
-    x, buffers = _descend_one(alg, fed, group, k, alg.start(one.down, one.mine), one)
-    upload, state = alg.finish(x, one.down, one.mine, work)
-    return Outcome(upload, state, alg.weight(upload, work), buffers, alg.model(x) if watched else ())
-
-
-def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: Any, given: Given) -> tuple[Any, Tensor]:
-    at, buffers = Carry(x, alg.optimizer.init(x)), given.buffers
+def _descend_one(
+    alg: AnyAlgorithm, step: Step, fed: Federation, group: Group, k: int, at: Carry, given: Given
+) -> tuple[Carry, Tensor]:
+    buffers = given.buffers
     counts = group.mask[k].sum(-1).long().tolist()
     keeps_statistics = alg.task.has_statistics
     for t in range(group.steps[k]):
@@ -249,15 +364,17 @@ def _descend_one(alg: AnyAlgorithm, fed: Federation, group: Group, k: int, x: An
             lr=group.work.lr[k],
             buffers=buffers,
         )
-        if keeps_statistics:
-            try:
-                buffers = alg.task.statistics(alg.model(at.x), batch)
-            except ValueError as error:  # torch's word for a batch with nothing to take a variance of
-                what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
-                fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"
-                raise ConfigError([Fault("model", what, fix)]) from error
-        at = alg.step(at, batch, given.down, given.mine)
-    return at.x, buffers
+        if not keeps_statistics:
+            at = step(at, batch, given.down, given.mine)
+            continue
+        try:
+            buffers = alg.task.statistics(alg.model(at.x), batch)
+            at = step(at, batch, given.down, given.mine)
+        except ValueError as error:  # torch's word for a batch with nothing to take a variance of
+            what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
+            fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"
+            raise ConfigError([Fault("model", what, fix)]) from error
+    return at, buffers
 
 
 def mapped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
@@ -268,6 +385,29 @@ def mapped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
         return vmap(f, in_dims=in_dims)(*args)
 
     return call
+
+
+def _looped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
+    """What ``mapped`` computes, one row after another."""
+
+    def call(*args: Any) -> Any:
+        rows = [d == 0 and bool(tree.leaves(a)) for d, a in zip(dims, args, strict=True)]
+        count = next(len(tree.leaves(a)[0]) for a, by_row in zip(args, rows, strict=True) if by_row)
+        return _stacked(
+            [f(*(tree.take(a, k) if by_row else a for a, by_row in zip(args, rows, strict=True))) for k in range(count)]
+        )
+
+    return call
+
+
+def _over(task: Task) -> Callable[..., Callable[..., Any]]:
+    """How a function of one client becomes one of many, for this executor."""
+    return mapped if task.lanes else _looped
+
+
+def _stacked(trees: list[Any]) -> Any:
+    """``tree.stack``, which for a single client need not copy."""
+    return tree.tmap(lambda x: x[None], trees[0]) if len(trees) == 1 else tree.stack(trees)
 
 
 @cache

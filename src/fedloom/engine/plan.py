@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedloom import rng, tree
-from fedloom.algorithm import Work
+from fedloom.algorithm import Phase, Work
 from fedloom.data.federation import Ranges
 from fedloom.optim import Local
 from fedloom.schema import Spec
@@ -27,8 +27,10 @@ class Cohort(Spec):
     """Who takes part in a round."""
 
     size: PositiveInt | None = Field(None, description="clients of a round; unset: 10, or all where there are fewer")
-    sampling: Literal["uniform", "proportional", "all"] = Field(
-        "uniform", description="without replacement, by size with replacement, or everybody"
+    sampling: Literal["uniform", "proportional", "poisson", "all"] = Field(
+        "uniform",
+        description="without replacement; by data, with replacement; each by itself, so that size is only the mean; "
+        "or everybody",
     )
 
 
@@ -47,6 +49,15 @@ class Drawn(NamedTuple):
     times: Tensor  # [K] float
 
 
+class Plan(NamedTuple):
+    """What the batches of clients are a function of, beside who they are."""
+
+    local: Local
+    ranges: Ranges
+    address: Address
+    lr: float
+
+
 class Group(NamedTuple):
     """Clients that train side by side, the longest first.
 
@@ -60,12 +71,33 @@ class Group(NamedTuple):
     keys: Tensor  # [K, T] long: the randomness of each step
     steps: list[int]  # [K] descending
     widths: list[int]  # [T] the widest real batch of each step
+    per_epoch: list[int]  # [K] steps of one pass
     work: Work  # of [K]
+    plan: Plan
 
     def to(self, device: torch.device) -> Group:
         """The same group where it will be trained."""
-        moved = (self.rows.to(device), self.mask.to(device), self.keys.to(device))
-        return Group(self.ids, *moved, self.steps, self.widths, tree.tmap(lambda x: x.to(device), self.work))
+        work = tree.tmap(lambda x: x.to(device), self.work)
+        return self._replace(rows=self.rows.to(device), mask=self.mask.to(device), keys=self.keys.to(device), work=work)
+
+    def pick(self, lanes: list[int], pass_: int | None = None) -> Group:
+        """These clients of the group, in this order; ``pass_``: only their steps of that pass."""
+        at = torch.tensor(lanes, device=self.rows.device)
+        work = tree.take(self.work, at)
+        steps, per_epoch = [self.steps[k] for k in lanes], [self.per_epoch[k] for k in lanes]
+        rows, mask, keys, widths = self.rows[at], self.mask[at], self.keys[at], self.widths
+        if pass_ is not None:
+            left = [max(0, min(n - pass_ * e, e)) for n, e in zip(steps, per_epoch, strict=True)]
+            first = torch.tensor([pass_ * e for e in per_epoch], device=at.device)[:, None]
+            t = (first + torch.arange(max(left), device=at.device)).clamp(max=rows.shape[1] - 1)
+            k = torch.arange(len(lanes), device=at.device)[:, None]
+            rows, mask, keys, steps = rows[k, t], mask[k, t], keys[k, t], left
+            widths = [
+                max(self.widths[pass_ * e + i] for e, n in zip(per_epoch, left, strict=True) if i < n)
+                for i in range(max(left))
+            ]
+            work = work._replace(steps=torch.tensor(left, dtype=torch.float32, device=at.device))
+        return Group(self.ids[lanes], rows, mask, keys, steps, widths, per_epoch, work, self.plan)
 
 
 def draw(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
@@ -77,6 +109,9 @@ def draw(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
         ids, times = able, np.ones(len(able))
     elif cohort.sampling == "uniform":
         ids = able[np.sort(chance.choice(len(able), min(size, len(able)), replace=False))]
+        times = np.ones(len(ids))
+    elif cohort.sampling == "poisson":
+        ids = able[chance.random(len(able)) < size / len(able)]
         times = np.ones(len(ids))
     else:
         upto = np.cumsum(sizes.numpy()[able])
@@ -144,7 +179,20 @@ def plans(
     amount = amount if steps is None else amount._replace(steps=steps)
     for part in groups(ids, amount, lanes):
         chosen = Amount(*(column[part] for column in amount))
-        yield _group(ranges, ids[part], chosen, address, lr)
+        yield _group(Plan(local, ranges, address, lr), ids[part], chosen)
+
+
+def again(group: Group, phase: Phase, epochs: int | None = None) -> Group:
+    """Other batches for the same clients, in the same order: those of another phase of their round."""
+    plan = group.plan._replace(address=group.plan.address._replace(name=phase.name))
+    sizes = plan.ranges.sizes[group.ids]
+    part = (sizes.double() * phase.share).long().clamp(min=max(1, plan.local.batch)).minimum(sizes)
+    # Batches that are read again and again are read to the last example.
+    whole = {"drop_last": False, "wrap_last": False} if phase.repeat else {}
+    amount = amounts(plan.local.model_copy(update=whole), part, epochs or phase.epochs or 1)
+    if phase.steps is not None:
+        amount = amount._replace(steps=torch.full_like(sizes, phase.steps))
+    return _group(plan, group.ids, amount, block=phase.sampling == "block")
 
 
 def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -157,24 +205,25 @@ def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return rows, real.to(torch.float32)
 
 
-def _group(ranges: Ranges, ids: Tensor, amount: Amount, address: Address, lr: float) -> Group:
-    sizes = ranges.sizes[ids]
+def _group(plan: Plan, ids: Tensor, amount: Amount, *, block: bool = False) -> Group:
+    ranges, address = plan.ranges, plan.address
     longest, widest = int(amount.steps.max()), int(amount.width.max())
     epochs = int((-torch.div(-amount.steps, amount.per_epoch.clamp(min=1), rounding_mode="floor")).max())
-    order = _shuffles(ids, sizes, epochs, address)  # [K, E, n]
+    order = (_blocks if block else _shuffles)(ids, ranges.sizes[ids], amount.size, epochs, address)  # [K, E, n]
     t = torch.arange(longest)[None, :, None]
     b = torch.arange(widest)[None, None, :]
     per_epoch, width = amount.per_epoch[:, None, None].clamp(min=1), amount.width[:, None, None]
     epoch, place = torch.div(t, per_epoch, rounding_mode="floor"), (t % per_epoch) * width + b
-    real = (t < amount.steps[:, None, None]) & (b < width) & (place < sizes[:, None, None])
+    real = (t < amount.steps[:, None, None]) & (b < width) & (place < amount.size[:, None, None])
     k = torch.arange(len(ids))[:, None, None]
     pick = order[k, epoch.clamp(max=epochs - 1), place.clamp(max=order.shape[2] - 1)]
     rows = ranges.rows[(ranges.start[ids][:, None, None] + pick).where(real, 0)]
     work = Work(
         steps=amount.steps.to(torch.float32),
-        examples=sizes.to(torch.float32),
-        lr=torch.full((len(ids),), lr, dtype=torch.float32),
+        examples=ranges.sizes[ids].to(torch.float32),
+        lr=torch.full((len(ids),), plan.lr, dtype=torch.float32),
         round=torch.full((len(ids),), float(address.round), dtype=torch.float32),
+        client=ids,
     )
     return Group(
         ids=ids,
@@ -183,13 +232,21 @@ def _group(ranges: Ranges, ids: Tensor, amount: Amount, address: Address, lr: fl
         keys=rng.bits(address.seed, f"{address.name}/keys", address.round, ids[:, None], torch.arange(longest)),
         steps=amount.steps.tolist(),
         widths=real.any(0).sum(-1).tolist(),
+        per_epoch=amount.per_epoch.clamp(min=1).tolist(),
         work=work,
+        plan=plan,
     )
 
 
-def _shuffles(ids: Tensor, sizes: Tensor, epochs: int, at: Address) -> Tensor:
+def _blocks(ids: Tensor, sizes: Tensor, wanted: Tensor, epochs: int, at: Address) -> Tensor:
+    """For each client ``wanted`` of its examples in stored order, from a random one on; the same in every epoch."""
+    offset = (rng.uniform(at.seed, f"{at.name}/offset", at.round, ids).double() * (sizes - wanted + 1)).long()
+    return (offset[:, None] + torch.arange(int(wanted.max())))[:, None, :].expand(-1, epochs, -1)
+
+
+def _shuffles(ids: Tensor, sizes: Tensor, wanted: Tensor, epochs: int, at: Address) -> Tensor:
     """For each client and epoch its examples in a random order, padding last.  ``[K, E, n]``"""
     place = torch.arange(int(sizes.max()))
     word = rng.bits(at.seed, at.name, at.round, ids[:, None, None], torch.arange(epochs)[:, None], place)
     word = (word >> 1).masked_fill(place >= sizes[:, None, None], _LAST)  # >> 1: no draw is as late as padding
-    return word.argsort(dim=-1, stable=True)
+    return word.argsort(dim=-1, stable=True)[..., : int(wanted.max())]

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedloom.errors import ConfigError, Fault
+from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.schema import Kind
 
 
@@ -34,10 +36,19 @@ class Model(Kind):
     projection: NonNegativeInt = Field(
         0, description="width of a projection head after the body, as MOON's paper has (256); 0: none"
     )
+    weights: str = Field(
+        "", description="a safetensors file to start from, such as a run's model.safetensors; it may lack the head"
+    )
 
     def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The net that is trained: what ``build`` gives, with the projection head that the settings ask for."""
-        net = self.build(shape, classes)
+        """The net that is trained: what ``build`` gives, with the projection head and the weights that the settings
+        ask for."""
+        net = self._projected(self.build(shape, classes), classes)
+        if self.weights:
+            start_from(net, self.weights)
+        return net
+
+    def _projected(self, net: nn.Module, classes: int) -> nn.Module:
         if not self.projection:
             return net
         if not isinstance(net, Net):
@@ -111,6 +122,31 @@ def image(kind: str, shape: tuple[int, ...], least: int, fix: str = "") -> tuple
         what = f"{kind} needs images of at least {least}x{least} (got {got})"
         raise ConfigError([Fault("model.kind", what, f"{fits} there" + (f"; so does {fix}" if fix else ""))])
     return channels, height, width
+
+
+def start_from(net: nn.Module, path: str) -> None:
+    """Give the net the tensors of a safetensors file, all of which must fit; only those of a head may be missing."""
+    at = "model.weights"
+    try:
+        given = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([Fault(at, f"{path}: not readable as safetensors: {error}")]) from error
+    own = net.state_dict()
+    faults = [Fault(at, f"{path} has '{n}', the net has not", nearest(n, own)) for n in given if n not in own]
+    faults += [
+        Fault(at, f"'{n}' is {_size(given[n])} in {path}, {_size(x)} in the net")
+        for n, x in own.items()
+        if n in given and given[n].shape != x.shape
+    ]
+    missing = [n for n in own if n not in given and not n.startswith("head.")]
+    faults += [Fault(at, f"{path} lacks '{missing[0]}' and {len(missing) - 1} more of the net")] if missing else []
+    if faults:
+        raise ConfigError(faults)
+    net.load_state_dict(given, strict=False)
+
+
+def _size(x: Tensor) -> str:
+    return "x".join(map(str, x.shape)) or "a number"
 
 
 def parameters(net: nn.Module) -> int:

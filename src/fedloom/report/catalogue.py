@@ -13,15 +13,15 @@ from pydantic.fields import FieldInfo
 from torch import nn
 
 from fedloom import tree
-from fedloom.algorithm import Work
+from fedloom.algorithm import Held, Work
 from fedloom.config import SECTIONS, algorithms, find_algorithm, user_algorithms
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
-from fedloom.engine.exchange import Topology
 from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.topology import Topology
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.models.net import Model, Net
-from fedloom.optim import Local
+from fedloom.optim import Local, optimizers, takes
 from fedloom.schema import kinds
 from fedloom.task import Batch, Task
 
@@ -60,7 +60,7 @@ _FAMILIES: dict[str, tuple[type[Any], str]] = {
     "datasets": (Source, "fedloom.data.sources"),
     "partitions": (Partition, "fedloom.data.partition"),
     "models": (Model, "fedloom.models"),
-    "topologies": (Topology, "fedloom.engine.exchange"),
+    "topologies": (Topology, "fedloom.engine.topology"),
 }
 
 
@@ -69,6 +69,8 @@ _SINGULAR = {"datasets": "data set", "partitions": "partition", "models": "model
 
 def entries(family: str) -> list[Entry]:
     """Everything of one family; the user's own algorithm files are read, not run."""
+    if family == "optimizers":
+        return [Entry(name, _first(inspect.getdoc(make) or ""), "fedloom") for name, make in optimizers().items()]
     if family != "algorithms":
         found = kinds(*_FAMILIES[family])
         return [Entry(name, _first(inspect.getdoc(cls) or ""), "fedloom") for name, cls in sorted(found.items())]
@@ -90,13 +92,17 @@ def describe(name: str) -> Page:
         if name in found:
             cls = found[name]
             return Page(name, _SINGULAR[family], (inspect.getdoc(cls) or "").replace("``", "`"), settings_of(cls), [])
+    if name in optimizers():
+        make = optimizers()[name]
+        own = [s for s in settings_of(Local) if s.name in takes(make)]
+        return Page(name, "optimizer", (inspect.getdoc(make) or "").replace("``", "`"), own, [])
     if name in SECTIONS:
         section = SECTIONS[name]
         return Page(name, "section", inspect.getdoc(section) or "", settings_of(section), [])
     try:
         algorithm = find_algorithm(name, "describe")
     except ConfigError as error:
-        known = [e.name for family in ("algorithms", *_FAMILIES) for e in entries(family)]
+        known = [e.name for family in ("algorithms", "optimizers", *_FAMILIES) for e in entries(family)]
         if ":" in name or name.endswith(".py"):
             raise
         raise ConfigError([Fault(name, "nothing of this name", nearest(name, known))]) from error
@@ -116,7 +122,8 @@ def settings_of(cls: type[BaseModel]) -> list[Setting]:
 def costs(cls: type[AnyAlgorithm]) -> list[str]:
     """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
     task = Task(Net(nn.Linear(30, 5), 5, 4))
-    alg = cls().bind(task, Local().optimiser())
+    proxy = Held(torch.ones(8, 30), torch.arange(8) % 4)
+    alg = cls().bind(task, Local().optimiser(), torch.full((10,), 10), proxy)
     server = alg.init(task.w0)
     down = alg.send(server)
     mine = alg.join(down)
@@ -124,16 +131,18 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     batch = Batch(torch.ones(2, 30), torch.zeros(2).long(), torch.ones(2), one.long(), 0 * one, one, torch.zeros(0))
     survey = alg.survey(batch, down, mine) if alg.surveys else ()
     with torch.no_grad():
-        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one, survey))
+        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one, survey, one.long(), one))
+
+    def times(count: float) -> str:
+        return f"{count:.3g} x model" if count else "nothing"
 
     def models(value: Any) -> str:
-        count = sum(x.numel() for x in tree.leaves(value)) / task.size
-        return f"{count:.3g} x model" if count else "nothing"
+        return times(sum(x.numel() for x in tree.leaves(value)) / task.size)
 
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
-        f"family: {alg.family}; uploads are {'summed' if alg.linear else 'needed one by one'}"
+        f"family: {alg.family}; uploads are {'needed one by one' if alg.hears_each else 'summed'}"
         + ("; each client looks at all of its data once before it trains" if alg.surveys else ""),
         f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
     ]
@@ -141,7 +150,10 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
         return [*lines, "bytes: nothing is sent"]
     if alg.family == "gossip":
         return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
-    return [*lines, f"bytes: {models(down)} down and {models(upload)} up for each client and round"]
+    one_model = tree.nbytes(task.w0)
+    received = times(alg.sent_bytes(down) / one_model)
+    sent = times(alg.upload_bytes(tree.tmap(lambda x: x[None], upload)) / one_model)
+    return [*lines, f"bytes: {received} down and {sent} up for each client and round"]
 
 
 def _module_doc(cls: type[Any]) -> str:

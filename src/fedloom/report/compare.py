@@ -5,20 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.metrics import Summary, lower_is_better, summarise
+from fedloom.metrics import Summary, lower_is_better, rounds_to_convergence, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Place = tuple[str, ...]  # one value of each axis of the grid, by its label
+Along = Literal["rounds", "seconds", "bytes"]
 Floats = NDArray[np.float64]
 
 _INK, _FAINT = "#2b2f36", "#e3e5e9"
@@ -26,6 +28,7 @@ _INK, _FAINT = "#2b2f36", "#e3e5e9"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _MOST_PANELS = 6
+_X_NAMES: dict[Along, str] = {"rounds": "round", "seconds": "simulated seconds", "bytes": "MB sent and received"}
 
 
 class Result(NamedTuple):
@@ -52,11 +55,18 @@ class Question(NamedTuple):
     metrics: dict[str, str]  # by method
     target: float | None
     paper: dict[tuple[Place, str], float]
+    wanted: str = ""  # the metric as it was asked for, perhaps with a * in it
+    x: Along = "rounds"  # what curves are drawn against
+    remarks: tuple[str, ...] = ()  # what its author says of it
 
     @property
     def metric(self) -> str:
         """The metric that ranks the methods."""
         return self.metrics[self.baseline]
+
+    def is_ranked(self, metric: str) -> bool:
+        """Whether methods with this metric are put beside the baseline: by name, or because it was asked for."""
+        return metric == self.metric or "*" in self.wanted
 
     def title(self, place: Place) -> str:
         return ", ".join(v if "=" in v else f"{k} = {v}" for k, v in zip(self.axes, place, strict=True))
@@ -97,26 +107,53 @@ class Row(NamedTuple):
     paper: float | None
 
 
+_PERSONAL = "personal/*/test/accuracy"
+
+
 # -- statistics ------------------------------------------------------------------------------------
 def rows(question: Question, results: Sequence[Result]) -> list[Row]:
     """The table: places of the grid in order, and at each of them the methods in order."""
     return [row for place in question.places for row in _at(question, place, [r for r in results if r.place == place])]
 
 
+def default_metric(methods: Iterable[str], results: Sequence[Result]) -> str:
+    """What methods are compared by where nobody said: where one is about personal models and all were judged by
+    these, by their accuracy, whenever in a round each is judged; else nothing in particular."""
+    names = [accuracies([r for r in results if r.method == m]) for m in methods]
+    personal = any(found and found[0].startswith("personal/") for found in names)
+    shared = all(not found or any(meant(_PERSONAL, found)) for found in names)
+    return _PERSONAL if personal and shared else ""
+
+
 def choose_metrics(wanted: str, methods: Iterable[str], results: Sequence[Result]) -> dict[str, str]:
     """The metric of each method: the wanted one, else the first accuracy of all of them, else each one's first."""
     names = {m: accuracies([r for r in results if r.method == m]) for m in methods}
     if wanted:
-        return dict.fromkeys(names, wanted)
+        return {m: recorded_as(wanted, [r for r in results if r.method == m]) for m in names}
     known = [found for found in names.values() if found]
     common = [n for n in (known[0] if known else []) if all(n in found for found in known)]
     return {m: common[0] if common else (found or ["global/test/accuracy"])[0] for m, found in names.items()}
 
 
+def recorded_as(wanted: str, results: Sequence[Result]) -> str:
+    """The first metric of these cells that is meant; the name as it is where there is none."""
+    return next(meant(wanted, recorded(results)), wanted)
+
+
+def recorded(results: Sequence[Result]) -> list[str]:
+    """Every name in the records, in order."""
+    return list(dict.fromkeys(name for result in results for line in result.records for name in line))
+
+
+def meant(wanted: str, names: Iterable[str]) -> Iterator[str]:
+    """The names that are meant, where a * stands for one part of a name."""
+    pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]+"))
+    return (name for name in names if pattern.fullmatch(name))
+
+
 def accuracies(results: Sequence[Result]) -> list[str]:
     """The accuracies that were recorded, in order."""
-    seen = dict.fromkeys(name for result in results for line in result.records for name in line)
-    return [name for name in seen if name.endswith("/accuracy")]
+    return [name for name in recorded(results) if name.endswith("/accuracy")]
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -125,8 +162,9 @@ def series(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, floa
 
 
 def summary_of(result: Result, metric: str) -> Summary | None:
-    """Last, best and mean of the last ten of a finished cell."""
-    values = [v for _, v in series(result.records, metric)]
+    """Last, best and mean of the last ten of a finished cell, once training has begun."""
+    points = series(result.records, metric)
+    values = [v for round_, v in points if round_ > 0] or [v for _, v in points]
     return summarise(metric, values) if values and result.state == "done" else None
 
 
@@ -153,7 +191,7 @@ def paired_p(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     if np.ptp(gaps) == 0:
         return 1.0 if gaps[0] == 0 else 0.0
     try:
-        from scipy.stats import ttest_rel  # type: ignore[import-untyped]
+        from scipy.stats import ttest_rel
     except ImportError:
         return None
     return float(ttest_rel(ours, theirs).pvalue)
@@ -162,7 +200,7 @@ def paired_p(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
 def _at(question: Question, place: Place, results: Sequence[Result]) -> list[Row]:
     tails = {m: _tails(question, m, results) for m in question.methods}
     plain = [_row(question, place, m, [r for r in results if r.method == m], tails) for m in question.methods]
-    whole = [r for r in plain if r.tail is not None and r.seeds == len(question.seeds) and r.metric == question.metric]
+    whole = [r for r in plain if r.tail is not None and r.seeds == len(question.seeds) and question.is_ranked(r.metric)]
     sign = 1 if lower_is_better(question.metric) else -1
     order = sorted(sign * r.tail.mean for r in whole if r.tail is not None)
     ranks = {r.method: 1 + order.index(sign * r.tail.mean) for r in whole if r.tail is not None}
@@ -181,7 +219,7 @@ def _row(
     metric = question.metrics[method]
     found = [s for s in (summary_of(r, metric) for r in mine) if s is not None]
     own, base = tails[method], tails[question.baseline]
-    common = sorted(set(own) & set(base)) if method != question.baseline and metric == question.metric else []
+    common = sorted(set(own) & set(base)) if method != question.baseline and question.is_ranked(metric) else []
     ours, theirs = [own[s] for s in common], [base[s] for s in common]
     return Row(
         place=place,
@@ -284,7 +322,8 @@ def _number(metric: str, value: float) -> str:
     return f"{100 * value:.2f}" if is_share(metric) else f"{value:.4g}"
 
 
-def _spread(value: Mean, show: Callable[[float], str]) -> str:
+def spread(value: Mean, show: Callable[[float], str]) -> str:
+    """A mean and, if known, its deviation."""
     return show(value.mean) + (f" ± {show(value.std)}" if value.std is not None else "")
 
 
@@ -292,14 +331,14 @@ def _score(row: Row, value: Mean | None) -> str:
     lost = [f"{n} {word}" for n, word in ((row.diverged, "diverged"), (row.failed, "failed")) if n]
     if value is None:
         return "diverged" if row.diverged and not row.failed else "failed" if row.failed else "-"
-    return _spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
+    return spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
 
 
 def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str:
     of = row.seeds + row.diverged + row.failed
     if value is None or value.cost is None or value.seeds < of:
         return f"- ({value.seeds if value else 0}/{of} seeds)"
-    return _spread(value.cost, show)
+    return spread(value.cost, show)
 
 
 def _gap(question: Question, row: Row) -> str:
@@ -319,7 +358,9 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
         test = f"p: paired t-test against {question.baseline} over the seeds, two-sided, not corrected for many methods"
         weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
         out.append(f"{test}{weak}." if count > 1 else "p: one seed gives none; take more seeds to tell methods apart.")
-    if len(set(question.metrics.values())) > 1:
+    if len(set(question.metrics.values())) > 1 and "*" in question.wanted:
+        out.append("Methods are judged at different moments of a round, as the metric's name says.")
+    elif len(set(question.metrics.values())) > 1:
         out.append("The methods share no accuracy: only those with the baseline's metric are ranked and tested.")
     if question.target is not None:
         out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
@@ -327,7 +368,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
         out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
-    return out
+    return [*out, *question.remarks]
 
 
 def markdown(question: Question, table: Sequence[Row]) -> str:
@@ -346,6 +387,7 @@ def markdown(question: Question, table: Sequence[Row]) -> str:
 
 _TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}"}
 _TEX |= {"^": "\\textasciicircum{}", "±": "$\\pm$", "<": "$<$", ">": "$>$", "−": "$-$"}
+_TEX |= {"↓": "$\\downarrow$", "↑": "$\\uparrow$"}
 
 
 def latex(question: Question, table: Sequence[Row]) -> str:
@@ -357,21 +399,22 @@ def latex(question: Question, table: Sequence[Row]) -> str:
         *(f"% {note}" for note in notes(question, table)),
         f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
         "\\toprule",
-        " & ".join(_tex(word) for word in header) + " \\\\",
+        " & ".join(tex(word) for word in header) + " \\\\",
     ]
     for section in found:
         lines.append("\\midrule")
         if section.title:
-            lines.append(f"\\multicolumn{{{len(header)}}}{{l}}{{{_tex(section.title)}}} \\\\")
+            lines.append(f"\\multicolumn{{{len(header)}}}{{l}}{{{tex(section.title)}}} \\\\")
         for index, words in enumerate(section.lines):
-            cells = [_tex(word) for word in words]
+            cells = [tex(word) for word in words]
             if index == section.best:
                 cells[0] = f"\\textbf{{{cells[0]}}}"
             lines.append(" & ".join(cells) + " \\\\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def _tex(text: str) -> str:
+def tex(text: str) -> str:
+    """The text for LaTeX, with what has a meaning there escaped."""
     return "".join(_TEX.get(c, c) for c in text)
 
 
@@ -395,15 +438,15 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
 
 def table_csv(question: Question, table: Sequence[Row]) -> str:
     """The table with every number in a column of its own."""
-    return _csv([as_dict(question, row) for row in table])
+    return csv_text([as_dict(question, row) for row in table])
 
 
-def cells_csv(question: Question, results: Sequence[Result]) -> str:
-    """One line for each cell."""
-    return _csv([_cell(question, result) for result in results])
+def cells_csv(question: Question, results: Sequence[Result], folder: str) -> str:
+    """One line for each cell; their run folders lie in ``folder``."""
+    return csv_text([_cell(question, result, folder) for result in results])
 
 
-def _cell(question: Question, result: Result) -> dict[str, Any]:
+def _cell(question: Question, result: Result, folder: str) -> dict[str, Any]:
     metric = question.metrics[result.method]
     found = summary_of(result, metric)
     hit = reached(result, metric, question.target) if question.target is not None else None
@@ -413,10 +456,13 @@ def _cell(question: Question, result: Result) -> dict[str, Any]:
     out |= {"metric": metric, **(found._asdict() if found else dict.fromkeys(Summary._fields))}
     out |= {"rounds": end.get("round"), "bytes_up": end.get("bytes/up"), "bytes_down": end.get("bytes/down")}
     out |= {"rounds_to_target": hit["round"] if hit else None}
-    return out | {"partition": result.partition[:16], "folder": f"cells/{result.hash}"}
+    points = [(round_, value) for round_, value in series(result.records, metric) if round_ > 0]
+    out |= {"rounds_to_convergence": rounds_to_convergence(metric, points) if result.state == "done" else None}
+    return out | {"partition_sha256": result.partition[:16], "folder": f"{folder}/{result.hash}"}
 
 
-def _csv(lines: Sequence[dict[str, Any]]) -> str:
+def csv_text(lines: Sequence[dict[str, Any]]) -> str:
+    """A header and a line for each of ``lines``, which have the same keys."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -427,25 +473,42 @@ def _csv(lines: Sequence[dict[str, Any]]) -> str:
 # -- curves ----------------------------------------------------------------------------------------
 def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     """A panel for each place of the grid: of each method the mean over seeds, in a band of one deviation."""
+    save(lambda: _figure(question, results), path)
+
+
+def save(make: Callable[[], Figure], path: Path) -> None:
+    """Write a figure, whole or not at all, and the same bytes whenever it is drawn again."""
     import matplotlib
 
     style: dict[Any, Any] = {"svg.hashsalt": "fedloom", "text.parse_math": False, "text.color": _INK}
     style |= {"font.family": "DejaVu Sans", "font.size": 9.0}
     with matplotlib.rc_context(style):
-        figure = _figure(question, results)
+        figure = make()
         part = path.with_name(f".{path.name}.part")
         dated = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
         figure.savefig(part, format=path.suffix[1:], dpi=160, metadata=dated)
     part.replace(path)
 
 
-def band(results: Sequence[Result], metric: str) -> tuple[Floats, Floats, Floats]:
-    """Rounds, mean and sample standard deviation over the finished seeds, where all of them were evaluated."""
-    found = [dict(series(r.records, metric)) for r in results if r.state == "done"]
+def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
+    """Where, mean and sample standard deviation over the finished seeds, at the rounds that all of them evaluated.
+
+    Seconds and bytes of a round differ from seed to seed; it is drawn at their mean.
+    """
+    done = [r.records for r in results if r.state == "done"]
+    found = [{line["round"]: (_along(x, line), line[metric]) for line in lines if metric in line} for lines in done]
     rounds = sorted(set.intersection(*(set(f) for f in found))) if found else []
-    values = np.array([[f[r] for r in rounds] for f in found], dtype=np.float64).reshape(len(found), len(rounds))
-    deviation = values.std(axis=0, ddof=1) if len(found) > 1 else np.zeros(len(rounds))
-    return np.array(rounds, dtype=np.float64), values.mean(axis=0) if found else np.zeros(0), deviation
+    shape = (len(found), len(rounds), 2)
+    values = np.array([[f[r] for r in rounds] for f in found], dtype=np.float64).reshape(shape)
+    deviation = values[..., 1].std(axis=0, ddof=1) if len(found) > 1 else np.zeros(len(rounds))
+    where, mean = values.mean(axis=0).T if found else np.zeros((2, 0))
+    return where, mean, deviation
+
+
+def _along(x: Along, line: dict[str, Any]) -> float:
+    if x == "bytes":
+        return float(line["bytes/up"] + line["bytes/down"]) / 1e6
+    return float(line["round" if x == "rounds" else "time/simulated"])
 
 
 def _figure(question: Question, results: Sequence[Result]) -> Figure:
@@ -462,25 +525,26 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
     FigureCanvasAgg(figure)
     panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
     for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
-        _panel(question, place, [r for r in results if r.place == place], axes)
+        panel(question, place, [r for r in results if r.place == place], axes)
         if index % wide == 0:
             axes.set_ylabel(_axis_name(question), color=_INK)
     for axes in panels[len(places) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
-    figure.suptitle(_headline(question), x=0.01, ha="left", fontsize=9.5, color=_INK)
+    hidden = len(question.places) - _MOST_PANELS
+    figure.suptitle(headline(question, hidden), x=0.01, ha="left", fontsize=9.5, color=_INK)
     return figure
 
 
-def _headline(question: Question) -> str:
+def headline(question: Question, hidden: int) -> str:
+    """How to read the curves, and how many panels there are not."""
     count = len(question.seeds)
     text = (
         f"mean over {count} seeds ± one standard deviation; at the right, the mean of the last ten"
         if count > 1
         else f"seed {question.seeds[0]}"
     )
-    hidden = len(question.places) - _MOST_PANELS
     return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")
 
 
@@ -490,16 +554,17 @@ def _axis_name(question: Question) -> str:
     return f"{name} (%)" if is_share(question.metric) else name
 
 
-def _panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
+def panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
+    """One method's line beside the other's, at one place of the grid."""
     scale = 100.0 if is_share(question.metric) else 1.0
     lost: list[str] = []
     ends: list[tuple[str, float]] = []
     early: list[float] = []
     for method in question.methods:
-        rounds, mean, deviation = band([r for r in results if r.method == method], question.metrics[method])
+        where, mean, deviation = band([r for r in results if r.method == method], question.metrics[method], question.x)
         colour, dash, width = _look(question, method)
         name = f"{method} (baseline)" if method == question.baseline else method
-        marker = "o" if 0 < len(rounds) <= 5 else ""
+        marker = "o" if 0 < len(where) <= 5 else ""
         line: dict[str, Any] = {
             "color": colour,
             "ls": dash,
@@ -509,12 +574,12 @@ def _panel(question: Question, place: Place, results: Sequence[Result], axes: Ax
             "marker": marker,
             "ms": 3,
         }
-        axes.plot(rounds, scale * mean, **line)  # also one without a point, for the legend
-        if not len(rounds):
+        axes.plot(where, scale * mean, **line)  # also one without a point, for the legend
+        if not len(where):
             lost.append(method)
             continue
         low, high = scale * (mean - deviation), scale * (mean + deviation)
-        axes.fill_between(rounds, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
+        axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
         ends.append((colour, scale * float(mean[-10:].mean())))
         early.append(scale * float(mean[len(mean) // 12]))
     if question.target is not None:
@@ -523,7 +588,7 @@ def _panel(question: Question, place: Place, results: Sequence[Result], axes: Ax
         axes.annotate(
             f"not finished: {', '.join(lost)}", (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8
         )
-    _frame(axes)
+    _frame(axes, question.x)
     if scale == 100.0 and early:
         # The first steps from chance are the same for everybody; what matters is above them.
         bottom, top = axes.get_ylim()
@@ -554,15 +619,17 @@ def _look(question: Question, method: str) -> tuple[str, Any, float]:
     return _COLOURS[index % len(_COLOURS)], _DASHES[(index // len(_COLOURS)) % len(_DASHES)], 1.6
 
 
-def _frame(axes: Axes) -> None:
+def _frame(axes: Axes, x: Along) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlabel("round", color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.set_xlabel(_X_NAMES[x], color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x == "rounds"))
     axes.grid(axis="y", color=_FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=_INK)
     axes.margins(x=0.01)
+    if x != "rounds":  # nothing lies below zero, even where a method sends nothing
+        axes.set_xlim(left=0.0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#c9cdd3")

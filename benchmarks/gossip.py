@@ -1,0 +1,100 @@
+"""What gossip adds to a round: 100 nodes, 800,000 parameters, 10 neighbours each.
+
+    python -m benchmarks.gossip [--repeats 3] [--nodes 100]
+
+One local epoch of a multilayer perceptron over 500 examples at each node, and the mixing of what comes out of it,
+taken in turns in one run, so that a busy machine is busy for both alike. A perceptron does least work for each of its
+parameters: with convolutions, or with more epochs, gossip is a smaller part. Also: the same mixing as one product of
+dense matrices, and over a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import interleaved, write
+from fedloom import tree
+from fedloom.config import parse
+from fedloom.data.arrays import Arrays
+from fedloom.engine.gossip import mix
+from fedloom.engine.local import train
+from fedloom.engine.run import Experiment, begin, groups_of
+from fedloom.engine.store import RamStore
+from fedloom.engine.topology import Random, Ring, Weights
+from fedloom.experiment import prepare
+
+EXAMPLES, DEGREE = 500, 10
+
+
+def world(nodes: int) -> Experiment:
+    """Random examples: speed does not depend on what they mean."""
+    rng, n = np.random.default_rng(0), nodes * EXAMPLES + 100
+    x = rng.standard_normal((n, 784), dtype=np.float32)
+    arrays = Arrays("random", x, rng.integers(0, 10, n), np.arange(n) < 100, tuple("0123456789"))
+    table = {
+        "partition": {"kind": "iid", "clients": nodes, "holdout": 0.0},
+        "model": {"kind": "mlp", "widths": [800, 200]},
+        "local": {"epochs": 1, "batch": 128},
+        "algorithm": {"kind": "dpsgd", "order": "atc"},
+        "topology": {"kind": "random", "max_degree": DEGREE},
+    }
+    return prepare(parse(table), Path(), arrays).experiment
+
+
+def local(exp: Experiment) -> Any:
+    """The local training of a round."""
+    state, store = begin(exp), RamStore(exp.federation.clients)
+    with torch.no_grad():
+        done = [
+            train(exp.algorithm, exp.federation, group, exp.given(state, store, group.ids)).uploads
+            for group in groups_of(exp, 0, exp.present(0))
+        ]
+    return tree.cat(done)
+
+
+def mixed(weights: Weights, uploads: Any, lanes: int) -> Any:
+    """Its gossip: what every node makes of what it heard, in float32 again."""
+    parts = [slice(low, min(low + lanes, weights.nodes)) for low in range(0, weights.nodes, lanes)]
+    return tree.cat([tree.tmap(lambda x: x.float(), mix(weights, uploads, part)) for part in parts])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=100)
+    options = parser.parse_args()
+    exp = world(options.nodes)
+    uploads = local(exp)
+    weights = Random(max_degree=DEGREE).weigh(options.nodes)
+    dense = torch.from_numpy(weights.dense())
+    seconds = interleaved(
+        {
+            "local": lambda: local(exp),
+            "gossip": lambda: mixed(weights, uploads, exp.lanes),
+            "gossip_ring": lambda: mixed(Ring().weigh(options.nodes), uploads, exp.lanes),
+            "gossip_dense": lambda: tree.tmap(lambda x: x.float(), tree.mix(dense, uploads)),
+        },
+        options.repeats,
+    )
+    share = median(g / one for g, one in zip(seconds["gossip"], seconds["local"], strict=True))
+    results = {
+        "nodes": options.nodes,
+        "parameters": exp.task.size,
+        "degree": DEGREE,
+        "local_steps": int(exp.present(0).steps[0]),
+        "batch": 128,
+        "seconds": {name: round(median(values), 3) for name, values in seconds.items()},
+        "gossip_over_local": round(share, 4),
+    }
+    print(results)
+    print(write("gossip", results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""AFL, analytic federated learning: the head of a frozen net in closed form, from one pass and one upload.
+
+He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models, CVPR 2025. It is not
+*agnostic* federated learning (Mohri et al., 2019), which has the same initials.
+
+    client i:  G_i = X_i' X_i,  B_i = X_i' Y_i,  once      X: features of the frozen body, Y: one-hot labels
+    server:    W = (sum_i G_i + rho I)^-1 sum_i B_i        over all clients heard so far; the head of the net
+
+W is that of one machine which has all the data, whatever the partition, the number of clients and their order.
+A client that comes again is not counted twice, one that comes late joins, and one that is to be forgotten
+(``forget``) sends what it had sent once more, to be taken away: it is then as if it had never been there.
+
+``agg``
+    sum            as above: clients need not be told apart, so that secure aggregation would do.
+    aa             AFL's law of absolute aggregation, pair by pair: W = K_u W_u + K_v W_v of clients' own
+                   W_i = C_i^-1 B_i, C_i = G_i + rho_loc I; then rho_loc is removed. It loses up to seven digits.
+    aa_simplified  the same, as W = (C_u + C_v)^-1 (C_u W_u + C_v W_v).
+
+Both need every upload apart, at K times the memory; W_i is solved for at the server, from which (W_i, C_i) and
+(G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the number of
+configured clients; here it is that of the clients merged.
+
+The features are what the net's ``body`` makes of its inputs: pixels (``model.kind=logistic``), random features
+(``model.kind=random_features``), the body of an earlier run or of your own net (``model.weights``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+from torch import Tensor
+
+from fedloom import analytic
+from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Phase, Work, like
+from fedloom.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
+from fedloom.errors import ConfigError, Fault
+from fedloom.optim import Optimizer
+from fedloom.task import Batch, Task
+
+_NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
+_MERGES = {"aa": analytic.merge_product, "aa_simplified": analytic.merge}
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P] the net with its head
+    rows: Tensor  # [d (d + 1) / 2 + d C] the sums of G and B, in float64
+    counts: Tensor  # [C] examples of each class in them
+    standing: Tensor  # [N] of each client
+    head: Tensor  # [d, C] W, in float64
+    merged: Tensor  # [d, C] by ``aa``, W before the intermediary ridge is removed; else [0, C]
+
+
+class Sums(NamedTuple):
+    rows: Tensor  # [d (d + 1) / 2 + d C] packed G and B; negative if they are to be taken away; empty if not asked for
+    counts: Tensor  # [C]
+
+
+class Analytic(Algorithm[Server, Nothing, Sums]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
+    distinct: ClassVar[bool] = True
+
+    ridge: NonNegativeFloat = Field(
+        1e-3, description="rho in units of the mean eigenvalue of the sum of G; 0 is as published, and of least norm"
+    )
+    bias: bool = Field(False, description="give the head a bias, as a constant feature; the paper has none")
+    agg: Literal["sum", "aa", "aa_simplified"] = Field("sum", description="how clients are merged: see above")
+    ri_ridge: NonNegativeFloat = Field(1.0, description="rho_loc, the intermediary ridge of aa and aa_simplified")
+    forget: tuple[NonNegativeInt, ...] = Field(
+        (), description="clients that are forgotten in the first round in which they come a second time"
+    )
+
+    @model_validator(mode="after")
+    def _solvable(self) -> Analytic:
+        if self.agg == "aa" and not self.ri_ridge:
+            raise ValueError("agg = 'aa' inverts each client's Gram matrix, and needs ri_ridge > 0")
+        return self
+
+    def bind(
+        self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None
+    ) -> Analytic:
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, Analytic)
+        check_head(task, self.bias)
+        strangers = [] if sizes is None else [i for i in self.forget if i >= len(sizes)]
+        if strangers and sizes is not None:
+            raise ConfigError([Fault("algorithm.forget", f"there is no client {strangers[0]} among {len(sizes)}")])
+        return bound
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"cohort": {"sampling": "all"}}
+
+    @property
+    def weighs_examples(self) -> bool:
+        return False
+
+    @property
+    def surveys(self) -> bool:
+        return True
+
+    @property
+    def hears_each(self) -> bool:
+        return self.agg != "sum"
+
+    @property
+    def lane_size(self) -> int:
+        d, classes = features_of(self.task, self.bias), self.task.linear_head.out_features
+        return 2 * (d * d + d * classes)  # a number in float64 takes two of float32
+
+    def phases(self) -> tuple[Phase, ...]:
+        return ()
+
+    def init(self, w: Tensor) -> Server:
+        d, classes = features_of(self.task, self.bias), self.task.linear_head.out_features
+        none = Statistics(*(x.to(w.device) for x in analytic.no_statistics(d, classes)))
+        standing = torch.full((len(self.sizes),), _NEVER, dtype=torch.uint8, device=w.device)
+        merged = torch.zeros_like(none.cross if self.hears_each else none.cross[:0])
+        return Server(w, to_rows(none), none.counts, standing, none.cross, merged)
+
+    def send(self, server: Server) -> Server:
+        """The net, and who is asked for statistics, of which a client reads its own entry; nothing if nobody is."""
+        asked = server.standing if bool(self.turns(server.standing).any()) else server.standing[:0]
+        return Server(server.w, server.rows[:0], server.counts[:0], asked, server.head[:0], server.merged[:0])
+
+    def sent_bytes(self, down: Server) -> int:
+        return down.w.numel() * down.w.element_size()
+
+    def upload_bytes(self, uploads: Sums) -> int:
+        """As many as have something to say, each its triangle of G and its B."""
+        sent = int((uploads.counts != 0).any(-1).sum()) if uploads.rows.numel() else 0
+        return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def survey(self, batch: Batch, down: Server, mine: Nothing) -> Any:
+        if not len(down.standing):
+            return batch.mask[:0]
+        classes = self.task.linear_head.out_features
+        x = body_features(self.task, down.w, batch.x, batch.buffers, self.bias)
+        return analytic.statistics(x, batch.y, classes, batch.mask)
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sums, Nothing]:
+        if not len(down.standing):
+            return Sums(down.rows, down.rows), ()
+        turn = self.turns(down.standing).gather(0, work.client[None])
+        return Sums(turn * to_rows(work.survey), turn * work.survey.counts), ()
+
+    def weight(self, upload: Sums, work: Work) -> Tensor:
+        return torch.ones_like(work.examples)
+
+    def update(self, server: Server, inbox: Inbox[Sums]) -> Server:
+        came = torch.zeros_like(server.standing, dtype=torch.bool).index_fill(0, inbox.clients, True)
+        turns = torch.where(came, self.turns(server.standing), 0.0)
+        if not bool(turns.any()):
+            return server
+        standing = server.standing.masked_fill(turns > 0, _COUNTS).masked_fill(turns < 0, _FORGOTTEN)
+        if not bool((standing == _COUNTS).any()):  # nobody is left, and neither shall be what rounding left of them
+            empty = self.init(self.task.w0)
+            return empty._replace(w=with_head(self.task, server.w, empty.head), standing=standing)
+        rows, counts = server.rows + inbox.total.rows, server.counts + inbox.total.counts
+        gram, cross = from_rows(rows, len(counts))
+        rho = default_ridge(gram, self.ridge)
+        if self.agg == "sum":
+            head, merged = analytic.solve(gram, cross, rho), server.merged
+        else:
+            whole = self.absolute(server, inbox.uploads.rows, turns[inbox.clients])
+            head, merged = analytic.remove_ridge(whole, float(rho)), whole.head
+        return Server(with_head(self.task, server.w, head), rows, counts, standing, head, merged)
+
+    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+        return before  # the body is frozen, and so is what it has seen
+
+    def counted(self, before: Server, inbox: Inbox[Sums], after: Server) -> Tensor:
+        return (self.sizes.to(after.w.device) * (after.standing == _COUNTS))[inbox.clients]
+
+    def told(self, before: Server, inbox: Inbox[Sums], after: Server) -> dict[str, Tensor]:
+        counting = after.standing == _COUNTS
+        return {"analytic/clients": counting.sum(), "analytic/examples": after.counts.sum() / inbox.examples}
+
+    def turns(self, standing: Tensor) -> Tensor:
+        """What each client's statistics are multiplied by if it comes: 1 to join, -1 to leave, else 0.  ``[N]``"""
+        asks = torch.zeros_like(standing, dtype=torch.bool)
+        asks[list(self.forget)] = True
+        return (standing == _NEVER).double() - (asks & (standing == _COUNTS)).double()
+
+    def absolute(self, server: Server, rows: Tensor, turns: Tensor) -> Part:
+        """All merged with those who came ``[K, ...]``, one after another; who leaves is merged with weight -1."""
+        classes, already = len(server.counts), int((server.standing == _COUNTS).sum())
+        parts = []
+        if already:
+            ridge = already * self.ri_ridge
+            parts.append(Part(server.merged, with_ridge(from_rows(server.rows, classes)[0], ridge), ridge))
+        for row, turn in zip(rows, turns.tolist(), strict=True):
+            if turn:
+                own = Statistics(*from_rows(turn * row, classes), server.counts)
+                parts.append(analytic.weighed(analytic.part(own, self.ri_ridge), turn))
+        return reduce(_MERGES[self.agg], parts)
+
+
+# -- a net as features and a head ------------------------------------------------------------------
+def check_head(task: Task, bias: bool) -> None:
+    """Refuse a net whose head cannot be what was solved for."""
+    if not task.is_head_of_body:
+        what = "the logits of the net are not those of its 'head' on what its 'body' makes"
+        raise ConfigError([Fault("model.kind", what, "let forward(x) be head(body(x))")])
+    if bias and task.linear_head.bias is None:
+        raise ConfigError([Fault("algorithm.bias", "the head of this net has no bias", "set algorithm.bias=false")])
+
+
+def features_of(task: Task, bias: bool) -> int:
+    """d, the constant feature included."""
+    return task.linear_head.in_features + bias
+
+
+def body_features(task: Task, w: Tensor, x: Tensor, buffers: Tensor, bias: bool) -> Tensor:
+    """What the body makes of the inputs, and a constant 1 for a bias.  ``[B, d]``"""
+    found = task.features(w, x, buffers)
+    return analytic.with_bias(found) if bias else found
+
+
+def with_head(task: Task, w: Tensor, head: Tensor) -> Tensor:
+    """The parameters with W ``[d, C]`` as the head; its last row is the bias, if it has one more than features."""
+    wide, out = task.linear_head.in_features, w.clone()
+    out[task.place("head.weight")] = like(head[:wide].T.flatten(), w)
+    if task.linear_head.bias is not None:
+        out[task.place("head.bias")] = like(head[wide], w) if len(head) > wide else 0.0
+    return out
+
+
+def head_of(task: Task, w: Tensor, bias: bool = True) -> Tensor:
+    """W ``[d, C]`` in float64: the head of these parameters, its bias as the last row."""
+    layer = task.linear_head
+    head = w[task.place("head.weight")].view(layer.out_features, -1).T.double()
+    if not bias:
+        return head
+    last = torch.zeros_like(head[:1]) if layer.bias is None else w[task.place("head.bias")].double()[None]
+    return torch.cat([head, last])

@@ -1,0 +1,150 @@
+"""APPLE: each client's model is a mixture of all clients' core models, and it learns how much it takes of whose.
+
+Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning, IJCAI 2022, Algorithm 1.
+
+    client i:  w_i = sum_j p_ij c_j  of all clients' cores c_j;   at first p_i = p0,  p0_j = n_j / n,  and c_i = w0
+               g = grad f_i(w_i);  at once, with the other cores as they were received,
+               c_i <- c_i - lr p_ii g   and   p_ij <- p_ij - p_lr ( <g, c_j> + lambda(r) mu (p_ij - p0_j) )
+               upload  c_i;  keep  p_i
+    lambda(r) = (1 + cos(pi r / L)) / 2 in round r < L = pull_rounds, and 0 from then on
+    server:    puts each core that it hears in its place;  a core that it does not hear stays
+    served:    w_i with the cores as they now are
+
+A round costs a client N models down and one up. The local optimiser moves the core; p takes plain steps.
+PFLlib multiplies lr by N, takes means for inner products, has p_lr = 0 and uploads the mixture as core.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.algorithm import Algorithm, Carry, Inbox, Phase, Work
+from fedloom.task import Batch
+
+
+class Server(NamedTuple):
+    cores: Tensor  # [N, P]
+    p0: Tensor  # [N] each client's share of the data
+
+    @property
+    def w(self) -> Tensor:
+        """The mixture of who knows nothing of the others but their size.  ``[P]``"""
+        return self.p0 @ self.cores
+
+
+class Mine(NamedTuple):
+    p: Tensor  # [N] how much it takes of whose core
+    me: Tensor  # [N] 1 at its own place; all 0 until it has taken part once
+
+
+class Core(NamedTuple):
+    core: Tensor  # [P]
+    client: Tensor  # [] whose it is
+
+
+class Mixture(NamedTuple):
+    """What is trained, and what a step must know."""
+
+    w: Tensor  # [P] the mixture
+    core: Tensor  # [P] the client's own
+    p: Tensor  # [N]
+    me: Tensor  # [N]
+    pull: Tensor  # [] lambda(r) mu
+
+
+class Apple(Algorithm[Server, Mine, Core]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
+    linear: ClassVar[bool] = False
+    common: ClassVar[bool] = False
+    distinct: ClassVar[bool] = True
+
+    p_lr: NonNegativeFloat = Field(0.001, description="learning rate of the relationships p")
+    mu: NonNegativeFloat = Field(0.1, description="strength of the pull of p towards the shares of the data")
+    pull_rounds: PositiveInt = Field(10, description="L: rounds in which the pull fades away; a fifth of all, say")
+    p_init: Literal["size", "own"] = Field("size", description="p at first: the shares of the data, or all one's own")
+
+    def init(self, w: Tensor) -> Server:
+        sizes = self.sizes.to(w)
+        return Server(w.repeat(len(sizes), 1), sizes / sizes.sum())
+
+    def sent_bytes(self, down: Server) -> int:
+        return tree.nbytes(down.cores)  # who has how much data was said once, before the first round
+
+    def upload_bytes(self, uploads: Core) -> int:
+        return tree.nbytes(uploads.core)  # the server knows whom it hears
+
+    def join(self, down: Server) -> Mine:
+        nobody = torch.zeros_like(down.p0)
+        return Mine(self.first(down, nobody), nobody)
+
+    def start(self, down: Server, mine: Mine) -> Mixture:
+        # The core of who has not trained yet is still the initial model.
+        core = torch.where(mine.me.any(), mine.me @ down.cores, self.task.w0)
+        return Mixture(self.serve(down, mine), core, mine.p, mine.me, torch.zeros_like(mine.p[0]))
+
+    def phases(self) -> tuple[Phase, ...]:
+        # Who a client is and which round it is stand in its work, which it is handed at the end of a pass: one
+        # batch goes by, in which nothing is trained.
+        called = Phase(
+            lambda at, *_: at,
+            name="called",
+            epochs=1,
+            share=0.0,
+            sampling="block",
+            repeat=True,
+            after=self.called,
+            keeps_statistics=False,
+            cost=0.0,
+        )
+        return called, Phase(self.step)
+
+    def called(self, at: Carry, seen: Any, down: Server, mine: Mine, work: Work) -> tuple[Carry, Tensor]:
+        """The client, now that it knows its number and the round."""
+        me = (torch.arange(len(down.p0), device=down.p0.device) == work.client).to(down.p0)
+        p = torch.where(mine.me.any(), mine.p, self.first(down, me))
+        pull = (self.mu * scheduled(work.round, self.pull_rounds)).to(p)
+        x = Mixture(p @ down.cores, me @ down.cores, p, me, pull)
+        return Carry(x, at.memory), torch.ones_like(work.client, dtype=torch.bool)
+
+    def step(self, at: Carry, batch: Batch, down: Server, mine: Mine) -> Carry:
+        _, core, p, me, pull = at.x
+        g = self.task.grad(at.x.w, batch)
+        slope = (1 - me) * (down.cores @ g) + me * (core @ g)
+        own, memory = self.optimizer.update((p @ me) * g, at.memory, core, batch.lr)
+        p = p - self.p_lr * (slope + pull * (p - down.p0))
+        return Carry(Mixture(mixed(p, me, own, down.cores), own, p, me, pull), memory)
+
+    def memory(self, x: Mixture) -> Any:
+        return self.optimizer.init(x.core)
+
+    def finish(self, x: Mixture, down: Server, mine: Mine, work: Work) -> tuple[Core, Mine]:
+        return Core(x.core, work.client), Mine(x.p, x.me)
+
+    def update(self, server: Server, inbox: Inbox[Core]) -> Server:
+        heard = inbox.uploads
+        return Server(server.cores.index_copy(0, heard.client, heard.core), server.p0)
+
+    def serve(self, down: Server, mine: Mine) -> Tensor:
+        if self.p_init == "own":  # who has not trained yet is all its own, wherever its place is
+            return torch.where(mine.me.any(), mine.p @ down.cores, self.task.w0)
+        return mine.p @ down.cores
+
+    def first(self, down: Server, me: Tensor) -> Tensor:
+        """The relationships of a client that takes part for the first time.  ``[N]``"""
+        return down.p0 if self.p_init == "size" else me
+
+
+def mixed(p: Tensor, me: Tensor, core: Tensor, cores: Tensor) -> Tensor:
+    """sum_j p_j w_j, where the client's own core is ``core`` and not the one that was received.  ``[P]``"""
+    return (p * (1 - me)) @ cores + (p @ me) * core
+
+
+def scheduled(r: Tensor, L: int) -> Tensor:
+    """lambda(r): how much of the pull is left in round ``r``.  ``[]``"""
+    return torch.where(r < L, (1 + torch.cos(math.pi * r / L)) / 2, 0.0)

@@ -1,0 +1,127 @@
+"""DFedAvgM: DFedAvg with heavy-ball momentum inside a round, and with quantised messages.
+
+Sun, Li and Wang, Decentralized Federated Averaging, TPAMI 2022, Algorithms 1 and 2.
+
+    node i:  y_{k+1} = y_k - eta g_i(y_k) + theta (y_k - y_{k-1}),   y_{-1} = y_0 = x_i;     z_i = y_K
+
+which is SGD with momentum theta, ``local.momentum``, restarted in every round; momentum never travels. Then
+
+    none:          x_i <- sum_l W_il z_l
+    direct:        x_i <- z_i + sum_l W_il (Q(z_l) - Q(z_i))
+    choco:         v_l <- v_l + Q(z_l - v_l);   x_i <- z_i + gamma sum_l W_il (v_l - v_i)
+    diff_literal:  x_i <- x_i + sum_l W_il Q(z_l - x_l)
+
+``direct`` uses its own z_i as it is and preserves the mean, but its error does not vanish. In ``choco`` (Koloskova et
+al., Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) everybody
+keeps copies v_l of what its neighbours have sent so far, so that differences shrink, and errors with them: it is for a
+graph that stays as it is, one gossip step in a round and links that do not fail. ``diff_literal`` is the recursion as
+it is usually printed. It never mixes models: even without quantisation it diverges where W has a negative eigenvalue,
+and else ends at each node's own optimum.
+
+Q has ``bits`` bits for a number and one step s = max |v| / (2^(bits - 1) - 1) for each tensor: floor(v / s) s, or, by
+chance, one s more, so that its mean is v. What is left of z after mixing is a node's ``own``, x = gamma w + own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom import rng, tree
+from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
+
+
+class Mine(NamedTuple):
+    own: Tensor  # [P] what of its model a node has for itself; [0] where that is nothing
+    v: Tensor  # [P] what its neighbours have heard of it so far; [0] where nobody remembers
+
+
+class DFedAvgM(Algorithm[Model, Mine, Model]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
+
+    scheme: Literal["none", "direct", "choco", "diff_literal"] = Field(
+        "none", description="what is sent: models, quantised models, or quantised differences of one of two kinds"
+    )
+    bits: int = Field(8, ge=2, le=32, description="of a number that is sent quantised: 2 to 16, or 32, which is all")
+    rounding: Literal["stochastic", "floor"] = Field("stochastic", description="of a number to its bits")
+    gamma: float = Field(1.0, gt=0, le=1, description="choco: how far a node goes; 0.5 to 0.8 for 4 bits and less")
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> DFedAvgM:
+        if 16 < self.bits < 32:
+            raise ValueError(f"bits is 2 to 16, or 32 (got {self.bits})")
+        if self.gamma != 1 and self.scheme != "choco":
+            raise ValueError(f"only choco has a gamma (got {self.gamma} for {self.scheme})")
+        return self
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"local": {"momentum": 0.9}}
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Mine:
+        w0 = self.task.w0  # which everybody knows
+        own = (1 - self.gamma) * w0 if self._keeps else w0[:0]
+        return Mine(own, w0 if self.scheme == "choco" else w0[:0])
+
+    def start(self, down: Model, mine: Mine) -> Tensor:
+        return self.gamma * down.w + mine.own if self._keeps else down.w
+
+    def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Model, Mine]:
+        if self.scheme == "none":
+            return Model(x), mine
+        if self.scheme == "diff_literal":
+            return Model(self.quantised(x - down.w, work)), mine
+        if self.scheme == "direct":
+            q = self.quantised(x, work)
+            return Model(q), Mine(x - q, mine.v)
+        v = mine.v + self.quantised(x - mine.v, work)
+        return Model(v), Mine(x - self.gamma * v, v)
+
+    def update(self, server: Model, inbox: Inbox[Model]) -> Model:
+        heard = like(inbox.mean.w, server.w)
+        return Model(server.w + heard if self.scheme == "diff_literal" else heard)
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        return self.start(down, mine)
+
+    def upload_bytes(self, uploads: Model) -> int:
+        """What choco sends is Q(z - v), from which others know v; a quantised tensor has its step beside it."""
+        if self.scheme == "none" or self.bits == 32:
+            return tree.nbytes(uploads)
+        count, size = uploads.w.shape
+        return count * (-(-self.bits * size // 8) + 4 * len(self.task.names))
+
+    @property
+    def _keeps(self) -> bool:
+        return self.scheme in ("direct", "choco")
+
+    def quantised(self, v: Tensor, work: Work) -> Tensor:
+        """Q(v), tensor by tensor; chance goes by node, round and place."""
+        if self.bits == 32:
+            return v
+        chance = torch.ones_like(v)  # never less than what is left
+        if self.rounding == "stochastic":
+            place = torch.arange(len(v), device=v.device)
+            chance = rng.uniform(0, "quantise", work.round.to(torch.int64), work.client, place).to(v.dtype)
+        whole = self.task.tensors(self.task.w0, self.task.buffers0)
+        sizes = [whole[name].numel() for name in self.task.names]
+        parts = zip(torch.split(v, sizes), torch.split(chance, sizes), strict=True)
+        return torch.cat([quantised(part, self.bits, by) for part, by in parts])
+
+
+def quantised(v: Tensor, bits: int, chance: Tensor) -> Tensor:
+    """The multiple of s = max |v| / (2^(bits - 1) - 1) below each number, or, where ``chance`` in [0, 1) is less than
+    what is left of it by s, the one above."""
+    top = 2 ** (bits - 1) - 1
+    s = v.abs().amax() / top
+    levels = v / torch.where(s > 0, s, torch.ones_like(s))
+    low = levels.floor()
+    level = (low + (chance < levels - low)).clamp(-top - 1, top)
+    found: Tensor = level * s
+    return found

@@ -1,0 +1,46 @@
+"""DFedGAM: DFedAvg whose nodes look for flat minima by the length of the gradient.
+
+The paper's local step, with its indices repaired (the loop starts from x_i once, not in every step):
+
+    g = grad F_i(y);   f = grad ||g|| = H g / ||g||;   y <- y - eta grad F_i(y + rho f / ||f||)      then as DFedAvg
+
+It takes the gradient of the loss at the point, rho away, where the gradient is about the longest. The term
+rho max ||grad F|| of GAM, which the paper builds on, never enters what is descended: ``rule`` has GAM itself as
+``gam_exact`` and ``gam_fd``, and its authors' accelerated form as ``gam_repo``. f is found by a finite difference
+(one gradient more), a central one (two), or an exact Hessian-vector product (worth two). On nets with ReLU these are
+different methods: a difference sees the kinks that a derivative does not.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from fedloom.algorithm import Model, Nothing
+from fedloom.algorithms.dfedavg import DFedAvg
+from fedloom.sharpness import Gam, Product, Rule, cost, gam
+from fedloom.task import Batch
+
+
+class DFedGAM(DFedAvg):
+    rho: NonNegativeFloat = Field(0.2, description="how far a step looks for the longest gradient nearby")
+    rule: Rule = Field("paper", description="whose step: the paper's, GAM's exactly or by differences, its authors'")
+    hvp: Product = Field("fd", description="how H g is found: by a difference, a central one, or exactly")
+    rho_fd: float = Field(0.03, ge=1e-4, le=0.5, description="how far a difference reaches")
+    alpha: NonNegativeFloat = Field(0.1, description="gam_exact, gam_fd: weight of the flatness term")
+    beta0: NonNegativeFloat = Field(0.1, description="gam_repo: the weight of the far gradient is |1 - beta0|")
+    beta1: float = Field(0.1, ge=0, le=1, description="gam_repo: weight of the near perturbed gradient")
+    gamma: NonNegativeFloat = Field(0.05, description="gam_repo: weight of what is perpendicular")
+    tau: PositiveFloat = Field(1e-6, description="a difference of gradients shorter than tau ||g|| counts as rounding")
+
+    @property
+    def how(self) -> Gam:
+        shape = (self.rho_fd, self.alpha, self.beta0, self.beta1, self.gamma, self.tau)
+        return Gam(self.rho, self.rule, self.hvp, *shape)
+
+    @property
+    def gradients_per_step(self) -> float:
+        return cost(self.how)
+
+    def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
+        return gam(self.task, x, batch, self.how)

@@ -1,0 +1,96 @@
+"""Ditto: beside the common model every client trains one of its own, held near the common one.
+
+Li, Hu, Beirami and Smith, Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021, Algorithm 1.
+
+    client k:  w_k <- SGD(w; D_k)                                       upload  w_k - w
+               v_k <- v_k - lr (grad F_k(v_k) + mu (v_k - w)),          `personal_epochs` passes over D_k;  keep v_k
+    server:    as FedAvg, and so is the common model, bit for bit
+    served:    v_k, which starts as the first model that the client receives
+
+Both models are trained on the same batches, each with an optimiser of its own. So mu = 0, PFLlib's default, is
+local training only; the larger mu, the nearer v_k stays to w. BatchNorm's statistics are those of w_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.task import Batch
+
+
+class Mine(NamedTuple):
+    v: Tensor  # [P]
+
+
+class Both(NamedTuple):
+    """The two models that a client trains, or what the optimiser of each remembers."""
+
+    w: Any
+    v: Any
+
+
+class Ditto(Algorithm[Model, Mine, Update]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
+    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
+    distinct: ClassVar[bool] = True
+
+    mu: NonNegativeFloat = Field(0.1, description="how strongly a client's own model is held near the common one")
+    personal_epochs: PositiveInt = Field(1, description="passes over the data in which a client trains its own model")
+    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    def memory(self, x: Any) -> Any:
+        """The steps of the two models are remembered apart."""
+        return Both(self.optimizer.init(x.w), self.optimizer.init(x.v))
+
+    def doubts(self, lr: float) -> list[str]:
+        growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
+        return [growing] if lr * self.mu >= 2 else []
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Mine:
+        return Mine(down.w)
+
+    def start(self, down: Model, mine: Mine) -> Both:
+        return Both(down.w, mine.v)
+
+    def phases(self) -> tuple[Phase, ...]:
+        # Under the same name, the second phase reads the batches of the first.
+        return Phase(self.step), Phase(self.personal_step, epochs=self.personal_epochs, keeps_statistics=False)
+
+    def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        g = self.task.grad(at.x.w, batch)
+        w, memory = self.optimizer.update(g, at.memory.w, at.x.w, batch.lr)
+        return Carry(at.x._replace(w=w), at.memory._replace(w=memory))
+
+    def personal_step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        """One step of the client's own model."""
+        g = self.task.grad(at.x.v, batch)
+        g = g + self.mu * (at.x.v - down.w) if self.mu else g
+        v, memory = self.optimizer.update(g, at.memory.v, at.x.v, batch.lr)
+        return Carry(at.x._replace(v=v), at.memory._replace(v=memory))
+
+    def finish(self, x: Both, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
+        return Update(x.w - down.w), Mine(x.v)
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        return mine.v

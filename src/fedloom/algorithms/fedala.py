@@ -1,0 +1,177 @@
+"""FedALA: each client starts its round between its own model and the server's, and learns where between.
+
+Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI 2023.
+
+    v_k: the client's model at the end of its last round;  w: the server's;  top: the last `layers` layers
+    ALA:       x = v_k + (w - v_k) * W_k  on top (element by element, 0 <= W_k <= 1),  x = w  below
+               W_k <- clip(W_k - eta * grad_x F_k(x) * (w - v_k), 0, 1)  over a share of the client's data,
+               pass after pass until the loss is steady when it is done first, and one pass in later rounds
+    client k:  x <- SGD(x; D_k);   v_k <- x               upload  x - w
+    server:    as FedAvg
+    users:     predict with x as it is after ALA, before training
+
+In a client's first round there is no v_k and it starts from w. W_k stays with the client and is learned with
+plain steps, whatever the local optimiser. It moves little, so where it begins decides what the method is:
+w_init = 1 begins as FedAvg, w_init = 0 with all layers is close to training alone. ``profile = "reference"``
+is the authors' (1, 80 % of the data, the last layer), ``profile = "paper"`` what the paper on pFedALA states
+(0, 1 % of the data, all layers). In simulated time every round counts one pass of ALA: the first phase, which is
+longer, is known only after it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.task import Batch
+
+_PAPER = {"w_init": 0.0, "sample_percent": 1.0, "layers": "all"}
+
+
+class Mine(NamedTuple):
+    v: Tensor  # [P] the client's model at the end of its last round
+    W: Any  # [q] how much of the server's model it takes, on top; () where ALA has no layers
+    seen: Tensor  # [] 1 once there is a v
+    started: Tensor  # [] 1 once the start phase is over
+
+
+class Walk(NamedTuple):
+    w: Tensor  # [P] what is trained
+    W: Any  # [q]
+    loss: Tensor  # [] of the last batch
+    losses: Tensor  # [window] at the ends of the last passes
+    passes: Tensor  # [] of ALA so far in this round
+
+
+class FedALA(Algorithm[Model, Mine, Update]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"w_init": 1.0, "eta": 0.0}
+    distinct: ClassVar[bool] = True
+
+    profile: Literal["reference", "paper"] = Field("reference", description="whose settings: see above")
+    w_init: float = Field(1.0, ge=0, le=1, description="where W starts: 1 at the server's model, 0 at the client's own")
+    layers: PositiveInt | Literal["all", "none"] = Field(1, description="how many of the last layers ALA works on")
+    sample_percent: float = Field(80.0, gt=0, le=100, description="share of a client's data for ALA; at least a batch")
+    eta: NonNegativeFloat = Field(1.0, description="step of W")
+    threshold: PositiveFloat = Field(0.1, description="deviation of the last losses at which the start phase is over")
+    window: PositiveInt = Field(10, ge=2, description="how many last losses that are; the phase has one pass more")
+    max_start_passes: PositiveInt = Field(100, description="most passes of the start phase")
+    later_passes: Literal["epoch", "step"] = Field("epoch", description="ALA after that: one pass, or one batch of it")
+    sampling: Literal["draw", "block"] = Field("draw", description="ALA's data is drawn, or a block in stored order")
+    model_mode: Literal["train", "eval"] = Field("train", description="mode of dropout and BatchNorm during ALA")
+    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _profile(cls, given: Any) -> Any:
+        return {**_PAPER, **given} if isinstance(given, dict) and given.get("profile") == "paper" else given
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"local": {"state": "persist"}}
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    @cached_property
+    def low(self) -> int:
+        """How many parameters lie below ALA's layers."""
+        return self.task.below(self.layers)
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Mine:
+        top, zero = down.w[self.low :], torch.zeros_like(down.w[0])
+        return Mine(torch.zeros_like(down.w), torch.full_like(top, self.w_init) if len(top) else (), zero, zero)
+
+    def start(self, down: Model, mine: Mine) -> Walk:
+        zero = torch.zeros_like(mine.seen)
+        return Walk(self.between(mine.W, down, mine), mine.W, zero, zero.expand(self.window), zero)
+
+    def between(self, W: Any, down: Model, mine: Mine) -> Tensor:
+        """The server's model below, and on top what ``W`` says; torch.lerp is exact where W is 0 or 1."""
+        own, low = torch.where(mine.seen > 0, mine.v, down.w), self.low
+        return torch.cat((down.w[:low], torch.lerp(own[low:], down.w[low:], W))) if low < len(own) else down.w
+
+    # -- ALA ----------------------------------------------------------------------------------------
+    def ala(self) -> tuple[Phase, ...]:
+        if self.low == self.task.size:
+            return ()
+        share = self.sample_percent / 100
+        return (
+            Phase(
+                self.aggregate,
+                name="ala",
+                epochs=1,
+                share=share,
+                sampling=self.sampling,
+                repeat=True,
+                passes=self.ala_passes,
+                after=self.settled,
+                leave=self.arrived,
+                keeps_statistics=False,
+                cost=share * (1 + 2 * self.task.work_above(self.low)) / 3,  # backward costs two forwards, on top only
+            ),
+        )
+
+    def ala_passes(self, mine: Mine, work: Work) -> Tensor:
+        """None in a client's first round, until it settles in its second, and one afterwards."""
+        return mine.seen * torch.where(mine.started > 0, 1.0, float(self.max_start_passes))
+
+    def aggregate(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        """One step of W along the gradient of the loss at the point it stands for."""
+        low, x = self.low, at.x
+        own, theirs = mine.v[low:], down.w[low:]  # only these are looked at: the layers below stay the server's
+        training = self.model_mode == "train"
+        loss, g = self.task.evaluate_and_differentiate(
+            lambda top: self.task.loss((down.w[:low], top), batch, training=training), torch.lerp(own, theirs, x.W)
+        )
+        W = (x.W - self.eta * g * (theirs - own)).clamp(0, 1)
+        if self.later_passes == "step":
+            W = torch.where((mine.started > 0) & (batch.progress > 0), x.W, W)
+        return at._replace(x=x._replace(W=W, loss=loss))
+
+    def settled(self, at: Carry, seen: Any, down: Model, mine: Mine, work: Work) -> tuple[Carry, Tensor]:
+        """Whether the loss at the ends of the last passes is steady."""
+        passes = at.x.passes + 1
+        losses = torch.cat((at.x.losses[1:], at.x.loss[None]))
+        steady = (passes > self.window) & (losses.std(correction=0) < self.threshold)
+        return at._replace(x=at.x._replace(losses=losses, passes=passes)), steady
+
+    def arrived(self, at: Carry, down: Model, mine: Mine) -> Carry:
+        """Local training begins where W, as it now is, says."""
+        return at._replace(x=at.x._replace(w=self.between(at.x.W, down, mine)))
+
+    # -- the round ------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        return (*self.ala(), Phase(self.step))
+
+    def fitting(self) -> tuple[Phase, ...]:
+        return self.ala()
+
+    def memory(self, x: Walk) -> Any:
+        return self.optimizer.init(x.w)
+
+    def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        g = self.task.grad(at.x.w, batch)
+        w, memory = self.optimizer.update(g, at.memory, at.x.w, batch.lr)
+        return Carry(at.x._replace(w=w), memory)
+
+    def finish(self, x: Walk, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
+        return Update(x.w - down.w), Mine(x.w, x.W, torch.ones_like(mine.seen), mine.seen)
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + like(inbox.mean.dw, server.w))
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        return self.between(mine.W, down, mine)

@@ -1,0 +1,139 @@
+"""FedBE: the server draws models from a posterior around its clients' and teaches their mean what all say together.
+
+Chen and Chao, FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning, ICLR 2021, Algorithm 1.
+
+    client k:   as FedAvg
+    server:     m = sum_k a_k w_k,  FedAvg's mean
+                gaussian:   w ~ N(m, diag sum_k a_k (w_k - m)^2)
+                dirichlet:  w = sum_k pi_k w_k,  pi ~ Dir(concentration, ...)
+                teachers E = {m}, the w_k and ``samples`` draws;   p(x) = (1 / |E|) sum_E softmax f(x; w)
+                p <- p^(1 / T) / sum,  sharper for T < 1
+                w <- mean of the points that SGD visits from m on  KL(p || softmax f(x; w))  (SWA)
+
+on the server's own, unlabelled x. ``sampling = "normalised"`` is the Gaussian of the authors' code: for each tensor the
+unit moves u_k, their mean plus ``spread`` times their standard deviation times noise, made as long as the moves are in
+the mean. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from fedloom import rng
+from fedloom.algorithm import Held, Inbox, Model, Update, like
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.distill import Lessons, averaged, last, logits, refuse_statistics, swa
+from fedloom.optim import Optimizer, sgd
+from fedloom.task import Task
+
+_VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
+
+
+class FedBE(FedAvg):
+    linear: ClassVar[bool] = False
+    needs_proxy: ClassVar[bool] = True
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
+
+    posterior: Literal["gaussian", "dirichlet"] = Field("gaussian", description="from which models are drawn")
+    samples: NonNegativeInt = Field(10, description="how many are drawn in a round")
+    sampling: Literal["plain", "normalised"] = Field("plain", description="of the Gaussian; normalised: the code's")
+    spread: NonNegativeFloat = Field(0.1, description="of normalised sampling, in standard deviations")
+    concentration: PositiveFloat = Field(1.0, description="of the Dirichlet; the larger, the nearer to the mean")
+    centre: Literal["alike", "share"] = Field("alike", description="the Dirichlet's mean: all alike, or by weight")
+    with_mean: bool = Field(True, description="the mean model is a teacher, too")
+    with_clients: bool = Field(True, description="the clients' models are teachers, too")
+    voice: Literal["probabilities", "logits"] = Field("probabilities", description="what of the teachers is averaged")
+    temperature: PositiveFloat = Field(0.5, description="T: below 1 it makes the teachers surer")
+    epochs: NonNegativeInt = Field(20, description="passes of the student over the server's examples")
+    batch: PositiveInt = Field(128, description="examples in a step of the student")
+    lr: PositiveFloat = Field(1e-3, description="of the student")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student")
+    weight_decay: NonNegativeFloat = Field(1e-5, description="pull of the student towards zero")
+    swa: bool = Field(True, description="take the mean of the student's way, not its end")
+    swa_start: NonNegativeInt = Field(500, description="step from which on; at the latest half-way")
+    swa_every: PositiveInt = Field(25, description="steps between the points that are averaged")
+
+    @model_validator(mode="after")
+    def _somebody_teaches(self) -> FedBE:
+        if not (self.samples or self.with_mean or self.with_clients):
+            raise ValueError("there is no teacher: samples = 0, with_mean and with_clients are false")
+        return self
+
+    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedBE:
+        refuse_statistics(task)
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, FedBE)
+        return bound
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        mean = super().update(server, inbox)
+        if not self.epochs:
+            return mean
+        x, address = self.proxy.x, inbox.address
+        target = self.target(self.teachers(server.w, mean.w, inbox), x)
+        rule = sgd(momentum=self.momentum, weight_decay=self.weight_decay)
+        how = Lessons(rule, self.lr, self.epochs, self.batch)
+        if not self.swa:
+            return Model(last(self.task, mean.w, x, target, how, address))
+        return Model(swa(self.task, mean.w, x, target, how, address, start=self.swa_start, every=self.swa_every))
+
+    def teachers(self, w: Tensor, mean: Tensor, inbox: Inbox[Update]) -> Iterator[Tensor]:
+        """Every model of the ensemble, one after another; ``w`` is where the clients started."""
+        if self.with_mean:
+            yield mean
+        if self.with_clients:
+            yield from (w + dw for dw in inbox.uploads.dw)
+        draw = self._from_dirichlet if self.posterior == "dirichlet" else self._from_gaussian
+        yield from draw(w, inbox)
+
+    def target(self, teachers: Iterator[Tensor], x: Tensor) -> Tensor:
+        """What the teachers say together, as log-probabilities.  ``[n, classes]``"""
+        said = (logits(self.task, w, x) for w in teachers)
+        if self.voice == "logits":
+            together = averaged(said)
+        else:
+            # Below the least positive number of float32 a probability would be lost, and its logarithm with it.
+            together = averaged(log_softmax(z.double(), -1).exp() for z in said).log()
+        return log_softmax(together / self.temperature, -1)
+
+    def _from_gaussian(self, w: Tensor, inbox: Inbox[Update]) -> Iterator[Tensor]:
+        centre, sd = self._unit_moves(inbox.uploads.dw) if self.sampling == "normalised" else self._moves(inbox)
+        for sample in range(self.samples):
+            yield w + like(centre, w) + like(sd, w) * self._noise(w, inbox, sample)
+
+    def _moves(self, inbox: Inbox[Update]) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the clients' moves, as they count.  ``[P]`` both"""
+        off = inbox.uploads.dw.double() - inbox.mean.dw
+        return inbox.mean.dw, ((inbox.weights / inbox.weight) @ off.square()).sqrt()
+
+    def _unit_moves(self, dw: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of their directions, tensor by tensor, as long as the moves are in the mean."""
+        whole = self.task.tensors(self.task.w0, self.task.buffers0)
+        parts = []
+        for moves in torch.split(dw, [whole[name].numel() for name in self.task.names], dim=1):
+            norms = torch.linalg.vector_norm(moves, dim=1, keepdim=True)
+            unit = moves / torch.where(norms > 0, norms, torch.ones_like(norms))
+            sd = unit.var(0, correction=0).clamp(min=_VARIANCE).sqrt()
+            parts.append((unit.mean(0) * norms.mean(), self.spread * sd * norms.mean()))
+        means, spreads = zip(*parts, strict=True)
+        return torch.cat(means), torch.cat(spreads)
+
+    def _from_dirichlet(self, w: Tensor, inbox: Inbox[Update]) -> Iterator[Tensor]:
+        count = len(inbox.weights)
+        share = torch.full((count,), 1 / count) if self.centre == "alike" else inbox.weights / inbox.weights.sum()
+        for sample in range(self.samples):
+            drawn = self._stream(inbox, sample).dirichlet((self.concentration * count * share).cpu().numpy())
+            yield w + like(torch.from_numpy(drawn).to(w.device) @ inbox.uploads.dw.double(), w)
+
+    def _noise(self, w: Tensor, inbox: Inbox[Update], sample: int) -> Tensor:
+        return torch.from_numpy(self._stream(inbox, sample).standard_normal(len(w))).to(w)
+
+    def _stream(self, inbox: Inbox[Update], sample: int) -> Any:
+        seed, round_ = inbox.address
+        return rng.stream(seed, "posterior", round_, sample)

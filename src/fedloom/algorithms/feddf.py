@@ -1,0 +1,77 @@
+"""FedDF: the server teaches the mean of the clients' models what the clients say together.
+
+Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020, Algorithm 1.
+
+    client k:  as FedAvg
+    server:    w <- FedAvg's mean;   z(x) = (1 / K) sum_k f(x; w_k)  on the server's own, unlabelled x
+               w <- Adam on  KL( softmax(z / T) || softmax(f(x; w) / T) )
+
+Every teacher has the same voice. Labels of the server's examples are not used: what is kept is the student that is
+nearest to its teachers on a share of the examples that it does not learn from. The authors' own schedule is ``cosine``
+over many epochs with ``patience``; FedLAW's code distils with ``rule = "sgd"``, lr 0.08, decay 0.99,
+momentum 0.9 and weight_decay 5e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from fedloom.algorithm import Held, Inbox, Model, Update
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.distill import Lessons, averaged, best, logits, refuse_statistics
+from fedloom.optim import Optimizer, adam, sgd
+from fedloom.task import Task
+
+
+class FedDF(FedAvg):
+    linear: ClassVar[bool] = False
+    needs_proxy: ClassVar[bool] = True
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
+
+    epochs: NonNegativeInt = Field(20, description="most passes of the student over the server's examples")
+    batch: PositiveInt = Field(128, description="examples in a step of the student")
+    temperature: PositiveFloat = Field(1.0, description="T: the larger, the softer what teachers and student say")
+    rule: Literal["adam", "sgd"] = Field("adam", description="the student's optimiser")
+    lr: PositiveFloat = Field(1e-3, description="of the student")
+    decay: float = Field(1.0, gt=0, le=1, description="factor of lr per round")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="of lr over the steps of a round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
+    weight_decay: NonNegativeFloat = Field(0.0, description="pull of the student towards zero")
+    held_out: float = Field(
+        0.1, ge=0, lt=1, description="share of the server's examples that choose the best student; 0 keeps the last"
+    )
+    patience: PositiveInt | None = Field(None, description="epochs without a gain after which the student stops")
+
+    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedDF:
+        refuse_statistics(task)
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, FedDF)
+        return bound
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        student = super().update(server, inbox)
+        if not self.epochs:
+            return student
+        x, address = self.proxy.x, inbox.address
+        z = averaged((logits(self.task, server.w + dw, x) for dw in inbox.uploads.dw), self._voices(inbox))
+        target = log_softmax(z / self.temperature, -1)
+        how = self._lessons(address[1])
+        w = best(self.task, student.w, x, target, how, address, held_out=self.held_out, patience=self.patience)
+        return Model(w)
+
+    def _voices(self, inbox: Inbox[Update]) -> list[float]:
+        """A client that was drawn twice is heard twice; how much data it has does not count."""
+        voices: Tensor = torch.ones_like(inbox.weights) if self.weighs_examples else inbox.weights
+        return [float(voice) for voice in voices]
+
+    def _lessons(self, round_: int) -> Lessons:
+        rule = adam(weight_decay=self.weight_decay)
+        if self.rule == "sgd":
+            rule = sgd(momentum=self.momentum, weight_decay=self.weight_decay)
+        return Lessons(rule, self.lr * self.decay**round_, self.epochs, self.batch, self.temperature, self.schedule)

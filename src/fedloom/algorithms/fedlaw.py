@@ -1,0 +1,218 @@
+"""FedLAW: how much each client counts, and how much the average shrinks, is learned on examples of the server.
+
+Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023, Algorithm 1.
+
+    client i:  w_i <- SGD(w; D_i)                                 upload  w_i - w
+    server:    min over a, b of the loss of  w(a, b) = gamma sum_i lambda_i w_i  on batches of the proxy set,
+               lambda = softmax(a) from a_i = ln(n_i / sum n),    gamma = e^b from b = 0
+               w <- w(a, b)
+
+A step costs one backward of the aggregate and two products with the stacked uploads, whatever their number.
+Adam moves a logit by about ``server_lr`` in a step: the authors' 20 epochs of two batches at 0.01 change a weight by
+e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 100 steps.
+
+``param``
+    exp      as above. gamma may exceed 1.      exp_cap  gamma = e^min(b, 0)
+    quad     lambda_i = u_i^2 / sum u^2, gamma = v^2. The authors start from equal u; here from sqrt(n_i / sum n)
+             (``weighting=uniform`` is theirs), so that without epochs it is FedAvg.
+    fixed    lambda = softmax(a), and gamma stays at ``shrink``
+``shrink_rule``
+    law      gamma is learned, together with lambda or (``stage=two_stage``) after it
+    grid     lambda is learned with gamma = 1, then of six values the best on the proxy set is taken
+    ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean move, v how much moves disagree. LAW-AFL eq. 5,
+             gamma = eta / (E |g_i|^2 + eps), has the unit of 1 / |g|^2 and explodes as training converges.
+
+``freeze_after=1`` learns once and keeps what was learned of each client, which may be the "static" FedLAW of LAW-AFL's
+Table 7.
+
+BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
+running statistics do not matter; those that the model is judged with are the clients' mean, as for every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedloom import law, rng
+from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Update, Work, like
+from fedloom.algorithms.fedrep import normalisation
+from fedloom.errors import ConfigError, Fault, nearest
+from fedloom.law import Gradient, Stack, Weighing
+from fedloom.optim import Optimizer, sgd
+from fedloom.task import Batch, Task
+
+_OPTIMIZERS: dict[str, Optimizer] = {"adam": law.SERVER_ADAM, "sgd": sgd(momentum=0.9)}
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    lam: Tensor  # [N] how much each client counted in the last round; 0 if it was not there
+    offsets: Tensor  # [N] ln(lambda_i / n_i's share) when it was last learned; 0 for a client never seen
+    shrink: Tensor  # [] gamma of the last round
+
+
+class FedLAW(Algorithm[Server, Nothing, Update]):
+    linear: ClassVar[bool] = False
+    distinct: ClassVar[bool] = True
+    needs_proxy: ClassVar[bool] = True
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
+
+    server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
+    server_lr: PositiveFloat = Field(0.01, description="rate at which the weights are learned, halved every 20 epochs")
+    server_optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam (0.5, 0.999), or SGD with momentum 0.9")
+    proxy_batch: PositiveInt = Field(128, description="examples in a step of the server")
+    param: Literal["exp", "quad", "exp_cap", "fixed"] = Field("exp", description="what is learned: see above")
+    stage: Literal["joint", "two_stage"] = Field(
+        "joint", description="two_stage: half of the epochs for lambda, averaged by SWA, then half for gamma"
+    )
+    shrink: PositiveFloat = Field(1.0, description="gamma at the start of each round; param = fixed keeps it")
+    shrink_rule: Literal["law", "grid", "ratio"] = Field("law", description="where gamma comes from: see above")
+    shrink_exclude: tuple[str, ...] = Field(
+        (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
+    )
+    learns_weights: bool = Field(True, description="false: clients count by size, and only gamma is learned")
+    freeze_after: PositiveInt | None = Field(
+        None, description="rounds after which nothing more is learned; unset: never"
+    )
+    weighting: Literal["samples", "uniform"] = Field("samples", description="how clients count before it is learned")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedLAW:
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, FedLAW)
+        shrinking(task, self.shrink_exclude)  # which refuses what it does not know
+        return bound
+
+    def init(self, w: Tensor) -> Server:
+        none = torch.zeros(len(self.sizes), dtype=torch.float64, device=w.device)
+        return Server(w, none, none.clone(), none.new_ones(()))
+
+    def send(self, server: Server) -> Server:
+        return Server(server.w, server.lam[:0], server.offsets[:0], server.lam[:0])
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x - down.w), ()
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
+
+    def update(self, server: Server, inbox: Inbox[Update]) -> Server:
+        stack, shrinks = Stack(server.w, inbox.uploads.dw), shrinking(self.task, self.shrink_exclude)
+        how = self.weighed(server, stack, inbox, shrinks)
+        # FedAvg to the bit: its mean is divided once, after the sum.
+        plain = server.w + like(inbox.mean.dw, server.w)
+        return noted(server, inbox, how)._replace(w=plain if self.is_fedavg else law.aggregated(stack, how, shrinks))
+
+    @property
+    def is_fedavg(self) -> bool:
+        return not self.server_epochs and self.shrink == 1 and self.shrink_rule == "law"
+
+    def weighed(self, server: Server, stack: Stack, inbox: Inbox[Any], shrinks: Tensor | None) -> Weighing:
+        """lambda and gamma of this round, learned or remembered."""
+        if self.freeze_after is not None and inbox.address[1] >= self.freeze_after:
+            kept = inbox.weights * server.offsets[inbox.clients].exp()
+            return Weighing(kept / kept.sum(), server.shrink)
+        epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
+        how = law.learn(stack, inbox.weights, epochs, self.learning, shrinks).how
+        if self.shrink_rule == "grid":
+            return law.grid_shrink(stack, how.lam, partial(proxy_loss, self.task, self.proxy), shrinks=shrinks)
+        if self.shrink_rule == "ratio":
+            mean = law.aggregated(stack, how)
+            return how._replace(shrink=law.ratio_shrink(mean, stack.moves))
+        return how
+
+    @property
+    def learning(self) -> law.Settings:
+        ruled = self.shrink_rule != "law"
+        return law.Settings(
+            kind="fixed" if ruled else self.param,
+            stage=self.stage,
+            lr=self.server_lr,
+            optimizer=_OPTIMIZERS[self.server_optimizer],
+            shrink=1.0 if ruled else self.shrink,
+            learns_weights=self.learns_weights,
+        )
+
+    def counted(self, before: Server, inbox: Inbox[Update], after: Server) -> Tensor:
+        return after.lam[inbox.clients]
+
+    def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
+        return {**told_of(after.lam[inbox.clients]), "weights/shrink": after.shrink}
+
+
+def noted(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
+    """What the server remembers of the weights of a round."""
+    lam0 = inbox.weights / inbox.weights.sum()
+    offsets = law.remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
+    lam = torch.zeros_like(server.lam).index_copy(0, inbox.clients, how.lam)
+    return server._replace(lam=lam, offsets=offsets, shrink=how.shrink)
+
+
+def told_of(lam: Tensor) -> dict[str, Tensor]:
+    """How unequal weights are: their variance, at most (m - 1) / m^2, and how many clients they amount to."""
+    return {
+        "weights/variance": lam.var(correction=0),
+        "weights/n_eff": 1 / lam.square().sum().clamp(min=1e-300),
+        "weights/largest": lam.max(),
+    }
+
+
+def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:
+    """Where gamma applies ``[P]``; None: everywhere. A layer that is frozen is not among the parameters at all."""
+    if not exclude:
+        return None
+    named = {"bn": normalisation(task), "bias": tuple(n for n in task.names if n.endswith("bias"))}
+    left = torch.zeros(task.size, dtype=torch.bool, device=task.w0.device)
+    for word in exclude:
+        found = task.mask(*named.get(word, (word,))).bool() if named.get(word, (word,)) else left
+        if word not in named and not bool(found.any()):
+            what = f"no parameter has a name that begins with '{word}'"
+            raise ConfigError([Fault("algorithm.shrink_exclude", what, nearest(word, [*task.names, "bn", "bias"]))])
+        left = left | found
+    return ~left
+
+
+# -- the proxy set ---------------------------------------------------------------------------------
+def proxy_gradients(task: Task, proxy: Held, epochs: int, batch: int, address: tuple[int, int]) -> list[list[Gradient]]:
+    """For each epoch the loss and its gradient on each batch of the proxy set, in training mode."""
+    found: list[list[Gradient]] = []
+    for epoch in range(epochs):
+        parts = law.proxy_batches(len(proxy.y), batch, *address, epoch)
+        # A single example has no variance that BatchNorm could divide by.
+        parts = [rows for rows in parts if len(rows) > 1 or not task.has_statistics]
+        found.append([partial(_gradient, task, proxy, rows, (*address, epoch, k)) for k, rows in enumerate(parts)])
+    return found
+
+
+def _gradient(task: Task, proxy: Held, rows: Tensor, address: tuple[int, ...], w: Tensor) -> tuple[Tensor, Tensor]:
+    batch = _batch(task, proxy, rows.to(w.device), rng.bits(address[0], "proxy_dropout", *address[1:]))
+    return task.evaluate_and_differentiate(lambda v: task.loss(v, batch), w)
+
+
+def _batch(task: Task, proxy: Held, rows: Tensor, key: Tensor) -> Batch:
+    zero = torch.zeros((), device=rows.device)
+    ones = torch.ones(len(rows), device=rows.device)
+    return Batch(proxy.x[rows], proxy.y[rows], ones, key.to(rows.device), zero, zero, task.buffers0)
+
+
+_CHUNK = 512  # examples of one forward pass
+
+
+def proxy_loss(task: Task, proxy: Held, w: Tensor) -> Tensor:
+    """The loss on all proxy examples, in evaluation mode unless statistics of the batch are needed.  ``[]``"""
+    parts = torch.split(torch.arange(len(proxy.y), device=w.device), _CHUNK)
+    training, key = task.has_statistics, torch.zeros((), dtype=torch.int64)
+    losses = [len(rows) * task.loss(w, _batch(task, proxy, rows, key), training=training).double() for rows in parts]
+    return torch.stack(losses).sum() / len(proxy.y)

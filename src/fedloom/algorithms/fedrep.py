@@ -1,0 +1,208 @@
+"""FedRep and its kin: a part of the model is common, the rest of it stays with each client.
+
+    model of client k = (phi, h_k):  phi travels, h_k never does
+    client k, schedule
+        alternate:  h_k <- SGD on h_k, `head_epochs` passes with phi frozen;   then  phi_k <- SGD on phi, h_k frozen
+        together:   (phi_k, h_k) <- SGD on both
+        body:       phi_k <- SGD on phi, h_k as it was at the start of all;
+                    before it predicts, the client trains h_k on a throw-away copy, `head_epochs` passes
+               upload  phi_k - phi;   keep h_k
+    server:    phi <- phi + server_lr mean_k (phi_k - phi), weighed as in FedAvg
+    served:    (phi, h_k), phi as it was just received
+
+``preset``
+    fedrep   the head is private, alternate. Collins et al., Exploiting Shared Representations for Personalized
+             Federated Learning, ICML 2021; its theory minimises over h_k exactly, as many head_epochs nearly do.
+    fedper   the head is private, together. Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+    fedbabu  the head is private, body, with head_epochs = 5. Oh, Kim and Yun, FedBABU: Toward Enhanced
+             Representation for Federated Image Classification, ICLR 2022.
+    fedbn    normalisation is private, together. Li et al., FedBN: Federated Learning on Non-IID Features via Local
+             Batch Normalization, ICLR 2021. Running statistics then belong to the client, too: ``model.buffers=local``.
+
+Every client starts from the common initial model. phi and h_k have an optimiser each, unless they move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from torch import Tensor, nn
+
+from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Model, Phase, Update, Work, like
+from fedloom.errors import ConfigError, Fault, nearest
+from fedloom.optim import Optimizer
+from fedloom.task import Batch, Task
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fedrep": {"private": "head", "schedule": "alternate"},
+    "fedper": {"private": "head", "schedule": "together"},
+    "fedbabu": {"private": "head", "schedule": "body", "head_epochs": 5},
+    "fedbn": {"private": "norm", "schedule": "together"},
+}
+_LACKS = {
+    "head": ("the net has no part called 'head' with parameters", "name its last layer so, or use algorithm.names"),
+    "norm": ("the net has no normalisation layers with parameters", "take one that has, such as model.kind=resnet20"),
+}
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+class Mine(NamedTuple):
+    h: Tensor  # [R]
+
+
+class Parts(NamedTuple):
+    """The two parts of a model, or what the optimiser of each remembers."""
+
+    phi: Any  # [S]
+    h: Any  # [R]
+
+
+class Layout(NamedTuple):
+    """Where the two parts lie in the vector of the whole model."""
+
+    phi: Tensor  # [S]
+    h: Tensor  # [R]
+    whole: Tensor  # [P] where each parameter lies in the two parts, one after the other
+
+
+class FedRep(Algorithm[Model, Mine, Update]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
+    common: ClassVar[bool] = False
+    distinct: ClassVar[bool] = True
+
+    preset: Literal["fedrep", "fedper", "fedbabu", "fedbn"] = Field("fedrep", description="a named method: see above")
+    private: Literal["head", "norm", "named"] = Field(
+        "head", description="what stays with each client: the net's head, normalisation layers, or only `names`"
+    )
+    names: tuple[str, ...] = Field((), description="parameters whose names begin with one of these stay, too")
+    schedule: Literal["alternate", "together", "body"] = Field(
+        "alternate", description="how a client trains: see above"
+    )
+    head_epochs: PositiveInt = Field(1, description="passes over the data in which only the private part is trained")
+    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+
+    _layout: Layout | None = PrivateAttr(None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_method(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(name := given.get("preset"), str):
+            return {**PRESETS.get(name, {}), **given}
+        return given
+
+    @model_validator(mode="after")
+    def _names_are_named(self) -> FedRep:
+        if self.private == "named" and not self.names:
+            raise ValueError("private = 'named' needs names, such as names = ['head.']")
+        return self
+
+    @property
+    def served(self) -> Literal["pre_fit", "post_fit"]:  # type: ignore[override]
+        return "post_fit" if self.fitting() else "pre_fit"
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        # What normalises a client's data stays with it, statistics and all.
+        return {"model": {"buffers": "local"}} if self.private == "norm" else {}
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    def memory(self, x: Any) -> Any:
+        """The steps of the two parts are remembered apart where they are apart."""
+        return self.optimizer.init(x) if self.schedule == "together" else Parts(*map(self.optimizer.init, x))
+
+    @property
+    def layout(self) -> Layout:
+        assert self._layout is not None, "bind() first"
+        return self._layout
+
+    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedRep:
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, FedRep)
+        bound._layout = lay_out(task, self.private, self.names)
+        return bound
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w[self.layout.phi])
+
+    def join(self, down: Model) -> Mine:
+        return Mine(self.task.w0[self.layout.h])
+
+    def start(self, down: Model, mine: Mine) -> Parts:
+        return Parts(down.w, mine.h)
+
+    def model(self, x: Parts) -> Tensor:
+        return torch.cat([x.phi, x.h])[self.layout.whole]
+
+    def phases(self) -> tuple[Phase, ...]:
+        main = Phase(self.step)
+        return (self.head_phase, main) if self.schedule == "alternate" else (main,)
+
+    def fitting(self) -> tuple[Phase, ...]:
+        return (self.head_phase,) if self.schedule == "body" else ()
+
+    @property
+    def head_phase(self) -> Phase:
+        # Running statistics are the body's, and it is frozen.
+        return Phase(self.head_step, name="head", epochs=self.head_epochs, keeps_statistics=False)
+
+    def gradient(self, x: Parts, batch: Batch, down: Model, mine: Mine) -> Parts:
+        g = self.task.grad(self.model(x), batch)
+        return Parts(g[self.layout.phi], g[self.layout.h])
+
+    def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        """A step of phi, or of both parts."""
+        if self.schedule == "together":
+            return super().step(at, batch, down, mine)
+        g = self.gradient(at.x, batch, down, mine)
+        phi, memory = self.optimizer.update(g.phi, at.memory.phi, at.x.phi, batch.lr)
+        return Carry(at.x._replace(phi=phi), at.memory._replace(phi=memory))
+
+    def head_step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        """A step of h."""
+        g = self.gradient(at.x, batch, down, mine)
+        h, memory = self.optimizer.update(g.h, at.memory.h, at.x.h, batch.lr)
+        return Carry(at.x._replace(h=h), at.memory._replace(h=memory))
+
+    def finish(self, x: Parts, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
+        return Update(x.phi - down.w), Mine(x.h)
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        return self.model(self.start(down, mine))
+
+
+def lay_out(task: Task, private: str, names: tuple[str, ...]) -> Layout:
+    """Where the private parameters lie, and the others; a part that is empty is a fault."""
+    faults = [
+        Fault("algorithm.names", f"no parameter has a name that begins with '{name}'", nearest(name, task.names))
+        for name in names
+        if not task.mask(name).any()
+    ]
+    prefixes = ("head.",) if private == "head" else normalisation(task) if private == "norm" else names
+    stays = task.mask(*prefixes, *names) > 0
+    if private in _LACKS and not task.mask(*prefixes).any():
+        faults.append(Fault("algorithm.private", *_LACKS[private]))
+    elif bool(stays.all()):
+        what = f"all {task.size} parameters would stay with the clients, and nothing would be shared"
+        faults.append(Fault("algorithm.private", what, "take a net with more layers, such as mlp"))
+    if faults:
+        raise ConfigError(faults)
+    phi, h = (~stays).nonzero().squeeze(1), stays.nonzero().squeeze(1)
+    return Layout(phi, h, torch.cat([phi, h]).argsort())
+
+
+def normalisation(task: Task) -> tuple[str, ...]:
+    """What the names of the parameters of normalisation layers begin with."""
+    layers = task.module(task.w0, task.buffers0).named_modules()
+    return tuple(f"{name}." for name, layer in layers if isinstance(layer, _NORMS))

@@ -1,0 +1,66 @@
+"""FedSAM: FedAvg whose clients take sharpness-aware steps.
+
+Qu et al., Generalized Federated Learning via Sharpness Aware Minimization, ICML 2022.
+
+    client k:  y <- w;  in each step  g = grad F_k(y),  y <- y - eta grad F_k(y + rho g / ||g||)
+    server:    as FedAvg
+
+With ``beta`` below 1 it is MoFedSAM: the local direction is beta g~ + (1 - beta) D, where D is minus the clients' mean
+move of the last round, divided by their steps times their learning rate, and is sent along. Where clients take
+unequally many steps, the mean move is divided by the mean of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from fedloom.algorithm import Inbox, Model, Nothing, Update, Work, like
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.sharpness import sam
+from fedloom.task import Batch
+
+
+class Moving(NamedTuple):
+    w: Tensor  # [P]
+    D: Tensor  # [P] how the clients moved in the last round, as a gradient
+
+
+class Walked(NamedTuple):
+    dw: Tensor  # [P]
+    span: Tensor  # [] steps times learning rate
+
+
+class FedSAM(FedAvg):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"rho": 0.0}
+
+    rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
+    beta: float = Field(1.0, gt=0, le=1, description="weight of the client's own direction; below 1: MoFedSAM")
+
+    @property
+    def gradients_per_step(self) -> float:
+        return 2.0 if self.rho else 1.0
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w) if self.beta == 1 else cast(Model, Moving(w, torch.zeros_like(w)))
+
+    def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
+        g = sam(self.task, x, batch, self.rho)
+        return g if self.beta == 1 else self.beta * g + (1 - self.beta) * cast(Moving, down).D
+
+    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        moved = Update(x - down.w)
+        if self.beta == 1:
+            return moved, ()
+        return cast(Update, Walked(moved.dw, work.steps * work.lr)), ()
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        after = super().update(server, inbox)
+        if self.beta == 1:
+            return after
+        walked = cast(Walked, inbox.mean)
+        return cast(Model, Moving(after.w, like(-walked.dw / walked.span, server.w)))

@@ -1,0 +1,224 @@
+"""pFedALA: FedALA whose clients train on while they wait for the others, and keep the average of what they pass.
+
+Fu, Comparative Analysis of Optimizers in Federated Learning Algorithms under Non-IID Data, 2024.
+
+    client k:  as FedALA, up to the upload of x_0;  then, while it waits, epoch after epoch from there: x_1 ... x_J
+               v_k <- sum_j a_j x_j,  a_j = 1 / (1 + J)           with v_k the next round's ALA begins
+    server:    as FedALA; with several aggregation centres  w <- sum_c b_c w_c
+
+What is uploaded is always x_0: what is learned while waiting reaches the server only through the client's next
+start, and only on ALA's layers, since below them the server's model takes its place. Each of the epochs is a
+whole one. How many there are is said by ``wait_mode``: ``fixed`` as in the paper's experiment (none for slow
+clients, 1 to 3 for the others), ``clock`` by the simulated time at which the slowest client is done (section
+``system``). On real devices ``fedloom.waiting.Waiting`` trains on until the next model is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from torch import Tensor
+
+from fedloom import rng, tree
+from fedloom.algorithm import Carry, Inbox, Model, Phase, Work, like
+from fedloom.algorithms.fedala import FedALA, Mine
+
+_SLACK = 1e-9  # an epoch that fits but for rounding fits
+
+
+class Centres(NamedTuple):
+    """The server's state where uploads go to different aggregation centres."""
+
+    w: Tensor  # [P] what clients make of the centres' models
+    each: Tensor  # [centres, P]
+
+
+class Sent(NamedTuple):
+    dw: Tensor  # [P]
+    client: Any = ()  # [] whose it is, where that decides which centre gets it
+
+
+class Wait(NamedTuple):
+    """FedALA's walk, and what comes of it while the client waits."""
+
+    w: Tensor
+    W: Any
+    loss: Tensor
+    losses: Tensor
+    passes: Tensor
+    sent: Tensor  # [P] x_0
+    mean: Tensor  # [P] of x_0 ... x_j
+    epochs: Tensor  # [] j
+    memory: Any = ()  # the optimiser's at the upload, where that is what the next round begins with
+
+
+class PFedALA(FedALA):
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"w_init": 1.0, "eta": 0.0}
+
+    wait_mode: Literal["fixed", "clock", "wall"] = Field(
+        "fixed", description="what says how many epochs fit: see above"
+    )
+    slow_clients: NonNegativeInt = Field(1, description="fixed: so many clients, from the first on, have no time left")
+    extra_min: NonNegativeInt = Field(1, description="fixed: fewest epochs of the other clients")
+    extra_max: NonNegativeInt = Field(3, description="fixed: most epochs of the other clients")
+    redraw: Literal["round", "once"] = Field("round", description="fixed: drawn in every round, or once for a client")
+    max_extra: NonNegativeInt = Field(3, description="clock: most epochs, however long a client waits")
+    average: Literal["uniform", "last", "upload", "geometric"] = Field(
+        "uniform", description="a_j: all alike, only x_J, only x_0 (a control), or as powers of ratio"
+    )
+    ratio: NonNegativeFloat = Field(0.5, description="geometric: a_j is proportional to ratio^j")
+    extra_optimizer: Literal["continue", "fork"] = Field(
+        "continue", description="the next round goes on with the optimiser's last memory, or that of the upload"
+    )
+    centres: PositiveInt = Field(1, description="how many aggregation centres there are")
+    topology: Literal["replicated", "sharded", "overlap"] = Field(
+        "replicated", description="each client uploads to all centres, to one, or to `copies` of them"
+    )
+    copies: PositiveInt = Field(2, description="overlap: to how many centres a client uploads")
+    mix: Literal["uniform", "samples"] | tuple[NonNegativeFloat, ...] = Field(
+        "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
+    )
+    fused: Literal["client", "root"] = Field(
+        "client", description="who fuses the centres' models: counted in bytes only"
+    )
+    lost: tuple[NonNegativeInt, ...] = Field((), description="centres that never answer: b is spread over the others")
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _numbers_of_a_file(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> PFedALA:
+        if self.wait_mode == "wall":
+            raise ValueError("wait_mode = 'wall' needs real devices (fedloom.waiting); simulate with fixed or clock")
+        if self.extra_min > self.extra_max:
+            raise ValueError(f"extra_min = {self.extra_min} is more than extra_max = {self.extra_max}")
+        if isinstance(self.mix, tuple) and (len(self.mix) != self.centres or not sum(self.mix)):
+            raise ValueError(f"mix has {len(self.mix)} numbers for {self.centres} centres, or they are all 0")
+        if any(c >= self.centres for c in self.lost):
+            raise ValueError(f"lost = {list(self.lost)}, but centres are numbered 0 to {self.centres - 1}")
+        answering = set(range(self.centres)) - set(self.lost)
+        if not answering:
+            raise ValueError(f"lost = {list(self.lost)} leaves none of {self.centres} centres")
+        if isinstance(self.mix, tuple) and not any(self.mix[c] for c in answering):
+            raise ValueError(f"mix = {list(self.mix)} is 0 for all centres that are not lost")
+        if self.topology == "overlap" and self.copies > self.centres:
+            raise ValueError(f"copies = {self.copies} is more than centres = {self.centres}")
+        return self
+
+    # -- waiting ------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        waiting = Phase(
+            self.step,
+            name="waiting",
+            epochs=max(self.extra_max, self.max_extra, 1),
+            enter=self.uploaded,
+            passes=lambda _, work: work.extra,
+            after=self.passed,
+            leave=self.resumed,
+            keeps_statistics=False,  # those of x_0 are uploaded with it
+            waiting=True,
+        )
+        return (*super().phases(), waiting)
+
+    def idle_epochs(self, ids: Tensor, wait: Tensor, epoch: Tensor, address: tuple[int, int]) -> Tensor:
+        if self.wait_mode == "clock":
+            return torch.where(epoch > 0, wait / epoch + _SLACK, 0.0).clamp(0, self.max_extra).floor().long()
+        seed, round_ = address
+        chance = rng.uniform(seed, "extra_epochs", round_ if self.redraw == "round" else 0, ids).double()
+        drawn = self.extra_min + (chance * (self.extra_max - self.extra_min + 1)).long()
+        return torch.where(ids < self.slow_clients, 0, drawn)
+
+    def start(self, down: Model, mine: Mine) -> Wait:  # type: ignore[override]
+        walk = super().start(down, mine)
+        return Wait(*walk, sent=walk.w, mean=walk.w, epochs=walk.passes)
+
+    def uploaded(self, at: Carry, down: Model, mine: Mine) -> Carry:
+        memory = at.memory if self.extra_optimizer == "fork" else ()
+        return at._replace(x=at.x._replace(sent=at.x.w, mean=at.x.w, memory=memory))
+
+    def passed(self, at: Carry, seen: Any, down: Model, mine: Mine, work: Work) -> tuple[Carry, Tensor]:
+        """One more epoch in the mean: mean <- mean + share (x_j - mean)."""
+        x, j = at.x, at.x.epochs + 1
+        mean = torch.lerp(x.mean, x.w, self.share_of(j)) if self.average != "upload" else x.mean
+        return at._replace(x=x._replace(mean=mean, epochs=j)), j < 0
+
+    def share_of(self, j: Tensor) -> Tensor:
+        """a_j / (a_0 + ... + a_j)."""
+        if self.average == "last":
+            return torch.ones_like(j)
+        if self.average == "geometric":
+            powers = self.ratio ** torch.arange(max(self.extra_max, self.max_extra) + 1, device=j.device)
+            place = torch.arange(len(powers), device=j.device)
+            return torch.where(place == j, powers, 0.0).sum() / torch.where(place <= j, powers, 0.0).sum()
+        return 1 / (1 + j)
+
+    def resumed(self, at: Carry, down: Model, mine: Mine) -> Carry:
+        """The end of the round: its model is again the one that was uploaded."""
+        if self.extra_optimizer == "fork":
+            at = at._replace(memory=at.x.memory)
+        return at._replace(x=at.x._replace(w=at.x.sent, memory=()))
+
+    def finish(self, x: Wait, down: Model, mine: Mine, work: Work) -> tuple[Sent, Mine]:  # type: ignore[override]
+        whose = work.client if self.divided else ()
+        return Sent(x.sent - down.w, whose), Mine(x.mean, x.W, torch.ones_like(mine.seen), mine.seen)
+
+    def model(self, x: Wait) -> Tensor:
+        return x.w
+
+    # -- aggregation centres ----------------------------------------------------------------------------
+    @property
+    def divided(self) -> bool:
+        """Whether centres hear different clients; where all hear all, their models are one."""
+        return self.centres > 1 and self.topology != "replicated"
+
+    @property
+    def hears_each(self) -> bool:
+        return self.divided
+
+    def init(self, w: Tensor) -> Model:
+        return cast(Model, Centres(w, w.expand(self.centres, -1).contiguous())) if self.divided else Model(w)
+
+    def send(self, server: Model) -> Model:
+        return Model(server.w)
+
+    def sent_bytes(self, down: Model) -> int:
+        return tree.nbytes(down) * (self.centres if self.fused == "client" else 1)
+
+    def upload_bytes(self, uploads: Sent) -> int:  # type: ignore[override]
+        copies = {"replicated": self.centres, "sharded": 1, "overlap": self.copies}[self.topology]
+        return tree.nbytes(uploads.dw) * copies
+
+    def update(self, server: Model, inbox: Inbox[Sent]) -> Model:  # type: ignore[override]
+        if not self.divided:
+            return Model(server.w + like(inbox.mean.dw, server.w))
+        rows = inbox.weights * self.hears(inbox.uploads.client)  # [centres, K]
+        heard = rows.sum(1, keepdim=True)
+        moved = server.w + tree.mix(rows / heard.clamp(min=1e-300), inbox.uploads.dw)
+        each = torch.where(heard > 0, like(moved, server.w), cast(Centres, server).each)
+        b = self.shares(heard[:, 0])
+        w = like(tree.mix(b[None], each)[0], server.w)
+        return cast(Model, Centres(torch.where(b.sum() > 0, w, server.w), each))
+
+    def hears(self, clients: Tensor) -> Tensor:
+        """Which centre hears which client: client k those from k mod centres on.  ``[centres, K]``"""
+        copies = self.copies if self.topology == "overlap" else 1
+        place = (torch.arange(self.centres, device=clients.device)[:, None] - clients[None]) % self.centres
+        return (place < copies).double()
+
+    def shares(self, heard: Tensor) -> Tensor:
+        """b_c, spread over the centres that answer; ``heard`` is the weight of the clients that each heard.
+
+        All are 0 where no centre that answers has heard of anybody: clients then keep the model they have.
+        """
+        if isinstance(self.mix, tuple):
+            b = torch.tensor(self.mix, dtype=torch.float64, device=heard.device)
+        else:
+            b = heard.double() if self.mix == "samples" else torch.ones_like(heard, dtype=torch.float64)
+        answers = torch.ones_like(b)
+        answers[list(self.lost)] = 0.0
+        return b * answers / (b * answers).sum().clamp(min=1e-300)

@@ -1,0 +1,94 @@
+"""pFedMe: the common model descends the clients' Moreau envelopes, and each client keeps the point of its own.
+
+T. Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, Algorithm 1.
+
+    F_k(w) = min_theta f_k(theta) + (lam / 2) ||theta - w||^2,      grad F_k(w) = lam (w - theta_k(w))
+    client k:  w_k, theta <- w;   for each batch b:
+                   theta <- theta - inner_lr (grad f(theta; b) + lam (theta - w_k)),   K = `inner_steps` times
+                   w_k   <- w_k - lr lam (w_k - theta)
+               upload  w_k - w;   keep theta_k <- theta
+    server:    w <- (1 - beta) w + beta mean_k w_k
+    served:    theta_k
+
+From batch to batch theta goes on from where it was, as in the authors' code; the paper leaves its start open.
+The local optimiser moves w_k; the inner steps are plain. Clients count alike, as in the paper; its code weighs
+them by their data. PFLlib's beta = 0 never moves w, and it adds a weight decay of 0.001 to the inner steps.
+BatchNorm's statistics are those of w_k.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.task import Batch
+
+
+class Mine(NamedTuple):
+    theta: Tensor  # [P]
+
+
+class Pair(NamedTuple):
+    """What a client trains."""
+
+    w: Tensor  # [P] its part of the common model
+    theta: Tensor  # [P] its own
+
+
+class PFedMe(Algorithm[Model, Mine, Update]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
+    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
+    distinct: ClassVar[bool] = True
+
+    lam: NonNegativeFloat = Field(15.0, description="lambda: how strongly a client's own model is held near the common")
+    inner_steps: PositiveInt = Field(5, description="K: steps of a client's own model for each batch")
+    inner_lr: PositiveFloat = Field(0.01, description="learning rate of these steps; local.lr is that of w")
+    beta: PositiveFloat = Field(1.0, description="how far the server goes to the clients' mean; beyond it above 1")
+    weighting: Literal["uniform", "samples"] = Field("uniform", description="count clients alike, or by their data")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    def doubts(self, lr: float) -> list[str]:
+        rates = {"local.lr": lr, "algorithm.inner_lr": self.inner_lr}
+        growing = "from 2 on, the proximal steps grow instead of shrink"
+        return [f"{k} x algorithm.lam is {r * self.lam:g}: {growing}" for k, r in rates.items() if r * self.lam >= 2]
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Mine:
+        return Mine(down.w)
+
+    def start(self, down: Model, mine: Mine) -> Pair:
+        return Pair(down.w, down.w)
+
+    def memory(self, x: Pair) -> Any:
+        return self.optimizer.init(x.w)
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase(self.step, cost=self.inner_steps),)
+
+    def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
+        w, theta = at.x
+        for _ in range(self.inner_steps):
+            theta = theta - self.inner_lr * (self.task.grad(theta, batch) + self.lam * (theta - w))
+        w, memory = self.optimizer.update(self.lam * (w - theta), at.memory, w, batch.lr)
+        return Carry(Pair(w, theta), memory)
+
+    def finish(self, x: Pair, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
+        return Update(x.w - down.w), Mine(x.theta)
+
+    def weight(self, upload: Update, work: Work) -> Tensor:
+        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return Model(server.w + like(self.beta * inbox.mean.dw, server.w))
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        return mine.theta

@@ -1,0 +1,74 @@
+"""Ridge regression on the server's own examples: a control, not a method.
+
+What LAW-AFL gains from labelled examples at the server says little unless its head, which clients also shape, is
+better than one that the same examples give alone.
+
+    server:    W = (X'X + rho I)^-1 X'Y,  X: features of the proxy examples by the frozen body, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from fedloom import analytic
+from fedloom.algorithm import Algorithm, Held, Inbox, Model, Nothing, Phase, Update, Work
+from fedloom.algorithms.analytic import body_features, check_head, with_head
+from fedloom.optim import Optimizer
+from fedloom.task import Task
+
+_CHUNK = 512  # examples of one forward pass
+
+
+class ProxyRidge(Algorithm[Model, Nothing, Update]):
+    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
+    needs_proxy: ClassVar[bool] = True
+
+    ridge: NonNegativeFloat = Field(1e-3, description="rho in units of the mean eigenvalue of X'X")
+    bias: bool = Field(False, description="give the head a bias, as a constant feature")
+
+    def bind(
+        self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None
+    ) -> ProxyRidge:
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, ProxyRidge)
+        check_head(task, self.bias)
+        return bound
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"cohort": {"sampling": "all"}}
+
+    def phases(self) -> tuple[Phase, ...]:
+        return ()
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x[:0]), ()
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        sums = held_statistics(self.task, self.task.w0, self.proxy, self.bias)
+        head = analytic.solve(sums.gram, sums.cross, analytic.default_ridge(sums.gram, self.ridge))
+        return Model(with_head(self.task, server.w, head))
+
+    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+        return before
+
+
+def held_features(task: Task, w: Tensor, proxy: Held, bias: bool) -> analytic.Proxy:
+    """Features of the server's examples in float64, and their labels."""
+    parts = [body_features(task, w, x, task.buffers0, bias) for x in torch.split(proxy.x, _CHUNK)]
+    return torch.cat(parts).double(), proxy.y
+
+
+def held_statistics(task: Task, w: Tensor, proxy: Held, bias: bool) -> analytic.Statistics:
+    """G, B and the counts of the server's examples."""
+    return analytic.statistics(*held_features(task, w, proxy, bias), task.linear_head.out_features)

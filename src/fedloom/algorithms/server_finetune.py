@@ -1,0 +1,50 @@
+"""FedAvg whose server goes on training on its own labelled examples: a control, not a method.
+
+FedLAW and LAW-AFL use labelled examples at the server. What they gain over FedAvg says little unless it is more
+than the same examples give when they are simply trained on.
+
+    client k:  w_k <- SGD(w; D_k)                       upload  w_k - w
+    server:    w <- sum_k (n_k / sum n) w_k;   then  w <- w - lr grad CE(w; batch)  for batches of the proxy set
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
+from fedloom.algorithms.fedlaw import proxy_gradients
+from fedloom.optim import Optimizer, adam, sgd
+
+_OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
+
+
+class ServerFinetune(Algorithm[Model, Nothing, Update]):
+    needs_proxy: ClassVar[bool] = True
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
+
+    server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
+    server_lr: PositiveFloat = Field(0.01, description="learning rate at the server")
+    server_optimizer: Literal["sgd", "adam"] = Field("sgd", description="SGD with momentum 0.9, or Adam")
+    proxy_batch: PositiveInt = Field(128, description="examples in a step of the server")
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
+        return Update(x - down.w), ()
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        w = server.w + like(inbox.mean.dw, server.w)
+        optimizer = _OPTIMIZERS[self.server_optimizer]
+        memory, lr = optimizer.init(w), w.new_tensor(self.server_lr)
+        for epoch in proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address):
+            for gradient in epoch:
+                w, memory = optimizer.update(gradient(w)[1], memory, w, lr)
+        return Model(w)

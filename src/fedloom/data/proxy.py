@@ -1,0 +1,61 @@
+"""The proxy set: a few rows that the server keeps for itself, taken from the training data before it is dealt out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt
+
+from fedloom.data.arrays import Arrays, Ints
+from fedloom.errors import ConfigError, Fault
+from fedloom.schema import Spec
+
+
+class Proxy(Spec):
+    """What the server has of its own, for algorithms that learn something at the server."""
+
+    size: NonNegativeInt | None = Field(
+        None, description="rows; unset: 1000, or a tenth of the training rows if less, where the algorithm uses them"
+    )
+    source: Literal["train", "test"] = Field(
+        "train", description="from which rows they are taken; test is what FedLAW's authors did, and flatters"
+    )
+    balanced: bool = Field(True, description="as many of each class, as far as there are; else as they come")
+    imbalance: float = Field(
+        1.0, gt=0, le=1, description="rows of the last class by those of the first, in a geometric row between"
+    )
+
+    def rows(self, arrays: Arrays, wanted: bool, rng: np.random.Generator) -> NDArray[np.bool_]:
+        """Which rows are the server's; none, unless they are ``wanted`` or their number is given."""
+        pool = np.flatnonzero(arrays.test if self.source == "test" else ~arrays.test)
+        if wanted and self.size == 0:
+            what = "the server of this algorithm learns from rows of its own (got 0)"
+            raise ConfigError([Fault("proxy.size", what, "leave it out, or take another algorithm")])
+        size = self.size if self.size is not None else (min(1000, len(pool) // 10) if wanted else 0)
+        if size >= len(pool):
+            what = f"{size} of the {len(pool)} {self.source} rows would leave none"
+            raise ConfigError([Fault("proxy.size", what, f"at most {len(pool) - 1}")])
+        chosen = np.zeros(len(arrays.y), dtype=bool)
+        chosen[self._drawn(pool, arrays.y, arrays.classes, size, rng)] = True
+        return chosen
+
+    def _drawn(self, pool: Ints, y: Ints, classes: int, size: int, rng: np.random.Generator) -> Ints:
+        order = rng.permutation(pool)
+        if not self.balanced and self.imbalance == 1:
+            return order[:size]
+        share = self.imbalance ** (np.arange(classes) / max(classes - 1, 1))
+        turn = np.zeros(len(order))  # when a row's turn comes, if all classes are dealt by their shares
+        for c in range(classes):
+            of_class = np.flatnonzero(y[order] == c)
+            turn[of_class] = (np.arange(len(of_class)) + 0.5) / share[c]
+        return order[np.argsort(turn, kind="stable")[:size]]
+
+
+def without(arrays: Arrays, rows: NDArray[np.bool_]) -> Arrays:
+    """The data that is left when these rows are taken out."""
+    if not rows.any():
+        return arrays
+    client = None if arrays.client is None else arrays.client[~rows]
+    return arrays._replace(x=arrays.x[~rows], y=arrays.y[~rows], test=arrays.test[~rows], client=client)

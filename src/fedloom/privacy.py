@@ -1,0 +1,365 @@
+"""Differential privacy of what clients send: clipped, noised, and accounted for.
+
+The unit is a client: epsilon bounds how much can be learned, from all that the server ever receives, of whether a
+client took part with its data or not. Two mechanisms:
+
+    upload   u <- u min(1, S / ||u||), the norm over all tensors together, then u + N(0, s^2)
+    distributed   s = z S / sqrt(m) for each of the m clients of a round, so that their sum has z S; the server is
+                  taken to see only that sum, and so a random choice of clients helps
+    local         s = z S for each client; the server sees every upload, and a choice of clients helps nobody
+
+Every client counts alike, since a weight would tell how much data it has. Noise may grow with how unequal a
+client's labels are, by a factor f_i >= 1 from a noised histogram of them (LAW-AFL, eq. 24, made sound): the
+guarantee stays that of f_i = 1, and the histogram is charged once.
+
+Noise has an address (seed, round, client), so that a resumed run adds the same. Epsilon is computed by Google's
+dp-accounting, through Renyi divergences, for the sampling that the run uses::
+
+    all      no sampling; neighbours differ by one client that is there or not
+    poisson  each client by itself with probability q; likewise
+    uniform  so many of all, without replacement; neighbours differ by one client that is exchanged for another, which
+             may move the sum by 2 S, so that the accountant is told z / 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from torch import Tensor
+
+from fedloom import rng, tree
+from fedloom.algorithm import Algorithm
+from fedloom.errors import ConfigError, Fault
+from fedloom.schema import Spec
+
+Sampling: TypeAlias = Literal["all", "poisson", "uniform"]
+_SMOOTH = 1e-8  # what keeps a concentration of zero from dividing
+
+
+class Privacy(Spec):
+    """How what clients send is protected; nothing is, unless ``clip`` is set."""
+
+    clip: PositiveFloat | None = Field(
+        None, description="S: largest norm of an upload, all its tensors together; unset: no privacy"
+    )
+    noise: NonNegativeFloat | None = Field(None, description="z: deviation of the noise, in units of S; 0: only clip")
+    epsilon: PositiveFloat | None = Field(None, description="the budget of all rounds, from which z is calibrated")
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    mechanism: Literal["distributed", "local"] = Field(
+        "distributed", description="the sum of a round has deviation z S and only it is seen; or every upload has it"
+    )
+    heterogeneity: Literal["none", "alpha", "entropy"] = Field(
+        "none", description="more noise for clients with unequal labels, by how concentrated these are"
+    )
+    reference: PositiveFloat = Field(0.1, description="of alpha: the concentration at and above which noise is plain")
+    slope: NonNegativeFloat = Field(1.0, description="of entropy: the factor is 1 + slope (1 - H / ln C)")
+    most: float = Field(4.0, ge=1, description="largest factor by which a client's noise grows")
+    histogram_epsilon: PositiveFloat = Field(
+        0.1, description="what the noised histogram of a client's labels costs, once"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Privacy:
+        if self.noise is not None and self.epsilon is not None:
+            raise ValueError("noise and epsilon both say how much noise there is; keep one of them")
+        given = self.noise is not None or self.epsilon is not None
+        if given and self.clip is None:
+            raise ValueError("noise hides only what is bounded; set clip, the largest norm of an upload")
+        if self.clip is not None and not given:
+            raise ValueError("clip alone is no privacy; set noise, or epsilon from which it is calibrated")
+        return self
+
+    @property
+    def on(self) -> bool:
+        return self.clip is not None
+
+
+# -- what cannot be accounted for ------------------------------------------------------------------
+def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> list[Fault]:
+    """Settings under which the epsilon that is told would not be true."""
+    if not how.on:
+        return []
+    name, faults = type(alg).__name__, []
+    if alg.family in ("gossip", "closed_form") or not alg.communicates:
+        what = f"covers clients that send updates to a server, which those of {name} do not"
+        return [Fault("privacy.clip", f"{what} (got {how.clip:g})", "leave the section out")]
+    if alg.hears_each and how.mechanism == "distributed":
+        what = f"hides single uploads in their sum, and {name} reads every one of them"
+        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", "set privacy.mechanism=local"))
+    elif alg.hears_each:
+        what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))
+    if type(alg).upload_bytes is not Algorithm.upload_bytes:
+        what = f"the size of what a client of {name} sends depends on its data, which no noise hides"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
+    if alg.weighs_examples and type(alg).weight is not Algorithm.weight:
+        what = f"{name} weighs clients by their data, which the weights would tell"
+        fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it count clients alike"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
+    if sampling == "proportional":
+        what = "'proportional' draws clients by how much data they have, which is not accounted for"
+        faults.append(Fault("cohort.sampling", what, "use poisson, uniform or all"))
+    if rule != "mean" and how.mechanism == "distributed":
+        what = f"'{rule}' needs every upload, and under privacy.mechanism = 'distributed' there is only their sum"
+        faults.append(Fault("aggregation.rule", what, "set privacy.mechanism=local, or rule=mean"))
+    return faults + _missing_clients(how, alg, system)
+
+
+def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
+    late = system.stragglers and (
+        system.policy == "drop" or (system.policy == "auto" and not getattr(alg, "partial_work", False))
+    )
+    given = {"dropout": system.dropout, "stragglers": system.stragglers if late else 0}
+    missing = {k: v for k, v in given.items() if v} if how.mechanism == "distributed" else {}
+    what = "who is missing takes its share of the noise along"
+    faults = [
+        Fault(f"system.{k}", f"{what} (got {v:g})", "leave it out, or set privacy.mechanism=local")
+        for k, v in missing.items()
+    ]
+    if system.deadline is not None:
+        why = f"who is late depends on how much data it has (got {system.deadline:g})"
+        faults.append(Fault("system.deadline", why, "leave it out"))
+    return faults
+
+
+def refused(how: Privacy, upload: Any, travelling: int, clients: int) -> list[Fault]:
+    """What only the net and the data tell: uploads like this one, and so many running statistics that travel."""
+    if not how.on:
+        return []
+    faults = []
+    if any(not leaf.is_floating_point() for leaf in tree.leaves(upload)):
+        what = "an upload of this algorithm holds whole numbers, which noise cannot hide"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
+    if travelling:
+        what = f"{travelling} running statistics of BatchNorm are sent beside the clipped upload"
+        faults.append(Fault("model", what, 'set model.buffers="local", or take a net without BatchNorm'))
+    if how.delta > clients**-1.1:
+        what = f"{how.delta:g} is too large for {clients} clients: publishing one of them whole would be allowed"
+        faults.append(Fault("privacy.delta", what, f"at most {clients**-1.1:.2g}"))
+    return faults
+
+
+# -- the mechanism ---------------------------------------------------------------------------------
+class Guard(NamedTuple):
+    """Privacy as it is in one run: every number resolved."""
+
+    clip: float  # S
+    factors: Tensor  # [N] f_i
+    release: Release
+    releases: tuple[int, ...]  # [rounds + 1] how often the mechanism was used on a client, at most, after each round
+    delta: float
+    weight: float | None  # what the sum of a round is divided by; None: by how many sent
+
+    def epsilon(self, round_: int) -> float:
+        """What was spent after so many rounds."""
+        return epsilon(self.release, self.releases[min(round_, len(self.releases) - 1)], self.delta)
+
+    def described(self) -> dict[str, Any]:
+        """What a run folder says of its privacy; infinity, for which JSON has no word, is None."""
+        spent = self.epsilon(len(self.releases) - 1)
+        return {
+            "unit": "client",
+            "relation": relation(self.release),
+            **self.release._asdict(),
+            "clip": self.clip,
+            "delta": self.delta,
+            "releases": self.releases[-1],
+            "epsilon": spent if math.isfinite(spent) else None,
+            "noise_factors": [round(f, 6) for f in self.factors.tolist()],
+            "accountant": "dp-accounting, Renyi",
+        }
+
+
+def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, address: tuple[int, int]) -> Any:
+    """The uploads [K, ...] as these clients send them, among so many of the round; ``address``: seed and round."""
+    part = 1.0 if guard.release.local else math.sqrt(senders)
+    std = guard.release.noise * guard.clip / part * guard.factors[ids]
+    return noised(clipped(uploads, guard.clip), std, ids, address)
+
+
+def silence(guard: Guard, upload: Any, address: tuple[int, int]) -> Any:
+    """What the server of a round without clients takes for their sum: noise alone, as the accounting has it."""
+    nobody = torch.tensor([len(guard.factors)])
+    none = tree.tmap(lambda x: torch.zeros_like(x)[None], upload)
+    std = torch.tensor([guard.release.noise * guard.clip])
+    return tree.tmap(lambda x: x[0].double(), noised(none, std, nobody, address))
+
+
+def clipped(uploads: Any, clip: float) -> Any:
+    """Each upload of [K, ...] shortened to the norm ``clip``, all its tensors together; shorter ones to the bit."""
+    squares = [leaf.reshape(len(leaf), -1).double().square().sum(1) for leaf in tree.leaves(uploads)]
+    factor = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
+    return tree.tmap(lambda x: x * factor.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), uploads)
+
+
+def noised(uploads: Any, std: Tensor, ids: Tensor, address: tuple[int, int]) -> Any:
+    """The uploads [K, ...] with noise of deviation ``std`` [K], drawn at the address of each client."""
+    if not bool(std.any()):
+        return uploads
+    seed, round_ = address
+    streams = [rng.stream(seed, "privacy", round_, client) for client in ids.tolist()]
+
+    def add(x: Tensor) -> Tensor:
+        drawn = np.stack([s.standard_normal(tuple(x.shape[1:]), dtype=np.float32) for s in streams])
+        scale = std.to(x).view(-1, *[1] * (x.dim() - 1))
+        return x + scale * torch.from_numpy(drawn).to(x)
+
+    return tree.tmap(add, uploads)
+
+
+# -- noise by heterogeneity ------------------------------------------------------------------------
+def factors(how: Privacy, counts: NDArray[np.float64], seed: int) -> Tensor:
+    """f_i >= 1 of every client from the labels that it has: ``counts`` [N, C].  ``[N]``
+
+    A histogram is released as shares of 1: so the whole client, and not only one of its rows, is hidden by Laplace
+    noise of scale 1 / histogram_epsilon.
+    """
+    clients, classes = counts.shape
+    if not how.on or how.heterogeneity == "none" or classes < 2:
+        return torch.ones(clients)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    noise = rng.stream(seed, "privacy/histogram").laplace(0.0, 1.0 / how.histogram_epsilon, counts.shape)
+    even = entropies(shares + noise)
+    if how.heterogeneity == "entropy":
+        return torch.from_numpy(np.clip(1 + how.slope * (1 - even), 1, how.most)).float()
+    alpha = concentrations(even, classes)
+    return torch.from_numpy(np.clip(how.reference / (alpha + _SMOOTH), 1, how.most)).float()
+
+
+def entropies(histograms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The entropy of each histogram [N, C] over ln C: 1 if it is even, 0 if one class has all, or nothing is left."""
+    positive = np.maximum(histograms, 0)
+    total = positive.sum(1, keepdims=True)
+    share = np.divide(positive, total, out=np.zeros_like(positive), where=total > 0)
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    found: NDArray[np.float64] = -(share * logs).sum(1) / math.log(histograms.shape[1])
+    return found
+
+
+def concentrations(even: NDArray[np.float64], classes: int) -> NDArray[np.float64]:
+    """The alpha of a symmetric Dirichlet distribution whose mean entropy, over ln C, is that of each client [N]."""
+    grid = np.geomspace(1e-4, 1e3, 2000)
+    found: NDArray[np.float64] = np.interp(even, mean_entropy(grid, classes), grid)
+    return found
+
+
+def mean_entropy(alpha: NDArray[np.float64], classes: int) -> NDArray[np.float64]:
+    """E[H] / ln C of shares drawn from Dir(alpha): psi(C alpha + 1) - psi(alpha + 1), which grows with alpha."""
+    a = torch.from_numpy(np.asarray(alpha, dtype=np.float64))
+    found: NDArray[np.float64] = (torch.digamma(classes * a + 1) - torch.digamma(a + 1)).numpy() / math.log(classes)
+    return found
+
+
+# -- the accountant --------------------------------------------------------------------------------
+class Release(NamedTuple):
+    """What is released of clients, as the accountant sees it."""
+
+    noise: float  # z
+    local: bool
+    sampling: Sampling
+    clients: int
+    size: int  # clients of a round, or their expected number
+    histogram_epsilon: float = 0.0  # 0: no histogram was released
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the choice of clients hides anything."""
+        return not self.local and self.sampling != "all" and self.size < self.clients
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether neighbours exchange a client: the number of clients that are drawn is fixed, so none can be gone."""
+        return self.sampled and self.sampling == "uniform"
+
+
+def relation(release: Release) -> Literal["add_or_remove_one", "replace_one"]:
+    """How neighbouring federations differ."""
+    return "replace_one" if release.exchanges else "add_or_remove_one"
+
+
+def epsilon(release: Release, count: int, delta: float) -> float:
+    """Epsilon at ``delta`` after ``count`` uses of the mechanism, and the histogram, if there is one."""
+    if count and not release.noise:
+        return math.inf
+    if not count and not release.histogram_epsilon:
+        return 0.0
+    orders, once, each = _curves(release)
+    spent = once + count * each if count else once  # an order may be infinite, and is not to be multiplied by 0
+    found: float = _accounting().rdp.compute_epsilon(orders, spent, delta)[0]
+    return float(found)
+
+
+def calibrated(release: Release, count: int, target: float, delta: float) -> float:
+    """The least z with which ``count`` uses of the mechanism (and the histogram) cost no more than ``target``."""
+    spent = epsilon(release._replace(noise=1.0), 0, delta)
+    if spent >= target:
+        what = f"the label histograms alone cost {spent:.3g} (got {target:g})"
+        raise ConfigError([Fault("privacy.epsilon", what, "lower privacy.histogram_epsilon")])
+    low, high = 0.0, 1.0
+    while epsilon(release._replace(noise=high), count, delta) > target:
+        low, high = high, 2 * high
+        if high > 1e6:
+            what = f"no noise is enough for {count} rounds (got {target:g})"
+            raise ConfigError([Fault("privacy.epsilon", what, "raise it, or take fewer rounds")])
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        enough = epsilon(release._replace(noise=middle), count, delta) <= target
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+@lru_cache(maxsize=256)
+def _curves(release: Release) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Renyi divergences at all orders: of the histogram, and of one use of the mechanism, which add up over rounds."""
+    dp = _accounting()
+    once, each = dp.NoOpDpEvent(), dp.NoOpDpEvent()
+    if release.histogram_epsilon:  # two histograms of shares differ by 2 where one client is exchanged for another
+        once = dp.LaplaceDpEvent(1 / (release.histogram_epsilon * (2 if release.exchanges else 1)))
+    if release.noise:
+        each = dp.GaussianDpEvent(release.noise / 2 if release.exchanges else release.noise)
+        if release.exchanges:
+            each = dp.SampledWithoutReplacementDpEvent(release.clients, release.size, each)
+        elif release.sampled:
+            each = dp.PoissonSampledDpEvent(release.size / release.clients, each)
+    one, other = accountant(release), accountant(release)
+    with _quietly():
+        one.compose(once)
+        other.compose(each)
+    return one._orders, one._rdp, other._rdp
+
+
+def accountant(release: Release) -> Any:
+    """A fresh accountant of dp-accounting for neighbours as this release has them."""
+    dp = _accounting()
+    return dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation[relation(release).upper()])
+
+
+def _accounting() -> Any:
+    try:
+        import dp_accounting
+        import dp_accounting.rdp
+    except ImportError as error:
+        fix = "pip install -e '.[privacy]'"
+        raise ConfigError([Fault("privacy", "epsilon needs dp-accounting, which is not installed", fix)]) from error
+    return dp_accounting
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without a line for each order at which a series does not converge: such orders are only left out."""
+    from absl import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,122 @@
+"""A network as people see it: nodes on a circle, or on a grid, and a line for every link."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.data.arrays import Ints
+from fedloom.errors import ConfigError, Fault, StorageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK, _NODE, _LINK = "#2b2f36", "#3b6fb6", "#8a9299"
+_MOST_NAMED = 60
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fedloom",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.color": _INK,
+    "text.parse_math": False,
+}
+_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
+
+
+def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool = False, rows: int = 0) -> None:
+    """Writes the picture of a graph, as the suffix ``.png`` or ``.svg`` says; ``rows``: of a grid, else a circle."""
+    suffix = path.suffix.lower()
+    if suffix not in _METADATA:
+        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        at = places(nodes, rows)
+        lines = _around(at[edges]) if rows > 1 else at[edges]
+        figure = _figure(edges, at, lines, title, directed=directed)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def table(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names and values that describe a network, ready to print."""
+    f = facts
+    low, high = f["degree_min"], f["degree_max"]
+    degree = f"{low}" if low == high else f"{low} to {high} (mean {f['degree_mean']:.1f})"
+    kind = [
+        "directed" if f["directed"] else "undirected",
+        "symmetric weights" if f["symmetric"] else "weights not symmetric",
+    ]
+    changes = f["steps"] > 1
+    when = f"after {f['window']} gossip steps" if f["window"] > 1 else "yes"
+    rows = [
+        ("nodes", f"{f['nodes']:,}"),
+        ("links", f"{f['edges']:,}, {', '.join(kind)}"),
+        ("neighbours heard", degree),
+        ("connected", when if f["connected"] else "no"),
+        ("preserves the mean", "yes" if f["preserves_mean"] else "no"),
+        ("psi of one step" if changes else "psi", f"{f['psi']:.6f}"),
+        ("spectral gap", f"{f['gap']:.6f}"),
+    ]
+    if changes:
+        rows.append((f"psi over {f['steps']} steps", f"{f['psi_steps']:.6g} ({f['psi_rate']:.4f} for each)"))
+    return rows
+
+
+def places(nodes: int, rows: int = 0) -> Any:
+    """Where each node is drawn.  ``[N, 2]``"""
+    each = np.arange(nodes)
+    if rows > 1:
+        columns = nodes // rows
+        return np.stack([each % columns, -(each // columns)], axis=1).astype(float)
+    angle = math.pi / 2 - 2 * math.pi * each / max(nodes, 1)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1)
+
+
+def _around(lines: Any) -> Any:
+    """Lines of a grid, those from one side to the opposite one as two stubs that point over the edge.  ``[L, 2, 2]``"""
+    way = lines[:, 1] - lines[:, 0]
+    length = np.linalg.norm(way, axis=1)
+    far = length > 1.5
+    out = 0.45 * way[far] / length[far, None]
+    first, last = lines[far, 0], lines[far, 1]
+    return np.concatenate([lines[~far], np.stack([first, first - out], 1), np.stack([last, last + out], 1)])
+
+
+def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 5.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = float(np.clip(120 / max(len(edges), 1), 0.25, 1.4))
+    axes.add_collection(LineCollection(list(lines), colors=_LINK, linewidths=width, alpha=0.8, zorder=1))
+    if directed and len(edges):
+        start, end = at[edges[:, 0]], at[edges[:, 1]]
+        tip = start + 0.62 * (end - start)  # beyond the middle, so that two directions of a link stay apart
+        way = 0.01 * (end - start) / np.linalg.norm(end - start, axis=1, keepdims=True)
+        axes.quiver(*tip.T, *way.T, color=_LINK, angles="xy", scale_units="xy", scale=0.3, headwidth=9, headlength=9,
+                    headaxislength=9, width=0.002, zorder=2)  # fmt: skip
+    size = float(np.clip(9000 / max(len(at), 1), 12, 320))
+    axes.scatter(at[:, 0], at[:, 1], s=size, color=_NODE, edgecolors="white", linewidths=0.8, zorder=3)
+    if len(at) <= _MOST_NAMED:
+        for node, (x, y) in enumerate(at):
+            axes.text(x, y, str(node), ha="center", va="center", color="white", fontsize=8, zorder=4)
+    axes.margins(0.08)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    if title:
+        axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    return figure

@@ -1,0 +1,178 @@
+"""FedLAW in a run: what the server makes of uploads and its proxy set. The mathematics is tested in test_law.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import blobs
+from fedloom import law
+from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrinking
+from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.store import RamStore
+from fedloom.errors import ConfigError
+
+SIZES = (30, 50, 20, 40)
+FEDLAW = {"kind": "fedlaw", "server_lr": 0.1, "server_epochs": 50}
+
+
+def after(exp, rounds=1):
+    state, store = begin(exp), RamStore(exp.federation.clients)
+    for _ in range(rounds):
+        state, _ = advance(exp, state, store)
+    return state
+
+
+def spoiled(exp, *bad):
+    """The experiment with labels of these clients moved on by one; the proxy set is as it was."""
+    fed = exp.federation
+    y = fed.y.clone()
+    for i in bad:
+        rows = fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]]
+        y[rows] = (y[rows] + 1) % fed.classes
+    return replace(exp, federation=fed._replace(y=y))
+
+
+@pytest.fixture
+def laid_out(world):
+    def make(algorithm, **table):
+        table = {"proxy": {"size": 20}, "local": {"lr": 0.5, "batch": 5}} | table
+        return world(SIZES, algorithm=algorithm, **table)
+
+    return make
+
+
+@pytest.mark.parametrize("param", ["exp", "quad", "exp_cap", "fixed"])
+@pytest.mark.parametrize("cohort", [{"sampling": "all"}, {"size": 2}])
+def test_f1_without_epochs_it_is_fedavg_to_the_bit(laid_out, param, cohort) -> None:
+    ours = laid_out({"kind": "fedlaw", "server_epochs": 0, "param": param}, cohort=cohort)
+    theirs = laid_out("fedavg", cohort=cohort)
+    assert torch.equal(after(ours, 4).server.w, after(theirs, 4).server.w)
+
+
+def test_a_round_is_what_law_learns_of_these_uploads(laid_out) -> None:
+    exp = laid_out({"kind": "fedlaw", "server_epochs": 3, "proxy_batch": 7}, seed=5)
+    w0, sizes = exp.task.w0, exp.federation.train.sizes
+    state = after(exp)
+    moves = torch.stack(_moves(exp))
+    epochs = proxy_gradients(exp.task, exp.algorithm.proxy, 3, 7, (5, 0))
+    assert [len(e) for e in epochs] == [3, 3, 3]
+    how = law.learn(law.Stack(w0, moves), sizes.double(), epochs).how
+    assert torch.equal(state.server.w, law.aggregated(law.Stack(w0, moves), how))
+    assert torch.equal(state.server.lam, how.lam)
+
+
+def _moves(exp):
+    """What each client uploads in the first round, in the order of clients."""
+    from fedloom.engine.local import train
+    from fedloom.engine.run import groups_of
+
+    state, store = begin(exp), RamStore(exp.federation.clients)
+    found = {}
+    with torch.no_grad():
+        for group in groups_of(exp, 0, exp.present(0)):
+            outcome = train(exp.algorithm, exp.federation, group, exp.given(state, store, group.ids))
+            found |= dict(zip(group.ids.tolist(), outcome.uploads.dw, strict=True))
+    return [found[i] for i in sorted(found)]
+
+
+def test_bad_clients_lose_their_weight(laid_out) -> None:
+    exp = spoiled(laid_out(FEDLAW), 1)
+    server = after(exp, 5).server
+    share = float(exp.federation.train.sizes[1]) / sum(SIZES)
+    assert float(server.lam[1]) < share / 3
+    assert float(server.lam.sum()) == pytest.approx(1, abs=1e-12)
+    plain = after(spoiled(laid_out("fedavg"), 1), 5).server.w
+    assert proxy_loss(exp.task, exp.algorithm.proxy, server.w) < proxy_loss(exp.task, exp.algorithm.proxy, plain)
+
+
+def test_a_fixed_shrink_is_applied_once_a_round(laid_out) -> None:
+    settings = {"kind": "fedlaw", "server_epochs": 0, "param": "fixed", "shrink": 0.95}
+    shrunk, plain = after(laid_out(settings)).server, after(laid_out("fedavg")).server
+    torch.testing.assert_close(shrunk.w, 0.95 * plain.w)
+    assert float(shrunk.shrink) == pytest.approx(0.95)
+
+
+def test_what_is_excluded_does_not_shrink(laid_out) -> None:
+    settings = {"kind": "fedlaw", "server_epochs": 0, "param": "fixed", "shrink": 0.5, "shrink_exclude": ["bias"]}
+    exp = laid_out(settings, model={"kind": "mlp", "widths": [4]})
+    plain = after(laid_out("fedavg", model={"kind": "mlp", "widths": [4]})).server.w
+    w = after(exp).server.w
+    bias = exp.task.mask("body.fc1.0.bias", "head.bias").bool()
+    torch.testing.assert_close(w[bias], plain[bias])
+    torch.testing.assert_close(w[~bias], 0.5 * plain[~bias])
+
+
+def test_exclusions_by_name_and_by_kind(world) -> None:
+    images = blobs((9,))._replace(x=np.zeros((29, 1, 4, 4), dtype=np.float32))
+    task = world(arrays=images, model="resnet20").task
+    assert shrinking(task, ()) is None
+    assert torch.equal(shrinking(task, ("head.",)), ~task.mask("head.").bool())
+    left = ~shrinking(task, ("bn",))
+    assert 0 < int(left.sum()) < task.size / 10
+    assert shrinking(task, ("bn",)).all() == torch.tensor(False)
+    with pytest.raises(ConfigError, match="no parameter has a name that begins with 'haed'"):
+        shrinking(task, ("haed",))
+
+
+@pytest.mark.parametrize("rule", ["grid", "ratio"])
+def test_a_shrink_by_rule(laid_out, rule) -> None:
+    server = after(laid_out({"kind": "fedlaw", "shrink_rule": rule, "server_epochs": 2})).server
+    assert 0.5 <= float(server.shrink) <= 1
+    assert rule == "ratio" or float(server.shrink) in (0.90, 0.93, 0.95, 0.97, 0.99, 1.0)
+
+
+def test_frozen_weights_are_those_of_the_first_round(laid_out) -> None:
+    exp = spoiled(laid_out({**FEDLAW, "freeze_after": 1}), 1)
+    first, later = after(exp, 1).server, after(exp, 4).server
+    torch.testing.assert_close(later.lam, first.lam)
+    assert torch.equal(later.shrink, first.shrink)
+    assert not torch.equal(later.w, first.w)
+
+
+def test_two_stages_learn_too(laid_out) -> None:
+    server = after(spoiled(laid_out({**FEDLAW, "stage": "two_stage"}), 1)).server
+    assert float(server.lam[1]) < 50 / sum(SIZES) / 2
+
+
+def test_who_is_not_there_counts_nothing_and_is_remembered(laid_out) -> None:
+    exp = laid_out(FEDLAW, cohort={"size": 2}, seed=2)
+    server = after(exp, 1).server
+    assert int((server.lam > 0).sum()) == 2
+    assert torch.equal(server.offsets != 0, server.lam > 0)
+
+
+def test_what_it_tells(laid_out) -> None:
+    exp = laid_out(FEDLAW, evaluate={"diagnostics": ["updates"]})
+    done = advance_watched(exp, begin(exp), RamStore(4))
+    lam = done.state.server.lam
+    assert done.found["weights/variance"] == pytest.approx(float(lam.var(correction=0)))
+    assert done.found["weights/n_eff"] == pytest.approx(1 / float((lam**2).sum()))
+    assert done.found["weights/largest"] == pytest.approx(float(lam.max()))
+    assert done.found["weights/shrink"] == pytest.approx(float(done.state.server.shrink))
+
+
+def test_only_the_model_travels(laid_out) -> None:
+    exp = laid_out(FEDLAW)
+    state = after(exp)
+    assert state.down == state.up == 4 * 4 * exp.task.size
+
+
+def test_batch_normalisation_learns_on_statistics_of_proxy_batches(world) -> None:
+    rng = np.random.default_rng(0)
+    images = blobs(SIZES)._replace(x=rng.normal(size=(sum(SIZES) + 20, 1, 4, 4)).astype(np.float32))
+    settings = {"kind": "fedlaw", "server_epochs": 2, "proxy_batch": 5}
+    exp = world(
+        SIZES, arrays=images, algorithm=settings, model={"kind": "resnet20", "norm": "batch"}, proxy={"size": 11}
+    )
+    assert [len(e) for e in proxy_gradients(exp.task, exp.algorithm.proxy, 1, 5, (0, 0))] == [2]  # not one of one row
+    assert bool(after(exp).server.w.isfinite().all())
+
+
+def test_without_a_proxy_set_it_is_refused(laid_out) -> None:
+    with pytest.raises(ConfigError, match=r"proxy.size: the server of this algorithm learns from rows of its own"):
+        laid_out("fedlaw", proxy={"size": 0})
+    assert FedLAW().needs_proxy
