@@ -44,6 +44,8 @@ from fedloom.report.grid import Layout, Sheet
 from fedloom.schema import Spec, read
 from fedloom.task import Task
 
+# How names begin that are the evaluation's own, and not an algorithm's.
+_JUDGED = ("global", "personal", "participants", "consensus", "nodes", "network", "bytes", "work", "time")
 _PROCESS = 0.6e9  # bytes of a process that trains a small net: 0.54e9 were measured on Linux
 _MATRICES = 6  # as large as all models side by side, that a gradient step holds: see engine.local
 _MOST = 1.6e9  # bytes of these where the size of the net is unknown: the rule for lanes allows no more on a CPU
@@ -244,11 +246,15 @@ def _unrecorded(metric: str, configs: Sequence[Config], at: str) -> list[Fault]:
     names = {name for config in configs for name in metric_names(config)}
     if not metric or not configs or any(report.meant(metric, names)):
         return []
-    tells = any("updates" in c.evaluate.diagnostics and type(c.algorithm).told is not Algorithm.told for c in configs)
-    if tells and metric.partition("/")[0] not in {name.partition("/")[0] for name in names}:
+    if any(map(_tells, configs)) and metric.partition("/")[0] not in _JUDGED:
         return []
     asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _more(metric, configs))
     return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names)))]
+
+
+def _tells(config: Config) -> bool:
+    """Whether the algorithm also records what it tells of itself, under names that only a run shows."""
+    return "updates" in config.evaluate.diagnostics and type(config.algorithm).told is not Algorithm.told
 
 
 def _more(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any]]:

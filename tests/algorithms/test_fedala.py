@@ -227,22 +227,25 @@ def test_every_round_is_the_definition_written_as_a_loop(world, name, executor) 
 
 
 # -- a1 to a4: what it is where ALA does nothing -------------------------------------------------------
+NEUTRAL = {"w_init": 1.0, "eta": 0.0, "window": 2}  # with a short start phase, whose length is not the point
+
+
 @EXECUTORS
 @pytest.mark.parametrize("layers", [1, 2, 3, 99, "all", "none"])
 def test_a1_with_w_at_1_and_no_step_it_is_fedavg_whatever_the_layers(world, layers, executor) -> None:
     more = {"local": LOCAL | {"momentum": 0.9}, "engine": {"executor": executor}}
-    ours = laid_out(world, algorithm={"w_init": 1.0, "eta": 0.0, "layers": layers}, **more)
+    ours = laid_out(world, algorithm=NEUTRAL | {"layers": layers}, **more)
     assert torch.equal(ran(ours).w, ran(laid_out(world, kind="fedavg", **more)).w)
 
 
 @OPTIMIZERS
 def test_a1_whatever_the_optimiser_that_remembers(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
-    ours = ran(laid_out(world, algorithm={"eta": 0.0}, **more))
+    ours = ran(laid_out(world, algorithm=NEUTRAL, **more))
     theirs = ran(laid_out(world, kind="fedavg", **more))
     assert torch.equal(ours.w, theirs.w)
     assert same(ours.given.memory, theirs.given.memory)
-    assert not torch.equal(ours.w, ran(laid_out(world, algorithm={"eta": 1.0}, **more)).w)  # and it can differ
+    assert not torch.equal(ours.w, ran(laid_out(world, algorithm=NEUTRAL | {"eta": 1.0}, **more)).w)  # it can differ
 
 
 def test_a1_under_partial_participation(world) -> None:
@@ -262,7 +265,7 @@ def test_a1_where_the_models_are_of_very_different_size() -> None:
     assert torch.equal(alg.between(torch.zeros(1025), Model(w), mine), v)
 
 
-ALONE = {"w_init": 0.0, "eta": 0.0, "layers": "all"}
+ALONE = {"w_init": 0.0, "eta": 0.0, "layers": "all", "window": 2}
 
 
 @EXECUTORS
@@ -423,6 +426,14 @@ def test_a6_neither_the_servers_model_nor_the_data_change(world) -> None:
     before = [x.clone() for x in (now.w, now.exp.federation.x, now.exp.federation.y, now.exp.task.w0)]
     now.trained()
     assert same(before, [now.w, now.exp.federation.x, now.exp.federation.y, now.exp.task.w0])
+
+
+def test_a6_what_is_below_goes_by_the_net_at_hand() -> None:
+    """Also where an algorithm that has seen one net is given another."""
+    alg = FedALA()
+    for hidden in (5, 9):
+        alg = alg.bind(Task(nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 3))), sgd())
+        assert alg.low == 5 * hidden
 
 
 def test_a6_no_gradient_is_taken_below(monkeypatch) -> None:

@@ -21,7 +21,6 @@ longer, is known only after it has run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ class FedALA(Algorithm[Model, Mine, Update]):
     def weighs_examples(self) -> bool:
         return self.weighting == "samples"
 
-    @cached_property
+    @property
     def low(self) -> int:
         """How many parameters lie below ALA's layers."""
         return self.task.below(self.layers)
