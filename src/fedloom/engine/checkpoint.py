@@ -182,7 +182,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Te
                     f"checkpoint {folder} is damaged: {name} has checksum {found[:12]}, its record says {digest[:12]}"
                 )
         clients = load_file(folder / "clients.safetensors") if "clients.safetensors" in expected else {}
-        return meta, load_file(folder / "state.safetensors"), clients
+        # Copies, which lie where torch lays tensors: what the file's lie at changes the last bits of a product.
+        state = {name: x.clone() for name, x in load_file(folder / "state.safetensors").items()}
+        return meta, state, clients
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from error
 

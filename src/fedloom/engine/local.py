@@ -167,7 +167,7 @@ def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Give
     between = (0, given.down_dim, 0)
     if phase.enter is not None:
         at = over(phase.enter, between)(at, given.down, given.mine)
-    if phase.passes is None and phase.after is None:
+    if phase.passes is None and phase.after is None and not phase.repeat:
         plan = group if phase.is_main else again(group, phase).to(fed.x.device)
         at, moved = _descend(alg, phase, fed, plan, at, given._replace(buffers=buffers), forget=forget)
         buffers = moved if phase.keeps_statistics else buffers
@@ -182,16 +182,18 @@ def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Give
 def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given) -> Now:
     """A phase that each client ends when it has had enough: who has costs nothing more."""
     over, (group, at, buffers, _) = _over(alg.task), now
-    limits = [-(-steps // each) for steps, each in zip(group.steps, group.per_epoch, strict=True)]
+    wanted = [phase.epochs or 1] * len(group.ids)
     if phase.passes is not None:
         wanted = over(phase.passes, (0, 0))(given.mine, group.work).long().tolist()
-        # Local training is never longer than ``local`` says: beyond that there are no batches.
-        limits = [min(pair) for pair in zip(wanted, limits, strict=True)] if phase.is_main else wanted
-    if not max(limits) and not phase.is_main:
+    if not max(wanted) and not phase.is_main:
         return now
-    plan = group
+    plan, limits = group, wanted
     if not phase.is_main:
-        plan = again(group, phase, 1 if phase.repeat else max(limits)).to(fed.x.device)
+        plan = again(group, phase, 1 if phase.repeat else max(wanted)).to(fed.x.device)
+    if phase.is_main or phase.steps is not None:
+        # Never longer than ``local``, or the phase, says: beyond that there are no batches.
+        whole = [-(-steps // each) for steps, each in zip(plan.steps, plan.per_epoch, strict=True)]
+        limits = whole if phase.passes is None else [min(pair) for pair in zip(wanted, whole, strict=True)]
     taken, done = [0] * len(limits), 0
     alive = [k for k, limit in enumerate(limits) if limit]
     while alive:
@@ -222,9 +224,7 @@ def _descend(
 ) -> tuple[Carry, Tensor]:
     """The steps of ``group``, in whatever order its clients are; ``forget`` the optimiser's memory with the last."""
     if not alg.task.lanes:
-        each = [
-            _descend_one(alg, phase.step, fed, group, k, tree.take(at, k), given.rows(k)) for k in range(len(group.ids))
-        ]
+        each = [_descend_one(alg, phase, fed, group, k, tree.take(at, k), given.rows(k)) for k in range(len(group.ids))]
         carries, buffers = _stacked(each)
         return carries, buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])
@@ -345,11 +345,11 @@ def stretches(group: Group, features: int) -> list[Stretch]:
 
 
 def _descend_one(
-    alg: AnyAlgorithm, step: Step, fed: Federation, group: Group, k: int, at: Carry, given: Given
+    alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, k: int, at: Carry, given: Given
 ) -> tuple[Carry, Tensor]:
     buffers = given.buffers
     counts = group.mask[k].sum(-1).long().tolist()
-    keeps_statistics = alg.task.has_statistics
+    has_statistics = alg.task.has_statistics
     for t in range(group.steps[k]):
         examples, labels = fed.examples(group.rows[k, t, : counts[t]])
         examples = augmented(examples, group.keys[k, t], fed.augment)
@@ -364,12 +364,13 @@ def _descend_one(
             lr=group.work.lr[k],
             buffers=buffers,
         )
-        if not keeps_statistics:
-            at = step(at, batch, given.down, given.mine)
+        if not has_statistics:
+            at = phase.step(at, batch, given.down, given.mine)
             continue
         try:
-            buffers = alg.task.statistics(alg.model(at.x), batch)
-            at = step(at, batch, given.down, given.mine)
+            if phase.keeps_statistics:
+                buffers = alg.task.statistics(alg.model(at.x), batch)
+            at = phase.step(at, batch, given.down, given.mine)
         except ValueError as error:  # torch's word for a batch with nothing to take a variance of
             what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
             fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"

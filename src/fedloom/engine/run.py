@@ -142,9 +142,13 @@ class Experiment:
         ids = present.drawn.ids
         amount = amounts(self.local, self.federation.train.sizes[ids])
         epoch = amount.size.double()
-        other = sum(p.cost * (p.epochs or 0) for p in self.algorithm.phases() if not p.waiting and not p.is_main)
-        cost = next((p.cost for p in self.algorithm.phases() if p.is_main), 0.0)
-        load = Load(cost * epoch * present.steps / amount.per_epoch.clamp(min=1), cost * epoch, other * epoch)
+        phases = self.algorithm.phases()
+        beside = [p for p in phases if not p.waiting and not p.is_main]
+        passes = sum(p.cost * (p.epochs or 0) for p in beside)
+        steps = sum(p.cost * (p.steps or 0) for p in beside)
+        cost = next((p.cost for p in phases if p.is_main), 0.0)
+        main = cost * epoch * present.steps / amount.per_epoch.clamp(min=1)
+        load = Load(main, cost * epoch, passes * epoch + steps * amount.width)
         return timetable(self.system, ids, load, self.speeds[ids], up, down, (self.seed, round_))
 
     @cached_property
