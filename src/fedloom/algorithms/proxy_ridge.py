@@ -62,6 +62,9 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
     def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
         return before
 
+    def counted(self, before: Model, inbox: Inbox[Update], after: Model) -> Tensor | None:
+        return None  # no client does
+
 
 def held_features(task: Task, w: Tensor, proxy: Held, bias: bool) -> analytic.Proxy:
     """Features of the server's examples in float64, and their labels."""
