@@ -295,7 +295,8 @@ def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
 
     def without_costs(text: bytes) -> list[dict[str, float]]:
         records = [json.loads(line) for line in text.splitlines()]
-        return [{k: v for k, v in r.items() if not k.startswith(("bytes/up", "bytes/busiest", "time/"))} for r in records]
+        costs = ("bytes/up", "bytes/busiest", "time/")
+        return [{k: v for k, v in r.items() if not k.startswith(costs)} for r in records]
 
     try:
         plain = metrics("a")
