@@ -34,10 +34,12 @@ class Proxy(Spec):
             what = "the server of this algorithm learns from rows of its own (got 0)"
             raise ConfigError([Fault("proxy.size", what, "leave it out, or take another algorithm")])
         size = self.size if self.size is not None else (min(1000, len(pool) // 10) if wanted else 0)
+        chosen = np.zeros(len(arrays.y), dtype=bool)
+        if not size:  # a shuffle of all rows would cost a million clients two seconds of their start
+            return chosen
         if size >= len(pool):
             what = f"{size} of the {len(pool)} {self.source} rows would leave none"
             raise ConfigError([Fault("proxy.size", what, f"at most {len(pool) - 1}")])
-        chosen = np.zeros(len(arrays.y), dtype=bool)
         chosen[self._drawn(pool, arrays.y, arrays.classes, size, rng)] = True
         return chosen
 
