@@ -80,7 +80,7 @@ are handed to it.
 | `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
 | `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
 | `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
-| `local.optimizer` | a function of settings that returns a `fedloom.optim.Optimizer` |
+| `local.optimizer` | a function of settings that returns `fedloom.optim.Optimizer(init, update)`: `init(x)` is the memory before the first step, `update(g, memory, x, lr)` the next `(x, memory)` |
 | `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
 """
 
