@@ -80,8 +80,11 @@ are handed to it.
 | `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
 | `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
 | `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
-| `local.optimizer` | a function of settings that returns `fedloom.optim.Optimizer(init, update)`: `init(x)` is the memory before the first step, `update(g, memory, x, lr)` the next `(x, memory)` |
+| `local.optimizer` | a function of settings that returns a `fedloom.optim.Optimizer`: see below |
 | `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
+
+An `Optimizer(init, update)` is two functions: `init(x)` gives the memory before the first step, and `update(g, memory,
+x, lr)` the next `(x, memory)`. Its own settings are the function's arguments, and keys of the section `local`.
 """
 
 DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data says so; else
