@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import fedloom
@@ -257,3 +258,62 @@ def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
     fedloom.resume(tmp_path / "part", rounds=4)
     for name in ("metrics.jsonl", "model.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "part" / name).read_bytes()
+
+
+# -- closed forms, in whole runs -------------------------------------------------------------------
+def closed_form(tmp_path: Path, name: str, algorithm: Any, **corruption: Any) -> tuple[dict[str, Tensor], Any]:
+    """The server's last state and the history of a run on digits, of whose ten clients 2, 5 and 7 are bad."""
+    settings: dict[str, Any] = {"rounds": 2, "model": "logistic", "partition": {"kind": "iid", "clients": 10}}
+    bad = {"corruption": {"clients": [2, 5, 7], **corruption}} if corruption else {}
+    history = fedloom.run(algorithm, out=tmp_path / name, **settings, **bad)
+    return load_file(tmp_path / name / "checkpoints" / "00000002" / "state.safetensors"), history
+
+
+def test_bad_sums_reach_the_server_of_a_run(tmp_path: Path) -> None:
+    """Three clients send a multiple of G and B, or -B: exactly that is in the server's sums, and in its accuracy."""
+    clean, honest = closed_form(tmp_path, "clean", "analytic")
+    three, _ = closed_form(tmp_path, "three", "analytic", kind="stat_scale", scale=3.0)
+    five, _ = closed_form(tmp_path, "five", "analytic", kind="stat_scale", scale=5.0)
+    negated, worse = closed_form(tmp_path, "negated", "analytic", kind="stat_negate_B")
+    theirs = (three["server.rows"] - clean["server.rows"]) / 2
+    torch.testing.assert_close(five["server.rows"] - clean["server.rows"], 4 * theirs, rtol=1e-9, atol=1e-6)
+    gram, cross = from_rows(theirs, 10)
+    off = from_rows(negated["server.rows"] - clean["server.rows"], 10)
+    assert not off[0].any()
+    torch.testing.assert_close(off[1], -2 * cross, rtol=1e-9, atol=1e-6)
+    share = float(gram.trace() / from_rows(clean["server.rows"], 10)[0].trace())
+    assert share == pytest.approx(0.3, abs=0.05)
+    assert torch.equal(clean["server.counts"], three["server.counts"])  # what they say of classes stays honest
+    name = "global/test/accuracy"
+    assert worse.summary[name].last < honest.summary[name].last
+    assert worse.metrics["bad_clients/weight_total"][-1] == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["stat_negate_B", "stat_scale"])
+def test_learned_weights_withstand_bad_sums_in_a_run(tmp_path: Path, kind: str) -> None:
+    """Checked by the bias they are left out; believed, learning takes weight from them."""
+    _, plain = closed_form(tmp_path, "plain", "analytic", kind=kind)
+    for name, settings in (("checked", {"bias": True}), ("believed", {"verify": False, "prior": 0.0})):
+        state, history = closed_form(tmp_path, name, {"kind": "law_afl", **settings}, kind=kind)
+        total = history.metrics["bad_clients/weight_total"][-1]
+        assert total == pytest.approx(float(state["server.statistics.lam"][[2, 5, 7]].sum()))
+        assert total == 0 if name == "checked" else total < 0.2
+        if kind == "stat_negate_B":  # all sums scaled alike would be the same head
+            accuracy = "global/test/accuracy"
+            assert history.summary[accuracy].last > plain.summary[accuracy].last
+
+
+@pytest.mark.parametrize("corruption", [{"kind": "quality_forge"}, {"kind": "label_flip_cyclic", "forge": True}])
+def test_forged_quality_in_a_run(tmp_path: Path, corruption: dict[str, Any]) -> None:
+    """Believed, forgers gain weight; measured by the server, honest data keeps its share and flipped labels lose it."""
+    total = {}
+    for quality in ("size", "report", "server"):
+        settings = {"kind": "law_afl", "quality": quality, "prior": "fixed", "gate": False}
+        _, history = closed_form(tmp_path, quality, settings, **corruption)
+        total[quality] = history.metrics["bad_clients/weight_total"][-1]
+    assert total["size"] == pytest.approx(0.3, abs=0.02)
+    assert total["report"] > 0.6
+    if corruption["kind"] == "quality_forge":
+        assert total["server"] == pytest.approx(0.3, abs=0.05)
+    else:
+        assert total["server"] < 0.05

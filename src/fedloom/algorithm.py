@@ -26,6 +26,7 @@ from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor
 
 from fedloom import tree
+from fedloom.errors import Fault
 from fedloom.optim import Optimizer
 from fedloom.schema import Spec
 from fedloom.task import Batch, Task
@@ -72,6 +73,14 @@ class Held(NamedTuple):
 
     x: Tensor  # [n, ...]
     y: Tensor  # [n]
+
+
+class Noise(NamedTuple):
+    """What privacy does to sums over examples before a client sends them."""
+
+    norm: float  # R: the features of an example are shortened to it
+    std: float  # deviation of what is added to each number of G
+    cross_std: float  # and of B
 
 
 class Carry(NamedTuple):
@@ -122,6 +131,7 @@ class Inbox(NamedTuple, Generic[U]):
     weights: Any = ()  # [K] the a_k, likewise
     address: Any = ()  # the seed and the round, for a server that draws: see fedloom.rng
     clients: Any = ()  # [K] who sent, in the order of ``uploads``
+    own: Any = ()  # [] how much of the sum is a node's own upload; only where there is no server
 
     @property
     def mean(self) -> U:
@@ -144,12 +154,17 @@ class Algorithm(Spec, Generic[S, C, U]):
     partial_work: ClassVar[bool] = False  # True: what a late client has done so far is welcome
     plain_sgd: ClassVar[bool] = False  # True: its definition needs local steps without momentum, decay or clipping
     distinct: ClassVar[bool] = False  # True: a client must not be drawn twice in a round
+    columnwise: ClassVar[bool] = False  # True: without a server, ``update`` takes each parameter by itself
     needs_proxy: ClassVar[bool] = False  # True: the server learns from rows of its own, ``self.proxy``
+    unit_uploads: ClassVar[bool] = False  # True: no upload is longer than 1, whatever it is clipped to
+    needs_counts: ClassVar[bool] = False  # True: its server reads how many examples of each class a client has
 
     _task: Task | None = PrivateAttr(None)
     _optimizer: Optimizer | None = PrivateAttr(None)
     _sizes: Tensor | None = PrivateAttr(None)
     _proxy: Held | None = PrivateAttr(None)
+    _hiding: Noise | None = PrivateAttr(None)
+    _lr: float | None = PrivateAttr(None)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -165,6 +180,18 @@ class Algorithm(Spec, Generic[S, C, U]):
         server's own examples."""
         bound = self.model_copy()
         bound._task, bound._optimizer, bound._sizes, bound._proxy = task, optimizer, sizes, proxy
+        return bound
+
+    def told_of_noise(self, noise: Noise) -> Algorithm[S, C, U]:
+        """The same algorithm, which knows how the sums that its clients send are hidden."""
+        told = self.model_copy()
+        told._hiding = noise
+        return told
+
+    def paced(self, lr: float) -> Algorithm[S, C, U]:
+        """The same algorithm, which knows the local learning rate of the first round."""
+        bound = self.model_copy()
+        bound._lr = lr
         return bound
 
     @property
@@ -190,9 +217,25 @@ class Algorithm(Spec, Generic[S, C, U]):
         return self._proxy
 
     @property
+    def first_lr(self) -> float:
+        """The local learning rate with which a run begins."""
+        assert self._lr is not None, "paced() first"
+        return self._lr
+
+    @property
     def own_rows(self) -> Held | None:
         """The same, or None where the server has none."""
         return self._proxy
+
+    @property
+    def noise(self) -> Noise | None:
+        """How sums over examples are hidden by the clients; None where they are not."""
+        return self._hiding
+
+    def against_noise(self, local: bool) -> list[Fault]:
+        """Settings under which noise in sums over examples does not hide these; ``local``: in each client's own."""
+        what = f"hides examples in sums over them, which clients of {type(self).__name__} do not send"
+        return [Fault("privacy.feature_clip", what, "set privacy.clip instead")]
 
     @property
     def proximal(self) -> float:
@@ -220,6 +263,16 @@ class Algorithm(Spec, Generic[S, C, U]):
         return 1.0
 
     @property
+    def sends_once(self) -> bool:
+        """Whether what a node sends is no model that others could pass on in the same round; see gossip_steps."""
+        return False
+
+    @property
+    def remembers_neighbours(self) -> bool:
+        """Whether nodes keep what each neighbour has sent so far, which a new link, or a lost message, would break."""
+        return False
+
+    @property
     def lane_size(self) -> int:
         """How many numbers one client holds beside models, which limits how many are side by side."""
         return 0
@@ -232,6 +285,10 @@ class Algorithm(Spec, Generic[S, C, U]):
     def phases(self) -> tuple[Phase, ...]:
         """What a client does in a round; one phase has neither epochs nor steps, and is as long as ``local`` says."""
         return (Phase(self.step),)
+
+    def trains_in(self, round_: float) -> bool:
+        """Whether the clients of this round, counted from 0, train as long as ``local`` says, or not at all."""
+        return True
 
     def fitting(self) -> tuple[Phase, ...]:
         """What a client does with what it was sent, on a throw-away copy, before it predicts with it."""
@@ -267,8 +324,8 @@ class Algorithm(Spec, Generic[S, C, U]):
         """The server's model as it is judged and saved, if not the one that is sent.  ``[P]``"""
         return self.send(server).w
 
-    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
-        """The running statistics after the round, from those before it and the clients' mean."""
+    def statistics(self, before: Tensor, mean: Tensor, server: S) -> Tensor:
+        """The running statistics after the round, from those before, the clients' mean and the server's new state."""
         return mean
 
     def sent_bytes(self, down: S) -> int:

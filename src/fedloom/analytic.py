@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -127,11 +126,6 @@ def features_of(length: int, classes: int) -> int:
 def upload_bytes(features: int, classes: int, *, packed: bool = True, itemsize: int = 8) -> int:
     """Bytes of one client's G and B, of which G is sent as a triangle or, not packed, as a square."""
     return ((triangle(features) if packed else features**2) + features * classes) * itemsize
-
-
-def head_bytes(features: int, classes: int, *, itemsize: int = 4) -> int:
-    """Bytes of the head that the server sends back."""
-    return features * classes * itemsize
 
 
 # -- solving ---------------------------------------------------------------------------------------
@@ -274,11 +268,6 @@ def merge(u: Part, v: Part) -> Part:
     return Part(head, c, u.ridge + v.ridge)
 
 
-def merge_all(parts: Iterable[Part], rule: Callable[[Part, Part], Part] = merge) -> Part:
-    """The solution of all parts, merged one after the other."""
-    return reduce(rule, parts)
-
-
 def remove_ridge(merged: Part, target: float = 0.0) -> Tensor:
     """The head with ridge ``target`` instead of the sum of intermediary ones, exactly.  ``[d, C]``
 
@@ -307,11 +296,6 @@ def weighted_head(rows: Tensor, mu: Tensor, ridge: Tensor | float, classes: int)
     gram, cross = from_rows(tree.mix(mu[None], rows)[0], classes)
     system = factor(with_ridge(gram, ridge), regular=matters(ridge, gram))
     return Solved(system.solve(cross), system)
-
-
-def ridge_without(ridge: float, ri_ridge: float, mu: Tensor, examples: Tensor) -> Tensor:
-    """The ridge to add where clients send G_i + rho_loc I instead of G_i: rho - rho_loc sum_i mu_i / n_i.  ``[]``"""
-    return ridge - ri_ridge * (mu / examples.clamp(min=1)).sum()
 
 
 class Adjoint(NamedTuple):
@@ -420,9 +404,12 @@ def weighted_gradient(
     return WeightedGradient(at.value, along_a, along_b, at.log_temperature, along_ridge, delta)
 
 
-def sketched(stats: Statistics, projection: Tensor) -> Statistics:
-    """The statistics of projected features: P'GP and P'B, on which weights are learned at less cost."""
-    return stats._replace(gram=projection.mT @ stats.gram @ projection, cross=projection.mT @ stats.cross)
+def sketched(rows: Tensor, projection: Tensor, classes: int) -> Tensor:
+    """The statistics of projected features, P'GP and P'B, on which weights are learned at less cost.  ``[K, ...]``"""
+    each = (from_rows(row.double(), classes) for row in rows)  # one by one: unpacked they take twice the memory
+    return torch.stack(
+        [torch.cat([pack(projection.mT @ g @ projection), (projection.mT @ b).flatten()]) for g, b in each]
+    )
 
 
 # -- what the server believes ----------------------------------------------------------------------
@@ -539,14 +526,6 @@ def evenness(counts: Tensor) -> Tensor:
     return entropy(counts) / math.log(max(counts.shape[-1], 2))
 
 
-def typicality(counts: Tensor) -> Tensor:
-    """1 - JSD(p_i || p) / ln 2, where p is the mix of all clients' classes together.  ``[K]``"""
-    p = counts / counts.sum(-1, keepdim=True).clamp(min=1e-300)
-    everyone = counts.sum(0) / counts.sum().clamp(min=1e-300)
-    divergence = entropy((p + everyone) / 2) - (entropy(p) + entropy(everyone)) / 2
-    return 1 - divergence.clamp(min=0) / math.log(2)
-
-
 def data_quality(counts: Tensor, *, evenness_power: float = 1.0, size_power: float = 1.0) -> Tensor:
     """q_i = (H(p_i) / ln C)^k1 (n_i / (n_i + median n))^k2, at least 0.001; LAW-AFL leaves q_i undefined.  ``[K]``"""
     n = counts.sum(-1)
@@ -594,19 +573,12 @@ def judged(logits: Tensor, y: Tensor, counts: Tensor | None = None) -> Judged:
     return Judged((seen * right).sum(1) / rows, (seen * missed).sum(1) / rows)
 
 
-Depth: TypeAlias = Literal["entropy", "jsd", "const"]
-
-
-def trained_groups(counts: Tensor, groups: int, rule: Depth = "entropy") -> Tensor:
-    """L_i, how many groups of layers a client trains, from the head on: 1 + round((L_max - 1) H(p_i) / ln C).  ``[K]``
+def trained_groups(counts: Tensor, groups: int) -> Tensor:
+    """L_i, how many groups of layers a client trains, from the head on: 1 + round((L_max - 1) H(p_i) / ln C).
 
     A client of one class trains the head alone. LAW-AFL refers to its eq. 18 for L_i, which does not hold it.
-    ``jsd`` goes by ``typicality`` instead; with ``const`` everyone trains all groups.
     """
-    if rule == "const":
-        return torch.full_like(counts[:, 0], groups, dtype=torch.int64)
-    share = (evenness if rule == "entropy" else typicality)(counts.double())
-    return (1 + ((groups - 1) * share + 0.5).floor()).clamp(1, groups).long()
+    return (1 + ((groups - 1) * evenness(counts.double()) + 0.5).floor()).clamp(1, groups)
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -652,27 +624,34 @@ Neighbours: TypeAlias = Literal["add_remove", "replace_one"]
 
 
 def sensitivity(
-    norm: float, *, relation: Neighbours = "add_remove", nonnegative: bool = False, cross_scale: float = 1.0
+    norm: float,
+    *,
+    relation: Neighbours = "add_remove",
+    nonnegative: bool = False,
+    cross_scale: float = 1.0,
+    counts: bool = False,
 ) -> float:
     """How far one example can move (G, cross_scale B), if features are no longer than R = ``norm``.
 
-    One example adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2). To replace x by z of cosine c moves them by
-    sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is largest at c = -1 / (2 R^2), or at 0 if features are not negative.
+    One example adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2), and 1 under the root if ``counts`` of classes
+    are released, too. To replace x by z of cosine c moves them by sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is
+    largest at c = -1 / (2 R^2), or at 0 if features are not negative; if the class changes, by that of c = 0 and the
+    two counts.
     """
-    square, linear = norm**4, (cross_scale * norm) ** 2
+    square, linear, counted = norm**4, (cross_scale * norm) ** 2, float(counts)
     if relation == "add_remove":
-        return math.sqrt(square + linear)
+        return math.sqrt(square + linear + counted)
     c = 0.0 if nonnegative or not square else max(-1.0, -linear / (2 * square))
-    return math.sqrt(2 * square * (1 - c**2) + 2 * linear * (1 - c))
+    same_class = 2 * square * (1 - c**2) + 2 * linear * (1 - c)
+    return math.sqrt(max(same_class, 2 * (square + linear + counted)))
 
 
-def noised(stats: Statistics, std: float, normals: Tensor, cross_scale: float = 1.0) -> Statistics:
-    """G + E and B + F, from standard normals ``[..., d (d + 1) / 2 + d C]``: E is symmetric, F = F' / cross_scale.
-
-    Counts are not covered by ``sensitivity``, and come back as zeros: tell them apart, at their own price, or not.
-    """
-    e, f = from_rows(std * normals, stats.cross.shape[-1])
-    return Statistics(stats.gram + e, stats.cross + f / cross_scale, torch.zeros_like(stats.counts))
+def noised(rows: Tensor, std: Tensor | float, normals: Tensor, classes: int, cross_scale: float = 1.0) -> Tensor:
+    """G + E and B + F, all as ``to_rows`` lays them out: E is symmetric, and F has the deviation std / cross_scale."""
+    d = features_of(rows.shape[-1], classes)
+    scale = rows.new_ones(rows.shape[-1])
+    scale[triangle(d) :] = 1 / cross_scale
+    return rows + std * normals * scale
 
 
 def psd(gram: Tensor) -> Tensor:
@@ -691,20 +670,6 @@ def mixed_noise(std: float, mu: Tensor) -> float:
     return std * float(mu.square().sum().sqrt())
 
 
-def private_head(gram: Tensor, cross: Tensor, std: float, k: float = 0.5) -> Tensor:
-    """The head from noised sums, which may be indefinite: eigenvalues are clipped, and the ridge covers the noise."""
-    return solve(psd(gram), cross, noise_ridge(std, len(gram), k))
-
-
-def adassp_ridge(
-    least: float, normal: float, features: int, *, norm: float, epsilon: float, delta: float, failure: float = 0.05
-) -> float:
-    """AdaSSP's ridge (Wang 2018): as much as the noise needs, less a private lower bound of the least eigenvalue.
-
-    It spends epsilon / 3 and delta / 3 on that bound, from ``least`` and one standard ``normal``; G and B have the
-    other two thirds.
-    """
-    third, log = epsilon / 3, math.log(6 / delta)
-    bound = max(0.0, least + norm**2 * (math.sqrt(log) * normal - log) / third)
-    needed = norm**2 * math.sqrt(features * log * math.log(2 * features**2 / failure)) / third
-    return max(0.0, needed - bound)
+def private_head(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """The head from noised sums, which may be indefinite: eigenvalues are clipped at 0 before the ridge is added."""
+    return solve(psd(gram), cross, ridge)

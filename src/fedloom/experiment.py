@@ -11,21 +11,22 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom import corruption, privacy, rng, robust
-from fedloom.algorithm import Held
+from fedloom.algorithm import Held, Noise
+from fedloom.analytic import sensitivity
 from fedloom.config import Config
 from fedloom.corruption import Corruption, Rows, corrupted
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
 from fedloom.data.partition import Summary, fingerprint, split, summary
-from fedloom.data.proxy import without
+from fedloom.data.proxy import lacking, without
 from fedloom.engine.clock import check_clients
-from fedloom.engine.local import Executor, choose, lane_limit, reuse_memory
-from fedloom.engine.plan import draw
+from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
+from fedloom.engine.plan import amounts, draw
 from fedloom.engine.run import Experiment, begin, specimen
 from fedloom.engine.topology import faults as topology_faults
 from fedloom.errors import ConfigError, Fault
 from fedloom.models.net import Model
-from fedloom.privacy import Guard, Release, calibrated, factors
+from fedloom.privacy import Guard, Release, Sums, calibrated, factors
 from fedloom.task import Task
 
 
@@ -81,12 +82,13 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     found = partition.assign(arrays.y[train], arrays.classes, chance, client)
     held_out = split(found.owner, found.clients, partition.holdout, seed)
     bad = config.corruption.bad(found.clients, seed)
+    lacks = lacking(proxy, arrays) if config.algorithm.needs_proxy else []
     return Shared(
         arrays,
         found.owner,
         held_out,
         found.clients,
-        tuple(found.notes),
+        (*found.notes, *lacks),
         proxy,
         bad,
         config.corruption.kind if bad else "",
@@ -99,6 +101,8 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
     device = pick_device(config.engine.device)
+    if device.type == "cuda" and config.engine.threads is None:
+        torch.set_num_threads(1)  # the CPU only plans, in steps so small that threads take longer to wake
     shared = share(config, root, arrays)
     federation = federate(
         shared.arrays,
@@ -113,10 +117,18 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
     task = initial_task(config.model, shared.arrays, config.basics.seed)
     cohort = shared.clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, shared.clients)
     executor, reason = _executor(config, task, device, cohort)
-    task = task.to(device, lanes=executor == "lanes")
+    steps = amounts(config.local, federation.train.sizes).steps.double().mean()
+    ticks = config.basics.rounds * float(steps)
+    capture = capture_for(config.engine.compile, device, executor == "lanes", ticks)
+    task = task.to(device, lanes=executor == "lanes", precision=config.engine.precision, capture=capture)
+    guard = _guard(config, federation)
     algorithm = config.algorithm.bind(
         task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)
     )
+    algorithm = algorithm.paced(config.local.lr)
+    if guard is not None and guard.sums is not None:
+        std = guard.deviation(guard.release.size)
+        algorithm = algorithm.told_of_noise(Noise(guard.clip, std, std / guard.sums.cross_scale))
     lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
     experiment = Experiment(
         algorithm=algorithm,
@@ -135,7 +147,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
         corruption=config.corruption,
         bad=shared.bad,
         aggregation=config.aggregation,
-        guard=_guard(config, federation),
+        guard=guard,
         # Where nothing is sent, running statistics are not sent either.
         buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
     )
@@ -162,6 +174,8 @@ def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) 
 def _guard(config: Config, fed: Federation) -> Guard | None:
     """Privacy as it is in this run: for its sampling, its rounds and its clients."""
     how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
+    if how.feature_clip is not None:
+        return _guard_of_sums(config, fed, how.feature_clip)
     if how.clip is None or cohort.sampling == "proportional":
         return None
     sizes = fed.train.sizes
@@ -184,6 +198,17 @@ def _guard(config: Config, fed: Federation) -> Guard | None:
     return Guard(how.clip, factors(how, counts, seed), release, uses, how.delta, float(size) if fixed else None)
 
 
+def _guard_of_sums(config: Config, fed: Federation, norm: float) -> Guard:
+    """The same of sums over examples, each of which is in one sum of one client, and is released once."""
+    how, able, counts = config.privacy, int((fed.train.sizes > 0).sum()), config.algorithm.needs_counts
+    sums = Sums(sensitivity(norm, cross_scale=how.cross_scale, counts=counts), how.cross_scale, counts)
+    release = Release(how.noise or 0.0, how.mechanism == "local", "all", able, able)
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
+    uses = (0, *[1] * config.basics.rounds)
+    return Guard(norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
+
+
 def _check_uploads(config: Config, experiment: Experiment) -> None:
     """What can only be known once the net is there: of what uploads consist."""
     poisons = bool(experiment.bad) and bool(config.corruption.changes)
@@ -192,7 +217,7 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
     upload, fed = specimen(experiment, begin(experiment)), experiment.federation
     faults = corruption.refused(config.corruption, upload) if poisons else []
     travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
-    faults += privacy.refused(config.privacy, upload, travelling, fed.clients)
+    faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
     if faults:
         raise ConfigError(faults)
 

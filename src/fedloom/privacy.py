@@ -1,12 +1,19 @@
 """Differential privacy of what clients send: clipped, noised, and accounted for.
 
-The unit is a client: epsilon bounds how much can be learned, from all that the server ever receives, of whether a
-client took part with its data or not. Two mechanisms:
+The unit is a client (``clip``): epsilon bounds how much can be learned, from all that the server ever receives, of
+whether a client took part with its data or not. Two mechanisms:
 
     upload   u <- u min(1, S / ||u||), the norm over all tensors together, then u + N(0, s^2)
     distributed   s = z S / sqrt(m) for each of the m clients of a round, so that their sum has z S; the server is
                   taken to see only that sum, and so a random choice of clients helps
     local         s = z S for each client; the server sees every upload, and a choice of clients helps nobody
+
+Clients of a closed form send sums over examples instead, once. There the unit is an example (``feature_clip``):
+
+    x <- x min(1, R / ||x||) before it is summed: one example moves (G, B) by D = sqrt(R^4 + R^2) at most, in which
+    S above is replaced by D; and by sqrt(R^4 + R^2 + 1) where counts of classes are sent, too
+
+Their noise has the address (seed, client): who is to be forgotten sends the same numbers again, and tells nothing new.
 
 Every client counts alike, since a weight would tell how much data it has. Noise may grow with how unequal a
 client's labels are, by a factor f_i >= 1 from a noised histogram of them (LAW-AFL, eq. 24, made sound): the
@@ -35,7 +42,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom import rng, tree
+from fedloom import analytic, rng, tree
 from fedloom.algorithm import Algorithm
 from fedloom.errors import ConfigError, Fault
 from fedloom.schema import Spec
@@ -45,12 +52,22 @@ _SMOOTH = 1e-8  # what keeps a concentration of zero from dividing
 
 
 class Privacy(Spec):
-    """How what clients send is protected; nothing is, unless ``clip`` is set."""
+    """How what clients send is protected; nothing is, unless ``clip`` or ``feature_clip`` is set."""
 
     clip: PositiveFloat | None = Field(
-        None, description="S: largest norm of an upload, all its tensors together; unset: no privacy"
+        None, description="S: largest norm of an upload, all its tensors together; unset: no privacy of clients"
     )
-    noise: NonNegativeFloat | None = Field(None, description="z: deviation of the noise, in units of S; 0: only clip")
+    feature_clip: PositiveFloat | None = Field(
+        None,
+        description="R, with closed forms instead of clip: largest norm of an example's features, that of a bias among "
+        "them; unset: no privacy of examples",
+    )
+    cross_scale: PositiveFloat = Field(
+        1.0, description="of feature_clip: B is multiplied by it before noise is added, and divided by it afterwards"
+    )
+    noise: NonNegativeFloat | None = Field(
+        None, description="z: deviation of the noise, in units of S, or of what one example can move; 0: only clip"
+    )
     epsilon: PositiveFloat | None = Field(None, description="the budget of all rounds, from which z is calibrated")
     delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
     mechanism: Literal["distributed", "local"] = Field(
@@ -71,26 +88,34 @@ class Privacy(Spec):
         if self.noise is not None and self.epsilon is not None:
             raise ValueError("noise and epsilon both say how much noise there is; keep one of them")
         given = self.noise is not None or self.epsilon is not None
-        if given and self.clip is None:
-            raise ValueError("noise hides only what is bounded; set clip, the largest norm of an upload")
-        if self.clip is not None and not given:
+        if given and not self.on:
+            what = "set clip, the largest norm of an upload, or, with a closed form, feature_clip"
+            raise ValueError(f"noise hides only what is bounded; {what}")
+        if self.on and not given:
             raise ValueError("clip alone is no privacy; set noise, or epsilon from which it is calibrated")
+        if self.clip is not None and self.feature_clip is not None:
+            raise ValueError("clip hides clients and feature_clip hides examples; keep one of them")
+        if self.feature_clip is not None and self.heterogeneity != "none":
+            raise ValueError("heterogeneity is for clip: its histograms hide clients, and feature_clip hides examples")
         return self
 
     @property
     def on(self) -> bool:
-        return self.clip is not None
+        return self.clip is not None or self.feature_clip is not None
 
 
 # -- what cannot be accounted for ------------------------------------------------------------------
 def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> list[Fault]:
     """Settings under which the epsilon that is told would not be true."""
+    if how.feature_clip is not None:
+        return _of_sums(how, alg, sampling, system)
     if not how.on:
         return []
     name, faults = type(alg).__name__, []
     if alg.family in ("gossip", "closed_form") or not alg.communicates:
         what = f"covers clients that send updates to a server, which those of {name} do not"
-        return [Fault("privacy.clip", f"{what} (got {how.clip:g})", "leave the section out")]
+        fix = "set privacy.feature_clip instead" if alg.family == "closed_form" else "leave the section out"
+        return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
     if alg.hears_each and how.mechanism == "distributed":
         what = f"hides single uploads in their sum, and {name} reads every one of them"
         faults.append(Fault("privacy.mechanism", f"'distributed' {what}", "set privacy.mechanism=local"))
@@ -104,12 +129,29 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
         what = f"{name} weighs clients by their data, which the weights would tell"
         fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it count clients alike"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
+    if alg.unit_uploads and how.clip != 1:
+        what = f"uploads of {name} are no longer than 1, since it clips moves by a rule of its own"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "set privacy.clip=1"))
     if sampling == "proportional":
         what = "'proportional' draws clients by how much data they have, which is not accounted for"
         faults.append(Fault("cohort.sampling", what, "use poisson, uniform or all"))
     if rule != "mean" and how.mechanism == "distributed":
         what = f"'{rule}' needs every upload, and under privacy.mechanism = 'distributed' there is only their sum"
         faults.append(Fault("aggregation.rule", what, "set privacy.mechanism=local, or rule=mean"))
+    return faults + _missing_clients(how, alg, system)
+
+
+def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
+    """The same, where sums over examples are hidden."""
+    faults = list(alg.against_noise(how.mechanism == "local"))
+    if faults or how.mechanism == "local":
+        return faults + _missing_clients(how, alg, system)
+    if alg.hears_each:
+        what = f"'distributed' hides single uploads in their sum, and {type(alg).__name__} reads every one of them"
+        faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
+    if sampling != "all":
+        what = f"clients that come in other rounds are not in the sum that hides them (got '{sampling}')"
+        faults.append(Fault("cohort.sampling", what, "use all, or set privacy.mechanism=local"))
     return faults + _missing_clients(how, alg, system)
 
 
@@ -130,10 +172,14 @@ def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
     return faults
 
 
-def refused(how: Privacy, upload: Any, travelling: int, clients: int) -> list[Fault]:
+def refused(how: Privacy, upload: Any, travelling: int, clients: int, examples: int) -> list[Fault]:
     """What only the net and the data tell: uploads like this one, and so many running statistics that travel."""
     if not how.on:
         return []
+    if how.feature_clip is not None:  # what else an algorithm sends, it has been asked about
+        what = f"{how.delta:g} is too large for {examples} examples: publishing one of them whole would be allowed"
+        too_large = Fault("privacy.delta", what, f"below {1 / max(examples, 1):.2g}")
+        return [too_large] if how.delta * examples >= 1 else []
     faults = []
     if any(not leaf.is_floating_point() for leaf in tree.leaves(upload)):
         what = "an upload of this algorithm holds whole numbers, which noise cannot hide"
@@ -148,15 +194,49 @@ def refused(how: Privacy, upload: Any, travelling: int, clients: int) -> list[Fa
 
 
 # -- the mechanism ---------------------------------------------------------------------------------
+class Sums(NamedTuple):
+    """How sums over examples are hidden."""
+
+    sensitivity: float  # D: how far one example can move them
+    cross_scale: float
+    counts: bool  # whether counts of classes are sent, with noise; else they are not sent
+
+
 class Guard(NamedTuple):
     """Privacy as it is in one run: every number resolved."""
 
-    clip: float  # S
+    clip: float  # S; of sums R
     factors: Tensor  # [N] f_i
     release: Release
     releases: tuple[int, ...]  # [rounds + 1] how often the mechanism was used on a client, at most, after each round
     delta: float
     weight: float | None  # what the sum of a round is divided by; None: by how many sent
+    sums: Sums | None = None  # where it is sums over examples that are hidden
+
+    @property
+    def unit(self) -> Literal["client", "example"]:
+        """What is hidden."""
+        return "client" if self.sums is None else "example"
+
+    @property
+    def reach(self) -> float:
+        """How far one unit can move what is released: z is in units of this."""
+        return self.clip if self.sums is None else self.sums.sensitivity
+
+    def deviation(self, senders: int) -> float:
+        """Of the noise in an upload, among so many in a round."""
+        return self.release.noise * self.reach / (1.0 if self.release.local else math.sqrt(senders))
+
+    def told(self, rounds: int) -> str:
+        """What is protected how well, in a sentence."""
+        where = "each upload" if self.release.local else "their sum"
+        what = f"uploads clipped to {self.clip:g} · noise {self.release.noise:.4g} clips in {where}"
+        if self.sums is not None:
+            where = "each client's sums" if self.release.local else "the sums over all clients"
+            what = f"features clipped to {self.clip:g} · one example moves sums by {self.reach:.4g} at most · noise "
+            what += f"{self.release.noise:.4g} times that in {where}"
+        spent = f"{self.epsilon(rounds):.4g}" if self.release.noise else "infinite: there is no noise"
+        return f"{what} · after {rounds} rounds epsilon {spent} at delta {self.delta:g}, for each {self.unit}"
 
     def epsilon(self, round_: int) -> float:
         """What was spent after so many rounds."""
@@ -165,24 +245,50 @@ class Guard(NamedTuple):
     def described(self) -> dict[str, Any]:
         """What a run folder says of its privacy; infinity, for which JSON has no word, is None."""
         spent = self.epsilon(len(self.releases) - 1)
-        return {
-            "unit": "client",
-            "relation": relation(self.release),
+        own = {
             **self.release._asdict(),
             "clip": self.clip,
+            "noise_factors": [round(f, 6) for f in self.factors.tolist()],
+        }
+        if self.sums is not None:  # where nothing depends on how clients are chosen
+            used = {name: getattr(self.release, name) for name in ("noise", "local", "clients")}
+            own = {**used, "feature_clip": self.clip, **self.sums._asdict()}
+            own["deviation"] = self.deviation(self.release.size)
+        return {
+            "unit": self.unit,
+            "relation": relation(self.release),
+            **own,
             "delta": self.delta,
             "releases": self.releases[-1],
             "epsilon": spent if math.isfinite(spent) else None,
-            "noise_factors": [round(f, 6) for f in self.factors.tolist()],
             "accountant": "dp-accounting, Renyi",
         }
 
 
 def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, address: tuple[int, int]) -> Any:
     """The uploads [K, ...] as these clients send them, among so many of the round; ``address``: seed and round."""
-    part = 1.0 if guard.release.local else math.sqrt(senders)
-    std = guard.release.noise * guard.clip / part * guard.factors[ids]
-    return noised(clipped(uploads, guard.clip), std, ids, address)
+    if guard.sums is not None:
+        return hidden(guard.sums, guard.deviation(senders), uploads, ids, address[0])
+    return noised(clipped(uploads, guard.clip), guard.deviation(senders) * guard.factors[ids], ids, address)
+
+
+def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, seed: int) -> Any:
+    """Sums G and B [K, ...] as these clients send them, with the same noise whenever one sends them.
+
+    Who is not asked sends zeros, and no noise; who is to be forgotten sends the negative of all, noise included.
+    """
+    rows, counts = uploads.rows, uploads.counts
+    if not rows.numel():
+        return uploads
+    turn = counts.sum(-1, keepdim=True).sign()
+    shown = counts if how.counts else torch.zeros_like(counts)
+    if not std:
+        return uploads._replace(counts=shown)
+    width = rows.shape[-1] + counts.shape[-1]
+    drawn = np.stack([rng.stream(seed, "privacy/sums", client).standard_normal(width) for client in ids.tolist()])
+    normals = turn * torch.from_numpy(drawn).to(rows)
+    rows = analytic.noised(rows, std, normals[:, : rows.shape[-1]], counts.shape[-1], how.cross_scale)
+    return uploads._replace(rows=rows, counts=shown + std * normals[:, rows.shape[-1] :] * how.counts)
 
 
 def silence(guard: Guard, upload: Any, address: tuple[int, int]) -> Any:

@@ -9,12 +9,14 @@ import pytest
 import torch
 from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
+from fedloom import laws
 from fedloom.algorithm import Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddyn import FedDyn, Mine, Server
 from fedloom.config import parse
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import advance, begin
+from fedloom.engine.local import full_gradients
+from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError
 from fedloom.optim import sgd
@@ -207,3 +209,63 @@ def test_settings() -> None:
         parse({"algorithm": {"kind": "feddyn", "alpha": 0.0}})
     with pytest.raises(ConfigError, match="sampling"):
         parse({"algorithm": "feddyn", "cohort": {"sampling": "proportional"}})
+
+
+# -- an alpha for each client ----------------------------------------------------------------------
+@pytest.mark.parametrize("executor", ["loop", "lanes"])
+def test_alpha_by_samples_holds_clients_with_more_data_less(world, executor) -> None:
+    """After one round g_k = -alpha_k (w_k - w), and alpha_k n_k is the same for all; h is alpha times the mean move."""
+    sizes = (4, 12, 7, 5, 22)
+    settings = {"local": RAGGED, "engine": {"executor": executor}}
+    one, own = (feddyn(world, sizes, algorithm={"alpha": 0.3, "alpha_by": by}, **settings) for by in ("one", "samples"))
+    ends = {}
+    for name, exp in (("one", one), ("own", own)):
+        store = RamStore(5)
+        state, _ = advance(exp, begin(exp), store)
+        ends[name] = (state, states(exp, state, store))
+    assert ends["one"][0].gradients == ends["own"][0].gradients
+    assert ends["one"][0].seconds == ends["own"][0].seconds
+    moves = [_alone(own, k) - own.task.w0 for k in range(5)]
+    for k, n in enumerate(sizes):
+        torch.testing.assert_close(ends["own"][1][k], -0.3 * 10 / n * moves[k], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ends["own"][0].server.h, -0.3 * torch.stack(moves).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def _alone(exp, client: int) -> torch.Tensor:
+    """The model of a client after the first round, of plain steps by hand."""
+    fed, task = exp.federation, exp.task
+    group = next(g for g in groups_of(exp, 0, exp.present(0)) if client in g.ids.tolist())
+    k = group.ids.tolist().index(client)
+    alpha, w = 0.3 * 10 / int(fed.train.sizes[client]), task.w0
+    for rows, mask in zip(group.rows[k, : group.steps[k]], group.mask[k], strict=False):
+        x, y = fed.examples(rows[mask > 0])
+        v = w.clone().requires_grad_()
+        torch.nn.functional.cross_entropy(task.apply(v, x, task.buffers0), y).backward()
+        w = w - exp.local.lr * (v.grad + alpha * (w - task.w0))
+    return w
+
+
+def test_alpha_by_samples_finds_what_is_best_for_all_examples(world) -> None:
+    """Where the moves end, the mean gradient over examples vanishes, and by ``one`` that over clients does."""
+    sizes = (40, 4, 10)
+    slopes = {}
+    for by in ("one", "samples"):
+        settings = {"alpha": 0.1, "alpha_by": by, "shown": "sent"}
+        exp = feddyn(world, sizes, algorithm=settings, local={"lr": 0.2, "batch": 0, "epochs": 20})
+        state, store = begin(exp), RamStore(3)
+        for _ in range(120):
+            state, _ = advance(exp, state, store)
+        g = full_gradients(exp.task, exp.federation, torch.arange(3), state.server.w.expand(3, -1))
+        share = exp.federation.train.sizes / exp.federation.train.sizes.sum()
+        slopes[by] = float((share @ g).norm()), float(g.mean(0).norm())
+    assert slopes["samples"][0] < 0.05 * slopes["samples"][1]
+    assert slopes["one"][1] < 0.05 * slopes["one"][0]
+
+
+class BySamples(FedDyn):
+    alpha_by: str = "samples"
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_laws_by_samples(law) -> None:
+    assert laws.verdict(law, BySamples) == ""

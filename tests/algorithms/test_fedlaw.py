@@ -172,6 +172,30 @@ def test_batch_normalisation_learns_on_statistics_of_proxy_batches(world) -> Non
     assert bool(after(exp).server.w.isfinite().all())
 
 
+def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> None:
+    """By ``proxy`` they are those of the proxy batches; by ``average`` the clients'; one pass moves the latter."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(sum(SIZES) + 20, 1, 4, 4)).astype(np.float32) * 3 + 1
+    images = blobs(SIZES)._replace(x=x)
+    found = {}
+    for bn in ("proxy", "average", "recalibrate"):
+        settings = {"kind": "fedlaw", "server_epochs": 60, "server_lr": 1e-9, "proxy_batch": 11, "bn": bn}
+        model = {"kind": "resnet20", "norm": "batch"}
+        exp = world(SIZES, arrays=images, algorithm=settings, model=model, proxy={"size": 11}, local={"lr": 0.01})
+        state = after(exp)
+        found[bn] = state.buffers
+    held = exp.algorithm.proxy
+    net = exp.task.module(state.server.w, exp.task.buffers0).train()
+    with torch.no_grad():
+        for _ in range(60):
+            net(held.x)
+    seen = torch.cat([b.flatten() for _, b in net.named_buffers() if b.is_floating_point()])
+    torch.testing.assert_close(found["proxy"], seen, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found["average"], seen, rtol=1e-2, atol=1e-2)
+    one = torch.nn.functional.mse_loss(found["recalibrate"], seen)
+    assert one < torch.nn.functional.mse_loss(found["average"], seen)
+
+
 def test_without_a_proxy_set_it_is_refused(laid_out) -> None:
     with pytest.raises(ConfigError, match=r"proxy.size: the server of this algorithm learns from rows of its own"):
         laid_out("fedlaw", proxy={"size": 0})

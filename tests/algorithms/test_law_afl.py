@@ -14,7 +14,7 @@ from test_fedlaw import spoiled
 from fedloom import analytic, laws
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
-from fedloom.algorithms.law_afl import LawAFL
+from fedloom.algorithms.law_afl import LawAFL, parts_of
 from fedloom.config import parse
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
@@ -189,6 +189,8 @@ def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     body = exp.task.mask("body.").bool()
     assert torch.equal(later.server.w[body], warm.server.w[body])
     assert later.gradients == warm.gradients  # nobody trains any more
+    links = [exp.timetable(r, exp.present(r), 0, 0) for r in (2, 3, 5)]
+    assert [float(table.start.max()) > 0 for table in links] == [True, False, False]  # and it takes no time
     known = int(later.server.registry.known.sum())
     assert known > 0
     assert later.up - warm.up == known * analytic.upload_bytes(7, 3)
@@ -202,6 +204,88 @@ def test_per_round_sends_models_and_statistics(laid_out) -> None:
     assert state.server.registry.rows.shape[0] == 0
     body = exp.task.mask("body.").bool()
     assert not torch.equal(state.server.w[body], exp.task.w0[body])
+
+
+def test_fresh_statistics_are_of_the_new_body(laid_out) -> None:
+    """Every second round trains nothing, and its head is AFL's on the body as it now is."""
+    fresh = {**PLAIN, "server_epochs": 2, "schedule": "per_round", "fresh": True, "gate": False}
+    table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}}
+    exp = laid_out(fresh, **table)
+    one, two, three = (rounds(exp, count) for count in (1, 2, 3))
+    law = rounds(laid_out({"kind": "fedlaw", "server_epochs": 2}, **table))
+    torch.testing.assert_close(one.server.w, law.server.w)
+    assert (one.up, one.gradients) == (law.up, law.gradients)
+    body = exp.task.mask("body.").bool()
+    assert torch.equal(two.server.w[body], one.server.w[body])
+    assert two.gradients == one.gradients < three.gradients
+    assert two.up - one.up == exp.federation.clients * analytic.upload_bytes(7, 3)
+    still = laid_out("analytic", **table)
+    still.task.w0.copy_(one.server.w)
+    assert apart(head_of(exp.task, two.server.w, bias=False), 10 * rounds(still).server.head) < 1e-5
+    spans = [one.seconds, two.seconds - one.seconds, three.seconds - two.seconds]
+    assert spans[1] < 0.021 < spans[0]  # latency and a few bytes
+    assert spans[2] == pytest.approx(spans[0], rel=1e-6)
+    for wrong in ({"schedule": "frozen"}, {"share_lambda": True}):
+        with pytest.raises(ConfigError, match="fresh"):
+            laid_out(fresh | wrong)
+
+
+DEEP = {"kind": "mlp", "widths": [7, 5]}
+WARM = {**QUICK, "schedule": "warmup_then_analytic", "warmup": 3}
+
+
+def test_clients_of_one_class_train_the_head_alone(laid_out) -> None:
+    """L13: what nobody trained stays as it is to the bit, and does not shrink."""
+    table = {"owner": "one class each", "model": DEEP, "local": {"lr": 0.3, "batch": 8, "momentum": 0.5}}
+    shallow = {**WARM, "depth": "entropy", "param": "fixed", "shrink": 0.9}
+    exp = laid_out(shallow, **table)
+    state = rounds(exp, 2)
+    body = exp.task.mask("body.").bool()
+    assert torch.equal(state.server.w[body], exp.task.w0[body])
+    assert not torch.equal(state.server.w[~body], exp.task.w0[~body])
+    assert state.up == 2 * 3 * 4 * int((~body).sum())
+    whole = laid_out({**shallow, "depth": "all"}, **table)
+    assert rounds(whole, 2).gradients == state.gradients
+    assert rounds(whole, 2).seconds > state.seconds  # by the bytes of the body
+    with pytest.raises(ConfigError, match="depth is how much is trained, and schedule = 'frozen' trains nothing"):
+        laid_out({**QUICK, "depth": "entropy"})
+
+
+def test_clients_of_all_classes_train_everything(laid_out) -> None:
+    table = {"owner": "two", "model": DEEP, "local": {"lr": 0.3, "batch": 8, "momentum": 0.5}}
+    deep, whole = (laid_out({**WARM, "depth": depth}, **table) for depth in ("entropy", "all"))
+    ends = [rounds(exp, 4) for exp in (deep, whole)]
+    torch.testing.assert_close(ends[0].server.w, ends[1].server.w, rtol=1e-5, atol=1e-6)
+    assert ends[0].up == ends[1].up
+    assert parts_of(deep.task).unique().tolist() == [1, 2, 3]
+    assert bool((parts_of(deep.task) == 1).eq(deep.task.mask("head.").bool()).all())
+
+
+def test_a_ridge_from_the_grid_is_the_best_on_the_proxy_set(laid_out) -> None:
+    found = {ridge: rounds(laid_out({**PLAIN, "ridge": ridge, "gate": False})) for ridge in ("grid", 1e-6, 1e-2, 1.0)}
+    exp = laid_out(PLAIN)
+    x, y = exp.algorithm.held(exp.task.w0)
+
+    def error(state) -> float:
+        head = head_of(exp.task, state.server.w, bias=False) / 10
+        return float((x @ head - torch.nn.functional.one_hot(y, 3)).square().sum())
+
+    errors = {ridge: error(state) for ridge, state in found.items()}
+    assert errors["grid"] <= min(errors.values()) + 1e-6
+    assert errors["grid"] < errors[1.0]
+
+
+def test_weights_that_are_learned_on_a_sketch_find_bad_clients_too() -> None:
+    table = bad_table(kind="label_flip_cyclic") | {"model": {"kind": "random_features", "width": 200}}
+    lam = {}
+    for sketch in (None, 30, 500):
+        settings = {"kind": "law_afl", "prior": 0.0, "head_steps": 30} | ({"sketch": sketch} if sketch else {})
+        _, state, accuracy = ran(settings, **table)
+        assert accuracy > 0.85
+        lam[sketch] = state.server.statistics.lam
+    assert torch.equal(lam[500], lam[None])  # there are no more than 200
+    assert not torch.equal(lam[30], lam[None])
+    assert float(lam[30][[2, 5, 7]].sum()) < 0.15  # of 0.3
 
 
 def test_per_round_never_loses_to_fedlaws_head_on_the_proxy_set(laid_out) -> None:
@@ -241,6 +325,19 @@ class WarmUp(LawAFL):
     server_epochs: int = 2
 
 
+class Shallow(LawAFL):
+    schedule: str = "warmup_then_analytic"
+    warmup: int = 2
+    depth: str = "entropy"
+    server_epochs: int = 1
+
+
+class Fresh(LawAFL):
+    schedule: str = "per_round"
+    fresh: bool = True
+    server_epochs: int = 1
+
+
 class PerRound(LawAFL):
     schedule: str = "per_round"
     head_steps: int = 5
@@ -253,7 +350,7 @@ class Shared(PerRound):
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("form", [WarmUp, PerRound, Shared])
+@pytest.mark.parametrize("form", [WarmUp, PerRound, Shared, Shallow, Fresh])
 def test_laws_of_the_other_schedules(law, form) -> None:
     assert laws.verdict(law, form) == ""
 

@@ -14,8 +14,10 @@ from torch import nn
 from worlds import experiment, federation, ranges
 
 from conftest import blobs
+from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engine import diagnose as d
 from fedloom.engine.local import full_gradients
+from fedloom.engine.plan import Drawn
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
 
@@ -398,6 +400,51 @@ def test_the_hessian_is_that_of_the_servers_own_rows_where_it_has_any(world) -> 
     exp = world((40, 30), proxy={"size": 12}, evaluate={"diagnostics": ["hessian"]})
     found = advance_watched(exp, begin(exp), RamStore(2)).found
     assert found["hessian/rows"] == 12
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", {"kind": "fedlaw", "server_lr": 0.1, "shrink": 0.8}])
+def test_the_hessian_along_the_weights_is_its_definition(world, algorithm) -> None:
+    """J'HJ and the bending of w(a, b) itself, from the dense Hessian of the loss."""
+    settings = {"proxy": {"size": 15}, "model": {"kind": "mlp", "widths": [5]}, "algorithm": algorithm}
+    exp = world((40, 12, 30), evaluate={"diagnostics": ["hessian_weights", "updates", "weights"]}, **settings)
+    plain = world((40, 12, 30), **settings)
+    done = advance_watched(exp, begin(exp), RamStore(3))
+    moved = [advance_watched(world_of(plain, k), begin(plain), RamStore(3)).state.server.w for k in range(3)]
+    models = torch.stack(moved).double()
+    lam = exp.federation.train.sizes.double() / exp.federation.train.sizes.sum()
+    gamma = torch.tensor(1.0, dtype=torch.float64)
+    if algorithm != "fedavg":
+        lam, gamma = done.state.server.lam, done.state.server.shrink
+    mean = lam @ models
+    held = exp.algorithm.own_rows
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(exp.task.apply(v, held.x, exp.task.buffers0), held.y)
+
+    at = (gamma * mean).float()
+    bent, g = torch.func.hessian(loss)(at).double(), torch.func.grad(loss)(at).double()
+    jacobian = torch.cat([gamma * lam[:, None] * (models - mean), gamma * mean[None]])
+    slope = gamma * (models - mean) @ g
+    own = torch.diag(lam * slope) - lam[:, None] * lam * (slope[:, None] + slope)
+    own = torch.cat(
+        [torch.cat([own, (lam * slope)[:, None]], 1), torch.cat([lam * slope, (gamma * mean @ g)[None]])[None]]
+    )
+    top = torch.linalg.eigvalsh(jacobian @ bent @ jacobian.T + own)[-1]
+    assert done.found["hessian/weights_top"] == pytest.approx(float(top), rel=1e-3)
+
+
+def world_of(exp, client: int):
+    """The same experiment, in which one client alone takes part in FedAvg: its model is the server's after it."""
+    alone = FedAvg().bind(exp.task, exp.local.optimiser(), exp.federation.train.sizes)
+
+    class Alone(type(exp)):
+        def present(self, round_):
+            drawn = super().present(round_)
+            return drawn._replace(
+                drawn=Drawn(drawn.drawn.ids[[client]], drawn.drawn.times[[client]]), steps=drawn.steps[[client]]
+            )
+
+    return Alone(**{**exp.__dict__, "algorithm": alone})
 
 
 # -- spread of gradients and weights ---------------------------------------------------------------

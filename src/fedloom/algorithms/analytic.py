@@ -20,6 +20,11 @@ Both need every upload apart, at K times the memory; W_i is solved for at the se
 (G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the number of
 configured clients; here it is that of the clients merged.
 
+With ``privacy.feature_clip`` clients shorten features to the norm R before they sum, and send G + E and B + F, E and F
+of deviation sigma, and no counts. The server makes the sum of G positive semidefinite and adds a ridge of at least
+k sigma' sqrt(d) (``noise_ridge``), sigma' being the deviation in the sum. A feature that is shortened where it is
+summed is not where the model predicts: that leaves every prediction as it is, and makes the loss larger.
+
 The features are what the net's ``body`` makes of its inputs: pixels (``model.kind=logistic``), random features
 (``model.kind=random_features``), the body of an earlier run or of your own net (``model.weights``).
 """
@@ -28,14 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
 from fedloom import analytic
-from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Phase, Work, like
+from fedloom.algorithm import Algorithm, Held, Inbox, Noise, Nothing, Phase, Work, like
 from fedloom.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
 from fedloom.errors import ConfigError, Fault
 from fedloom.optim import Optimizer
@@ -72,6 +77,9 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
     forget: tuple[NonNegativeInt, ...] = Field(
         (), description="clients that are forgotten in the first round in which they come a second time"
     )
+    noise_ridge: NonNegativeFloat = Field(
+        0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d), half the norm of the noise in G"
+    )
 
     @model_validator(mode="after")
     def _solvable(self) -> Analytic:
@@ -89,6 +97,16 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         if strangers and sizes is not None:
             raise ConfigError([Fault("algorithm.forget", f"there is no client {strangers[0]} among {len(sizes)}")])
         return bound
+
+    def against_noise(self, local: bool) -> list[Fault]:
+        faults = []
+        if self.agg != "sum":
+            what = f"inverts each client's own Gram matrix, which noise makes indefinite (got '{self.agg}')"
+            faults.append(Fault("algorithm.agg", what, "set algorithm.agg=sum"))
+        if self.forget and not local:
+            what = "who is forgotten comes without the others, in whose sum its examples were hidden"
+            faults.append(Fault("algorithm.forget", what, "set privacy.mechanism=local"))
+        return faults
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}}
@@ -130,7 +148,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     def upload_bytes(self, uploads: Sums) -> int:
         """As many as have something to say, each its triangle of G and its B."""
-        sent = int((uploads.counts != 0).any(-1).sum()) if uploads.rows.numel() else 0
+        sent = int(spoke(uploads).sum()) if uploads.rows.numel() else 0
         return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
 
     def join(self, down: Server) -> Nothing:
@@ -140,7 +158,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         if not len(down.standing):
             return batch.mask[:0]
         classes = self.task.linear_head.out_features
-        x = body_features(self.task, down.w, batch.x, batch.buffers, self.bias)
+        x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
         return analytic.statistics(x, batch.y, classes, batch.mask)
 
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sums, Nothing]:
@@ -164,22 +182,32 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         rows, counts = server.rows + inbox.total.rows, server.counts + inbox.total.counts
         gram, cross = from_rows(rows, len(counts))
         rho = default_ridge(gram, self.ridge)
-        if self.agg == "sum":
+        if self.noise is not None and self.noise.std:
+            head, merged = self.despite(self.noise.std, gram, cross, standing), server.merged
+        elif self.agg == "sum":
             head, merged = analytic.solve(gram, cross, rho), server.merged
         else:
             whole = self.absolute(server, inbox.uploads.rows, turns[inbox.clients])
             head, merged = analytic.remove_ridge(whole, float(rho)), whole.head
         return Server(with_head(self.task, server.w, head), rows, counts, standing, head, merged)
 
-    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+    def despite(self, std: float, gram: Tensor, cross: Tensor, standing: Tensor) -> Tensor:
+        """The head from sums in which everybody who counts has noise of this deviation."""
+        sigma = analytic.mixed_noise(std, (standing == _COUNTS).double())
+        least = analytic.noise_ridge(sigma, len(gram), self.noise_ridge)
+        return analytic.private_head(gram, cross, max(least, float(default_ridge(gram, self.ridge))))
+
+    def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return before  # the body is frozen, and so is what it has seen
 
     def counted(self, before: Server, inbox: Inbox[Sums], after: Server) -> Tensor:
         return (self.sizes.to(after.w.device) * (after.standing == _COUNTS))[inbox.clients]
 
     def told(self, before: Server, inbox: Inbox[Sums], after: Server) -> dict[str, Tensor]:
-        counting = after.standing == _COUNTS
-        return {"analytic/clients": counting.sum(), "analytic/examples": after.counts.sum() / inbox.examples}
+        found = {"analytic/clients": (after.standing == _COUNTS).sum()}
+        if self.noise is None:  # else the server does not know
+            found["analytic/examples"] = after.counts.sum() / inbox.examples
+        return found
 
     def turns(self, standing: Tensor) -> Tensor:
         """What each client's statistics are multiplied by if it comes: 1 to join, -1 to leave, else 0.  ``[N]``"""
@@ -199,6 +227,25 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
                 own = Statistics(*from_rows(turn * row, classes), server.counts)
                 parts.append(analytic.weighed(analytic.part(own, self.ri_ridge), turn))
         return reduce(_MERGES[self.agg], parts)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+class HasSums(Protocol):
+    @property
+    def rows(self) -> Tensor: ...  # [K, d (d + 1) / 2 + d C]
+
+    @property
+    def counts(self) -> Tensor: ...  # [K, C]
+
+
+def spoke(uploads: HasSums) -> Tensor:
+    """Who has sent statistics, and not zeros for want of being asked.  ``[K]``"""
+    return (uploads.counts != 0).any(-1) | (uploads.rows != 0).any(-1)
+
+
+def shortened(x: Tensor, noise: Noise | None) -> Tensor:
+    """Features as they are summed: where the sums are private, no example's are longer than R.  ``[B, d]``"""
+    return x if noise is None else analytic.clipped_rows(x.double(), noise.norm)
 
 
 # -- a net as features and a head ------------------------------------------------------------------

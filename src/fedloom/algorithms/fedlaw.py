@@ -26,7 +26,11 @@ e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 
 Table 7.
 
 BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
-running statistics do not matter; those that the model is judged with are the clients' mean, as for every method.
+running statistics do not matter. ``bn`` is where those come from that the model is judged with:
+    proxy        from the same batches, as often as the server sees them, and no client's; as in the authors' code, but
+                 for the weights, which here are those that were learned
+    average      the clients' mean by size, as for every other method
+    recalibrate  that, followed by one pass over the proxy set
 """
 
 from __future__ import annotations
@@ -80,6 +84,7 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     freeze_after: PositiveInt | None = Field(
         None, description="rounds after which nothing more is learned; unset: never"
     )
+    bn: Literal["proxy", "average", "recalibrate"] = Field("proxy", description="running statistics: see above")
     weighting: Literal["samples", "uniform"] = Field("samples", description="how clients count before it is learned")
 
     @property
@@ -114,6 +119,13 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
         # FedAvg to the bit: its mean is divided once, after the sum.
         plain = server.w + like(inbox.mean.dw, server.w)
         return noted(server, inbox, how)._replace(w=plain if self.is_fedavg else law.aggregated(stack, how, shrinks))
+
+    def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
+        if self.bn == "average" or self.is_fedavg or not self.task.has_statistics:
+            return mean
+        passes = max(1, self.server_epochs) if self.bn == "proxy" else 1
+        start = before if self.bn == "proxy" else mean
+        return proxy_statistics(self.task, self.proxy, server.w, start, self.proxy_batch, passes)
 
     @property
     def is_fedavg(self) -> bool:
@@ -205,6 +217,15 @@ def _batch(task: Task, proxy: Held, rows: Tensor, key: Tensor) -> Batch:
     zero = torch.zeros((), device=rows.device)
     ones = torch.ones(len(rows), device=rows.device)
     return Batch(proxy.x[rows], proxy.y[rows], ones, key.to(rows.device), zero, zero, task.buffers0)
+
+
+def proxy_statistics(task: Task, proxy: Held, w: Tensor, buffers: Tensor, batch: int, passes: int) -> Tensor:
+    """The running statistics of a net that has seen the proxy set so often at ``w``.  ``[Q]``"""
+    key = torch.zeros((), dtype=torch.int64, device=w.device)
+    parts = [rows for rows in torch.split(torch.arange(len(proxy.y), device=w.device), batch) if len(rows) > 1]
+    for rows in parts * passes:
+        buffers = task.statistics(w, _batch(task, proxy, rows, key)._replace(buffers=buffers))
+    return buffers
 
 
 _CHUNK = 512  # examples of one forward pass

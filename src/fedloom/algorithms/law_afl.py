@@ -16,7 +16,8 @@ AFL is the optimum already, and what is learned is for clients that are not.
     warmup_then_analytic  ``warmup`` rounds of FedLAW, then phi is frozen and the rest is as above.
     per_round             Algorithm 3: every round FedLAW for phi and a head from the statistics of the round's clients,
                           taken on the phi that was sent; of (1 - kappa) W_agg + kappa s W, kappa in 0, 1/4 .. 1,
-                          the best on the proxy set is the head, on the new phi.
+                          the best on the proxy set is the head, on the new phi. With ``fresh`` statistics are taken
+                          on the new phi: every second round is that light exchange, in which nobody trains.
 
 What is repaired, beside the printed equations that ``fedloom.analytic`` and ``fedloom.law`` name:
     line 8      C_k = X'Y + gamma I is not square: X'X; its gamma is the shrink of line 14, too: three names here
@@ -32,6 +33,20 @@ them, which two forgers in ten turn into half of all weight; ``server``, the sam
 each client's own head on the proxy examples of the classes it has. Unless clients are bad, both give weight away from
 those with few classes, and the head is no longer that of AFL where nothing is learned.
 
+``depth = "entropy"`` is Algorithm 2, for which the paper gives no formula: in training, a client moves only the L_i
+parts of the net that are nearest to the head, L_i = 1 + round((L_max - 1) H(p_i) / ln C), so that a client of one class
+moves the head alone. A part is the mean over those who moved it, and what nobody moved does not shrink. The weights
+are learned as if all had moved everything.
+
+With ``privacy.feature_clip`` clients add noise to G, B and their counts of classes, each by itself, before the server
+sees anything, so that all it learns from them is as private as they are. Noise of deviation sigma' in the sum by
+lambda0 asks for a ridge of k sigma' sqrt(d) (``noise_ridge``), and what makes that sum of G positive semidefinite is
+added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body must be frozen.
+
+``ridge = "grid"`` takes of seven ridges, 1e-6 to 1 mean eigenvalues of G / n, the one whose head by lambda0 has the
+least squared error on the proxy examples. ``sketch`` learns lambda, gamma and s on a random projection of the features,
+the same for all, at (sketch / d)^3 of the cost, and solves for the head with all of them.
+
 Memory: N (d (d + 1) / 2 + d C) numbers at the server, 0.1 GB for 100 clients of 512 features in float64.
 """
 
@@ -39,15 +54,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 from torch import Tensor
 
 from fedloom import analytic, law, tree
-from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Phase, Work
-from fedloom.algorithms.analytic import body_features, check_head, features_of, head_of, with_head
+from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Nothing, Phase, Work
+from fedloom.algorithms.analytic import (
+    body_features,
+    check_head,
+    features_of,
+    head_of,
+    shortened,
+    spoke,
+    with_head,
+)
 from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, told_of
 from fedloom.algorithms.proxy_ridge import held_features
 from fedloom.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
@@ -57,6 +81,7 @@ from fedloom.optim import Optimizer
 from fedloom.task import Batch, Task
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
+_RIDGES = tuple(10.0**k for k in range(-6, 1))
 _BLENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NONE = torch.finfo(torch.float64).max  # the loss of a head before one has been solved for
 
@@ -87,6 +112,14 @@ class Sent(NamedTuple):
     counts: Tensor  # [C] examples of each class
     accuracy: Tensor  # [1] of the model that was sent, on the client's own examples, as the client says; [0], too
     loss: Tensor  # [1]
+    depth: Tensor  # [1] L_i; [0] where nobody trains, or all do everything
+
+
+class Deep(NamedTuple):
+    """What is trained where clients train to different depths."""
+
+    w: Tensor  # [P]
+    depth: Tensor  # [] L_i
 
 
 class Seen(NamedTuple):
@@ -102,10 +135,17 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     linear: ClassVar[bool] = False
     distinct: ClassVar[bool] = True
     needs_proxy: ClassVar[bool] = True
+    needs_counts: ClassVar[bool] = True
 
     schedule: Literal["frozen", "warmup_then_analytic", "per_round"] = Field("frozen", description="see above")
     warmup: PositiveInt = Field(50, description="rounds of FedLAW before the body is frozen")
-    ridge: NonNegativeFloat = Field(1e-3, description="rho in units of the mean eigenvalue of G / n")
+    fresh: bool = Field(False, description="per_round: take statistics of the new body, in rounds between")
+    ridge: Literal["grid"] | NonNegativeFloat = Field(
+        1e-3, description="rho in units of the mean eigenvalue of G / n; grid: the best of seven on the proxy set"
+    )
+    sketch: PositiveInt | None = Field(
+        None, description="features to which statistics are projected while weights are learned; unset: all of them"
+    )
     bias: bool = Field(False, description="give the head a bias, as a constant feature")
     prior: Literal["cv", "fixed"] | NonNegativeFloat = Field(
         "cv", description="strength beta of the KL prior: a number, by cross-validation, or fixed, that is infinite"
@@ -114,11 +154,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     head_steps: NonNegativeInt = Field(100, description="steps of that; in each fold, at most 60")
     head_loss: Literal["ce", "mse"] = Field("ce", description="what is learned on the proxy set; mse is worse")
     spread: NonNegativeFloat = Field(0.0, description="weight of sum lambda^2, against concentrating noise for privacy")
+    noise_ridge: NonNegativeFloat = Field(0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d)")
     temperature: PositiveFloat = Field(10.0, description="s at the start: outputs of ridge regression lie in [0, 1]")
     quality: Literal["size", "server", "report"] = Field("size", description="what lambda0 is made of: see above")
     verify: bool = Field(True, description="leave out statistics that no examples can have")
     persist: bool = Field(True, description="start from what was learned of a client before, instead of lambda0")
     gate: bool = Field(True, description="keep the head before, or blend with it, if that is better on the proxy set")
+    depth: Literal["all", "entropy"] = Field("all", description="how much of the net a client trains: see above")
     share_lambda: bool = Field(
         False, description="per_round: statistics weigh as models do, and nothing else is learned"
     )
@@ -129,14 +171,37 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     param: Literal["exp", "quad", "exp_cap", "fixed"] = Field("exp", description="of FedLAW: what is learned")
     shrink: PositiveFloat = Field(1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it")
 
+    _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
+
+    @model_validator(mode="after")
+    def _fits_the_schedule(self) -> LawAFL:
+        if self.depth != "all" and not self.trains:
+            raise ValueError(f"depth is how much is trained, and schedule = '{self.schedule}' trains nothing")
+        if self.fresh and self.schedule != "per_round":
+            raise ValueError(f"fresh is of schedule = 'per_round' (got '{self.schedule}')")
+        if self.fresh and self.share_lambda:
+            raise ValueError("fresh statistics are those of other clients than the models that share_lambda weighs")
+        return self
+
     def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> LawAFL:
         bound = super().bind(task, optimizer, sizes, proxy)
         assert isinstance(bound, LawAFL)
         check_head(task, self.bias)
+        bound._parts = parts_of(task)
         if task.has_statistics and self.schedule != "frozen":
             what = "the server would need the running statistics of a body that is trained, which it does not see"
             raise ConfigError([Fault("model.norm", what, "take norm = 'group', or schedule = 'frozen'")])
         return bound
+
+    def against_noise(self, local: bool) -> list[Fault]:
+        faults = []
+        if self.schedule != "frozen":
+            what = f"moves of models are sent beside the sums, and are not hidden (got '{self.schedule}')"
+            faults.append(Fault("algorithm.schedule", what, "set algorithm.schedule=frozen"))
+        if self.quality == "report":
+            what = "accuracy and loss are sent beside the sums, and are not hidden (got 'report')"
+            faults.append(Fault("algorithm.quality", what, "set algorithm.quality=size, or server"))
+        return faults
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}} if self.schedule == "frozen" else {}
@@ -158,11 +223,55 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def trains(self) -> bool:
         return self.schedule != "frozen"
 
+    @property
+    def parts(self) -> Tensor:
+        assert self._parts is not None, "bind() first"
+        return self._parts
+
     # -- what is asked and answered --------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
+        if not self.trains:
+            return ()
+        passes = self.passes if self.fresh or self.schedule == "warmup_then_analytic" else None
+        main = Phase(self.step, passes=passes)
+        if self.depth == "all":
+            return (main,)
+        # One batch that changes nothing, after which a client knows of which classes its data is.
+        look = Phase(lambda at, *_: at, name="depth", steps=1, cost=0.0, after=self.deepened, keeps_statistics=False)
+        return (look._replace(passes=passes), main)
+
+    def passes(self, mine: Nothing, work: Work) -> Tensor:
+        """As many as there are, in rounds in which clients train."""
+        trains = work.round % 2 == 0 if self.fresh else work.round < self.warmup
+        return torch.where(trains, work.steps, 0)
+
+    def start(self, down: Server, mine: Nothing) -> Tensor | Deep:
+        return down.w if self.depth == "all" else Deep(down.w, torch.ones_like(down.w[0]))
+
+    def memory(self, x: Tensor | Deep) -> Any:
+        return self.optimizer.init(self.model(x))
+
+    def deepened(self, at: Carry, seen: Nothing, down: Server, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
+        """How deep a client trains in the steps that follow."""
+        counts = work.survey.statistics.counts if isinstance(work.survey, Seen) else work.survey
+        depth = analytic.trained_groups(counts, int(self.parts.max()))
+        return at._replace(x=at.x._replace(depth=depth.to(at.x.w.dtype))), torch.ones_like(depth, dtype=torch.bool)
+
+    def step(self, at: Carry, batch: Batch, down: Server, mine: Nothing) -> Carry:
+        if isinstance(at.x, Tensor):
+            return super().step(at, batch, down, mine)
+        w, depth = at.x
+        moved, memory = self.optimizer.update(self.task.grad(w, batch), at.memory, w, batch.lr)
+        return Carry(Deep(torch.where(self.parts <= depth, moved, w), depth), memory)
+
+    def trains_in(self, round_: float) -> bool:
         if self.schedule == "warmup_then_analytic":
-            return (Phase(self.step, passes=lambda _, work: torch.where(work.round < self.warmup, work.steps, 0)),)
-        return (Phase(self.step),) if self.trains else ()
+            return round_ < self.warmup
+        return self.trains and (not self.fresh or round_ % 2 == 0)
+
+    def asks_in(self, round_: float) -> bool:
+        """Whether statistics are asked for in this round."""
+        return not self.trains_in(round_) or (self.schedule == "per_round" and not self.fresh)
 
     def init(self, w: Tensor) -> Server:
         n, d = len(self.sizes), features_of(self.task, self.bias)
@@ -182,11 +291,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def send(self, server: Server) -> Server:
         """The net; and, if statistics are asked for, who has sent them, of which a client reads its own entry."""
-        asks = {
-            "frozen": not bool(server.registry.known.all()),
-            "warmup_then_analytic": float(server.t) >= self.warmup,
-            "per_round": True,
-        }[self.schedule]
+        everybody = self.schedule == "frozen" and bool(server.registry.known.all())
+        asks = self.asks_in(float(server.t)) and not everybody
         nothing = tree.tmap(lambda x: x.new_empty(0), server._replace(w=server.w[:0]))
         known = server.registry.known if asks else nothing.registry.known
         return nothing._replace(w=server.w, registry=nothing.registry._replace(known=known))
@@ -197,16 +303,20 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def upload_bytes(self, uploads: Sent) -> int:
         each = uploads.rows.shape[-1] * uploads.rows.element_size()
         each += 16 if self.quality == "report" else 0  # two numbers
-        sent = int(uploads.counts.any(-1).sum()) if uploads.rows.numel() else 0
-        return tree.nbytes(uploads.dw) + sent * each
+        sent = int(spoke(uploads).sum()) if uploads.rows.numel() else 0
+        moved = tree.nbytes(uploads.dw)
+        if uploads.depth.numel():
+            moved = int((self.parts <= uploads.depth).sum()) * uploads.dw.element_size()
+        return moved + sent * each
 
     def join(self, down: Server) -> Nothing:
         return ()
 
     def survey(self, batch: Batch, down: Server, mine: Nothing) -> Any:
         if not len(down.registry.known):
-            return batch.mask[:0]
-        x = body_features(self.task, down.w, batch.x, batch.buffers, self.bias)
+            labels = torch.arange(self.classes if self.depth != "all" else 0, device=batch.y.device)
+            return batch.mask @ (batch.y[:, None] == labels).to(batch.mask)
+        x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
         sums = analytic.statistics(x, batch.y, self.classes, batch.mask)
         if self.quality != "report":
             return Seen(sums, torch.zeros_like(sums.counts[:1]), torch.zeros_like(sums.counts[:1]))
@@ -214,24 +324,27 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         losses = self.task.loss(down.w, batch, training=False) * batch.mask.sum()
         return Seen(sums, right.sum()[None].double(), losses[None].double())
 
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
-        if not len(down.registry.known):
-            none = down.claims
-            return Sent(x - down.w if self.trains else none, none, none, none, none), ()
-        dw = x - down.w if self.schedule == "per_round" else down.claims
+    def finish(self, x: Tensor | Deep, down: Server, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
+        none = down.claims
+        asks = len(down.registry.known) > 0
+        moves = self.trains and (not asks or (self.schedule == "per_round" and not self.fresh))
+        dw = self.model(x) - down.w if moves else none
+        depth = x.depth[None] if moves and not isinstance(x, Tensor) else none
+        if not asks:
+            return Sent(dw, none, none, none, none, depth), ()
         new = ~down.registry.known.gather(0, work.client[None])
         sums, right, losses = work.survey
         n = work.examples
-        return Sent(dw, new * to_rows(sums), new * sums.counts, right / n, losses / n), ()
+        return Sent(dw, new * to_rows(sums), new * sums.counts, right / n, losses / n, depth), ()
 
     # -- at the server -------------------------------------------------------------------------------
     def update(self, server: Server, inbox: Inbox[Sent]) -> Server:
-        if self.schedule == "per_round":
-            after = self.trained_and_solved(server, inbox)
-        elif self.trains and float(server.t) < self.warmup:
-            after = self.trained(server, inbox)
-        else:
+        trains, asks = self.trains_in(float(server.t)), self.asks_in(float(server.t))
+        if self.schedule != "per_round" and asks:
             after = self.solved(server, inbox)
+        else:
+            after = self.trained(server, inbox) if trains else server
+            after = self.headed(server, after, inbox) if asks else after
         return after._replace(t=server.t + 1)
 
     def trained(self, server: Server, inbox: Inbox[Sent]) -> Server:
@@ -241,7 +354,10 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         learning = law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink)
         how = law.learn(stack, inbox.weights, epochs, learning).how
         models = noted(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
-        return server._replace(w=law.aggregated(stack, how), models=models)
+        w = law.aggregated(stack, how)
+        if self.depth != "all":
+            w = law.grouped(stack, how, inbox.uploads.depth[:, 0], self.parts)
+        return server._replace(w=w, models=models)
 
     def solved(self, server: Server, inbox: Inbox[Sent]) -> Server:
         """The head from the statistics of all who have ever been heard, if it is better than the one before."""
@@ -250,7 +366,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             return server
         ids = registry.known.nonzero().squeeze(1)
         rows, counts = registry.rows[ids], registry.counts[ids]
-        found = self.learned(server, rows, self.begun(server.w, rows, counts, claims[ids]), ids, inbox.address)
+        lam0 = self.begun(server.w, rows, counts, claims[ids])
+        found = self.learned(server, self.believed(server.w, rows, counts, lam0), ids, inbox.address)
         before = float(server.loss)
         if before == _NONE:
             before = float(proxy_loss(self.task, self.proxy, server.w))
@@ -261,21 +378,21 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         w = with_head(self.task, server.w, found.head.head)
         return self.noted(server, found, ids)._replace(w=w, loss=server.loss.new_tensor(candidate))
 
-    def trained_and_solved(self, server: Server, inbox: Inbox[Sent]) -> Server:
-        """Algorithm 3, repaired: line 14 sets the body, line 17 the head, on statistics of the body that was sent."""
-        after, ids = self.trained(server, inbox), inbox.clients
-        sound = self.sound(inbox.uploads)
+    def headed(self, server: Server, after: Server, inbox: Inbox[Sent]) -> Server:
+        """Algorithm 3, repaired: line 14 has set the body, line 17 sets the head, on statistics of the body that was
+        sent with ``server``."""
+        ids, sound = inbox.clients, self.sound(inbox.uploads)
         counts = inbox.uploads.counts[sound]
         rows = inbox.uploads.rows[sound] / counts.sum(1, keepdim=True)
         if not len(rows):
             return after
         if self.share_lambda:
             lam = after.models.lam[ids[sound]]
-            rho = self.rho(rows, lam)
+            rho = self.believed(server.w, rows, counts, lam).ridge
             w_an = self.temperature * analytic.weighted_head(rows, lam / lam.sum(), rho, self.classes).head
         else:
             lam0 = self.begun(server.w, rows, counts, claimed(inbox.uploads)[sound])
-            found = self.learned(server, rows, lam0, ids[sound], inbox.address)
+            found = self.learned(server, self.believed(server.w, rows, counts, lam0), ids[sound], inbox.address)
             after, w_an = self.noted(after, found, ids[sound]), found.head.head
         has_bias = self.task.linear_head.bias is not None
         w_agg = head_of(self.task, after.w, has_bias)
@@ -285,13 +402,20 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         w = with_head(self.task, after.w, best.head)
         return after._replace(w=w, loss=server.loss.new_tensor(best.loss))
 
-    def learned(self, server: Server, rows: Tensor, lam0: Tensor, ids: Tensor, address: tuple[int, int]) -> Found:
+    def learned(self, server: Server, clients: law.Clients, ids: Tensor, address: tuple[int, int]) -> Found:
         """lambda, gamma and s through the solve, under the strength of the prior that was asked for."""
-        clients = law.Clients(rows, lam0, self.rho(rows, lam0), self.classes)
-        proxy = held_features(self.task, server.w, self.proxy, self.bias)
+        proxy = self.held(server.w)
         offsets = server.statistics.offsets[ids] if self.persist else None
-        folds = law.two_folds(proxy[1], *address)
-        return Found(law.cross_validated_head(clients, proxy, folds, self.learning, offsets), lam0)
+        folds, wide = law.two_folds(proxy[1], *address), proxy[0].shape[1]
+        if self.sketch is None or self.sketch >= wide:
+            return Found(law.cross_validated_head(clients, proxy, folds, self.learning, offsets), clients.lam0)
+        p = analytic.projection(wide, self.sketch, address[0]).to(proxy[0].device)
+        small = analytic.sketched(clients.rows, p, self.classes)
+        # The mean eigenvalue of P'GP is so much larger, as its trace is that of G.
+        fewer = clients._replace(rows=small, ridge=clients.ridge * wide / self.sketch)
+        found = law.cross_validated_head(fewer, (proxy[0] @ p, proxy[1]), folds, self.learning, offsets)
+        head = analytic.weighted_head(clients.rows, found.how.mu, clients.ridge, self.classes).head
+        return Found(found._replace(head=found.temperature * head), clients.lam0)
 
     @property
     def learning(self) -> law.HeadSettings:
@@ -306,13 +430,32 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             spread=self.spread,
         )
 
-    def rho(self, rows: Tensor, lam: Tensor) -> float:
-        """The ridge, by the scale of the statistics that it is added to."""
-        return float(default_ridge(from_rows(tree.mix(lam[None], rows)[0], self.classes)[0], self.ridge))
+    def believed(self, w: Tensor, rows: Tensor, counts: Tensor, lam0: Tensor) -> law.Clients:
+        """These statistics as they are solved with: the ridge goes by their scale and by the noise in them."""
+        gram, cross = from_rows(tree.mix(lam0[None], rows)[0], self.classes)
+        ridge = self.gridded(w, gram, cross) if self.ridge == "grid" else float(default_ridge(gram, self.ridge))
+        if self.noise is not None and self.noise.std:
+            sigma = analytic.mixed_noise(self.noise.std, lam0 / examples(counts))
+            ridge = max(ridge, analytic.noise_ridge(sigma, len(gram), self.noise_ridge))
+            lift = analytic.pack(analytic.psd(gram) - gram)
+            rows = torch.cat([rows[:, : len(lift)] + lift, rows[:, len(lift) :].double()], 1)
+        return law.Clients(rows, lam0, ridge, self.classes)
+
+    def gridded(self, w: Tensor, gram: Tensor, cross: Tensor) -> float:
+        """The ridge of least squared error on the proxy examples, of equals the largest."""
+        ridges = [float(default_ridge(gram, r)) for r in reversed(_RIDGES)]
+        proxy, zero = self.held(w), torch.zeros_like(gram[0, 0])
+        losses = [analytic.squared_error(h, zero, proxy).value for h in analytic.ridge_path(gram, cross, ridges)]
+        return ridges[int(torch.stack(losses).argmin())]
+
+    def held(self, w: Tensor) -> analytic.Proxy:
+        """Features of the server's examples, as long as those of clients may be, and their labels."""
+        x, y = held_features(self.task, w, self.proxy, self.bias)
+        return shortened(x, self.noise), y
 
     def begun(self, w: Tensor, rows: Tensor, counts: Tensor, claims: Tensor) -> Tensor:
         """lambda0 of clients with these normalised statistics.  ``[K]``"""
-        sizes = counts.sum(1)
+        sizes = examples(counts)
         if self.quality == "size":
             return sizes / sizes.sum()
         accuracy, loss = claims.T if self.quality == "report" else self.measured(w, rows, counts)
@@ -320,11 +463,12 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> analytic.Judged:
         """How each client's own head does on the proxy examples of the classes that it has."""
-        x, y = held_features(self.task, w, self.proxy, self.bias)
+        x, y = self.held(w)
         said = []
         for row in rows:
             gram, cross = from_rows(row.double(), self.classes)
-            said.append(self.temperature * x @ analytic.solve(gram, cross, default_ridge(gram, self.ridge)))
+            rho = default_ridge(gram, 1e-3 if self.ridge == "grid" else self.ridge)
+            said.append(self.temperature * x @ analytic.solve(gram, cross, rho))
         return analytic.judged(torch.stack(said), y, counts)
 
     def enrolled(self, server: Server, inbox: Inbox[Sent]) -> tuple[Registry, Tensor]:
@@ -336,8 +480,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if not inbox.uploads.rows.numel() or not bool(new.any()):
             return registry, claims
         new = new & self.sound(inbox.uploads)
-        ids, counts = inbox.clients[new], inbox.uploads.counts[new]
-        rows = (inbox.uploads.rows[new] / counts.sum(1, keepdim=True)).to(registry.rows.dtype)
+        ids, counts = inbox.clients[new], inbox.uploads.counts[new].clamp(min=0)  # which noise may have made less
+        rows = (inbox.uploads.rows[new] / examples(counts)[:, None]).to(registry.rows.dtype)
         registry = Registry(
             registry.body,
             registry.known.index_fill(0, ids, True),
@@ -348,11 +492,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def sound(self, uploads: Sent) -> Tensor:
         """Whose statistics can be sums over examples.  ``[K]``"""
-        holds = uploads.counts.sum(1) > 0
+        holds = spoke(uploads)
         last = features_of(self.task, True) - 1 if self.bias else None
+        norm, std, cross_std = self.noise or (None, 0.0, 0.0)
+        wrong = partial(analytic.faults, bias=last, norm=norm, noise=max(std, cross_std))
         each = zip(uploads.rows, uploads.counts, holds.tolist(), strict=True)
         possible = [
-            here and (not self.verify or not analytic.faults(Statistics(*from_rows(row, self.classes), n), bias=last))
+            here and (not self.verify or not wrong(Statistics(*from_rows(row, self.classes), n)))
             for row, n, here in each
         ]
         return torch.tensor(possible, device=holds.device)
@@ -374,7 +520,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             return min(int(t), self.warmup)
         return analytic.fingerprint([w[self.task.mask("body.").bool()], self.task.buffers0])
 
-    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+    def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return mean if self.trains else before
 
     def counted(self, before: Server, inbox: Inbox[Sent], after: Server) -> Tensor:
@@ -382,9 +528,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def weights(self, before: Server, after: Server) -> Weights:
         """The weights that made the head of this round."""
-        warming = self.schedule == "warmup_then_analytic" and float(before.t) < self.warmup
         shared = self.schedule == "per_round" and self.share_lambda
-        return after.models if warming or shared else after.statistics
+        return after.statistics if self.asks_in(float(before.t)) and not shared else after.models
 
     def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
         weights = self.weights(before, after)
@@ -401,6 +546,18 @@ class Found(NamedTuple):
 
     head: LearnedHead
     lam0: Tensor  # [K]
+
+
+def parts_of(task: Task) -> Tensor:
+    """To which part of the net each parameter belongs: 1 is the head, 2 what comes before it, and so on.  ``[P]``"""
+    names = dict.fromkeys("head." if n.startswith("head.") else ".".join(n.split(".")[:2]) + "." for n in task.names)
+    ordered = ["head.", *reversed([name for name in names if name != "head."])]
+    return torch.stack([(k + 1) * task.mask(name) for k, name in enumerate(ordered)]).sum(0)
+
+
+def examples(counts: Tensor) -> Tensor:
+    """How many examples clients have; noise does not make it less than one.  ``[K]``"""
+    return counts.sum(1).clamp(min=1)
 
 
 def claimed(uploads: Sent) -> Tensor:

@@ -59,7 +59,7 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
         head = analytic.solve(sums.gram, sums.cross, analytic.default_ridge(sums.gram, self.ridge))
         return Model(with_head(self.task, server.w, head))
 
-    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+    def statistics(self, before: Tensor, mean: Tensor, server: Model) -> Tensor:
         return before
 
     def counted(self, before: Model, inbox: Inbox[Update], after: Model) -> Tensor | None:

@@ -73,7 +73,7 @@ class Relaxation(FedProx):
         here = work.survey / work.examples
         return at, torch.linalg.vector_norm(there) <= self.gamma_target * torch.linalg.vector_norm(here)
 
-    def statistics(self, before: Tensor, mean: Tensor) -> Tensor:
+    def statistics(self, before: Tensor, mean: Tensor, server: Model) -> Tensor:
         return torch.lerp(mean, before, self.alpha)
 
     def mean(self, inbox: Inbox[Update]) -> Tensor:

@@ -16,8 +16,10 @@ from fedloom.schema import Spec
 class Proxy(Spec):
     """What the server has of its own, for algorithms that learn something at the server."""
 
-    size: NonNegativeInt | None = Field(
-        None, description="rows; unset: 1000, or a tenth of the training rows if less, where the algorithm uses them"
+    size: NonNegativeInt | Literal["auto"] | None = Field(
+        None,
+        description="rows; auto: 1000, or a tenth of the training rows if less; unset: as auto where the algorithm, or "
+        "another that it is compared with, uses them",
     )
     source: Literal["train", "test"] = Field(
         "train", description="from which rows they are taken; test is what FedLAW's authors did, and flatters"
@@ -33,7 +35,8 @@ class Proxy(Spec):
         if wanted and self.size == 0:
             what = "the server of this algorithm learns from rows of its own (got 0)"
             raise ConfigError([Fault("proxy.size", what, "leave it out, or take another algorithm")])
-        size = self.size if self.size is not None else (min(1000, len(pool) // 10) if wanted else 0)
+        usual = min(1000, len(pool) // 10)
+        size = (usual if wanted else 0) if self.size is None else usual if self.size == "auto" else self.size
         chosen = np.zeros(len(arrays.y), dtype=bool)
         if not size:  # a shuffle of all rows would cost a million clients two seconds of their start
             return chosen
@@ -61,3 +64,15 @@ def without(arrays: Arrays, rows: NDArray[np.bool_]) -> Arrays:
         return arrays
     client = None if arrays.client is None else arrays.client[~rows]
     return arrays._replace(x=arrays.x[~rows], y=arrays.y[~rows], test=arrays.test[~rows], client=client)
+
+
+def lacking(proxy: Arrays, rest: Arrays) -> list[str]:
+    """That classes of which others have training rows are not among the server's, if there are any such."""
+    missing = np.setdiff1d(rest.y[~rest.test], proxy.y)
+    if not len(missing):
+        return []
+    shown = missing if len(missing) <= 10 else missing[:9]
+    more = [f"{len(missing) - 9} more"] if len(missing) > 10 else []
+    *named, last = [*(f"'{rest.labels[c]}'" for c in shown), *more]
+    words = f"classes {', '.join(named)} and {last}" if named else f"class {last}"
+    return [f"the proxy set has no row of {words}: what the server learns from it favours the other classes"]

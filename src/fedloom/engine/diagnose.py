@@ -4,7 +4,8 @@ Each is opt-in (``evaluate.diagnostics``), costs what it says, and is recorded b
 ``updates`` (free), ``gamma`` (two full gradients of each client of the round), ``dissimilarity`` (a full
 gradient of every client), ``rho`` (both of these, and the largest curvature: bounded once for softmax
 regression, estimated each time for other nets), ``hessian`` (up to 60 Hessian-vector products over the proxy or all
-training rows), ``variance`` (a full gradient of each client of the round), ``weights`` (free).
+training rows), ``hessian_weights`` (one such product for each client of the round, and one more), ``variance`` (a full
+gradient of each client of the round), ``weights`` (free).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.func import grad, jvp
 from fedloom.data.federation import Federation
 from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
+from fedloom.law import Weighing
 from fedloom.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "gamma": ("gamma/mean", "gamma/max"),
     "dissimilarity": ("gradients/norm", "gradients/variance_unweighted", "dissimilarity/B"),
     "hessian": ("hessian/top", "hessian/error", "hessian/iterations", "hessian/rows"),
+    "hessian_weights": ("hessian/weights_top",),
     "variance": ("gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"),
     "weights": ("weights/variance", "weights/effective", "weights/entropy"),
     "rho": (
@@ -223,6 +226,28 @@ def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
     }
 
 
+def hessian_weights(exp: Experiment, moves: Moves, w: Tensor, how: Weighing, buffers: Tensor) -> dict[str, float]:
+    """The largest eigenvalue of the Hessian of the same loss along the weights of the clients that count.
+
+    These are a and b of gamma sum_i lambda_i w_i, lambda = softmax(a), gamma = e^b, at what they were in the round;
+    LAW-AFL eq. 37 takes the Hessian of theta, which in its section 3.1.1 are these weights.
+    """
+    counts = how.lam > 0
+    dw, chunks = moves.dw[counts], list(_held_chunks(exp, buffers) or _chunks(exp, buffers))
+    point = torch.cat([how.lam[counts].log(), how.shrink.log()[None]]).to(w)
+
+    def loss(free: Tensor, batch: Batch) -> Tensor:
+        mixed = free[-1].exp() * (w + free[:-1].softmax(0) @ dw)
+        return exp.task.loss(mixed, batch, training=False)
+
+    dense = torch.zeros(len(point), len(point), dtype=torch.float64, device=w.device)
+    for batch, share in chunks:
+        slope = grad(partial(loss, batch=batch))
+        columns = [jvp(slope, (point,), (along,))[1] for along in torch.eye(len(point)).to(w)]
+        dense += share * torch.stack(columns).double()
+    return {"hessian/weights_top": float(torch.linalg.eigvalsh((dense + dense.T) / 2)[-1])}
+
+
 class Theory(NamedTuple):
     """The quantities of the convergence theorems."""
 
@@ -398,9 +423,14 @@ def diagnose(
     if "weights" in wanted:
         weights = exp.algorithm.counted(before, heard, after)
         found |= {} if weights is None else of_weights(weights)
+    kept = exp.task.buffers0 if buffers is None else buffers
     if "hessian" in wanted:
-        kept = exp.task.buffers0 if buffers is None else buffers
         found |= hessian(exp, exp.algorithm.judged(after), kept)
+    weights = exp.algorithm.counted(before, heard, after) if "hessian_weights" in wanted else None
+    if weights is not None and bool(weights.sum() > 0):
+        here = weights[torch.searchsorted(heard.clients, moves.ids.to(heard.clients.device))].to(w.device)
+        shrink = exp.algorithm.told(before, heard, after).get("weights/shrink", torch.ones(()))
+        found |= hessian_weights(exp, moves, w, Weighing(here / here.sum(), shrink.to(here)), kept)
     return found
 
 

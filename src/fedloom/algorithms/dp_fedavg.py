@@ -1,0 +1,81 @@
+"""DP-FedAvg with adaptive clipping: no client moves the model by more than S, and S follows the clients' moves.
+
+McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018; Andrew et al., Differentially
+Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
+
+    client k:  d_k <- w_k - w;   b_k = 1/2 if ||d_k|| <= S, else -1/2
+               upload  u_k = sqrt(1 - r^2) d_k min(1, S / ||d_k||) / S  and  v_k = 2 r b_k,   no longer than 1 together
+    server:    w <- w + S / sqrt(1 - r^2) mean of u_k;   b <- 1/2 + mean of v_k / (2 r), the share that was not clipped
+               S <- S exp(-rate (b - quantile))
+
+All count alike. By itself it is not private: with ``privacy.clip=1``, which shortens nothing, and ``privacy.noise`` z
+the sums of u_k and v_k have deviation z, and what the accountant is told of one release pays for both. The mean move
+then has the deviation z S / (m sqrt(1 - r^2)), the number of clients that were not clipped z / (2 r): in the paper's
+words z_Delta = z / sqrt(1 - r^2) and sigma_b = z / (2 r), so that z^-2 = z_Delta^-2 + (2 sigma_b)^-2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Work, like
+
+
+class Server(NamedTuple):
+    w: Tensor  # [P]
+    clip: Tensor  # [] S
+
+
+class Sent(NamedTuple):
+    dw: Tensor  # [P] u_k
+    within: Tensor  # [] v_k
+
+
+class DpFedAvg(Algorithm[Server, Nothing, Sent]):
+    unit_uploads: ClassVar[bool] = True
+
+    clip: PositiveFloat = Field(0.1, description="S before the first round")
+    quantile: float = Field(0.5, gt=0, lt=1, description="share of clients that S lets move as far as they like")
+    rate: float = Field(0.2, ge=0, description="by how much ln S moves in a round, at most; 0 keeps S")
+    indicator: float = Field(0.1, gt=0, lt=1, description="r: part of an upload's length that tells who was clipped")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return False
+
+    @property
+    def move(self) -> float:
+        """The part of an upload's length that is left for the move."""
+        return math.sqrt(1 - self.indicator**2)
+
+    def init(self, w: Tensor) -> Server:
+        return Server(w, w.new_tensor(self.clip))
+
+    def join(self, down: Server) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
+        d = x - down.w
+        length = torch.linalg.vector_norm(d)
+        within = torch.where(length <= down.clip, self.indicator, -self.indicator)
+        return Sent(self.move * d / torch.maximum(length, down.clip), within.to(d)), ()
+
+    def weight(self, upload: Sent, work: Work) -> Tensor:
+        return torch.ones_like(work.examples)
+
+    def update(self, server: Server, inbox: Inbox[Sent]) -> Server:
+        moved = server.clip * inbox.mean.dw / self.move
+        clip = server.clip * torch.exp(-self.rate * (self.unclipped(inbox) - self.quantile))
+        return Server(server.w + like(moved, server.w), like(clip, server.clip))
+
+    def unclipped(self, inbox: Inbox[Sent]) -> Tensor:
+        """b, the share of clients that were not clipped; noise may lead it out of [0, 1].  ``[]``"""
+        return 0.5 + inbox.mean.within / (2 * self.indicator)
+
+    def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
+        return {"clip/norm": before.clip, "clip/unclipped": self.unclipped(inbox)}
