@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import hessian, vmap
 
-from fedloom.sharpness import Gam, cost, gam, sam, steepest, toward
+from fedloom.sharpness import Gam, Surface, cost, gam, sam, steepest, toward
 from fedloom.task import Batch, Task
 
 RULES = ("paper", "gam_exact", "gam_fd", "gam_repo")
@@ -51,7 +51,7 @@ BOWLS = Quadratic()
 
 
 def delta(bowl: Bowl, y: Tensor, how: Gam) -> Tensor:
-    return steepest(BOWLS, y, bowl.batch, bowl.gradient(y), how)
+    return steepest(Surface(BOWLS, bowl.batch), y, bowl.gradient(y), how)
 
 
 def saddle(seed: int, size: int = 4) -> Bowl:
@@ -125,7 +125,7 @@ def test_g2_the_step_on_a_quadratic(product) -> None:
 def test_g3_delta_is_rho_long_or_nothing(product) -> None:
     task, w, batch = smooth()
     for rho in (0.05, 0.2, 2.0):
-        d = steepest(task, w, batch, task.grad(w, batch), Gam(rho, product=product))
+        d = steepest(Surface(task, batch), w, task.grad(w, batch), Gam(rho, product=product))
         assert float(d.norm()) == pytest.approx(rho, abs=1e-6)
     bowl = saddle(0)
     assert not delta(bowl, bowl.b, Gam(0.2, product=product)).any()
@@ -160,7 +160,7 @@ def test_g5_the_gradient_is_longer_there(product) -> None:
     for seed in range(5):
         task, w, batch = smooth(seed=seed)
         g = task.grad(w, batch)
-        there = w + steepest(task, w, batch, g, Gam(0.01, product=product, reach=1e-3))
+        there = w + steepest(Surface(task, batch), w, g, Gam(0.01, product=product, reach=1e-3))
         assert task.grad(there, batch).norm() > g.norm()
 
 
@@ -180,7 +180,7 @@ def test_g6_on_a_slope_it_is_plain_descent(rule) -> None:
     for product in PRODUCTS:
         found = gam(Tilted(), vec(1, 2), plane.batch, Gam(0.2, rule, product))
         torch.testing.assert_close(found, vec(3, -1), rtol=1e-6, atol=1e-6)
-        d = steepest(Tilted(), vec(1, 2), plane.batch, vec(3, -1), Gam(0.2, product=product))
+        d = steepest(Surface(Tilted(), plane.batch), vec(1, 2), vec(3, -1), Gam(0.2, product=product))
         assert not d.any()  # a difference that is rounding has no direction
 
 
@@ -188,13 +188,13 @@ def test_against_a_dense_hessian() -> None:
     task, w, batch = smooth()
     H, g = hessian(lambda v: task.loss(v, batch))(w), task.grad(w, batch)
     f = H @ unit(g)
-    exact = steepest(task, w, batch, g, Gam(0.2, product="exact"))
+    exact = steepest(Surface(task, batch), w, g, Gam(0.2, product="exact"))
     torch.testing.assert_close(exact, 0.2 * unit(f), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(task.bend(w, batch, unit(g)), f, rtol=1e-9, atol=1e-10)
     found = gam(task, w, batch, Gam(0.2, product="exact"))
     torch.testing.assert_close(found, task.grad(w + 0.2 * unit(f), batch), rtol=1e-9, atol=1e-10)
     for product in ("fd", "central"):
-        near = steepest(task, w, batch, g, Gam(0.2, product=product))
+        near = steepest(Surface(task, batch), w, g, Gam(0.2, product=product))
         assert float(unit(near) @ unit(f)) > 0.9995
 
 
@@ -210,7 +210,7 @@ def test_g7_forward_differences_err_by_the_first_power_and_central_ones_by_the_s
             before = g if product == "fd" else task.grad(w - step, batch)
             span = reach if product == "fd" else 2 * reach
             errors.append(float(((task.grad(w + step, batch) - before) / span - f).norm()))
-            ours = steepest(task, w, batch, g, Gam(0.2, product=product, reach=reach))
+            ours = steepest(Surface(task, batch), w, g, Gam(0.2, product=product, reach=reach))
             torch.testing.assert_close(ours, 0.2 * unit(task.grad(w + step, batch) - before))
         logs = [(math.log(e), math.log(r)) for e, r in zip(errors, reaches, strict=True)]
         slopes = [(f - e) / (s - r) for (e, r), (f, s) in pairwise(logs)]
@@ -278,9 +278,9 @@ def test_g15b_dropout_is_the_same_in_all_of_them() -> None:
     assert not torch.allclose(task.grad(w, batch._replace(key=torch.tensor(10))), g, rtol=1e-3)
     torch.testing.assert_close(sam(task, w, batch, 1e-9), g, rtol=1e-6, atol=1e-8)
     H = hessian(lambda v: task.loss(v, batch))(w)
-    exact = steepest(task, w, batch, g, Gam(0.2, product="exact"))
+    exact = steepest(Surface(task, batch), w, g, Gam(0.2, product="exact"))
     torch.testing.assert_close(exact, 0.2 * unit(H @ g), rtol=1e-8, atol=1e-9)
-    near = steepest(task, w, batch, g, Gam(0.2, reach=1e-4))
+    near = steepest(Surface(task, batch), w, g, Gam(0.2, reach=1e-4))
     torch.testing.assert_close(near, exact, rtol=1e-2, atol=1e-3)
 
 
@@ -335,6 +335,29 @@ def test_gam_adds_the_slope_of_the_gradients_length_at_the_worst_point() -> None
     torch.testing.assert_close(exact, expected, rtol=1e-9, atol=1e-10)
     near = gam(task, w, batch, Gam(0.2, "gam_fd", alpha=0.7, reach=1e-4))
     torch.testing.assert_close(near, exact, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_decay_inside_is_a_bowl_that_is_steeper_by_it(rule, product) -> None:
+    """lambda / 2 ||w||^2 as a part of the loss: the same as of a quadratic with A + lambda I and its own bottom."""
+    bowl, y, decay = saddle(3), vec(1, -2, 0.5, 3), 0.3
+    A = bowl.A + decay * torch.eye(4).double()
+    other = Bowl(A, torch.linalg.solve(A, bowl.A @ bowl.b))
+    how = Gam(0.2, rule, product)
+    inside = gam(BOWLS, y, bowl.batch, how._replace(decay=decay))
+    torch.testing.assert_close(inside, gam(BOWLS, y, other.batch, how))
+    inside = sam(BOWLS, y, bowl.batch, 0.2, decay=decay)
+    torch.testing.assert_close(inside, sam(BOWLS, y, other.batch, 0.2))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_scale_is_a_radius_so_much_as_long(rule) -> None:
+    bowl, y = saddle(3), vec(1, -2, 0.5, 3)
+    half = gam(BOWLS, y, bowl.batch, Gam(0.4, rule, scale=torch.tensor(0.5).double()))
+    torch.testing.assert_close(half, gam(BOWLS, y, bowl.batch, Gam(0.2, rule)))
+    half = sam(BOWLS, y, bowl.batch, 0.4, scale=torch.tensor(0.5).double())
+    torch.testing.assert_close(half, sam(BOWLS, y, bowl.batch, 0.2))
 
 
 @pytest.mark.parametrize("how", [Gam(0.2, rule, product) for rule in RULES for product in PRODUCTS])

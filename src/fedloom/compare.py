@@ -21,14 +21,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple, Protocol, get_args
 
 import tomli_w
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt, field_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
 
 from fedloom import api, record, tree
 from fedloom.algorithm import Algorithm
+from fedloom.budget import Forecaster, stretched
 from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse, read_toml
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
@@ -39,7 +41,7 @@ from fedloom.experiment import pick_device
 from fedloom.metrics import Auc
 from fedloom.report import compare as report
 from fedloom.report import grid as layouts
-from fedloom.report.compare import Along, Place, Question, Result, Row
+from fedloom.report.compare import Along, Equal, Place, Question, Result, Row
 from fedloom.report.grid import Layout, Sheet
 from fedloom.schema import Spec, read
 from fedloom.task import Task
@@ -87,7 +89,10 @@ class Compare(Spec):
     baseline: str = ""
     metric: str = ""
     target: float | None = None
-    x: Along = "rounds"
+    x: Along | None = None
+    equal: Equal = "rounds"
+    reference: str = ""
+    budget: PositiveFloat | None = None
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     layout: Layout | None = None
     cells: str = ""
@@ -164,6 +169,7 @@ class Plan(NamedTuple):
     baseline: str
     cells: tuple[Cell, ...]
     notes: tuple[str, ...]
+    budgets: Mapping[Place, float] = MappingProxyType({})  # what a method may spend there, once that is known
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -205,8 +211,36 @@ def plan(table: Mapping[str, Any]) -> Plan:
     if faults:
         raise ConfigError(faults)
     baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
-    notes += _unused(base, axes) + _unpaired(cells, baseline)
+    cells, kept = _with_one_proxy(cells)
+    notes += _unused(base, axes) + _unpaired(cells, baseline) + kept
     return Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
+
+
+# -- equal terms -----------------------------------------------------------------------------------
+def equalised(planned: Plan, root: Path) -> Plan:
+    """The comparison with as many rounds for each method as it may spend; it takes the data to know that.
+
+    Rounds are those of the first seed for all seeds, so that all of them have the same ones.
+    """
+    spec = planned.spec
+    if spec.equal == "rounds":
+        return planned
+    forecaster, first = Forecaster(root), spec.seeds[0]
+    reference = _named(spec.reference, planned.methods)[0] if spec.reference else planned.baseline
+    samples = {(cell.place, cell.method.label): cell.config for cell in planned.cells if cell.seed == first}
+    budgets, rounds = {}, {}
+    for place in planned.places:
+        budget = budgets[place] = spec.budget or forecaster.cost(samples[place, reference], spec.equal)
+        if not budget:
+            what = f"{reference} spends no {spec.equal}, which methods are to spend alike"
+            raise ConfigError([Fault("compare.reference", what, "name another, or set compare.budget")])
+        for method in planned.methods:
+            rounds[place, method.label] = forecaster.rounds(samples[place, method.label], spec.equal, budget)
+    cells = []
+    for cell in planned.cells:
+        config = stretched(cell.config, rounds[cell.place, cell.method.label])
+        cells.append(cell._replace(config=config, hash=config_hash(config)[:16]))
+    return planned._replace(cells=tuple(cells), budgets=budgets)
 
 
 # -- what the cells can record ---------------------------------------------------------------------
@@ -221,7 +255,7 @@ def metric_names(config: Config) -> set[str]:
     found |= {"bad_clients": ["weight_mean", "weight_total", "weight_ratio"]} if config.corruption.any else {}
     if alg.family == "gossip":
         nodes = [*plain, "accuracy_min", "accuracy_std"]
-        found |= {"consensus/test": judged, "nodes/test": nodes, "network": ["offline", "away"]}
+        found |= {"consensus/test": judged, "nodes/test": nodes, "network": ["offline", "away", "dead"]}
         found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
         found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
         found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
@@ -295,6 +329,22 @@ def _unpaired(cells: Sequence[Cell], baseline: str) -> list[str]:
     return [f"{m} draws other clients than {baseline} (cohort.sampling = {s})" for m, s in other.items()]
 
 
+def _with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """Cells whose methods all leave the server its own rows, where one of them uses these: else they would train on
+    different ones."""
+    uses = [cell for cell in cells if cell.config.algorithm.needs_proxy]
+    kept = {(cell.place, cell.seed): cell.config.proxy for cell in reversed(uses)}
+    out, changed = [], False
+    for cell in cells:
+        config, proxy = cell.config, kept.get((cell.place, cell.seed))
+        if proxy is not None and not config.algorithm.needs_proxy and config.proxy.size is None:
+            proxy = proxy.model_copy(update={"size": "auto"} if proxy.size is None else {})
+            config, changed = config._replace(proxy=proxy), True
+        out.append(cell._replace(config=config, hash=config_hash(config)[:16]))
+    names = ", ".join(dict.fromkeys(cell.method.label for cell in uses))
+    return out, [f"all methods train without the server's proxy rows, used by {names} alone"] if changed else []
+
+
 def _beside_the_base(base: Mapping[str, Any]) -> list[Fault]:
     """Keys of an experiment that a comparison sets itself."""
     faults = []
@@ -363,6 +413,7 @@ def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Ax
         faults.append(
             Fault("compare.baseline", f"'{spec.baseline}' is not one of the methods", nearest(spec.baseline, known))
         )
+    faults += _unequal(spec, methods)
     for axis in axes:
         at = f"compare.grid.{axis.key}"
         if not axis.values:
@@ -379,6 +430,27 @@ def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Ax
         if isinstance(paper.value, list) and len(paper.value) != len(spec.layout.cell if spec.layout else ()):
             what = f"a list has one number for each metric of compare.layout.cell (got {paper.value})"
             faults.append(Fault(f"compare.paper.{number}.value", what))
+    return faults
+
+
+def _unequal(spec: Compare, methods: Sequence[Method]) -> list[Fault]:
+    """What does not go together in the terms of a comparison."""
+    faults = []
+    given = [(key, value) for key in ("reference", "budget") if (value := getattr(spec, key))]
+    if spec.equal == "rounds":
+        fix = "set compare.equal to gradients, bytes or busiest"
+        return [Fault(f"compare.{key}", f"methods have equal rounds (got {value!r})", fix) for key, value in given]
+    if len(given) > 1:
+        faults.append(
+            Fault("compare.budget", "reference and budget both say how much may be spent", "keep one of them")
+        )
+    known = {m.label for m in methods} | {m.kind for m in methods}
+    if spec.reference and len(_named(spec.reference, methods)) != 1:
+        what = f"'{spec.reference}' is not one of the methods"
+        faults.append(Fault("compare.reference", what, nearest(spec.reference, known)))
+    sized = [m for m in methods if "rounds" in m.beside and [m.label] != _named(spec.reference, methods)]
+    what = f"how many it has follows from compare.equal = '{spec.equal}'"
+    faults += [Fault("compare.algorithms.with.rounds", f"{what} [in {m.label}]", "leave it out") for m in sized]
     return faults
 
 
@@ -541,17 +613,22 @@ class Comparison(NamedTuple):
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; the same whenever the comparison is repeated."""
         q = self.question
-        return {
-            "metric": q.metric,
-            "baseline": q.baseline,
-            "seeds": list(q.seeds),
-            "target": q.target,
-            "cells": len(self.results),
-            "diverged": sum(r.state == "diverged" for r in self.results),
-            "failed": sum(r.state == "failed" for r in self.results),
-            "table": [report.as_dict(q, row) for row in self.rows],
-            "notes": report.notes(q, self.rows),
-        } | ({"layout": layouts.as_dicts(self.sheet)} if self.sheet is not None else {})
+        terms = {"equal": q.equal, "budgets": {q.title(p) or "all": v for p, v in q.budgets.items()}}
+        return (
+            {
+                "metric": q.metric,
+                "baseline": q.baseline,
+                "seeds": list(q.seeds),
+                "target": q.target,
+                "cells": len(self.results),
+                "diverged": sum(r.state == "diverged" for r in self.results),
+                "failed": sum(r.state == "failed" for r in self.results),
+                "table": [report.as_dict(q, row) for row in self.rows],
+                "notes": report.notes(q, self.rows),
+            }
+            | (terms if q.equal != "rounds" else {})
+            | ({"layout": layouts.as_dicts(self.sheet)} if self.sheet is not None else {})
+        )
 
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom compare --json`` prints."""
@@ -574,8 +651,9 @@ def run(
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
+    planned = equalised(planned, root)
     with _storage(folder), _held(folder):
-        _refuse_another(planned, folder)
+        _refuse_another(planned, folder, root)
         record.write_text(folder / "compare.toml", planned.as_toml())
         with _cells_of(planned, folder) as cells:
             failures = _run_missing(planned, folder, cells, root, jobs, watcher or Silence())
@@ -634,12 +712,12 @@ def _is_ours(folder: Path) -> bool:
     return "compare.toml" in inside or inside <= {".lock", "compare.toml.part"}
 
 
-def _refuse_another(planned: Plan, folder: Path) -> None:
+def _refuse_another(planned: Plan, folder: Path, root: Path) -> None:
     """A folder keeps its tables: a comparison may grow there, but not give way to another."""
     if not (folder / "compare.toml").is_file():
         return
     try:
-        there = plan(read_toml(folder / "compare.toml"))
+        there = equalised(plan(read_toml(folder / "compare.toml")), root)
     except ConfigError as error:
         what = f"{folder} holds a comparison that can no longer be read ({error.faults[0]})"
         raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")]) from error
@@ -682,9 +760,9 @@ def default_jobs(configs: Iterable[Config]) -> int:
 def memory_of(config: Config) -> float:
     """About how many bytes a cell takes on a CPU: the process, its data, and its clients.
 
-    For each client side by side six times its model and its state, and the state of every client where
-    these are kept in memory. What cannot be sized before the data is read counts as much as the rule for
-    lanes allows.
+    For each client side by side six times its model and its state, and, where these are kept in memory, the state
+    of every client and three models of every node of a network: before, sent and after. What cannot be sized before
+    the data is read counts as much as the rule for lanes allows.
     """
     data = _extent(config.data)
     clients = config.partition.clients or getattr(config.data, "devices", 1)
@@ -700,7 +778,8 @@ def memory_of(config: Config) -> float:
         return unknown
     together = clients if alg.family == "gossip" else config.cohort.size or min(10, clients)
     lanes = min(together, config.engine.lanes or lane_limit(task, torch.device("cpu"), alg.lane_size))
-    kept = clients * state if config.engine.store == "ram" else 0
+    nodes = 3 * tree.nbytes(task.w0) if alg.family == "gossip" else 0
+    kept = clients * (state + nodes) if config.engine.store == "ram" else 0
     return _PROCESS + data.bytes + lanes * _MATRICES * (tree.nbytes(task.w0) + 4 * alg.lane_size + state) + kept
 
 
@@ -1002,8 +1081,10 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         target=_unit(target, share) if target is not None else None,
         paper=_paper(planned, share),
         wanted=metric,
-        x=planned.spec.x,
+        x=planned.spec.x or planned.spec.equal,
         remarks=tuple(planned.spec.notes),
+        equal=planned.spec.equal,
+        budgets=planned.budgets,
     )
 
 

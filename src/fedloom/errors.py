@@ -47,10 +47,20 @@ class DivergedError(FedloomError):
     exit_code = 3
 
 
+class SplitError(DivergedError):
+    """A network lost so many nodes that it fell apart, and was to stop then."""
+
+
 class StorageError(FedloomError):
     """The disk refused a write; what was saved before stays readable."""
 
     exit_code = 4
+
+
+class LostRankError(FedloomError):
+    """Another process of the run is gone; what was saved before stays readable."""
+
+    exit_code = 5
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
 from fedloom.config import parse
 from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
+from fedloom.engine.topology import Moment
 from fedloom.errors import ConfigError
 from fedloom.optim import sgd
 
@@ -104,13 +105,13 @@ def test_chance_goes_by_node_round_and_place(world) -> None:
 
 
 # -- what is sent --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("scheme", ["direct", "choco"])
+@pytest.mark.parametrize("scheme", ["direct", "compensated", "choco"])
 def test_a11_a13_with_all_bits_it_is_the_plain_average(world, scheme) -> None:
     ours = run(dfedavgm(world, scheme, algorithm={"bits": 32}), 4)
     torch.testing.assert_close(ours, run(dfedavgm(world), 4), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme", ["direct", "choco"])
+@pytest.mark.parametrize("scheme", ["compensated", "choco"])
 @pytest.mark.parametrize("bits", [3, 8])
 def test_quantised_messages_preserve_the_mean(world, scheme, bits) -> None:
     gamma = {"gamma": 0.6} if scheme == "choco" else {}
@@ -121,6 +122,24 @@ def test_quantised_messages_preserve_the_mean(world, scheme, bits) -> None:
         ends = trained(exact, state._replace(server=Model(models(exp, state, store))), RamStore(len(SIZES)))
         state, _ = advance(exp, state, store)
         torch.testing.assert_close(models(exp, state, store).mean(0), ends.mean(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "topology"), [("direct", "star"), ("direct", "random"), ("compensated", "star")])
+def test_quantised_models_by_their_definition(world, scheme, topology) -> None:
+    """Neighbours hear Q(z); a node's own z counts as it is, or also makes up for what the others lose of it."""
+    table = {"bits": 4, "rounding": "floor"}
+    exp = dfedavgm(world, scheme, algorithm=table, local=FULL, topology={"kind": topology})
+    exact = dfedavgm(world, local=FULL, topology={"kind": topology})
+    N, work = len(SIZES), work_of(exp)
+    state, store, X = begin(exp), RamStore(N), exp.task.w0.expand(N, -1)
+    for t in range(3):
+        W = exp.topology.matrix(N, Moment(exp.seed, t)).float()
+        Z = trained(exact, begin(exact)._replace(server=Model(X), round=t), RamStore(N))
+        Q = torch.stack([exp.algorithm.quantised(z, work) for z in Z])
+        own = W.diagonal()[:, None] if scheme == "direct" else 1.0
+        state, _ = advance(exp, state, store)
+        X = models(exp, state, store)
+        assert (X - (W @ Q + own * (Z - Q))).abs().median() < 1e-5
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
@@ -142,10 +161,10 @@ def test_choco_by_its_definition(world, gamma) -> None:
         X, V = models(exp, state, store), exp.given(state, store, torch.arange(N)).mine.v
 
 
-def test_the_errors_of_choco_vanish_and_those_of_direct_do_not(world) -> None:
+def test_the_errors_of_choco_vanish_and_those_of_quantised_models_do_not(world) -> None:
     """Gossip alone from models that differ: differences shrink, and the steps of the quantiser with them."""
     gaps = {}
-    for scheme in ("direct", "choco"):
+    for scheme in ("compensated", "choco"):
         exp = dfedavgm(world, scheme, algorithm={"bits": 5}, local={"batch": 0, "steps": 1, "lr": 1e-12})
         N = len(SIZES)
         X = exp.task.w0 + torch.randn(N, exp.task.size, generator=torch.Generator().manual_seed(0))
@@ -156,7 +175,7 @@ def test_the_errors_of_choco_vanish_and_those_of_direct_do_not(world) -> None:
         torch.testing.assert_close(found.mean(0), X.mean(0), rtol=1e-3, atol=1e-4)
         gaps[scheme] = float((found - found.mean(0)).norm())
     assert gaps["choco"] < 1e-3
-    assert gaps["direct"] > 0.1
+    assert gaps["compensated"] > 0.1
 
 
 def test_the_recursion_as_printed_is_not_an_average(world) -> None:
@@ -183,11 +202,42 @@ def test_bytes_are_those_of_the_bits(world, scheme) -> None:
     assert state.up == state.down == links * (-(-4 * size // 8) + 4 * tensors)
 
 
-@pytest.mark.parametrize("scheme", ["direct", "choco", "diff_literal"])
+@pytest.mark.parametrize("scheme", ["direct", "compensated", "choco", "diff_literal"])
 def test_lanes_and_loop_agree(world, scheme) -> None:
     """But for numbers so near to a step that rounding decides."""
     ends = [run(dfedavgm(world, scheme, algorithm={"bits": 8}, engine={"executor": e}), 3) for e in ("lanes", "loop")]
     assert (ends[0] - ends[1]).abs().median() < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["none", "direct", "compensated", "choco", "diff_literal"])
+def test_some_columns_at_a_time_is_all_at_once(world, scheme, monkeypatch) -> None:
+    monkeypatch.setattr("fedloom.engine.gossip._WIDE", 5)
+    columns = run(dfedavgm(world, scheme), 3)
+    monkeypatch.setattr(DFedAvgM, "columnwise", False)
+    assert torch.equal(columns, run(dfedavgm(world, scheme), 3))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "topology", "says"),
+    [
+        ("choco", {"kind": "random"}, "copies of what each neighbour .* not the same in every round .*refresh=0"),
+        ("choco", {"kind": "hypercube"}, "not the same in every round"),
+        ("choco", {"kind": "ring", "link_loss": 0.1}, "has links that fail"),
+        ("choco", {"kind": "ring", "deaths": [[0, 3]]}, "has links that fail"),
+        ("choco", {"kind": "ring", "gossip_steps": 2}, "topology.gossip_steps: .*passed on"),
+        ("direct", {"kind": "ring", "gossip_steps": 2}, "topology.gossip_steps: .*passed on"),
+        ("compensated", {"kind": "exp", "mixing": "push_sum"}, "topology.mixing: push_sum"),
+    ],
+)
+def test_a14_networks_for_which_its_messages_are_not_made_are_refused(scheme, topology, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse({"algorithm": {"kind": "dfedavgm", "scheme": scheme}, "topology": topology})
+
+
+def test_networks_for_which_they_are_made() -> None:
+    parse({"algorithm": {"kind": "dfedavgm", "scheme": "choco"}, "topology": {"kind": "random", "refresh": 0}})
+    parse({"algorithm": {"kind": "dfedavgm", "scheme": "direct"}, "topology": {"kind": "random", "link_loss": 0.1}})
+    parse({"algorithm": {"kind": "dfedavgm"}, "topology": {"kind": "random", "gossip_steps": 3}})
 
 
 def test_settings() -> None:

@@ -86,6 +86,25 @@ def test_g8_gradients_are_counted(world, settings, cost) -> None:
     assert state.gradients == cost * sum(2 * -(-n // RAGGED["batch"]) for n in SIZES)
 
 
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ({}, "fp32"),
+        ({"hvp": "central"}, "fp32"),
+        ({"rule": "gam_fd"}, "fp32"),
+        ({"rule": "gam_repo"}, "fp32"),
+        ({"hvp": "exact"}, "tf32"),
+        ({"rule": "gam_exact"}, "tf32"),
+        ({"rho": 0.0}, "tf32"),
+    ],
+)
+def test_differences_are_of_whole_numbers(settings, precision) -> None:
+    """TF32 and bf16 round gradients by about as much as a difference is long."""
+    assert parse({"algorithm": {"kind": "dfedgam", **settings}}).engine.precision == precision
+    chosen = {"engine": {"precision": "bf16"}, "algorithm": {"kind": "dfedgam", **settings}}
+    assert parse(chosen).engine.precision == "bf16"
+
+
 def test_settings_reach_the_step() -> None:
     alg = parse(
         {

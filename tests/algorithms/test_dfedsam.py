@@ -32,6 +32,35 @@ def test_a17_steps_on_a_quadratic() -> None:
     torch.testing.assert_close(found.w, y)
 
 
+def test_decay_inside_is_in_both_gradients() -> None:
+    bowl, y = bowls(1)[0], vec(1, -2, 0.5)
+    alg = DFedSAM(rho=0.3, wd_inside=0.1).bind(Quadratic(), sgd())
+    found, _, _ = visit(alg, bowl, Model(y), (), 2, 0.1)
+    for _ in range(2):
+        g = bowl.gradient(y) + 0.1 * y
+        there = y + 0.3 * g / g.norm()
+        y = y - 0.1 * (bowl.gradient(there) + 0.1 * there)
+    torch.testing.assert_close(found.w, y)
+
+
+@pytest.mark.parametrize("kind", ["dfedsam", "dfedgam", "fedsam"])
+@pytest.mark.parametrize("executor", ["lanes", "loop"])
+def test_a_radius_in_proportion_to_the_learning_rate(world, kind, executor) -> None:
+    """In the first round it is rho; in a later one it has shrunk with the rate."""
+    schedule = {"batch": 0, "lr": 0.3, "schedule": "exponential", "decay": 0.5}
+    more = {"engine": {"executor": executor}, "local": schedule} | ({} if kind == "fedsam" else {"topology": "ring"})
+    falls, stays, half = (
+        world(SIZES, algorithm={"kind": kind, "rho": rho, "rho_schedule": how}, **more)
+        for rho, how in ((0.4, "prop_lr"), (0.4, "const"), (0.2, "const"))
+    )
+    first, _ = advance(falls, begin(falls), RamStore(len(SIZES)))
+    same, _ = advance(stays, begin(stays), RamStore(len(SIZES)))
+    torch.testing.assert_close(first.server.w, same.server.w)
+    ends = [advance(exp, first, RamStore(len(SIZES)))[0].server.w for exp in (falls, half, stays)]
+    torch.testing.assert_close(ends[0], ends[1])
+    assert not torch.allclose(ends[0], ends[2], rtol=1e-4)
+
+
 def test_three_rounds_on_a_ring_by_definition(world) -> None:
     exp = network(world, "dfedsam", local={"batch": 0, "lr": 0.3}, algorithm={"rho": 0.5})
     W, X = exp.topology.matrix(len(SIZES)).float(), exp.task.w0.expand(len(SIZES), -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from fedloom.engine.evaluate import Evaluate, evaluate, models_of
 from fedloom.engine.gossip import Message, hear, is_dense, mix, spread
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, RunState, advance, advance_watched, begin, groups_of
-from fedloom.engine.store import RamStore
+from fedloom.engine.store import DiskStore, RamStore
 from fedloom.engine.topology import (
     Custom,
     Exponential,
@@ -36,10 +36,11 @@ from fedloom.engine.topology import (
     Star,
     Topology,
     Torus,
+    links_up,
     psi,
     surviving,
 )
-from fedloom.errors import DivergedError
+from fedloom.errors import DivergedError, SplitError
 from fedloom.optim import Local
 
 NAN = float("nan")
@@ -206,6 +207,18 @@ def test_a_node_that_is_offline_stands_still_or_trains_alone() -> None:
     assert stopped.state.nodes.away.tolist() == gone.astype(int).tolist()
 
 
+@pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])
+def test_who_has_not_been_there_yet_is_as_it_began(order: Any) -> None:
+    """What a node keeps for itself begins with the model of the beginning, not with that of another node."""
+    exp = network(Ring(node_loss=0.4), algorithm=DPSGD(order=order))
+    gone = torch.from_numpy(exp.topology.offline(16, Moment(3, 0)))  # type: ignore[union-attr]
+    store = RamStore(16)
+    state, _ = advance(exp, begin(exp), store)
+    models = torch.cat([part.w for part in models_of(exp, state, store, torch.arange(16))])
+    assert torch.equal(models[gone], exp.task.w0.expand(int(gone.sum()), -1))
+    assert bool((models[~gone] != exp.task.w0).any(1).any())
+
+
 def test_a_network_in_which_all_are_offline_waits() -> None:
     exp = network(Ring(node_loss=0.999))
     start = scattered(exp)
@@ -230,6 +243,101 @@ def test_who_was_away_too_long_asks_its_neighbours() -> None:
     assert torch.allclose(pulled.server.w[back] - kept.server.w[back], own * (mean - state.server.w[back]), atol=1e-5)
     recent = state._replace(nodes=state.nodes._replace(away=away.clamp(max=2)))
     assert torch.equal(advance(pull, recent, RamStore(16))[0].server.w, kept.server.w)
+
+
+# -- messages that are used again -------------------------------------------------------------------
+def remembering(topology: Topology, rounds: int, start: Any, fresh: dict[str, Any]) -> Any:
+    """The same by definition: X <- W Z, in which a row that is lost is the last one that came over its link."""
+    X, heard = start.double(), {}
+    for t in range(rounds):
+        at = Moment(3, t)
+        whole, gone = topology.weigh(16, at), topology.offline(16, at)
+        up = links_up(topology, whole, at)
+        Z, X = X, torch.zeros_like(X)
+        for i, j, value, there in zip(whole.to, whole.by, whole.value, up, strict=True):
+            old = heard.get((i, j), (None, -99))
+            if there:
+                X[i] += value * Z[j]
+                heard[i, j] = (Z[j], t)
+            elif not gone[i] and t - old[1] <= topology.stale_after:
+                X[i] += value * old[0]
+                fresh[(t, i, j)] = t - old[1]
+            else:
+                X[i] += value * Z[i]
+    return X
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Ring(link_loss=0.4, link_policy="stale"),
+        Random(max_degree=4, refresh=3, link_loss=0.3, node_loss=0.2, link_policy="stale", stale_after=2),
+        Full(link_loss=0.3, node_loss=0.2, link_policy="stale", stale_after=0),
+    ],
+    ids=lambda t: t.kind,
+)
+def test_a_lost_message_is_the_last_one_of_its_link(topology: Topology) -> None:
+    exp = network(topology, **still(), rounds=8)
+    state, store = scattered(exp), RamStore(16)
+    start, used = state.server.w, {}
+    for _ in range(8):
+        state, _ = advance(exp, state, store)
+    want = remembering(topology, 8, start, used)
+    assert torch.allclose(state.server.w.double(), want, atol=1e-5)
+    assert bool(used) == (topology.stale_after > 0)
+    assert set(used.values()) <= set(range(1, topology.stale_after + 1))
+
+
+def test_what_is_used_again_was_paid_for_once() -> None:
+    plain, stale = (network(Ring(link_loss=0.4, link_policy=how), **still()) for how in ("self", "stale"))
+    ends = [advance(exp, scattered(exp), RamStore(16))[0] for exp in (plain, stale)]
+    assert torch.equal(ends[0].server.w, ends[1].server.w)  # in the first round there is nothing to use again
+    two = [advance(exp, end, RamStore(16))[0] for exp, end in zip((plain, stale), ends, strict=True)]
+    assert not torch.equal(two[0].server.w, two[1].server.w)
+    assert (two[0].up, two[0].busiest) == (two[1].up, two[1].busiest)
+
+
+# -- nodes that die --------------------------------------------------------------------------------
+def test_who_is_left_goes_on_with_a_mean_of_its_own() -> None:
+    """Node 5 dies before the third round: it stands still, nobody hears it, and the mean is that of the others."""
+    exp = network(Torus(deaths=((5, 3),)), **still(), rounds=60)
+    state, store = scattered(exp), RamStore(16)
+    left = torch.arange(16) != 5
+    for t in range(60):
+        before = state
+        if t == 2:
+            mean, frozen = state.server.w[left].double().mean(0), state.server.w[5]
+        done = advance_watched(exp, state, store)
+        state = done.state
+        assert done.found["network/dead"] == float(t >= 2)
+        if t >= 2:
+            assert torch.equal(state.server.w[5], frozen)
+            assert 5 not in [did.client for did in done.work]
+            assert state.nodes.traffic[5] == before.nodes.traffic[5]
+            assert done.found["consensus/contraction"] <= done.found["consensus/psi"] * (1 + 1e-4)
+    assert torch.allclose(state.server.w[left].double().mean(0), mean, atol=1e-6)
+    assert float((state.server.w[left].double() - mean).norm()) < 1e-3
+    found = evaluate(exp, state, store)
+    assert found["consensus/distance"] < 1e-3  # without the dead one, which is far away
+
+
+@pytest.mark.parametrize("train_offline", [False, True])
+def test_the_dead_do_not_train_whatever_the_absent_do(train_offline: bool) -> None:
+    exp = network(Ring(deaths=((2, 1),), node_loss=0.4, train_offline=train_offline))
+    offline = exp.topology.offline(16, Moment(3, 0))  # type: ignore[union-attr]
+    assert not offline[2]
+    there = set(exp.present(0).drawn.ids.tolist())
+    assert there == set(range(16)) - {2} - (set() if train_offline else set(np.flatnonzero(offline).tolist()))
+
+
+def test_a_network_that_splits_or_dies_out_says_so() -> None:
+    exp = network(Ring(deaths=((0, 1), (8, 2)), on_split="abort"))
+    state, store = begin(exp), RamStore(16)
+    state, _ = advance(exp, state, store)
+    with pytest.raises(SplitError, match=r"round 2: .*\(0, 8\)"):
+        advance(exp, state, store)
+    with pytest.raises(SplitError, match="round 1: all nodes have died"):
+        advance(network(Ring(node_death=0.999999)), state._replace(round=0), store)
 
 
 class OneBadNode(DPSGD):
@@ -359,6 +467,7 @@ class Peer:
         self.exp, self.node, self.store = exp, node, RamStore(exp.federation.clients)
         self.state = exp.algorithm.init(exp.task.w0)
         self.buffers, self.mass = exp.task.buffers0, 1.0
+        self.heard: dict[int, Message] = {}  # the last message of each neighbour
 
     def learn(self, round_: int) -> Message:
         """Train, and say what came out of it."""
@@ -376,12 +485,15 @@ class Peer:
 
     def read(self, weights: dict[int, float], heard: dict[int, Message], *, last: bool, push: bool) -> Message:
         sizes = self.exp.federation.train.sizes
-        inbox, self.buffers = hear(weights, heard, nodes=len(sizes), examples=int(sizes.sum()), push_sum=push)
+        inbox, self.buffers = hear(
+            self.node, weights, heard, nodes=len(sizes), examples=int(sizes.sum()), push_sum=push
+        )
         mine = heard[self.node]
         if push:
             self.mass = float(inbox.weight)
         if last:
             self.state = self.exp.algorithm.update(self.state, inbox)
+        self.heard |= {k: message for k, message in heard.items() if message.round == mine.round}
         return mine._replace(step=mine.step + 1, upload=spread(inbox, mine.upload), mass=self.mass)
 
 
@@ -426,6 +538,32 @@ def test_peers_that_only_exchange_messages_are_the_simulator_bit_for_bit(topolog
             state, _ = advance(exp, state, store)
             assert torch.equal(torch.stack([peer.state.w for peer in peers]), state.server.w)
             assert [peer.mass for peer in peers] == state.nodes.mass.tolist()
+
+
+def test_peers_that_remember_are_the_simulator_bit_for_bit() -> None:
+    topology = Torus(link_loss=0.3, link_policy="stale", stale_after=2)
+    exp = network(topology, lanes=1)
+    state, store, peers = begin(exp), RamStore(16), [Peer(exp, k) for k in range(16)]
+    reused = 0
+    with torch.no_grad():
+        for t in range(6):
+            said, at = [peer.learn(t) for peer in peers], Moment(exp.seed, t)
+            w = topology.weigh(16, at)
+            up = links_up(topology, w, at)
+            for peer in peers:
+                row, heard, lost = {}, {}, 0.0
+                for j, value, there in zip(*(x[w.to == peer.node] for x in (w.by, w.value, up)), strict=True):
+                    old = peer.heard.get(int(j))
+                    if not there and (old is None or t - old.round > 2):
+                        lost += value
+                        continue
+                    row[int(j)], heard[int(j)] = float(value), said[j] if there else old
+                    reused += not there
+                row[peer.node] += lost
+                peer.read(row, heard, last=True, push=False)
+            state, _ = advance(exp, state, store)
+            assert torch.equal(torch.stack([peer.state.w for peer in peers]), state.server.w)
+    assert reused > 20
 
 
 # -- T11: the ledger -------------------------------------------------------------------------------
@@ -528,9 +666,82 @@ def test_contraction_with_failures_and_steps_keeps_to_its_bound() -> None:
         state = done.state
 
 
+# -- models that do not fit into memory ------------------------------------------------------------
+class ByRows(DPSGD):
+    """The same method, of which the engine is not told that it takes every parameter by itself."""
+
+    columnwise: ClassVar[bool] = False
+
+
+LARGE = [
+    Random(max_degree=4),
+    Star(link_loss=0.4, link_policy="stale"),
+    Ring(gossip_steps=3, link_loss=0.2, node_loss=0.2),
+    Exponential(mixing="push_sum", link_loss=0.3),
+    Torus(deaths=((3, 2),)),
+]
+
+
+@pytest.mark.parametrize("topology", LARGE, ids=lambda t: t.kind)
+@pytest.mark.parametrize("algorithm", [DPSGD(order="mix_then_train"), ByRows(order="atc")], ids=["columns", "rows"])
+def test_on_disk_or_in_memory_by_rows_or_by_columns_it_is_the_same(
+    topology: Topology, algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, whatever is divided how."""
+    monkeypatch.setattr("fedloom.engine.store._LARGE", 1)
+    runs = []
+    for place, lanes, wide in (("ram", 64, 1 << 13), ("ram", 3, 5), ("disk", 3, 7), ("disk", 64, 1 << 13)):
+        monkeypatch.setattr(gossip, "_WIDE", wide)
+        exp = network(topology, algorithm=algorithm, lanes=lanes, rounds=4)
+        store = RamStore(16) if place == "ram" else DiskStore(tmp_path / f"{lanes}", 16)
+        state = scattered(exp)
+        found = []
+        for _ in range(4):
+            done = advance_watched(exp, state, store)
+            state = done.state
+            found.append(done.found)
+        runs.append((state, found))
+    for state, found in runs[1:]:
+        assert torch.equal(state.server.w, runs[0][0].server.w)
+        assert torch.equal(state.nodes.mass, runs[0][0].nodes.mass)
+        for one, other in zip(found, runs[0][1], strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
+    assert {p.name for p in (tmp_path / "3").iterdir()} == {"rows.bin", "journal.bin"}  # what was large has no name
+
+
+def test_columns_and_rows_agree_bit_for_bit() -> None:
+    for topology in LARGE:
+        ends = []
+        for algorithm in (DPSGD(order="atc"), ByRows(order="atc")):
+            exp = network(topology, algorithm=algorithm, lanes=5)
+            state, store = scattered(exp), RamStore(16)
+            for _ in range(3):
+                state, _ = advance(exp, state, store)
+            ends.append(state.server.w)
+        assert torch.equal(*ends)
+
+
+def test_a_room_on_disk_is_written_and_read_and_leaves_nothing(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 4)
+    room = store.room((3, 1 << 18), torch.float32, torch.device("cpu"))
+    room.copy_(torch.arange(3 << 18).view(3, -1))
+    assert torch.equal(room, torch.arange(3 << 18, dtype=torch.float32).view(3, -1))
+    other = store.room((3, 1 << 18), torch.float32, torch.device("cpu"))
+    other.fill_(1)
+    assert float(room[2, 5]) == (2 << 18) + 5
+    assert {p.name for p in tmp_path.iterdir()} == {"rows.bin", "journal.bin"}
+
+
 # -- whole runs ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "topology", [Random(max_degree=4, link_loss=0.2, node_loss=0.2), WIRED[-1]], ids=lambda t: t.kind
+    "topology",
+    [
+        Random(max_degree=4, link_loss=0.2, node_loss=0.2),
+        WIRED[-1],
+        Ring(node_death=0.1, link_loss=0.2, deaths=((3, 2), (9, 3))),
+        Torus(link_loss=0.4, node_loss=0.1, link_policy="stale", stale_after=3),
+    ],
+    ids=lambda t: t.kind,
 )
 def test_a_resumed_network_is_the_one_that_never_stopped(topology: Topology, tmp_path: Path) -> None:
     exp = network(topology, rounds=5)
@@ -545,8 +756,28 @@ def test_a_resumed_network_is_the_one_that_never_stopped(topology: Topology, tmp
         state = checkpoint.load(tmp_path, begin(exp), store).state
     assert torch.equal(state.server.w, whole.server.w)
     assert (state.gradients, state.up, state.busiest) == (whole.gradients, whole.up, whole.busiest)
-    for a, b in zip(state.nodes, whole.nodes, strict=True):
+    for a, b in zip(tree.leaves(state.nodes), tree.leaves(whole.nodes), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("algorithm", [DPSGD(order="mix_then_train"), DPSGD(order="atc")], ids=["state", "none"])
+def test_a_network_on_disk_is_resumed_bit_for_bit(
+    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.engine.store._LARGE", 1)
+    exp = network(Random(max_degree=4, link_loss=0.2, node_loss=0.2), algorithm=algorithm, rounds=5, lanes=3)
+    whole, ram = begin(exp), RamStore(16)
+    for _ in range(5):
+        whole, _ = advance(exp, whole, ram)
+    state, store = begin(exp), DiskStore(tmp_path / "clients", 16)
+    for _ in range(5):
+        state, _ = advance(exp, state, store)
+        checkpoint.save(tmp_path, state, store, {})
+        store = DiskStore(tmp_path / "clients", 16)
+        state = checkpoint.load(tmp_path, begin(exp), store).state
+    assert torch.equal(state.server.w, whole.server.w)
+    ends = [torch.cat([part.w for part in models_of(exp, state, s, torch.arange(16))]) for s in (store, ram)]
+    assert torch.equal(*ends)
 
 
 def test_a_run_that_loses_links_and_nodes_learns_all_the_same(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.config import as_toml, parse, read_toml, topology_of
 from fedloom.engine.topology import (
     Custom,
@@ -36,6 +39,7 @@ from fedloom.engine.topology import (
     facts,
     faults,
     flaws,
+    last_rounds,
     links_up,
     norm,
     psi,
@@ -44,7 +48,7 @@ from fedloom.engine.topology import (
     weigh,
     window,
 )
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, SplitError
 
 FAIR: list[Topology] = [Ring(), Full(), Star(), Grid(), Torus(), Exponential(), SymmetricExponential()]
 FAIR += [OnePeerExponential(), Random(max_degree=4), Random(max_degree=3, exact=True), Matching()]
@@ -509,3 +513,120 @@ def test_the_settings_survive_toml(tmp_path: Path) -> None:
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         Ring().gossip_steps = 2  # type: ignore[misc]
+
+
+# -- what an algorithm says of its network ---------------------------------------------------------
+class Several(DFedSAM):
+    """A method whose definition has several gossip steps, on a torus."""
+
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"topology": {"kind": "torus", "rows": 2, "gossip_steps": 4}}
+
+
+def test_an_algorithm_says_what_its_network_is_where_the_user_does_not() -> None:
+    def found(**table: Any) -> Topology | None:
+        return parse({"algorithm": Several(), **table}).topology
+
+    assert found() == Torus(rows=2, gossip_steps=4)
+    assert found(topology={"gossip_steps": 1}) == Torus(rows=2)
+    assert found(topology={"kind": "torus", "rows": 4}) == Torus(rows=4, gossip_steps=4)
+    assert found(topology="ring") == Ring(gossip_steps=4)  # which has no rows
+    with pytest.raises(ConfigError, match="there is no topology 'rign'"):
+        found(topology="rign")
+    assert parse({"algorithm": DFedSAM()}).topology == Ring()
+    assert parse({"algorithm": "fedavg"}).topology is None
+
+
+# -- nodes that die --------------------------------------------------------------------------------
+def reaches(topology: Topology, nodes: int, at: Moment) -> list[list[int]]:
+    """The parts into which those who live fall."""
+    dead = topology.dead(nodes, at)
+    parts = components(nodes, topology.edges(nodes, at), directed=topology.directed)
+    return [part for part in parts if not dead[part[0]]]
+
+
+def test_who_dies_is_known_and_stays_dead() -> None:
+    topology = Ring(deaths=((3, 5), (0, 1), (3, 9)))
+    gone = [np.flatnonzero(topology.dead(8, Moment(0, r))).tolist() for r in range(7)]
+    assert gone == [[0], [0], [0], [0], [0, 3], [0, 3], [0, 3]]  # rounds are counted from 1, moments from 0
+    chance = Ring(node_death=0.1)
+    last = last_rounds(chance, 4000, 7)
+    assert np.array_equal(last, last_rounds(chance.model_copy(), 4000, 7))
+    for t in (0, 1, 5, 20):
+        alive = (~chance.dead(4000, Moment(7, t))).mean()
+        assert alive == pytest.approx(0.9 ** (t + 1), abs=0.025)
+    dead = [chance.dead(50, Moment(7, t)) for t in range(30)]
+    assert all((a <= b).all() for a, b in itertools.pairwise(dead))
+    assert not Ring().dead(8, Moment(0, 10**9)).any()
+
+
+@given(st.sampled_from([Ring, Torus, Grid, Star, Full, Hypercube, SymmetricExponential]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_dead_have_no_links_and_the_others_a_fair_matrix(kind: type[Topology], data: st.DataObject) -> None:
+    gone = data.draw(st.sets(st.integers(0, 15), min_size=1, max_size=12))
+    topology = kind(deaths=tuple((node, 1) for node in sorted(gone)))
+    union = components(16, np.concatenate([topology.edges(16, Moment(1, t)) for t in range(4)]), directed=False)
+    assert [part for part in union if part[0] not in gone] == [sorted(set(range(16)) - gone)]  # joined again
+    for t in range(4):
+        weights = topology.weigh(16, Moment(1, t))
+        assert not weights.is_link[np.isin(weights.to, sorted(gone)) | np.isin(weights.by, sorted(gone))].any()
+        assert np.abs(weights.rows() - 1).max() < 1e-12
+        assert np.abs(weights.columns() - 1).max() < 1e-12
+
+
+def test_a_split_is_mended_let_be_or_refused() -> None:
+    deaths = ((2, 1), (6, 3))
+    rewired, apart, strict = (Ring(deaths=deaths, on_split=how) for how in ("rewire", "components", "abort"))
+    for topology in (rewired, apart, strict):  # a ring with one gap is a path
+        assert topology.edges(8, Moment(0, 1)).tolist() == [[0, 1], [0, 7], [3, 4], [4, 5], [5, 6], [6, 7]]
+    assert reaches(apart, 8, Moment(0, 2)) == [[0, 1, 7], [3, 4, 5]]
+    assert reaches(rewired, 8, Moment(0, 2)) == [[0, 1, 3, 4, 5, 7]]
+    assert len(rewired.edges(8, Moment(0, 2))) == len(apart.edges(8, Moment(0, 2))) + 1
+    assert np.array_equal(rewired.edges(8, Moment(0, 2)), rewired.edges(8, Moment(0, 200)))  # one link for all time
+    drawn = {tuple(map(tuple, rewired.edges(8, Moment(seed, 2)).tolist())) for seed in range(20)}
+    assert len(drawn) > 3
+    with pytest.raises(SplitError, match=r"round 3: .*died \(2, 6\).* 2 parts .*on_split"):
+        strict.edges(8, Moment(0, 2))
+
+
+def test_what_was_apart_from_the_beginning_is_not_joined() -> None:
+    links = ((0, 1), (1, 2), (3, 4), (4, 5))
+    topology = Custom(links=links, deaths=((1, 1),), allow_disconnected=True)
+    assert reaches(topology, 6, Moment(0, 0)) == [[3, 4, 5], [0, 2]]
+
+
+def test_graphs_that_change_join_by_themselves() -> None:
+    topology = Random(max_degree=2, deaths=((0, 1), (5, 1), (9, 1)))
+    assert len(topology.edges(16, Moment(0, 0))) == len(_living_edges(topology, 16, Moment(0, 0)))
+    push = Exponential(mixing="push_sum", deaths=tuple((k, 1) for k in range(1, 12)))
+    assert reaches(push, 16, Moment(0, 0)) == [[0, 12, 13, 14, 15]]
+    split = push.weigh(16, Moment(0, 0))
+    assert np.abs(split.columns() - 1).max() < 1e-12
+
+
+def _living_edges(topology: Topology, nodes: int, at: Moment) -> Any:
+    planned = topology.planned(nodes, at)
+    return planned[~topology.dead(nodes, at)[planned].any(1)]
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"kind": "ring", "link_policy": "stale", "gossip_steps": 2}, "one gossip step"),
+        ({"kind": "exp", "node_death": 0.1}, "push_sum"),
+        ({"kind": "ring", "deaths": [[3]]}, "topology.deaths"),
+        ({"kind": "ring", "deaths": [[3, 0]]}, "topology.deaths"),
+        ({"kind": "custom", "links": [[0, 1], [1, 0]], "link_weights": [0.5, 0.5], "deaths": [[0, 1]]}, "link_weights"),
+    ],
+)
+def test_deaths_that_cannot_be_are_refused(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        topology_of(table)
+
+
+def test_who_dies_must_be_there() -> None:
+    topology = topology_of({"kind": "ring", "deaths": [[8, 2]]})
+    (fault,) = faults(topology, 8, 0)
+    assert str(fault) == "topology.deaths: there is no node 8 among 8 (nodes are numbered 0 to 7)"
+    assert faults(topology, 9, 0) == []
+    assert any("nodes die" in note for note in facts(topology, 9).notes)

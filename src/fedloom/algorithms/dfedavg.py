@@ -18,6 +18,7 @@ from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
 
 class DFedAvg(Algorithm[Model, Nothing, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
+    columnwise: ClassVar[bool] = True
 
     def init(self, w: Tensor) -> Model:
         return Model(w)

@@ -7,25 +7,29 @@ Sun, Li and Wang, Decentralized Federated Averaging, TPAMI 2022, Algorithms 1 an
 which is SGD with momentum theta, ``local.momentum``, restarted in every round; momentum never travels. Then
 
     none:          x_i <- sum_l W_il z_l
-    direct:        x_i <- z_i + sum_l W_il (Q(z_l) - Q(z_i))
+    direct:        x_i <- W_ii z_i + sum_{l != i} W_il Q(z_l)
+    compensated:   x_i <- z_i + sum_l W_il (Q(z_l) - Q(z_i))
     choco:         v_l <- v_l + Q(z_l - v_l);   x_i <- z_i + gamma sum_l W_il (v_l - v_i)
     diff_literal:  x_i <- x_i + sum_l W_il Q(z_l - x_l)
 
-``direct`` uses its own z_i as it is and preserves the mean, but its error does not vanish. In ``choco`` (Koloskova et
-al., Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) everybody
-keeps copies v_l of what its neighbours have sent so far, so that differences shrink, and errors with them: it is for a
-graph that stays as it is, one gossip step in a round and links that do not fail. ``diff_literal`` is the recursion as
-it is usually printed. It never mixes models: even without quantisation it diverges where W has a negative eigenvalue,
-and else ends at each node's own optimum.
+``direct`` uses its own z_i as it is. ``compensated`` also keeps what its neighbours lose of z_i, and so preserves the
+mean. The errors of both do not vanish, and the graph may change. In ``choco`` (Koloskova et al., Decentralized
+Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) everybody keeps copies v_l of
+what its neighbours have sent so far, so that differences shrink, and errors with them: it is for a graph that stays as
+it is and links that do not fail, since who misses one difference has a wrong copy from then on. All have one gossip
+step in a round: what a node heard is no longer quantised, and could not be passed on for the same bytes.
+``diff_literal`` is the recursion as it is usually printed. It never mixes models: even without quantisation it
+diverges where W has a negative eigenvalue, and else ends at each node's own optimum.
 
 Q has ``bits`` bits for a number and one step s = max |v| / (2^(bits - 1) - 1) for each tensor: floor(v / s) s, or, by
-chance, one s more, so that its mean is v. What is left of z after mixing is a node's ``own``, x = gamma w + own.
+chance, one s more, so that its mean is v. What is left of z after mixing is a node's ``own``, x = gamma w + share own,
+where share is W_ii for ``direct``, and else 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -35,6 +39,13 @@ from fedloom import rng, tree
 from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
 
 
+class Shared(NamedTuple):
+    """What a node is left with in ``direct``: what it heard, and how much of it was its own."""
+
+    w: Tensor  # [P]
+    share: Tensor  # [] W_ii
+
+
 class Mine(NamedTuple):
     own: Tensor  # [P] what of its model a node has for itself; [0] where that is nothing
     v: Tensor  # [P] what its neighbours have heard of it so far; [0] where nobody remembers
@@ -42,8 +53,9 @@ class Mine(NamedTuple):
 
 class DFedAvgM(Algorithm[Model, Mine, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
+    columnwise: ClassVar[bool] = True
 
-    scheme: Literal["none", "direct", "choco", "diff_literal"] = Field(
+    scheme: Literal["none", "direct", "compensated", "choco", "diff_literal"] = Field(
         "none", description="what is sent: models, quantised models, or quantised differences of one of two kinds"
     )
     bits: int = Field(8, ge=2, le=32, description="of a number that is sent quantised: 2 to 16, or 32, which is all")
@@ -61,8 +73,16 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"momentum": 0.9}}
 
+    @property
+    def sends_once(self) -> bool:
+        return self.scheme != "none"
+
+    @property
+    def remembers_neighbours(self) -> bool:
+        return self.scheme == "choco"
+
     def init(self, w: Tensor) -> Model:
-        return Model(w)
+        return cast(Model, Shared(w, torch.ones_like(w[0]))) if self.scheme == "direct" else Model(w)
 
     def join(self, down: Model) -> Mine:
         w0 = self.task.w0  # which everybody knows
@@ -70,6 +90,8 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
         return Mine(own, w0 if self.scheme == "choco" else w0[:0])
 
     def start(self, down: Model, mine: Mine) -> Tensor:
+        if self.scheme == "direct":
+            return down.w + cast(Shared, down).share * mine.own
         return self.gamma * down.w + mine.own if self._keeps else down.w
 
     def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Model, Mine]:
@@ -77,7 +99,7 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
             return Model(x), mine
         if self.scheme == "diff_literal":
             return Model(self.quantised(x - down.w, work)), mine
-        if self.scheme == "direct":
+        if self.scheme in ("direct", "compensated"):
             q = self.quantised(x, work)
             return Model(q), Mine(x - q, mine.v)
         v = mine.v + self.quantised(x - mine.v, work)
@@ -85,6 +107,8 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
 
     def update(self, server: Model, inbox: Inbox[Model]) -> Model:
         heard = like(inbox.mean.w, server.w)
+        if self.scheme == "direct":
+            return cast(Model, Shared(heard, like(inbox.own / inbox.weight, server.w)))
         return Model(server.w + heard if self.scheme == "diff_literal" else heard)
 
     def serve(self, down: Model, mine: Mine) -> Tensor:
@@ -99,7 +123,7 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
 
     @property
     def _keeps(self) -> bool:
-        return self.scheme in ("direct", "choco")
+        return self.scheme in ("direct", "compensated", "choco")
 
     def quantised(self, v: Tensor, work: Work) -> Tensor:
         """Q(v), tensor by tensor; chance goes by node, round and place."""

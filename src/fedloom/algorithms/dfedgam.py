@@ -8,22 +8,30 @@ It takes the gradient of the loss at the point, rho away, where the gradient is 
 rho max ||grad F|| of GAM, which the paper builds on, never enters what is descended: ``rule`` has GAM itself as
 ``gam_exact`` and ``gam_fd``, and its authors' accelerated form as ``gam_repo``. f is found by a finite difference
 (one gradient more), a central one (two), or an exact Hessian-vector product (worth two). On nets with ReLU these are
-different methods: a difference sees the kinks that a derivative does not.
+different methods: a difference sees the kinks that a derivative does not. With products shorter than float32 it would
+be mostly rounding, so that differences are taken with ``engine.precision = "fp32"`` unless you say otherwise.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.dfedavg import DFedAvg
-from fedloom.sharpness import Gam, Product, Rule, cost, gam
+from fedloom.sharpness import Gam, Product, RhoSchedule, Rule, cost, gam
 from fedloom.task import Batch
 
 
 class DFedGAM(DFedAvg):
     rho: NonNegativeFloat = Field(0.2, description="how far a step looks for the longest gradient nearby")
+    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    wd_inside: NonNegativeFloat = Field(
+        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
+    )
     rule: Rule = Field("paper", description="whose step: the paper's, GAM's exactly or by differences, its authors'")
     hvp: Product = Field("fd", description="how H g is found: by a difference, a central one, or exactly")
     rho_fd: float = Field(0.03, ge=1e-4, le=0.5, description="how far a difference reaches")
@@ -33,9 +41,13 @@ class DFedGAM(DFedAvg):
     gamma: NonNegativeFloat = Field(0.05, description="gam_repo: weight of what is perpendicular")
     tau: PositiveFloat = Field(1e-6, description="a difference of gradients shorter than tau ||g|| counts as rounding")
 
+    def defaults(self) -> Mapping[str, Mapping[str, Any]]:
+        exact = self.rule == "gam_exact" or (self.rule == "paper" and self.hvp == "exact")
+        return {} if exact or not self.rho else {"engine": {"precision": "fp32"}}
+
     @property
     def how(self) -> Gam:
-        shape = (self.rho_fd, self.alpha, self.beta0, self.beta1, self.gamma, self.tau)
+        shape = (self.rho_fd, self.alpha, self.beta0, self.beta1, self.gamma, self.tau, self.wd_inside)
         return Gam(self.rho, self.rule, self.hvp, *shape)
 
     @property
@@ -43,4 +55,5 @@ class DFedGAM(DFedAvg):
         return cost(self.how)
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        return gam(self.task, x, batch, self.how)
+        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        return gam(self.task, x, batch, self.how._replace(scale=scale))

@@ -14,16 +14,21 @@ from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.dfedavg import DFedAvg
-from fedloom.sharpness import sam
+from fedloom.sharpness import RhoSchedule, sam
 from fedloom.task import Batch
 
 
 class DFedSAM(DFedAvg):
     rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
+    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    wd_inside: NonNegativeFloat = Field(
+        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
+    )
 
     @property
     def gradients_per_step(self) -> float:
         return 2.0 if self.rho else 1.0
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        return sam(self.task, x, batch, self.rho)
+        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        return sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)

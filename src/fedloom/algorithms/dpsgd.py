@@ -32,6 +32,7 @@ class Mine(NamedTuple):
 
 class DPSGD(Algorithm[Model, Mine, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
+    columnwise: ClassVar[bool] = True
 
     order: Literal["lian", "atc", "mix_then_train"] = Field(
         "lian", description="mix beside the gradient step, after it, or before it"

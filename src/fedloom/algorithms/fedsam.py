@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Inbox, Model, Nothing, Update, Work, like
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.sharpness import sam
+from fedloom.sharpness import RhoSchedule, sam
 from fedloom.task import Batch
 
 
@@ -39,6 +39,10 @@ class FedSAM(FedAvg):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"rho": 0.0}
 
     rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
+    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    wd_inside: NonNegativeFloat = Field(
+        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
+    )
     beta: float = Field(1.0, gt=0, le=1, description="weight of the client's own direction; below 1: MoFedSAM")
 
     @property
@@ -49,7 +53,8 @@ class FedSAM(FedAvg):
         return Model(w) if self.beta == 1 else cast(Model, Moving(w, torch.zeros_like(w)))
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        g = sam(self.task, x, batch, self.rho)
+        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        g = sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)
         return g if self.beta == 1 else self.beta * g + (1 - self.beta) * cast(Moving, down).D
 
     def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:

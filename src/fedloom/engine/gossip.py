@@ -6,7 +6,7 @@ come over a wire. ``hear`` makes of the messages of a gossip step what the algor
     node i   upload, mine = finish(...)                    after local training from send(node)
              for each gossip step:
                  send Message(round, step, i, upload, statistics, mass) to the neighbours
-                 inbox, statistics = hear({l: w_il}, {l: message of l}, ...)        its own message among them
+                 inbox, statistics = hear(i, {l: w_il}, {l: message of l}, ...)     its own message among them
                  upload = spread(inbox, upload)            what it sends in the next step of the same round
              node = update(node, inbox)                    of the last step
 
@@ -22,7 +22,7 @@ and ``inbox.mean`` = sum / mass is the model again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,18 +33,35 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.algorithm import Inbox
+from fedloom.data.arrays import Ints
 from fedloom.engine.evaluate import Judged, nodes_scored, over_nodes
-from fedloom.engine.local import Outcome, mapped, train
-from fedloom.engine.run import Did, Experiment, Fits, Nodes, Round, RunState, groups_of, keep, names_of, rate
+from fedloom.engine.local import Outcome, mapped
+from fedloom.engine.run import (
+    Did,
+    Experiment,
+    Fits,
+    Nodes,
+    Past,
+    Round,
+    RunState,
+    groups_of,
+    keep,
+    marked,
+    names_of,
+    rate,
+    train_all,
+)
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology import Mask, Moment, Topology, Weights, norm, psi, surviving
-from fedloom.errors import DivergedError
+from fedloom.engine.topology import Mask, Moment, Topology, Weights, cut, norm, psi, surviving, usable
+from fedloom.errors import DivergedError, SplitError
 
 T = TypeVar("T")
 
 _SMALL = 32  # nodes up to which a sum is always made neighbour by neighbour
 _FULL = 0.25  # share of entries that are not zero from which on a matrix is dense
-_BLOCK = 1 << 18  # numbers in float64 of one block of columns: they should stay in the processor's cache
+_BLOCK = 1 << 16  # numbers in float64 of one block of columns: it and its product stay in a core's own cache
+_NARROW = 128  # columns below which a block would be all overhead
+_WIDE = 1 << 13  # columns that an algorithm is given at a time: their sums stay in the cache that cores share
 _LIGHT = 1e-6  # a mass with which nothing can be divided any more
 
 
@@ -60,9 +77,15 @@ class Message(NamedTuple):
 
 
 def hear(
-    weights: Mapping[int, float], messages: Mapping[int, Message], *, nodes: int, examples: int, push_sum: bool = False
+    node: int,
+    weights: Mapping[int, float],
+    messages: Mapping[int, Message],
+    *,
+    nodes: int,
+    examples: int,
+    push_sum: bool = False,
 ) -> tuple[Inbox[Any], Tensor]:
-    """What one node reads of the messages it has, its own among them, and the statistics that it mixes.
+    """What ``node`` reads of the messages it has, its own among them, and the statistics that it mixes.
 
     ``weights`` say what it makes of each sender; ``nodes`` and ``examples`` are those of the whole network.
     """
@@ -76,8 +99,9 @@ def hear(
     weight = (row._replace(value=value * mass) if push_sum else row).rows()[0]
     if push_sum:
         buffers = buffers / row.rows()[0]
-    numbers = [weight, float((value > 0).sum()), nodes, examples]
-    return Inbox(total, *torch.tensor(numbers, dtype=torch.float64, device=buffers.device)), buffers
+    numbers = [weight, float((value > 0).sum()), nodes, examples, weights[node]]
+    weight, senders_, population, rows, own = torch.tensor(numbers, dtype=torch.float64, device=buffers.device)
+    return Inbox(total, weight, senders_, population, rows, own=own), buffers
 
 
 def spread(inbox: Inbox[Any], upload: T) -> T:
@@ -94,31 +118,58 @@ def mix(weights: Weights, values: T, rows: slice | None = None) -> T:
     """
     rows = rows or slice(0, weights.nodes)
     device = _device(values)
+    columns = len(tree.leaves(values)[0])
     if device.type != "cpu" or is_dense(weights):
-        return tree.mix(torch.from_numpy(weights.dense()[rows]).to(device), values)
-    start = np.searchsorted(weights.to, np.arange(rows.start, rows.stop + 1))
-    entries = slice(start[0], start[-1])
-    shape = (rows.stop - rows.start, weights.nodes)
-    matrix = csr_array((weights.value[entries], weights.by[entries], start - start[0]), shape=shape)
+        return tree.mix(torch.from_numpy(weights.dense(columns)[rows]).to(device), values)
+    matrix, count = _sparse(weights, rows, columns), rows.stop - rows.start
 
     def one(x: Tensor) -> Tensor:
-        flat = x.detach().reshape(len(x), math.prod(x.shape[1:])).numpy()
-        out = np.empty((shape[0], flat.shape[1]))
-        wide = max(64, _BLOCK // max(len(flat), 1))
+        flat = x.detach().reshape(len(x), math.prod(x.shape[1:]))
+        out = torch.empty(count, flat.shape[1], dtype=torch.float64)
 
         def block(low: int) -> None:
-            out[:, low : low + wide] = matrix @ flat[:, low : low + wide].astype(np.float64)
+            out[:, low : low + _WIDE] = _product(matrix, flat[:, low : low + _WIDE])
 
-        # A thread for each block: threads that share every small step would mostly wait for each other.
-        starts = range(0, flat.shape[1], wide)
-        if len(starts) > 1:
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(block, starts))
-        else:
-            list(map(block, starts))
-        return torch.from_numpy(out).view(shape[0], *x.shape[1:])
+        _in_turn(block, range(0, flat.shape[1], _WIDE))
+        return out.view(count, *x.shape[1:])
 
     return tree.tmap(one, values)
+
+
+def _sparse(weights: Weights, rows: slice, columns: int) -> csr_array:
+    """These rows of the matrix, for the processor."""
+    start = np.searchsorted(weights.to, np.arange(rows.start, rows.stop + 1))
+    entries = slice(start[0], start[-1])
+    shape = (rows.stop - rows.start, columns)
+    return csr_array((weights.value[entries], weights.by[entries], start - start[0]), shape=shape)
+
+
+def _product(matrix: csr_array, flat: Tensor) -> Tensor:
+    """``matrix`` [R, N] times ``flat`` [N, b], summed in float64 neighbour by neighbour.  ``[R, b]``"""
+    source, out = flat.numpy(), np.empty((matrix.shape[0], flat.shape[1]))
+    wide = max(_NARROW, _BLOCK // max(len(source), 1))
+    for low in range(0, source.shape[1], wide):
+        out[:, low : low + wide] = matrix @ source[:, low : low + wide].astype(np.float64)
+    return torch.from_numpy(out)
+
+
+def _in_turn(block: Callable[[int], T], starts: range) -> list[T]:
+    """What ``block`` makes of each start, by as many threads as torch has.
+
+    A thread for each block: threads that share every small step would mostly wait for each other.
+    """
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads < 2:
+        return list(map(block, starts))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(block, starts))
+
+
+def columns_of(trees: Any) -> int | None:
+    """How many columns the matrices [N, P] among the leaves have, if all have as many; others have a number a row."""
+    shapes = {tuple(leaf.shape[1:]) for leaf in tree.leaves(trees) if leaf.dim() > 1}
+    (shape,) = shapes if len(shapes) == 1 else {()}
+    return shape[0] if len(shape) == 1 else None
 
 
 def is_dense(weights: Weights) -> bool:
@@ -145,12 +196,14 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     """One round of a network: everybody who is online trains, exchanges and mixes."""
     topology, alg = _topology(exp), exp.algorithm
     at, count = Moment(exp.seed, state.round), exp.federation.clients
-    offline = topology.offline(count, at)
+    offline, dead = topology.offline(count, at), topology.dead(count, at)
+    if dead.all():
+        raise SplitError(f"round {state.round + 1}: all nodes have died (try a lower topology.node_death)")
     state = _rejoined(exp, state, offline)
     present = exp.present(state.round)
     away = torch.where(torch.from_numpy(offline), state.nodes.away + 1, 0)
     if not len(present.drawn.ids):
-        nodes = state.nodes._replace(away=away)
+        nodes = state.nodes._replace(away=away, past=_older(state.nodes.past))
         return Round(state._replace(round=state.round + 1, nodes=nodes), (), {}, ())
     done = _trained(exp, state, store)
     if not done.ok.any():
@@ -158,13 +211,9 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         raise DivergedError(
             f"round {state.round + 1}: no node has finite numbers ({everyone}); {rate(exp, state.round)}"
         )
-    well = torch.from_numpy(np.flatnonzero(done.ok))
-    keep(exp, store, well, tree.take(done.outcome, well.to(exp.device)))
-    mixed = _exchanged(exp, state, done)
-    payload = (
-        alg.upload_bytes(tree.take(done.outcome.uploads, slice(0, 1)))
-        + tree.nbytes(exp.travelling(done.outcome.buffers[:1]))
-        + (8 if topology.mixing == "push_sum" else 0)
+    mixed = _exchanged(exp, state, store, done)
+    payload = node_payload(
+        exp, alg.upload_bytes(tree.take(done.outcome.uploads, slice(0, 1))), done.outcome.buffers[:1]
     )
     sent, traffic = payload * int(mixed.messages.sum() // 2), payload * mixed.messages
     steps = done.outcome.steps.long().tolist()
@@ -176,12 +225,15 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         down=state.down + sent,
         seconds=state.seconds + exp.timetable(state.round, present, sent // count, sent // count).next_,
         gradients=state.gradients + float(done.outcome.gradients.sum()),
-        nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass),
+        nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
     did = tuple(Did(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
-    found = done.fits.named() | _judged(done) | mixed.found
-    if topology.node_loss and exp.evaluate.due(after.round, exp.rounds):
-        found |= {"network/offline": float(offline.sum()), "network/away": float(away.max())}
+    found = done.fits.named(exp) | _judged(done) | mixed.found
+    if exp.evaluate.due(after.round, exp.rounds):
+        if topology.node_loss:
+            found |= {"network/offline": float(offline.sum()), "network/away": float(away.max())}
+        if topology.dies:
+            found |= {"network/dead": float(dead.sum())}
     return Round(after, done.excluded, found, did)
 
 
@@ -217,35 +269,52 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
     count, present = exp.federation.clients, exp.present(state.round)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
     watched = due and (exp.evaluate.pre_mix or exp.evaluate.participants)
-    ids, parts, fits = [], [], Fits()
+    fits, ok, excluded = Fits(), np.zeros(count, dtype=bool), []
     scored: list[tuple[Tensor, Tensor]] = []
-    for group in groups_of(exp, state.round, present):
-        given = exp.given(state, store, group.ids)
-        outcome = train(exp.algorithm, exp.federation, group, given, watched=watched)
-        fits = fits.seen(exp, group.ids, given.buffers, outcome) if due and exp.evaluate.participants else fits
-        if due and exp.evaluate.pre_mix:
-            scored.append(nodes_scored(exp, Judged(group.ids, outcome.models, outcome.buffers)))
-        parts.append(outcome._replace(begun=(), models=()))
-        ids.append(group.ids)
-    there = torch.cat(ids)
-    order = there.argsort().to(exp.device)
-    outcome = tree.take(tree.cat(parts), order) if len(parts) > 1 or not _in_order(there) else parts[0]
-    rows = there.sort().values
-    fine = tree.finite_rows(outcome, len(rows)).cpu()
-    excluded = tuple(rows[~fine].tolist())
-    if excluded:  # a weight of zero does not silence what is not finite
-        outcome = tree.where(fine.to(exp.device), outcome, tree.tmap(torch.zeros_like, outcome))
-    if len(rows) < count:
-        at = rows.to(exp.device)
-        outcome = tree.tmap(lambda x: torch.zeros(count, *x.shape[1:], dtype=x.dtype, device=x.device)
-                            .index_copy(0, at, x), outcome)  # fmt: skip
-    ok = np.zeros(count, dtype=bool)
-    ok[rows[fine].numpy()] = True
-    return Trained(outcome, ok, excluded, fits, tree.cat(scored) if scored else (torch.zeros(0), torch.zeros(0)))
+    groups, pre_mix = groups_of(exp, state.round, present), due and exp.evaluate.pre_mix
+    rows = Rows(store, count)
+    for part in train_all(exp, state, store, groups, watched=watched, models=pre_mix):
+        ids = part.group.ids
+        fits = fits.seen(exp, part) if due and exp.evaluate.participants else fits
+        if pre_mix:
+            scored.append(nodes_scored(exp, Judged(ids, part.outcome.models, part.outcome.buffers)))
+        outcome = marked(part.outcome)._replace(begun=(), models=())
+        fine = tree.finite_rows(outcome, len(ids)).cpu()
+        if not fine.all():  # a weight of zero does not silence what is not finite
+            outcome = tree.where(fine.to(exp.device), outcome, tree.tmap(torch.zeros_like, outcome))
+        keep(exp, store, part, ids[fine])
+        rows.write(ids, outcome)
+        ok[ids[fine].numpy()] = True
+        excluded += ids[~fine].tolist()
+    judged = tree.cat(scored) if scored else (torch.zeros(0), torch.zeros(0))
+    return Trained(rows.whole(), ok, tuple(sorted(excluded)), fits, judged)
 
 
-def _in_order(ids: Tensor) -> bool:
-    return bool((ids[1:] > ids[:-1]).all())
+class Rows:
+    """Rows of all nodes that are made some at a time, and lie where the store keeps what is large."""
+
+    def __init__(self, store: ClientStore, count: int) -> None:
+        self._store, self._count = store, count
+        self._written = torch.zeros(count, dtype=torch.bool)
+        self._all: Any = None
+
+    def write(self, ids: Tensor, rows: Any) -> None:
+        """Rows ``ids`` [K] of each leaf."""
+        everyone = torch.arange(self._count)
+        if self._all is None and torch.equal(ids, everyone):
+            self._all, self._written = rows, ~self._written
+            return
+        if self._all is None:
+            self._all = tree.tmap(lambda x: self._store.room((self._count, *x.shape[1:]), x.dtype, x.device), rows)
+        tree.tmap(lambda whole, x: whole.index_copy_(0, ids.to(whole.device), x), self._all, rows)
+        self._written[ids] = True
+
+    def whole(self) -> Any:
+        """All of them; zeros where nothing was written."""
+        if not self._written.all():
+            at = (~self._written).nonzero().squeeze(1)
+            tree.tmap(lambda x: x.index_fill_(0, at.to(x.device), 0), self._all)
+        return self._all
 
 
 def _judged(done: Trained) -> dict[str, float]:
@@ -265,15 +334,16 @@ class Mixed(NamedTuple):
     mass: Tensor  # [N]
     messages: Any  # [N] sent and received by each node
     found: dict[str, float]
+    past: Any = ()  # what may be used again: Past
 
 
-def _exchanged(exp: Experiment, state: RunState, done: Trained) -> Mixed:
+def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Trained) -> Mixed:
     topology, count = _topology(exp), exp.federation.clients
     push = topology.mixing == "push_sum"
     mass = state.nodes.mass.numpy()
     uploads, buffers = done.outcome.uploads, done.outcome.buffers
     if push:
-        uploads = _massive(exp, state, uploads, mass, done.ok)
+        uploads = _massive(exp, state, store, uploads, mass, done.ok)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
     apart = Apart.of(uploads, mass, done.ok) if due else None
     messages = np.zeros(count, dtype=np.int64)
@@ -284,41 +354,159 @@ def _exchanged(exp: Experiment, state: RunState, done: Trained) -> Mixed:
         weights = surviving(topology, whole, at, done.ok)
         messages += _messages(surviving(topology, whole, at, _reached(done)) if done.excluded else weights)
         used.append(weights)
+        past = state.nodes.past
+        if past:
+            weights, (uploads, buffers), past = _recalled(topology, whole, at, done.ok, (uploads, buffers), past)
         if step < topology.gossip_steps - 1:
-            uploads, buffers, mass = _halfway(exp, weights, uploads, buffers, mass, push=push)
+            uploads, buffers, mass = _halfway(exp, store, weights, uploads, buffers, mass, push=push)
     after = weights._replace(value=weights.value * mass[weights.by]).rows() if push else mass
     if push and after.min() < _LIGHT:
         raise DivergedError(
             f"round {state.round + 1}: node {int(after.argmin())} is left with a mass of {after.min():.2g}, too little "
             "to divide by (try a lower topology.link_loss)"
         )
-    server, mixed = [], []
-    for part in _parts(count, exp.lanes):
-        heard, statistics = _heard(exp, weights, uploads, buffers, part, after if push else None)
-        if apart is not None:
-            apart = apart.seen(mapped(lambda inbox: inbox.mean, (0,))(heard), done.ok[part])
-        old = tree.take(state.server, part)
-        keep_new = torch.from_numpy(done.ok[part]).to(exp.device)
-        server.append(tree.where(keep_new, mapped(exp.algorithm.update, (0, 0))(old, heard), old))
-        mixed.append(torch.where(keep_new[:, None], statistics.to(state.buffers.dtype), state.buffers[part]))
+    heard = _statistics(exp, weights, buffers, push=push)
+    mixed = tree.where(torch.from_numpy(done.ok).to(exp.device), heard.to(state.buffers.dtype), state.buffers)
+    mail = Mail(weights, uploads, envelopes(exp, weights, after if push else None), done.ok)
+    server, apart = delivered(exp, state, store, mail, apart)
     found = apart.named(done.ok) if apart is not None else {}
-    if apart is not None and not push:
+    if apart is not None and not push and not past:
         found["consensus/psi"] = _bound(used, done.ok)
-    return Mixed(tree.cat(server), torch.cat(mixed), torch.from_numpy(after), messages, found)
+    return Mixed(server, mixed, torch.from_numpy(after), messages, found, past)
 
 
-def _massive(exp: Experiment, state: RunState, uploads: Any, mass: Any, ok: Mask) -> Any:
+def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T, past: Past) -> tuple[Weights, T, Past]:
+    """Where a message is lost, the last one of the same sender instead, unless that is too old.
+
+    Old messages are more rows [N + E, ...] below those of this round, which the matrix has more columns for.
+    """
+    last, up, link = past.last.numpy(), usable(topology, whole, at, ok), whole.is_link
+    hears = ok & ~topology.offline(whole.nodes, at)
+    then = last[whole.to, whole.by]
+    age = at.round - then
+    again = ~up & link & hears[whole.to] & (then >= 0) & (age <= topology.stale_after)
+    old, place = np.unique(np.stack([age[again], whole.by[again]], axis=1), axis=0, return_inverse=True)
+    by = whole.by.copy()
+    by[again] = whole.nodes + place.ravel()
+    device = _device(sent)
+    extra = [
+        tree.take(past.sent[a - 1], torch.from_numpy(old[old[:, 0] == a, 1]).to(device)) for a in np.unique(old[:, 0])
+    ]
+    heard = last.copy()
+    heard[whole.to[up & link], whole.by[up & link]] = at.round
+    weights = cut(whole._replace(by=by), up | again, "self")
+    return weights, tree.cat([sent, *extra]), Past(torch.from_numpy(heard), (sent, *past.sent)[: len(past.sent)])
+
+
+def _older(past: Any) -> Any:
+    """What nodes remember after a round in which nobody sent anything."""
+    return past._replace(sent=(past.sent[0], *past.sent[:-1])) if past and past.sent else past
+
+
+class Mail(NamedTuple):
+    """What goes round in the last gossip step."""
+
+    weights: Weights
+    uploads: Any  # [N, ...]
+    read: Inbox[Any]  # [N] what each node reads beside the sum
+    ok: Mask  # [N] who takes part
+
+
+def delivered(
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None = None
+) -> tuple[Any, Apart | None]:
+    """The nodes [N, ...] after the last gossip step, and how far apart they are, if that is asked."""
+    return (_by_columns if _has_columns(exp, state, mail) else _by_rows)(exp, state, store, mail, apart)
+
+
+def _has_columns(exp: Experiment, state: RunState, mail: Mail) -> bool:
+    """Whether nodes can be given some columns of what they hear at a time."""
+    if not exp.algorithm.columnwise or exp.device.type != "cpu" or is_dense(mail.weights):
+        return False
+    whole = all(leaf.dim() == 2 for leaf in tree.leaves(mail.uploads))
+    return whole and columns_of((mail.uploads, state.server)) is not None
+
+
+def _by_rows(
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None
+) -> tuple[Any, Apart | None]:
+    """Some nodes at a time."""
+    weights, uploads, read, ok = mail
+    rows = Rows(store, weights.nodes)
+    for part in _parts(weights.nodes, exp.lanes):
+        heard = tree.take(read._replace(total=()), part)._replace(total=mix(weights, uploads, part))
+        if apart is not None:
+            apart = apart.seen(_means(heard), ok[part])
+        old, keep_new = tree.take(state.server, part), torch.from_numpy(ok[part]).to(exp.device)
+        new = tree.where(keep_new, mapped(exp.algorithm.update, (0, 0))(old, heard), old)
+        rows.write(torch.arange(part.start, part.stop), new)
+    return rows.whole(), apart
+
+
+def _by_columns(
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None
+) -> tuple[Any, Apart | None]:
+    """Some columns at a time: each model is read once and written once, and sums never leave the cache."""
+    weights, uploads, read, ok = mail
+    count, size = weights.nodes, columns_of(uploads) or 0
+    matrix, keep_new = _sparse(weights, slice(0, count), len(tree.leaves(uploads)[0])), torch.from_numpy(ok)
+    update, server = mapped(exp.algorithm.update, (0, 0)), state.server
+    after = tree.tmap(lambda x: store.room(tuple(x.shape), x.dtype, x.device), server)
+
+    def block(low: int) -> Apart | None:
+        part = slice(low, min(low + _WIDE, size))
+        heard = read._replace(total=tree.tmap(lambda x: _product(matrix, x), _columns(uploads, part)))
+        old = _columns(server, part)
+        new = update(old, heard)
+        tree.tmap(Tensor.copy_, _columns(after, part), new if ok.all() else tree.where(keep_new, new, old))
+        return None if apart is None else apart.across(_means(heard), part, ok)
+
+    seen = _in_turn(block, range(0, size, _WIDE))
+    if apart is not None:
+        more = [one for one in seen if one is not None]
+        apart = apart._replace(after=sum(one.after for one in more), moved=sum(one.moved for one in more))
+    return after, apart
+
+
+def _columns(whole: T, part: slice) -> T:
+    """These columns of each matrix; what has one number a row is as it is."""
+    return tree.tmap(lambda x: x[:, part] if x.dim() > 1 else x, whole)
+
+
+def _means(heard: Inbox[Any]) -> Any:
+    return mapped(lambda inbox: inbox.mean, (0,))(heard)
+
+
+def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any, mass: Any, ok: Mask) -> Any:
     """What nodes have under push-sum: their model times their mass, and their move; who did not train has none."""
-    down = mapped(exp.algorithm.send, (0,))(state.server)
-    scale = torch.from_numpy(mass).to(exp.device)
-    moved = torch.from_numpy(ok).to(exp.device)
+    scale, moved = torch.from_numpy(mass).to(exp.device), torch.from_numpy(ok).to(exp.device)
+    rows = Rows(store, len(ok))
+    for part in _parts(len(ok), exp.lanes):
+        down = mapped(exp.algorithm.send, (0,))(tree.take(state.server, part))
 
-    def one(z: Tensor, u: Tensor) -> Tensor:
-        column = (-1, *[1] * (z.dim() - 1))
-        there = torch.where(moved.view(column), z, u).double()
-        return (there + (scale.view(column) - 1) * u.double()).to(z.dtype)
+        def one(z: Tensor, u: Tensor, part: slice = part) -> Tensor:
+            column = (-1, *[1] * (z.dim() - 1))
+            there = torch.where(moved[part].view(column), z, u).double()
+            return (there + (scale[part].view(column) - 1) * u.double()).to(z.dtype)
 
-    return tree.tmap(one, uploads, down)
+        rows.write(torch.arange(part.start, part.stop), tree.tmap(one, tree.take(uploads, part), down))
+    return rows.whole()
+
+
+def node_payload(exp: Experiment, upload: int, buffers: Tensor) -> int:
+    """Bytes of a message: of an upload, and of what travels beside it."""
+    mass = 8 if _topology(exp).mixing == "push_sum" else 0
+    return upload + tree.nbytes(exp.travelling(buffers)) + mass
+
+
+def exchanges(exp: Experiment, round_: int, ok: Mask) -> Ints:
+    """How many messages each node sends and receives in a round in which these are ``ok`` [N].  ``[N]``"""
+    topology, count = _topology(exp), len(ok)
+    total = np.zeros(count, dtype=np.int64)
+    for step in range(topology.gossip_steps):
+        at = Moment(exp.seed, round_, step)
+        total += _messages(surviving(topology, topology.weigh(count, at, _sizes(exp)), at, ok))
+    return total
 
 
 def _reached(done: Trained) -> Mask:
@@ -328,7 +516,7 @@ def _reached(done: Trained) -> Mask:
     return reached
 
 
-def _messages(weights: Weights) -> Any:
+def _messages(weights: Weights) -> Ints:
     """How many messages each node sends and receives.  ``[N]``"""
     link = weights.is_link
     return np.bincount(weights.to[link], minlength=weights.nodes) + np.bincount(
@@ -337,35 +525,32 @@ def _messages(weights: Weights) -> Any:
 
 
 def _halfway(
-    exp: Experiment, weights: Weights, uploads: Any, buffers: Tensor, mass: Any, *, push: bool
+    exp: Experiment, store: ClientStore, weights: Weights, uploads: Any, buffers: Tensor, mass: Any, *, push: bool
 ) -> tuple[Any, Tensor, Any]:
     """What nodes hold between two gossip steps."""
-    done = []
+    rows = Rows(store, weights.nodes)
     for part in _parts(weights.nodes, exp.lanes):
-        total, statistics = mix(weights, (uploads, buffers), part)
-        if push:
-            statistics = statistics / torch.from_numpy(weights.rows()[part]).to(exp.device)[:, None]
-        done.append(tree.tmap(lambda t, x: t.to(x.dtype), (total, statistics), (uploads, buffers)))
+        total = mix(weights, uploads, part)
+        rows.write(torch.arange(part.start, part.stop), tree.tmap(lambda t, x: t.to(x.dtype), total, uploads))
     after = weights._replace(value=weights.value * mass[weights.by]).rows() if push else mass
-    sent, statistics = tree.cat(done)
-    return sent, statistics, after
+    return rows.whole(), _statistics(exp, weights, buffers, push=push).to(buffers.dtype), after
 
 
-def _heard(
-    exp: Experiment, weights: Weights, uploads: Any, buffers: Tensor, part: slice, mass: Any | None
-) -> tuple[Inbox[Any], Tensor]:
-    """What these nodes read in the last gossip step; ``mass``: of push-sum."""
-    total, statistics = mix(weights, (uploads, buffers), part)
+def _statistics(exp: Experiment, weights: Weights, buffers: Tensor, *, push: bool) -> Tensor:
+    """Running statistics after they were mixed: a mean also where models are not.  ``[N, Q]``"""
+    mixed = mix(weights, buffers)
+    return mixed / torch.from_numpy(weights.rows()).to(exp.device)[:, None] if push else mixed
+
+
+def envelopes(exp: Experiment, weights: Weights, mass: Any | None) -> Inbox[Any]:
+    """What every node reads in the last gossip step beside the sum itself; ``mass``: of push-sum."""
     sizes = exp.federation.train.sizes
-    rows = weights.rows()[part]
-    weight, senders = (
+    weight, senders, own = (
         torch.from_numpy(np.ascontiguousarray(x)).double().to(exp.device)
-        for x in (rows if mass is None else mass[part], weights.senders()[part])
+        for x in (weights.rows() if mass is None else mass, weights.senders(), weights.value[~weights.is_link])
     )
-    if mass is not None:
-        statistics = statistics / torch.from_numpy(rows).to(exp.device)[:, None]
     population, examples = (torch.full_like(senders, float(x)) for x in (len(sizes), int(sizes.sum())))
-    return Inbox(total, weight, senders, population, examples), statistics
+    return Inbox((), weight, senders, population, examples, own=own)
 
 
 def _parts(count: int, lanes: int) -> Iterator[slice]:
@@ -395,6 +580,7 @@ class Apart(NamedTuple):
     before: float  # sum of squared distances from it
     after: float = 0.0
     shift: Any = None  # sum of what came out, less the mean
+    moved: float = 0.0  # sum of its squares, where columns came one after another
 
     @staticmethod
     def of(sent: Any, mass: Any, ok: Mask) -> Apart:
@@ -417,10 +603,19 @@ class Apart(NamedTuple):
         more = sum(float(x.square().sum()) for x in tree.leaves(off))
         return self._replace(after=self.after + more, shift=shift)
 
+    def across(self, mixed: Any, part: slice, ok: Mask) -> Apart:
+        """With some more columns of all nodes, after they mixed."""
+        rows = torch.from_numpy(np.flatnonzero(ok))
+        off = tree.tmap(lambda x, m: x[rows] - m[part], mixed, self.mean)
+        more = sum(float(x.square().sum()) for x in tree.leaves(off))
+        shift = sum(float(x.sum(0).square().sum()) for x in tree.leaves(off))
+        return self._replace(after=self.after + more, moved=self.moved + shift)
+
     def named(self, ok: Mask) -> dict[str, float]:
         """The distances before and after, and how much of it is left."""
         count = int(ok.sum())
-        moved = sum(float(x.square().sum()) for x in tree.leaves(self.shift)) / count
+        shift = sum(float(x.square().sum()) for x in tree.leaves(self.shift)) if self.shift is not None else self.moved
+        moved = shift / count
         before, after = math.sqrt(self.before / count), math.sqrt(max(0.0, self.after - moved) / count)
         found = {"consensus/pre_mix/distance": before, "consensus/post_mix/distance": after}
         if before > 0:

@@ -6,7 +6,10 @@ scattered durable and returns what a checkpoint must remember; ``restore`` goes 
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import tempfile
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -22,6 +25,8 @@ from fedloom import tree
 from fedloom.errors import CheckpointError
 
 Memo = dict[str, int]
+
+_LARGE = 1 << 20  # bytes from which on something is worth a file
 
 
 class ClientStore(Protocol):
@@ -42,6 +47,9 @@ class ClientStore(Protocol):
 
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
         """Go back to a committed point; ``others`` are older points that must stay readable."""
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor to be written to, for what is large and lives for a round: the models of a network's nodes."""
 
 
 class RamStore:
@@ -95,6 +103,9 @@ class RamStore:
         if memo.get("rows"):
             names = sorted(name for name in tensors if name.startswith("state."))
             self.scatter(tensors["ids"], tuple(tensors[name] for name in names))
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def _grow(self, states: Any) -> None:
         room = 0 if self._rows is None else len(tree.leaves(self._rows)[0])
@@ -202,6 +213,21 @@ class DiskStore:
             older[held[held >= 0]] = True
         self._older = np.flatnonzero(older & ~needed).tolist()
         self._free = np.flatnonzero(~older & ~needed).tolist()
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On a processor it lies in a file, of which the system keeps in memory as much as it has room for.
+
+        The file has no name any more: its space is free again when the tensor is, or when the process ends.
+        """
+        count = math.prod(shape)
+        if device.type != "cpu" or count * dtype.itemsize < _LARGE:
+            return torch.empty(shape, dtype=dtype, device=device)
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix="room-") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # else a full disk would be a bus error
+                return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, f"cannot map {count * dtype.itemsize} bytes: {error}") from error
 
     def _read(self, count: int) -> NDArray[Any]:
         raw = os.pread(self._journal, count * self._LINE.itemsize, 0)

@@ -14,6 +14,7 @@ averages. Under push-sum only the columns do, and each node divides by the mass 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -23,12 +24,12 @@ import networkx as nx
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
 from fedloom import rng
 from fedloom.data.arrays import Ints
-from fedloom.errors import ConfigError, Fault
+from fedloom.errors import ConfigError, Fault, SplitError
 from fedloom.schema import Kind
 
 Floats = NDArray[np.float64]
@@ -61,9 +62,9 @@ class Weights(NamedTuple):
     by: Ints  # [A] who is heard
     value: Floats  # [A]
 
-    def dense(self) -> Floats:
-        """All of the matrix.  ``[N, N]``"""
-        rows = np.zeros((self.nodes, self.nodes))
+    def dense(self, columns: int | None = None) -> Floats:
+        """All of the matrix, as wide as it is high unless it has more ``columns``.  ``[N, N]``"""
+        rows = np.zeros((self.nodes, columns or self.nodes))
         rows[self.to, self.by] = self.value
         return rows
 
@@ -116,10 +117,20 @@ class Topology(Kind):
     )
     link_loss: float = Field(0.0, ge=0, lt=1, description="chance that a link is down in a gossip step")
     node_loss: float = Field(0.0, ge=0, lt=1, description="chance that a node is offline for a round")
-    link_policy: Literal["self", "renorm"] = Field(
+    link_policy: Literal["self", "renorm", "stale"] = Field(
         "self",
-        description="where the weight of a link that is down goes: back to both of its ends, which preserves the mean, "
-        "or to all that the node still hears",
+        description="where the weight of a link that is down goes: back to both of its ends, which preserves the mean; "
+        "to all that the node still hears; or to what it last heard over the link, if that is no more than stale_after "
+        "rounds old",
+    )
+    node_death: float = Field(0.0, ge=0, lt=1, description="chance that a node dies in a round, and is gone for good")
+    deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
+        (), description="nodes that die for certain: each with the first round, counted from 1, that is without it"
+    )
+    on_split: Literal["rewire", "components", "abort"] = Field(
+        "rewire",
+        description="where those who are left can no longer all reach each other because nodes died: join the parts by "
+        "random links, let each go on by itself, or stop the run",
     )
     train_offline: bool = Field(False, description="a node that is offline trains nevertheless; else it stands still")
     rejoin: Literal["stale", "pull"] = Field(
@@ -127,7 +138,10 @@ class Topology(Kind):
         description="a node that comes back goes on with its model; pull: it takes the mean of its neighbours' "
         "if it was away for more than stale_after rounds",
     )
-    stale_after: NonNegativeInt = Field(10, description="rounds of absence after which rejoin = pull asks the others")
+    stale_after: NonNegativeInt = Field(
+        10,
+        description="rounds of absence after which rejoin = pull asks the others, and messages are too old for stale",
+    )
     allow_row_stochastic: bool = Field(False, description="allow weights that do not preserve the mean")
     allow_disconnected: bool = Field(False, description="allow a network that falls apart into several")
 
@@ -144,7 +158,12 @@ class Topology(Kind):
     @property
     def fails(self) -> bool:
         """Whether links or nodes do."""
-        return bool(self.link_loss or self.node_loss)
+        return bool(self.link_loss or self.node_loss or self.dies)
+
+    @property
+    def dies(self) -> bool:
+        """Whether nodes are lost for good."""
+        return bool(self.node_death or self.deaths)
 
     def period(self, nodes: int) -> int:
         """Over how many gossip steps the contraction of this network is measured."""
@@ -154,10 +173,25 @@ class Topology(Kind):
         """The edges among ``nodes`` nodes, each once, without loops.  ``[E, 2]``"""
         raise NotImplementedError
 
-    def edges(self, nodes: int, at: Moment = START) -> Ints:
-        """The edges of this moment in order: pairs (i < j), or (sender, receiver) where the graph is directed."""
+    def planned(self, nodes: int, at: Moment) -> Ints:
+        """The edges of this moment in order, as if nobody ever died."""
         active = self.active(nodes, at)
         return _ordered(active[self.drawn(len(active), at)]) if len(active) > 1 else _none()
+
+    def edges(self, nodes: int, at: Moment = START) -> Ints:
+        """The edges of this moment in order: pairs (i < j), or (sender, receiver) where the graph is directed."""
+        planned, dead = self.planned(nodes, at), self.dead(nodes, at)
+        if not dead.any():
+            return planned
+        left = planned[~dead[planned].any(1)]
+        bridges = _bridges(self, nodes, at.seed, dead.tobytes())
+        if len(bridges) and self.on_split == "abort":
+            gone = ", ".join(map(str, np.flatnonzero(dead)[:10]))
+            raise SplitError(
+                f"round {at.round + 1}: without the nodes that have died ({gone}) the network falls apart into "
+                f"{len(bridges) + 1} parts (set topology.on_split=rewire or components to go on)"
+            )
+        return left if self.on_split == "components" else _ordered(np.concatenate([left, bridges]))
 
     def active(self, nodes: int, at: Moment) -> Ints:
         """The nodes that exchange in this round."""
@@ -179,15 +213,29 @@ class Topology(Kind):
         return torch.from_numpy(self.weigh(nodes, at, sizes).dense())
 
     def offline(self, nodes: int, at: Moment) -> Mask:
-        """The nodes that cannot be reached in this round.  ``[N]``"""
+        """The nodes that live, but cannot be reached in this round.  ``[N]``"""
         if not self.node_loss:
             return np.zeros(nodes, dtype=bool)
         chance = rng.uniform(at.seed, "topology/node", at.round, torch.arange(nodes))
-        return np.asarray((chance < self.node_loss).numpy(), dtype=bool)
+        return np.asarray((chance < self.node_loss).numpy(), dtype=bool) & ~self.dead(nodes, at)
+
+    def dead(self, nodes: int, at: Moment) -> Mask:
+        """The nodes that are gone for good.  ``[N]``"""
+        return last_rounds(self, nodes, at.seed) < at.round
+
+    def resting(self, nodes: int, at: Moment) -> Mask:
+        """The nodes that do not train in this round.  ``[N]``"""
+        dead = self.dead(nodes, at)
+        return dead if self.train_offline else dead | self.offline(nodes, at)
 
     def turn(self, at: Moment) -> int:
         """How many gossip steps came before this one, for graphs that change with each."""
         return at.round * self.gossip_steps + at.step
+
+    @field_validator("deaths", mode="before")
+    @classmethod
+    def _pairs_of_lists(cls, given: Any) -> Any:
+        return tuple(tuple(e) if isinstance(e, list) else e for e in given) if isinstance(given, tuple) else given
 
     @model_validator(mode="after")
     def _one_way_links_fail_one_way(self) -> Topology:
@@ -200,6 +248,8 @@ class Topology(Kind):
         if self.mixing == "push_sum" and (self.lazy or self.weights != usual or self.link_policy != "self"):
             raise ValueError("push_sum splits evenly and takes back what was not delivered: leave weights, lazy and "
                              "link_policy out")  # fmt: skip
+        if self.link_policy == "stale" and self.gossip_steps > 1:
+            raise ValueError("link_policy = 'stale' is for one gossip step in a round, whose message can be kept")
         return self
 
 
@@ -439,13 +489,15 @@ class Custom(Topology):
             raise ValueError(f"there are {len(self.link_weights)} weights for {len(self.links)} links")
         if self.link_weights and self.mixing == "push_sum":
             raise ValueError("push_sum splits evenly: leave link_weights out")
+        if self.link_weights and self.dies:
+            raise ValueError("where nodes die, weights are made anew by rule: leave link_weights out")
         return self
 
     @property
     def directed(self) -> bool:
         return bool(self.link_weights)
 
-    def edges(self, nodes: int, at: Moment = START) -> Ints:
+    def planned(self, nodes: int, at: Moment) -> Ints:
         pairs = np.array(self.links, dtype=np.int64)
         if pairs.max() >= nodes:
             what = f"there is no node {pairs.max()} among {nodes}"
@@ -473,6 +525,42 @@ def _read_edges(place: str) -> dict[str, Any]:
         raise ValueError(f"file '{place}' should have lines 'i j' or 'i j weight'")
     edges = tuple((int(i), int(j)) for i, j in table[:, :2])
     return {"links": edges, "link_weights": tuple(table[:, 2].tolist()) if table.shape[1] == 3 else ()}
+
+
+# -- who is left -----------------------------------------------------------------------------------
+@lru_cache(maxsize=8)
+def last_rounds(topology: Topology, nodes: int, seed: int) -> Ints:
+    """The last round, counted from 0, in which each node lives.  ``[N]``, not to be written to"""
+    last = np.full(nodes, np.iinfo(np.int64).max)
+    if topology.node_death:
+        chance = rng.uniform(seed, "topology/death", torch.arange(nodes)).double().numpy()
+        last = np.floor(np.log1p(-chance) / math.log1p(-topology.node_death)).astype(np.int64) - 1
+    for node, round_ in topology.deaths:
+        last[node] = min(last[node], round_ - 2)
+    last.flags.writeable = False
+    return last
+
+
+@lru_cache(maxsize=8)
+def _bridges(topology: Topology, nodes: int, seed: int, gone: bytes) -> Ints:
+    """Links, drawn at random, that join again what could reach each other before these nodes died.
+
+    A graph that is drawn anew soon joins everybody by itself; of one that turns, a whole turn is looked at.
+    """
+    dead = np.frombuffer(gone, dtype=bool)
+    if topology.redrawn and not isinstance(topology, Turning):
+        return _none()
+    turn = itertools.islice(moments(topology, seed), topology.period(nodes))
+    union = _ordered(np.concatenate([topology.planned(nodes, at) for at in turn]))
+    left = components(nodes, union[~dead[union].any(1)], directed=topology.directed)
+    chance = rng.stream(seed, "topology/bridge", *np.flatnonzero(dead).tolist())
+    found: list[tuple[int, int]] = []
+    for whole in components(nodes, union, directed=topology.directed):
+        parts = [part for part in left if part[0] in set(whole) and not dead[part[0]]]
+        for one, other in itertools.pairwise(parts):
+            found.append((int(chance.choice(one)), int(chance.choice(other))))
+    pairs = np.sort(np.array(found, dtype=np.int64).reshape(-1, 2), axis=1)
+    return np.concatenate([pairs, pairs[:, ::-1]]) if topology.directed else pairs
 
 
 # -- building graphs -------------------------------------------------------------------------------
@@ -599,9 +687,9 @@ def links_up(topology: Topology, weights: Weights, at: Moment) -> Mask:
 def cut(weights: Weights, up: Mask, policy: str) -> Weights:
     """The matrix without the entries that are not ``up`` [A].
 
-    ``self`` gives the weight of each back to the node that would have heard it; where both directions of a link fail
-    together, rows and columns keep their sums. ``sender`` gives it back to who sent it, as push-sum needs. ``renorm``
-    divides each row by what is left of it.
+    ``self``, as ``stale`` where there is nothing to use again, gives the weight of each back to the node that would
+    have heard it; where both directions of a link fail together, rows and columns keep their sums. ``sender`` gives
+    it back to who sent it, as push-sum needs. ``renorm`` divides each row by what is left of it.
     """
     if bool(up.all()):
         return weights
@@ -618,9 +706,14 @@ def cut(weights: Weights, up: Mask, policy: str) -> Weights:
     return Weights(weights.nodes, weights.to[keep], weights.by[keep], value[keep])
 
 
+def usable(topology: Topology, weights: Weights, at: Moment, ok: Mask) -> Mask:
+    """Which entries get through in this gossip step between nodes that are ``ok`` [N].  ``[A]``"""
+    return links_up(topology, weights, at) & ((ok[weights.to] & ok[weights.by]) | ~weights.is_link)
+
+
 def surviving(topology: Topology, weights: Weights, at: Moment, ok: Mask) -> Weights:
     """What is left of the matrix in this gossip step: links that are up, between nodes that are ``ok`` [N]."""
-    up = links_up(topology, weights, at) & ((ok[weights.to] & ok[weights.by]) | ~weights.is_link)
+    up = usable(topology, weights, at, ok)
     return cut(weights, up, "sender" if topology.mixing == "push_sum" else topology.link_policy)
 
 
@@ -702,7 +795,7 @@ def window(topology: Topology, nodes: int, seed: int) -> tuple[int, list[list[in
     """After how many gossip steps the union of all graphs is connected, and the parts into which it then falls."""
     union, parts = _none(), [[k] for k in range(nodes)]
     for count, at in enumerate(moments(topology, seed), 1):
-        union = _ordered(np.concatenate([union, topology.edges(nodes, at)]))
+        union = _ordered(np.concatenate([union, topology.planned(nodes, at)]))
         parts = components(nodes, union, directed=topology.directed)
         if len(parts) == 1 or not topology.redrawn:
             return count, parts
@@ -711,6 +804,10 @@ def window(topology: Topology, nodes: int, seed: int) -> tuple[int, list[list[in
 
 def faults(topology: Topology, nodes: int, seed: int, sizes: Ints | None = None) -> list[Fault]:
     """Why this network cannot be used as it is."""
+    strangers = [node for node, _ in topology.deaths if node >= nodes]
+    if strangers:
+        what = f"there is no node {strangers[0]} among {nodes}"
+        return [Fault("topology.deaths", what, f"nodes are numbered 0 to {nodes - 1}")]
     try:
         edges, weights = topology.edges(nodes, Moment(seed)), topology.weigh(nodes, Moment(seed), sizes)
     except ConfigError as error:
@@ -807,5 +904,7 @@ def _notes(
         yield "the weights do not preserve the mean of the models"
     if len(parts) == 1 and preserves and topology.mixing == "average" and contraction > 1 - 1e-9:
         yield "mixing does not bring the nodes nearer to each other (psi is 1): try topology.lazy=true"
-    if topology.fails and topology.link_policy == "renorm":
-        yield "with link_policy = 'renorm' every link that fails shifts the mean"
+    if topology.dies:
+        yield "nodes die: psi is that of the first round, and means are of those who are left"
+    if topology.fails and topology.link_policy != "self":
+        yield f"with link_policy = '{topology.link_policy}' every link that fails shifts the mean"

@@ -6,9 +6,10 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Place = tuple[str, ...]  # one value of each axis of the grid, by its label
-Along = Literal["rounds", "seconds", "bytes"]
+Along = Literal["rounds", "seconds", "bytes", "busiest", "gradients"]
+Equal = Literal["rounds", "gradients", "bytes", "busiest"]
 Floats = NDArray[np.float64]
 
 _INK, _FAINT = "#2b2f36", "#e3e5e9"
@@ -28,7 +30,14 @@ _INK, _FAINT = "#2b2f36", "#e3e5e9"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _MOST_PANELS = 6
-_X_NAMES: dict[Along, str] = {"rounds": "round", "seconds": "simulated seconds", "bytes": "MB sent and received"}
+_RECORDED_AS: dict[Along, str] = {"seconds": "time/simulated", "gradients": "work/gradients"}
+_X_NAMES: dict[Along, str] = {
+    "rounds": "round",
+    "seconds": "simulated seconds",
+    "bytes": "MB sent and received",
+    "busiest": "MB through the busiest end",
+    "gradients": "gradients of a batch",
+}
 
 
 class Result(NamedTuple):
@@ -58,6 +67,8 @@ class Question(NamedTuple):
     wanted: str = ""  # the metric as it was asked for, perhaps with a * in it
     x: Along = "rounds"  # what curves are drawn against
     remarks: tuple[str, ...] = ()  # what its author says of it
+    equal: Equal = "rounds"  # what every method may spend as much of
+    budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
 
     @property
     def metric(self) -> str:
@@ -86,6 +97,15 @@ class Reached(NamedTuple):
     seeds: int
 
 
+class Cost(NamedTuple):
+    """What the finished seeds of a method took, from the first round to the last; bytes in MB."""
+
+    rounds: Mean
+    gradients: Mean
+    bytes: Mean
+    busiest: Mean
+
+
 class Row(NamedTuple):
     """One line of the table."""
 
@@ -105,6 +125,7 @@ class Row(NamedTuple):
     difference: Mean | None  # of the tail to the baseline's, seed by seed
     p: float | None
     paper: float | None
+    spent: Cost | None = None
 
 
 _PERSONAL = "personal/*/test/accuracy"
@@ -238,7 +259,15 @@ def _row(
         difference=mean_of([a - b for a, b in zip(ours, theirs, strict=True)]),
         p=paired_p(ours, theirs),
         paper=question.paper.get((place, method)),
+        spent=_spent([r.records[-1] for r in mine if r.state == "done" and r.records]),
     )
+
+
+def _spent(ends: Sequence[dict[str, Any]]) -> Cost | None:
+    """What runs took, by their last records."""
+    columns = [[float(_along(x, line)) for line in ends] for x in get_args(Equal)]
+    found = [mean for mean in map(mean_of, columns) if mean is not None]
+    return Cost(*found) if found else None
 
 
 def _is_timed(results: Sequence[Result]) -> bool:
@@ -297,6 +326,12 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
         columns.append((f"MB to {goal}", lambda r: _reach(r, r.bytes, lambda v: f"{v / 1e6:.2f}")))
         if any(row.seconds is not None for row in table):
             columns.append((f"simulated s to {goal}", lambda r: _reach(r, r.seconds, lambda v: f"{v:.1f}")))
+    if question.equal != "rounds":
+        columns.append(("rounds", lambda r: _took(r.spent and r.spent.rounds, lambda v: f"{v:,.0f}")))
+        columns.append(("gradients", lambda r: _took(r.spent and r.spent.gradients, lambda v: f"{v:,.0f}")))
+        columns.append(("MB", lambda r: _took(r.spent and r.spent.bytes, lambda v: f"{v:,.2f}")))
+        if question.equal == "busiest":
+            columns.append(("MB, busiest", lambda r: _took(r.spent and r.spent.busiest, lambda v: f"{v:,.2f}")))
     columns.append(("rank", lambda r: f"{r.rank}" if r.rank is not None else "-"))
     if len(question.methods) > 1:
         columns.append((f"vs {question.baseline}", lambda r: _gap(question, r)))
@@ -309,7 +344,7 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
 def narrowed(section: Section, width: int) -> Section:
     """The section without the columns that are least needed, until it fits into so many characters."""
     header, lines = section.header, section.lines
-    for name in ("simulated", "MB", "best", "last", "rounds", "vs"):
+    for name in ("simulated", "MB", "best", "last", "gradients", "rounds", "vs"):
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         if sum(widths) + 2 * (len(widths) - 1) <= width:
             break
@@ -341,6 +376,10 @@ def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str
     return spread(value.cost, show)
 
 
+def _took(value: Mean | None, show: Callable[[float], str]) -> str:
+    return show(value.mean) if value is not None else "-"
+
+
 def _gap(question: Question, row: Row) -> str:
     if row.difference is None:
         return "baseline" if row.method == question.baseline else "-"
@@ -364,11 +403,48 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
         out.append("The methods share no accuracy: only those with the baseline's metric are ranked and tested.")
     if question.target is not None:
         out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
+    if question.equal != "rounds":
+        out += [_terms(question), *_off(question, table)]
     if any(row.diverged or row.failed for row in table):
         out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
     return [*out, *question.remarks]
+
+
+_UNITS: dict[Equal, str] = {
+    "rounds": "rounds",
+    "gradients": "gradients of a batch",
+    "bytes": "MB sent and received by all clients",
+    "busiest": "MB through the busiest end",
+}
+
+
+def _terms(question: Question) -> str:
+    """Of what, and of how much of it, methods may spend the same."""
+    ends = dict.fromkeys([min(question.budgets.values()), max(question.budgets.values())])
+    amount = " to ".join(f"{v:,.0f}" if question.equal == "gradients" else f"{v:,.2f}" for v in ends)
+    what = f"each method trains for as many rounds as {amount} {_UNITS[question.equal]} allow"
+    return f"Equal {question.equal}: {what}; rounds, gradients and MB are what it took."
+
+
+def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
+    """The methods that came out further than a twentieth from what they were to spend."""
+    for row in table:
+        budget = question.budgets.get(row.place)
+        if row.spent is None or not budget:
+            continue
+        took = getattr(row.spent, question.equal).mean
+        if took == 0:
+            yield f"{row.method} takes none of it, and has the rounds of the experiment."
+        elif abs(took / budget - 1) > 0.05:
+            where = f" ({question.title(row.place)})" if row.place else ""
+            why = (
+                "one round is more than that"
+                if row.spent.rounds.mean <= 1
+                else "how much it trains only training tells"
+            )
+            yield f"{row.method}{where} came to {took / budget:.0%} of that: {why}."
 
 
 def markdown(question: Question, table: Sequence[Row]) -> str:
@@ -433,7 +509,10 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     out["rank"] = row.rank
     gap = row.difference
     out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
-    return out | {"p": row.p, "paper": row.paper}
+    out |= {"p": row.p, "paper": row.paper}
+    scale = {"bytes": 1e6, "busiest": 1e6}  # files have bytes, people read megabytes
+    spent = row.spent._asdict() if row.spent else dict.fromkeys(Cost._fields)
+    return out | {f"{k}_spent": v.mean * scale.get(k, 1.0) if v else None for k, v in spent.items()}
 
 
 def table_csv(question: Question, table: Sequence[Row]) -> str:
@@ -455,6 +534,7 @@ def _cell(question: Question, result: Result, folder: str) -> dict[str, Any]:
     out |= {"algorithm": result.method, "kind": result.kind, "seed": result.seed, "state": result.state}
     out |= {"metric": metric, **(found._asdict() if found else dict.fromkeys(Summary._fields))}
     out |= {"rounds": end.get("round"), "bytes_up": end.get("bytes/up"), "bytes_down": end.get("bytes/down")}
+    out |= {"bytes_busiest": end.get("bytes/busiest"), "gradients": end.get("work/gradients")}
     out |= {"rounds_to_target": hit["round"] if hit else None}
     points = [(round_, value) for round_, value in series(result.records, metric) if round_ > 0]
     out |= {"rounds_to_convergence": rounds_to_convergence(metric, points) if result.state == "done" else None}
@@ -493,7 +573,7 @@ def save(make: Callable[[], Figure], path: Path) -> None:
 def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
     """Where, mean and sample standard deviation over the finished seeds, at the rounds that all of them evaluated.
 
-    Seconds and bytes of a round differ from seed to seed; it is drawn at their mean.
+    Seconds, bytes and gradients of a round differ from seed to seed; it is drawn at their mean.
     """
     done = [r.records for r in results if r.state == "done"]
     found = [{line["round"]: (_along(x, line), line[metric]) for line in lines if metric in line} for lines in done]
@@ -507,8 +587,10 @@ def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[F
 
 def _along(x: Along, line: dict[str, Any]) -> float:
     if x == "bytes":
-        return float(line["bytes/up"] + line["bytes/down"]) / 1e6
-    return float(line["round" if x == "rounds" else "time/simulated"])
+        return float(line.get("bytes/up", 0) + line.get("bytes/down", 0)) / 1e6
+    if x == "busiest":
+        return float(line.get("bytes/busiest", 0)) / 1e6
+    return float(line["round"] if x == "rounds" else line.get(_RECORDED_AS[x], 0.0))
 
 
 def _figure(question: Question, results: Sequence[Result]) -> Figure:

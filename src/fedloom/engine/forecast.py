@@ -1,0 +1,87 @@
+"""What a run will spend, round by round, without training anything.
+
+Who takes part, how many steps each takes and who hears whom follow from the settings and the seed, so that gradients
+and bytes can be counted beforehand. Of what only training decides, the most that the settings allow is counted for
+local steps that may end early, and nothing for what clients do while they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.engine.gossip import exchanges, node_payload
+from fedloom.engine.plan import extent
+from fedloom.engine.run import Experiment, RunState, look_ahead, specimen
+
+
+class Spent(NamedTuple):
+    """What a run has spent after so many rounds."""
+
+    rounds: int = 0
+    gradients: float = 0.0
+    bytes: int = 0  # sent and received by all clients
+    busiest: int = 0  # through the busiest end: a node of a network, or the server
+
+
+def forecast(exp: Experiment) -> Iterator[Spent]:
+    """What is spent after the first round, after the second, and so on, for ever."""
+    return _network(exp) if exp.is_network else _star(exp)
+
+
+def _star(exp: Experiment) -> Iterator[Spent]:
+    alg, start = exp.algorithm, _start(exp)
+    down = alg.sent_bytes(alg.send(start.server)) + tree.nbytes(exp.travelling(start.buffers))
+    up = _upload(exp, start) + tree.nbytes(exp.travelling(start.buffers))
+    spent = Spent()
+    while True:
+        state = start._replace(round=spent.rounds)
+        present = exp.present(state.round)
+        ids = present.drawn.ids
+        moved = 0
+        if alg.communicates:
+            sent = len(ids) - len(look_ahead(exp, state, present, down).late) if len(ids) else 0
+            moved = down * (exp.federation.clients if alg.sends_to_all else present.called) + up * sent
+        gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps)
+        spent = Spent(spent.rounds + 1, gradients, spent.bytes + moved, spent.busiest + moved)
+        yield spent
+
+
+def _network(exp: Experiment) -> Iterator[Spent]:
+    start, count = _start(exp), exp.federation.clients
+    payload = node_payload(exp, _upload(exp, start), start.buffers)
+    traffic, spent = np.zeros(count, dtype=np.int64), Spent()
+    while True:
+        present = exp.present(spent.rounds)
+        ok = np.zeros(count, dtype=bool)
+        ok[present.drawn.ids.numpy()] = True
+        traffic += payload * exchanges(exp, spent.rounds, ok)
+        gradients = spent.gradients + _gradients(exp, spent.rounds, present.drawn.ids, present.steps)
+        spent = Spent(spent.rounds + 1, gradients, int(traffic.sum()), int(traffic.max()))
+        yield spent
+
+
+def _start(exp: Experiment) -> RunState:
+    """A server, or one node, before the first round."""
+    return RunState(0, exp.algorithm.init(exp.task.w0), exp.task.buffers0, 0, 0)
+
+
+def _upload(exp: Experiment, start: RunState) -> int:
+    return exp.algorithm.upload_bytes(tree.tmap(lambda x: x[None], specimen(exp, start)))
+
+
+def _gradients(exp: Experiment, round_: int, ids: Tensor, steps: Tensor) -> float:
+    """The gradients that these clients take in a round of so many ``steps`` [K] each."""
+    alg, sizes = exp.algorithm, exp.federation.train.sizes[ids]
+    total = 0.0
+    for phase in alg.phases():
+        if phase.is_main:
+            total += alg.gradients_per_step * float(steps.sum()) if alg.trains_in(round_) else 0.0
+        elif phase.passes is None and phase.cost > 0:
+            total += float(torch.sum(extent(exp.local, sizes, phase).steps))
+    return total

@@ -1,0 +1,62 @@
+"""What a run will spend is known before it trains: the forecast is the ledger."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.config import algorithms, parse
+from fedloom.engine.forecast import Spent, forecast
+from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.store import RamStore
+from fedloom.experiment import prepare
+
+ROUNDS = 3
+DYNAMIC = {"analytic", "fedala", "fedkd", "law_afl", "pfedala"}  # how much these train or send, only training tells
+
+
+def prepared(algorithm: Any, **more: Any) -> Experiment:
+    table = {"rounds": ROUNDS, "partition": {"clients": 5, "alpha": 0.5}, "model": "mlp", "algorithm": algorithm}
+    return prepare(parse(table | more), Path("unused")).experiment
+
+
+def ledger(exp: Experiment) -> list[Spent]:
+    """What the rounds really took."""
+    state, store, found = begin(exp), RamStore(exp.federation.clients), []
+    for _ in range(ROUNDS):
+        state, _ = advance(exp, state, store)
+        found.append(Spent(state.round, state.gradients, state.up + state.down, state.busiest))
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(set(algorithms(own=False)) - DYNAMIC))
+def test_every_algorithm_spends_what_was_foreseen(kind: str) -> None:
+    more = {"model": "random_features"} if kind == "proxy_ridge" else {}
+    exp = prepared(kind, **more)
+    assert list(islice(forecast(exp), ROUNDS)) == ledger(exp)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        ("fedavg", {"cohort": {"size": 2}, "local": {"epochs": 2, "drop_last": True}}),
+        ("fedavg", {"cohort": {"size": 2}, "system": {"stragglers": 0.5, "dropout": 0.3}}),
+        ("fedprox", {"cohort": {"size": 3}, "system": {"stragglers": 0.5, "policy": "partial"}}),
+        ("fedavg", {"system": {"deadline": 1.0, "speed": 100.0, "speed_spread": 1.0}}),
+        ("fedavg", {"cohort": {"sampling": "poisson", "size": 2}}),
+        ({"kind": "ditto", "personal_epochs": 2}, {"cohort": {"size": 2}}),
+        ("dfedavg", {"topology": {"kind": "random", "max_degree": 2, "gossip_steps": 2, "link_loss": 0.3}}),
+        ("dfedgam", {"topology": {"kind": "ring", "node_loss": 0.4}}),
+        ("dfedsam", {"topology": {"kind": "ring", "node_loss": 0.4, "train_offline": True}}),
+        ("dfedavg", {"topology": {"kind": "exp", "mixing": "push_sum", "link_loss": 0.2}}),
+        ({"kind": "dfedavgm", "scheme": "choco", "bits": 4}, {"topology": "ring"}),
+        ("dfedavg", {"topology": {"kind": "ring", "deaths": [[1, 2], [3, 3]], "node_death": 0.1}}),
+        ("dfedavg", {"topology": {"kind": "ring", "link_loss": 0.4, "link_policy": "stale"}}),
+    ],
+)
+def test_failures_and_unequal_work_are_foreseen(algorithm: Any, more: dict[str, Any]) -> None:
+    exp = prepared(algorithm, **more)
+    assert list(islice(forecast(exp), ROUNDS)) == ledger(exp)

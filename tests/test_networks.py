@@ -1,0 +1,90 @@
+"""Networks on digits, 16 nodes, every method: they agree as fast as theory says, and no failure moves their mean."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom import record
+from fedloom.config import parse
+from fedloom.engine.local import train
+from fedloom.engine.run import Experiment, advance, begin, groups_of
+from fedloom.engine.store import RamStore
+from fedloom.experiment import prepare
+from terminal import fedloom
+
+METHODS = {"dpsgd": 1, "dfedavg": 1, "dfedavgm": 1, "dfedsam": 2, "dfedgam": 3}  # gradients in a step
+NODES = ("partition.clients=16", "partition.alpha=0.5", "model.kind=logistic", "local.steps=5", "local.batch=20")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_nodes_agree_at_least_as_fast_as_theory_says(kind: str, tmp_path: Path) -> None:
+    """On a torus of 4 x 4 psi is (3 + 2 cos(pi / 2)) / 5; and the ledger counts what the method is said to cost."""
+    words = (f"algorithm.kind={kind}", "topology.kind=torus", "rounds=6", "evaluate.personal=false", *NODES)
+    done = fedloom("run", *words, "--out", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    first, *lines = record.read_metrics(tmp_path / "run")
+    for line in lines:
+        assert line["consensus/psi"] == pytest.approx((3 + 2 * math.cos(math.pi / 2)) / 5, abs=1e-9)
+        before, after = line["consensus/pre_mix/distance"], line["consensus/post_mix/distance"]
+        assert after <= line["consensus/psi"] * before * (1 + 1e-4) + 1e-12
+        assert line["work/gradients"] == line["round"] * 16 * 5 * METHODS[kind]
+        assert line["bytes/up"] == line["bytes/down"] == line["round"] * 16 * 4 * 4 * 650
+        assert line["bytes/busiest"] == line["round"] * 2 * 4 * 4 * 650
+    assert lines[-1]["consensus/test/accuracy"] > first["consensus/test/accuracy"] + 0.3
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_links_and_nodes_that_fail_do_not_move_the_mean(kind: str) -> None:
+    """The bar: 20 % of the links and 10 % of the nodes, in every round; what nodes have is mixed, and their mean stays.
+
+    Nodes that are offline stand still, and count with the model that they have.
+    """
+    exp = _failing(kind)
+    state, store = begin(exp), RamStore(16)
+    for _ in range(12):
+        want = _sent(exp, state, store).double().mean(0)
+        state, _ = advance(exp, state, store)
+        assert float((state.server.w.double().mean(0) - want).abs().max()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", METHODS)
+def test_networks_that_fail_converge(kind: str, tmp_path: Path) -> None:
+    bad = ("topology.kind=random", "topology.max_degree=4", "topology.link_loss=0.2", "topology.node_loss=0.1")
+    more = ("rounds=25", "evaluate.every=5", "evaluate.personal=false", f"algorithm.kind={kind}", "local.lr=0.1")
+    done = fedloom("run", *bad, *more, *NODES, "--out", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = record.read_metrics(tmp_path / "run")
+    assert lines[-1]["consensus/test/accuracy"] > 0.8
+    assert lines[-1]["nodes/test/accuracy_min"] > 0.5
+    assert all(line["consensus/contraction"] <= line["consensus/psi"] * (1 + 1e-4) for line in lines[1:])
+
+
+def _failing(kind: str) -> Experiment:
+    order = {"order": "atc"} if kind == "dpsgd" else {}  # so that its models are what it mixed
+    table: dict[str, Any] = {
+        "algorithm": {"kind": kind, **order},
+        "partition": {"clients": 16, "alpha": 0.5},
+        "model": "logistic",
+        "local": {"steps": 5, "batch": 20},
+        "topology": {"kind": "random", "max_degree": 4, "link_loss": 0.2, "node_loss": 0.1},
+        "engine": {"threads": 1},
+    }
+    return prepare(parse(table), Path("unused")).experiment
+
+
+def _sent(exp: Experiment, state: Any, store: RamStore) -> torch.Tensor:
+    """The models of all nodes once those that are there have trained.  [N, P]"""
+    models = state.server.w.clone()
+    with torch.no_grad():
+        for group in groups_of(exp, state.round, exp.present(state.round)):
+            given = exp.given(state, store, group.ids)
+            models[group.ids] = train(exp.algorithm, exp.federation, group, given).uploads.w
+    assert np.isfinite(models.numpy()).all()
+    return models
