@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -23,16 +24,19 @@ from fedloom.config import Config, InMemory, as_toml, config_hash, override, par
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.data.sources import from_arrays, from_torch
-from fedloom.engine import checkpoint
-from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine import captured, checkpoint
+from fedloom.engine.evaluate import Judged, evaluate, everyones_models, living
 from fedloom.engine.local import AnyAlgorithm
-from fedloom.engine.run import Experiment, RunState, advance_watched, begin, names_of
+from fedloom.engine.ranks import Ranks, joined, take_device
+from fedloom.engine.run import Experiment, RunState, begin, names_of, rounds
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Grid, Moment, Topology, facts, shape_of
-from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, StorageError
-from fedloom.experiment import Prepared, prepare
+from fedloom.errors import CheckpointError, ConfigError, DataError, DivergedError, Fault, LostRankError, StorageError
+from fedloom.experiment import Prepared, pick_device, prepare
 from fedloom.history import History
 from fedloom.record import RunFolder, Timing
+
+_ONE_SIGNAL = 2.0  # seconds within which several ranks may be told of one signal more than once
 
 
 class Progress(NamedTuple):
@@ -45,6 +49,7 @@ class Progress(NamedTuple):
     clients: int  # that trained in this round
     seconds: float  # that this round took
     late: int = 0  # of these clients, how many missed the deadline
+    notes: tuple[str, ...] = ()  # what the engine has to say of this round, in words
 
 
 class Listener(Protocol):
@@ -115,10 +120,10 @@ def start(
     listener: Listener | None = None,
 ) -> History:
     """Run a new experiment from its first round; ``numbered``: if ``out`` is taken, in ``out-2`` and so on."""
-    prepared = prepare(config, root, arrays)
+    prepared, ranks = _prepared(config, root, arrays), joined()
     folder = None
-    with _storage(out):
-        if out is not None:
+    with ranks.agreed(), _storage(out):
+        if out is not None and ranks.leads:
             folder = record.create(record.unused(out) if numbered else out, as_toml(config))
             _lay_out(folder, prepared)
     return _drive(prepared, folder, None, listener or Silence())
@@ -134,7 +139,29 @@ def resume(
     listener: Listener | None = None,
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``."""
-    path = Path(run_dir)
+    path, ranks = Path(run_dir), joined()
+    with ranks.agreed():
+        config = _resumed_config(path, data, at, rounds)
+    prepared = _prepared(config, _root(data_root), _as_arrays(data, config.basics.seed))
+    with ranks.agreed():
+        laid_out = (path / "partition.json").is_file()
+        if laid_out:
+            _same_data(path, prepared)
+    folder = None
+    with ranks.agreed(), _storage(path):
+        if ranks.leads:
+            folder = RunFolder(path)
+            if not laid_out:  # the run was killed before its first round
+                _lay_out(folder, prepared)
+            if rounds is not None:
+                record.write_text(path / "config.toml", as_toml(config))
+                if prepared.experiment.guard is not None:
+                    folder.write("privacy.json", prepared.experiment.guard.described())
+    return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
+
+
+def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None) -> Config:
+    """The experiment of a run folder, perhaps with more ``rounds``."""
     if not (path / "config.toml").is_file():
         raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
     table = read_toml(path / "config.toml")
@@ -150,48 +177,64 @@ def resume(
         table["rounds"] = rounds
     if not _is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
-    config = parse(table)
-    prepared = prepare(config, _root(data_root), _as_arrays(data, config.basics.seed))
-    laid_out = (path / "partition.json").is_file()
-    if laid_out:
-        _same_data(path, prepared)
-    with _storage(path):
-        folder = RunFolder(path)
-        if not laid_out:  # the run was killed before its first round
-            _lay_out(folder, prepared)
-        if rounds is not None:
-            record.write_text(path / "config.toml", as_toml(config))
-            if prepared.experiment.guard is not None:
-                folder.write("privacy.json", prepared.experiment.guard.described())
-    return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
+    return parse(table)
+
+
+def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:
+    """The experiment, ready to run, as one of however many ranks there are."""
+    ranks = joined()
+    if ranks.size == 1:
+        return prepare(config, root, arrays)
+    with ranks.agreed():
+        take_device(pick_device(config.engine.device))
+        prepared = prepare(config, root, arrays)
+        exp = replace(prepared.experiment, ranks=ranks)
+        if config.engine.store == "disk" and exp.keeps_state(begin(exp)):
+            what = f"'disk' is for one process: each of {ranks.size} ranks keeps the states of its own clients"
+            raise ConfigError([Fault("engine.store", what, "set engine.store=ram, or run without ranks")])
+        shared = prepared.shared.described()
+        here = (config_hash(config), shared["data_sha256"], shared["sha256"])
+    there = ranks.told(here)
+    with ranks.agreed():
+        for mine, first, what in zip(here, there, ("experiment", "data", "partition"), strict=True):
+            if mine != first:
+                raise DataError(f"the {what} is not that of rank 0 ({mine[:12]}, there {first[:12]})")
+    return prepared._replace(experiment=exp)
 
 
 def _drive(prepared: Prepared, folder: RunFolder | None, at: int | None, listener: Listener) -> History:
     """The loop over rounds. ``at``: None to start anew, -1 for the newest checkpoint, else a round."""
+    path = prepared.experiment.ranks.told(folder.path if folder else None)
     try:
-        with _storage(folder.path if folder else None), tempfile.TemporaryDirectory() as scratch:
-            return _rounds(prepared, folder, Path(scratch), at, listener)
+        with _storage(path), tempfile.TemporaryDirectory() as scratch:
+            return _rounds(prepared, folder, path, Path(scratch), at, listener)
+    except LostRankError as error:
+        raise LostRankError(f"{error}{_intact(path)}") from error
     finally:
         if folder is not None:
             folder.close()
 
 
-def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int | None, listener: Listener) -> History:
-    exp, config = prepared.experiment, prepared.config
+def _rounds(
+    prepared: Prepared, folder: RunFolder | None, path: Path | None, scratch: Path, at: int | None, listener: Listener
+) -> History:
+    """The rounds, on each rank; ``path`` is the run folder, where there is one, and ``folder`` only rank 0 has."""
+    exp, config, ranks = prepared.experiment, prepared.config, prepared.experiment.ranks
     store = _store(config, exp, folder.path if folder else scratch)
-    state, records = _entry(exp, store, folder, at)
-    listener.started(prepared, folder.path if folder else None, state.round)
+    state, records = _entry(exp, store, folder, path, at)
+    listener.started(prepared, path, state.round)
     earlier = folder.spent() if folder else 0.0
     saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
-    with _interruptible(listener) as stop:
+    with _interruptible(listener, ranks) as stop:
         if not records or (state.round == exp.rounds and not _is_judged(records[-1], state.round)):
             newest = _evaluated(exp, state, store)
             records.append(newest)
             if folder:
                 folder.metrics(newest)
+        coming, said = rounds(exp, state, store), 0
         while state.round < exp.rounds:
             began = time.perf_counter()
-            state, excluded, found, did = advance_watched(exp, state, store)
+            state, excluded, found, did, _ = next(coming)
             trained = time.perf_counter()
             lines = _lines(exp, state, store, excluded, found)
             records += lines
@@ -202,18 +245,19 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
                     folder.metrics(line)
                 if exp.evaluate.work:
                     folder.work(state.round, did)
-            ended = state.round == exp.rounds or stop.is_set()
-            if folder and (ended or state.round - saved >= config.checkpoint.every):
-                checkpoint.save(folder.checkpoints, state, store, folder.lengths())
+            ended = ranks.anybody(stop.is_set()) or state.round == exp.rounds
+            if path and (ended or state.round - saved >= config.checkpoint.every):
+                checkpoint.save(path / "checkpoints", state, store, folder.lengths() if folder else {}, ranks)
                 saved = state.round
             clients = len(exp.present(state.round - 1).drawn.ids)
             now = time.perf_counter()
             if folder:
                 folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
             late = sum(each.late for each in did)
-            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began, late))
+            notes, said = captured.built(exp.task).notes[said:], len(captured.built(exp.task).notes)
+            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began, late, notes))
             if ended and state.round < exp.rounds:
-                raise InterruptedRun(folder.path if folder else None, state.round)
+                raise InterruptedRun(path, state.round)
     model = _model(exp, state, store)
     seconds = earlier + time.perf_counter() - clock
     history = History(
@@ -222,25 +266,36 @@ def _rounds(prepared: Prepared, folder: RunFolder | None, scratch: Path, at: int
         seconds=seconds,
         records=records,
         model=exp.task.module(*model) if model is not None else None,
-        run_dir=folder.path if folder else None,
+        run_dir=path,
     )
-    if folder:
-        _finish(prepared, folder, state, store, history)
+    if path:
+        _finish(prepared, folder, state, store, history, model)
     return history
 
 
 def _entry(
-    exp: Experiment, store: ClientStore, folder: RunFolder | None, at: int | None
+    exp: Experiment, store: ClientStore, folder: RunFolder | None, path: Path | None, at: int | None
 ) -> tuple[RunState, list[dict[str, Any]]]:
     """Where the loop enters: the first round, or a checkpoint with the metrics written up to it."""
-    state = begin(exp)
-    if folder is None or at is None:
-        return state, []
-    if at == -1 and not checkpoint.rounds(folder.checkpoints):
-        folder.rewind({}, 0)
-        return state, []
-    loaded = checkpoint.load(folder.checkpoints, state, store, at=None if at == -1 else at)
+    state, records = begin(exp), list[dict[str, Any]]()
+    if path is None or at is None:
+        return state, records
+    loaded = checkpoint.Loaded(state, {})
+    with exp.ranks.agreed():
+        if at != -1 or checkpoint.rounds(path / "checkpoints"):
+            place = path / "checkpoints"
+            loaded = checkpoint.load(place, state, store, at=None if at == -1 else at, ranks=exp.ranks)
+    with exp.ranks.agreed():
+        if folder is not None:
+            records = _rewound(exp, folder, loaded)
+    return loaded.state, exp.ranks.told(records)
+
+
+def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> list[dict[str, Any]]:
+    """The metrics up to a checkpoint, once the run folder has forgotten those after it."""
     folder.rewind(loaded.lengths, loaded.state.round)
+    if not loaded.state.round:
+        return []
     records = record.read_metrics(folder.path)
     done = loaded.state.round
     if records and _is_judged(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
@@ -250,7 +305,7 @@ def _entry(
         checkpoint.retell(folder.checkpoints, done, shorter)
         folder.rewind(shorter, done)
         records.pop()
-    return loaded.state, records
+    return records
 
 
 def _evaluated(
@@ -315,27 +370,42 @@ def _model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor
     if not (exp.algorithm.communicates and exp.algorithm.common):
         return None
     if exp.is_network:
-        total = sum(
-            (part.w.double().sum(0) for part in models_of(exp, state, store, torch.arange(exp.federation.clients))),
-            torch.zeros(()),
-        )
-        return (total / exp.federation.clients).to(exp.task.w0.dtype), state.buffers.mean(0)
+        left = living(exp, state).nonzero().squeeze(1)
+        total = sum((part.w.double().sum(0) for part in everyones_models(exp, state, store, left)), torch.zeros(()))
+        return (total / len(left)).to(exp.task.w0.dtype), state.buffers[left.to(exp.device)].mean(0)
     return exp.algorithm.judged(state.server), state.buffers
 
 
-def _finish(prepared: Prepared, folder: RunFolder, state: RunState, store: ClientStore, history: History) -> None:
+def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[Judged]:
+    return everyones_models(exp, state, store, torch.arange(exp.federation.clients))
+
+
+def _finish(
+    prepared: Prepared,
+    folder: RunFolder | None,
+    state: RunState,
+    store: ClientStore,
+    history: History,
+    model: tuple[Tensor, Tensor] | None,
+) -> None:
+    """What a run folder holds after the last round; other ranks than 0 have a part in it, and write nothing."""
     exp = prepared.experiment
-    model = _model(exp, state, store)
+    parts = list(_everyone(exp, state, store)) if model is None else []
+    if folder is None:
+        return
     notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
     if model is not None:
         checkpoint.save_model(folder.path / "model.safetensors", exp.task.tensors(*model), notes)
     else:
-        parts = list(models_of(exp, state, store, torch.arange(exp.federation.clients)))
-        tensors = {"ids": torch.cat([p.ids for p in parts]), "w": torch.cat([p.w for p in parts])}
+        ids = torch.cat([p.ids for p in parts])
+        order = ids.argsort()
+        tensors = {"ids": ids[order], "w": torch.cat([p.w for p in parts])[order.to(exp.device)]}
         layout = json.dumps(
             {name: list(x.shape) for name, x in exp.task.tensors(exp.task.w0, exp.task.buffers0).items()}
         )
         checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
+    if exp.captures:
+        folder.write("steps.json", captured.built(exp.task)._asdict())
     folder.write("summary.json", history.as_json())
     history.plot(folder.path / "curves.png")
 
@@ -383,6 +453,9 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
         "executor": exp.executor,
         "executor_reason": prepared.reason,
         "lanes": exp.lanes,
+        "steps": exp.task.capture,
+        "precision": exp.task.precision,
+        "ranks": exp.ranks.size,
         "parameters": exp.task.size,
         "config_hash": config_hash(prepared.config),
     }
@@ -424,25 +497,34 @@ def _storage(path: Path | None) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        kept = (
-            f"; the last checkpoint is intact: fedloom resume {path}"
-            if path and (path / "checkpoints").is_dir()
-            else ""
-        )
-        raise StorageError(f"writing below {path or 'a temporary folder'} failed: {error.strerror}{kept}") from error
+        where = path or "a temporary folder"
+        raise StorageError(f"writing below {where} failed: {error.strerror}{_intact(path)}") from error
+
+
+def _intact(path: Path | None) -> str:
+    """What is left of a run that ends early, in words."""
+    saved = path is not None and (path / "checkpoints").is_dir()
+    return f"; the last checkpoint is intact: fedloom resume {path}" if saved else ""
 
 
 @contextmanager
-def _interruptible(listener: Listener) -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM finish the round, so that it can be saved; a second one stops at once."""
-    stop = threading.Event()
+def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM finish the round, so that it can be saved; a second one stops at once.
+
+    Who starts several ranks may pass on a signal that has reached them already: that is not a second one.
+    """
+    stop, asked = threading.Event(), 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handle(_number: int, _frame: Any) -> None:
-        if stop.is_set():
+        nonlocal asked
+        if stop.is_set() and (ranks.size == 1 or time.perf_counter() - asked > _ONE_SIGNAL):
             raise KeyboardInterrupt
+        if stop.is_set():
+            return
+        asked = time.perf_counter()
         stop.set()
         listener.stopping()
 

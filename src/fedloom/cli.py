@@ -21,6 +21,7 @@ from rich.text import Text
 
 from fedloom import __version__
 from fedloom.errors import ConfigError, Fault, FedloomError
+from fedloom.launch import follow_parent
 
 app = typer.Typer(
     name="fedloom",
@@ -33,6 +34,14 @@ data_app = typer.Typer(help="Get, import and list data sets.", no_args_is_help=T
 app.add_typer(data_app, name="data")
 
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where data sets lie (or set FEDLOOM_DATA).")]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        "--ranks",
+        metavar="N|auto",
+        help="Share out the clients over so many processes on this machine; auto: one for each core, or GPU.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -43,6 +52,7 @@ Settings = Annotated[
 
 def main() -> None:
     """Run the command line; every expected error is one message and an exit code, never a traceback."""
+    follow_parent()
     try:
         code = app(standalone_mode=False)
     except click.exceptions.Abort:
@@ -51,15 +61,20 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except FedloomError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not _follows():  # rank 0 speaks for all
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        if not _follows():
+            print("stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         os._exit(0)
     except Exception:
         traceback.print_exc()
+        if _follows():
+            print(f"\nthis was rank {os.environ['RANK']}", file=sys.stderr)
+            sys.exit(1)
         print("\nthis is a fault of the program, or of code of yours that it ran;", file=sys.stderr)
         print("for an algorithm of yours, `fedloom check FILE.py` says which law it breaks", file=sys.stderr)
         sys.exit(1)
@@ -91,16 +106,21 @@ def run(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete experiment as TOML, and stop.")
     ] = False,
+    ranks: Ranks = None,
     data_root: Root = None,
 ) -> None:
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
     from fedloom import api, config
     from fedloom.data.files import default_root
+    from fedloom.engine.ranks import joined
 
-    experiment = api.load_config(*_file_and_overrides(settings or []))
+    with joined().agreed():
+        experiment = api.load_config(*_file_and_overrides(settings or []))
     if print_config:
-        print(config.as_toml(experiment), end="")
+        if not _follows():
+            print(config.as_toml(experiment), end="")
         return
+    _launch(ranks, experiment)
     folder, root = out or Path("runs") / _run_name(experiment), data_root or default_root()
     _watched(json_, lambda watch: api.start(experiment, out=folder, numbered=out is None, root=root, listener=watch))
 
@@ -113,11 +133,17 @@ def resume(
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
+    ranks: Ranks = None,
     data_root: Root = None,
 ) -> None:
-    """Continue a run from its newest checkpoint; what comes out is what would have come without the stop."""
+    """Continue a run from its newest checkpoint; what comes out is what would have come without the stop.
+
+    It may go on with another number of ranks.
+    """
     from fedloom import api
 
+    if ranks is not None and (run_dir / "config.toml").is_file():
+        _launch(ranks, api.load_config(run_dir / "config.toml"))
     _watched(json_, lambda watch: api.resume(run_dir, at=from_, rounds=rounds, data_root=data_root, listener=watch))
 
 
@@ -138,8 +164,18 @@ def compare(
     metric: Annotated[str | None, typer.Option(help="The metric to judge by; by default the first accuracy.")] = None,
     target: Annotated[float | None, typer.Option(help="Report what it took to reach this value.")] = None,
     x: Annotated[
-        Literal["rounds", "seconds", "bytes"] | None,
-        typer.Option(help="What curves are drawn against; by default rounds. Seconds are simulated."),
+        Literal["rounds", "seconds", "bytes", "busiest", "gradients"] | None,
+        typer.Option(help="What curves are drawn against; by default what is equal. Seconds are simulated."),
+    ] = None,
+    equal: Annotated[
+        Literal["rounds", "gradients", "bytes", "busiest"] | None,
+        typer.Option(help="What methods spend alike: each has the rounds that this allows; by default rounds."),
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The method whose spending is everybody's budget; by default the baseline.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
@@ -153,8 +189,13 @@ def compare(
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
     """
     from fedloom import compare as comparing
+    from fedloom.engine.ranks import is_rank
 
+    if is_rank():
+        why = "a comparison starts processes of its own"
+        raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
+    options |= {"equal": equal, "reference": reference, "budget": budget}
     table, name = _comparison(words or [], grid or [], {k: v for k, v in options.items() if v is not None})
     planned = comparing.plan(table)
     folder = out or Path("runs") / f"compare-{table.get('name') or name or planned.name}"
@@ -438,9 +479,36 @@ def _run_name(experiment: Any) -> str:
     return _plain(experiment.basics.name or f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}")
 
 
+def _follows() -> bool:
+    """Whether this is a rank that neither prints nor writes, since rank 0 does."""
+    return os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _launch(wanted: str | None, experiment: Any) -> None:
+    """Start so many ranks and end when they have ended; one process goes on by itself."""
+    if wanted is None:
+        return
+    from fedloom import launch
+    from fedloom.engine.ranks import is_rank
+    from fedloom.experiment import pick_device
+
+    if is_rank():
+        raise ConfigError([Fault("--ranks", f"torchrun has started the ranks already (got {wanted})", "leave it out")])
+    cohort = experiment.cohort.size if experiment.algorithm.family != "gossip" else None
+    ranks = launch.count(wanted, pick_device(experiment.engine.device), cohort)
+    if ranks > 1:
+        raise typer.Exit(launch.launch(launch.without_ranks(sys.argv[1:]), ranks))
+
+
 def _watched(as_json: bool, work: Callable[[Any], Any]) -> None:
     from fedloom import api
 
+    if _follows():
+        try:
+            work(api.Silence())
+        except api.InterruptedRun as stop:
+            raise typer.Exit(130) from stop
+        return
     watch = Watch(Console(stderr=as_json, highlight=False, soft_wrap=True))
     try:
         history = work(watch)
@@ -486,8 +554,13 @@ class Watch:
         for note in prepared.config.notes:
             self.say(f"note: {note}")
         device = f"{exp.device} ({torch.get_num_threads()} threads)" if exp.device.type == "cpu" else str(exp.device)
+        device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
         place = f" · {folder}" if folder else ""
-        self.say(f"fedloom {__version__} · {device} · {exp.executor} ({prepared.reason}) · seed {exp.seed}{place}")
+        steps = {"eager": "", "graph": ", recorded", "compiled": ", compiled and recorded"}[exp.task.capture]
+        exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
+        steps += "" if exact else f" · {exp.task.precision}"
+        how = f"{exp.executor} ({prepared.reason}){steps}"
+        self.say(f"fedloom {__version__} · {device} · {how} · seed {exp.seed}{place}")
         s = shared.summary()
         self.say(
             f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
@@ -499,7 +572,7 @@ class Watch:
         if shared.bad:
             self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.badness})")
         if exp.guard is not None:
-            self._privacy(exp)
+            self.say(f"privacy: {exp.guard.told(exp.rounds)}")
         if exp.topology is not None:
             self._network(exp)
         if done:
@@ -515,15 +588,6 @@ class Watch:
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("rounds", total=exp.rounds, completed=done, now="")
             self._bar.start()
-
-    def _privacy(self, exp: Any) -> None:
-        guard, release = exp.guard, exp.guard.release
-        spent = f"{guard.epsilon(exp.rounds):.4g}" if release.noise else "infinite: there is no noise"
-        where = "each upload" if release.local else "their sum"
-        self.say(
-            f"privacy: uploads clipped to {guard.clip:g} · noise {release.noise:.4g} clips in {where} · after "
-            f"{exp.rounds} rounds epsilon {spent} at delta {guard.delta:g}, for each client"
-        )
 
     def _network(self, exp: Any) -> None:
         from fedloom.engine.topology import facts
@@ -543,6 +607,8 @@ class Watch:
         left = (progress.rounds - progress.round) / pace
         shown = [f"{_short(n)} {_brief(v)}" for n, v in _headline(progress.metrics)]
         text = "  ".join([*shown, f"{self._clients / elapsed:,.3g} clients/s", f"{_span(left)} left"])
+        for note in progress.notes:
+            self.say(f"round {progress.round}: {note}")
         if progress.excluded:
             self._excluded += len(progress.excluded)
             self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedloom import tree
+from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.run import RunState
 from fedloom.engine.store import ClientStore, Memo
 from fedloom.errors import CheckpointError
@@ -33,16 +34,28 @@ class Loaded(NamedTuple):
     lengths: dict[str, int]  # of the run's append-only files at that moment
 
 
-def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, int]) -> None:
-    """Write a checkpoint, then forget all but the newest ones."""
+def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, int], ranks: Ranks = ALONE) -> None:
+    """Write a checkpoint, then forget all but the newest ones; rank 0 writes for all.
+
+    No rank goes on before it is written: whoever ends a run that was interrupted may end what is left of it.
+    """
+    memo, clients = store.commit(), store.tensors()
+    if ranks.size > 1:
+        clients = ranks.collected(clients)
+        memo |= {"rows": len(clients["ids"])} if clients else {}
+    if ranks.leads:
+        _write(folder, state, memo, clients, lengths)
+    ranks.anybody()
+    store.release()
+
+
+def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor], lengths: dict[str, int]) -> None:
     final = folder / f"{state.round:08d}"
     scratch = folder / f".{final.name}.part"
     for leftover in (*folder.glob(".*.part"), *folder.glob(".*.gone")):  # of a crash
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
-    memo = store.commit()
     write_tensors(scratch / "state.safetensors", _tensors(state))
-    clients = store.tensors()
     if clients:
         write_tensors(scratch / "clients.safetensors", clients)
     meta = {
@@ -61,7 +74,6 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, i
     sync(folder)
     for old in rounds(folder)[:-KEEP]:
         _forget(folder / f"{old:08d}")
-    store.release()
 
 
 def retell(folder: Path, round_: int, lengths: dict[str, int]) -> None:
@@ -78,21 +90,28 @@ def rounds(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.glob("[0-9]" * 8) if p.is_dir())
 
 
-def load(folder: Path, like: RunState, store: ClientStore, *, at: int | None = None) -> Loaded:
-    """The newest checkpoint, or the one ``at`` a round; a damaged one is refused by name."""
+def load(folder: Path, like: RunState, store: ClientStore, *, at: int | None = None, ranks: Ranks = ALONE) -> Loaded:
+    """The newest checkpoint, or the one ``at`` a round; a damaged one is refused by name.
+
+    Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint.
+    """
     have = rounds(folder)
     newest = have[-1] if at is None else at
     if newest not in have:
         raise CheckpointError(f"{folder}: has no checkpoint of round {newest} (there are: {have or 'none'})")
     older = [r for r in have if r < newest]
     try:
-        meta, tensors, clients = _read(folder / f"{newest:08d}")
+        meta, tensors, clients = _read(folder / f"{newest:08d}", store)
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
-        store.restore(meta["store"], _memos(folder, older), clients)
+        memo = meta["store"]
+        if ranks.size > 1 and clients:
+            rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
+            clients, memo = {name: x[rows] for name, x in clients.items()}, {"rows": len(rows)}
+        store.restore(memo, _memos(folder, older), clients)
     except CheckpointError as error:
         offer = f"; the one of round {older[-1]} can be tried: fedloom resume RUN --from {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{offer.replace('RUN', str(folder.parent))}") from error
-    for newer in (r for r in have if r > newest):  # superseded by the user's own word
+    for newer in (r for r in have if r > newest and ranks.leads):  # superseded by the user's own word
         _forget(folder / f"{newer:08d}")
     return Loaded(state, meta["lengths"])
 
@@ -171,7 +190,7 @@ def _memos(folder: Path, older: list[int]) -> list[Memo]:
     return found
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+def _read(folder: Path, store: ClientStore) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     try:
         meta = _record(folder)
         expected = dict(meta["sha256"])
@@ -182,8 +201,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Te
                     f"checkpoint {folder} is damaged: {name} has checksum {found[:12]}, its record says {digest[:12]}"
                 )
         clients = load_file(folder / "clients.safetensors") if "clients.safetensors" in expected else {}
-        # Copies, which lie where torch lays tensors: what the file's lie at changes the last bits of a product.
-        state = {name: x.clone() for name, x in load_file(folder / "state.safetensors").items()}
+        # Copies, which lie where those of a run do: what the file's lie at changes the last bits of a product.
+        there = load_file(folder / "state.safetensors")
+        state = {name: store.room(tuple(x.shape), x.dtype, x.device).copy_(x) for name, x in there.items()}
         return meta, state, clients
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from error

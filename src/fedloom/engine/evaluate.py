@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from fedloom import rng, tree
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
+from fedloom.engine.topology import Moment
 from fedloom.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.schema import Spec
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 # common test set: an ROC curve compares each score with each.
 _HELD = 1 << 22
 
+Diagnostic: TypeAlias = Literal[
+    "updates", "gamma", "dissimilarity", "rho", "hessian", "hessian_weights", "variance", "weights"
+]
+
 
 class Evaluate(Spec):
     """When and on whom a run is judged."""
@@ -47,8 +52,8 @@ class Evaluate(Spec):
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
     personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
     clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
-    diagnostics: tuple[Literal["updates", "gamma", "dissimilarity", "rho", "hessian", "variance", "weights"], ...] = (
-        Field((), description="what else to measure of a round: see docs/diagnostics.md")
+    diagnostics: tuple[Diagnostic, ...] = Field(
+        (), description="what else to measure of a round: see docs/diagnostics.md"
     )
     work: bool = Field(False, description="also write work.jsonl: who took part in each round, and what each did")
     train: bool = Field(False, description="also measure the server's model on all training rows")
@@ -106,13 +111,32 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
     found = _common("global/test", exp, model, state.buffers)
     if exp.evaluate.train:
         rows = exp.federation.train.rows.to(exp.device)
-        found |= _means("global/train", rows_scored(exp, model, state.buffers, rows))
+        found |= _means("global/train", rows_scored(exp, model, state.buffers, rows, together=True))
     return found
 
 
-def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> Scores:
-    """One model on these rows of the data, chunk by chunk."""
-    return tree.cat([score(*_said(exp, w, buffers, chunk)) for chunk in torch.split(rows, _chunk(exp))])
+def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool = False) -> Scores:
+    """One model on these rows of the data, chunk by chunk; ``together``: every rank asks the same, and does a part."""
+    return tree.cat([score(*said) for said in _answers(exp, w, buffers, rows, together=together)])
+
+
+def _answers(
+    exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The logits of one model for these rows, chunk by chunk, and what is true."""
+    chunks = torch.split(rows, _chunk(exp))
+    if not together or exp.ranks.size == 1:
+        yield from (_said(exp, w, buffers, chunk) for chunk in chunks)
+        return
+    rank, size = exp.ranks
+    for first in range(0, len(chunks), size):
+        turn = chunks[first : first + size]  # a chunk for each rank
+        logits = [torch.zeros(len(chunk), exp.federation.classes, device=exp.device) for chunk in turn]
+        if rank < len(turn):
+            logits[rank] = _said(exp, w, buffers, turn[rank])[0].float()
+        merged = exp.ranks.merged(torch.cat(logits))
+        for said, chunk in zip(torch.split(merged, [len(chunk) for chunk in turn]), turn, strict=True):
+            yield said, exp.federation.y[chunk]
 
 
 def _said(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,22 +162,23 @@ def _means(name: str, scores: Scores) -> dict[str, float]:
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
     """One model on the common test set."""
-    chunks = torch.split(exp.federation.common, _chunk(exp))
-    owner, scores, said = _scored(exp, (Said(torch.zeros_like(c), *_said(exp, w, buffers, c)) for c in chunks))
+    answers = _answers(exp, w, buffers, exp.federation.common, together=True)
+    owner, scores, said = _scored(exp, (Said(torch.zeros_like(y), logits, y) for logits, y in answers))
     areas = {variant: float(auc(variant, *said, owner=owner, clients=1)) for variant in exp.evaluate.auc}
     return _means(name, scores) | {f"{name}/auc_{v}": area for v, area in areas.items() if not math.isnan(area)}
 
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     fed, alg = exp.federation, exp.algorithm
-    judged = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0), exp.evaluate.clients)
+    judged = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0) & living(exp, state), exp.evaluate.clients)
     if not len(judged):
         return {}
     shared = alg.family in ("server", "closed_form") and not alg.fitting() and exp.buffers == "average"
     if shared:
         found = _judge_shared(exp, judged, alg.judged(state.server), state.buffers)
     else:
-        found = Verdicts.cat([judge(exp, part) for part in models_of(exp, state, store, judged)])
+        mine = models_of(exp, state, store, exp.ranks.own(judged))
+        found = joint(exp, judged, Verdicts.cat([judge(exp, part) for part in mine]))
     return summary(f"personal/{alg.served}/test", found, shared=shared)
 
 
@@ -171,10 +196,27 @@ def judge(exp: Experiment, part: Judged) -> Verdicts:
     return Verdicts.cat(found)
 
 
+def joint(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
+    """The verdicts of all ranks on clients among ``ids``, on each of whom one rank has found one."""
+    if exp.ranks.size == 1:
+        return found
+    ids = ids.sort().values
+    place, names = torch.searchsorted(ids, found.ids), exp.evaluate.auc
+    table = torch.zeros(3 + len(names), len(ids), dtype=torch.float64)
+    if len(found.ids):
+        columns = [torch.ones(len(found.ids)), found.correct, found.loss, *(found.auc[name] for name in names)]
+        table[:, place] = torch.stack([column.double().cpu() for column in columns])
+    table = exp.ranks.merged(table)
+    there = table[0] > 0
+    _, correct, loss, *areas = table[:, there]
+    ids = ids[there]
+    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)))
+
+
 def _judge_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
     """One model on the held-out rows of each client, in one pass over these rows."""
     batches = [ids[at] for at in _batches(exp.federation.test.sizes[ids], exp.federation.classes)]
-    return Verdicts.cat([_verdicts(exp, some, _in_a_row(exp, some, w, buffers)) for some in batches])
+    return Verdicts.cat([_verdicts(exp, some, _in_a_row(exp, some, w, buffers, together=True)) for some in batches])
 
 
 def _batches(sizes: Tensor, classes: int) -> list[Tensor]:
@@ -202,22 +244,24 @@ def _scored(exp: Experiment, answers: Iterable[Said]) -> tuple[Tensor, Scores, A
     return tree.cat([(a.owner, score(a.logits, a.y), (a.logits, a.y) if held else ()) for a in answers])
 
 
-def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Iterator[Said]:
+def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, together: bool = False) -> Iterator[Said]:
     """What one model says of the clients' rows, the rows of one client after those of another."""
     test = exp.federation.test
     sizes = test.sizes[ids]
     owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
     place = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
     rows = test.rows[test.start[ids][owner] + place].to(exp.device)
-    chunks = (torch.split(x, _chunk(exp)) for x in (owner.to(exp.device), rows))
-    for whose, chunk in zip(*chunks, strict=True):
-        yield Said(whose, *_said(exp, w, buffers, chunk))
+    answers = _answers(exp, w, buffers, rows, together=together)
+    for whose, (logits, y) in zip(torch.split(owner.to(exp.device), _chunk(exp)), answers, strict=True):
+        yield Said(whose, logits, y)
 
 
 def _one_by_one(exp: Experiment, part: Judged) -> Iterator[Said]:
     """What each client's model says of its rows, one client after another."""
     for k in range(len(part.ids)):
-        for said in _in_a_row(exp, part.ids[k : k + 1], part.w[k], part.buffers[k]):
+        # A copy lies where torch lays tensors: where a row of a matrix lies changes the last bits of a product, and
+        # would let a client's numbers depend on who is judged beside it.
+        for said in _in_a_row(exp, part.ids[k : k + 1], part.w[k].clone(), part.buffers[k]):
             yield said._replace(owner=said.owner + k)
 
 
@@ -252,49 +296,74 @@ def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor)
         return
     for part in torch.split(ids, exp.lanes):
         given = exp.given(state, store, part)
+        if not exp.task.lanes and not exp.is_network and tree.leaves(given.mine):
+            # One by one, as they train: what is served must not depend on who is served beside.
+            each = [given.rows(k) for k in range(len(part))]
+            yield Judged(part, torch.stack([exp.algorithm.serve(one.down, one.mine) for one in each]), given.buffers)
+            continue
         serve = mapped(lambda down, mine, _: exp.algorithm.serve(down, mine), (given.down_dim, 0, 0))
         # The zeros only give vmap something to map where clients share one model and keep no state.
         yield Judged(part, serve(given.down, given.mine, torch.zeros(len(part), device=exp.device)), given.buffers)
 
 
+def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
+    """The same on every rank, whoever keeps the clients' states; ``ids`` in order."""
+    if exp.ranks.size == 1 or not (exp.keeps_state(state) or exp.algorithm.fitting()):
+        yield from models_of(exp, state, store, ids)
+        return
+    form = Judged(ids[:0], exp.task.w0.expand(0, -1), exp.task.buffers0.expand(0, -1))
+    for part in torch.split(ids, exp.lanes):
+        mine = tree.cat([form, *models_of(exp, state, store, exp.ranks.own(part))])
+        rows = tree.take(mine[1:], mine.ids.argsort().to(exp.device))
+        yield Judged(part, *exp.ranks.gathered(rows, exp.ranks.owner(part).tolist()))
+
+
 def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
     """The models that clients make of what they are sent, with the batches that the next round will give them."""
     address, lr = Address(exp.seed, state.round), exp.local.lr_at(state.round, exp.rounds)
-    for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=exp.lanes, epochs=1):
+    lanes = exp.lanes if exp.task.lanes else 1  # by itself, each client's numbers are its own to the last bit
+    for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=lanes, epochs=1):
         given = exp.given(state, store, group.ids)
         yield Judged(group.ids, *fit(exp.algorithm, exp.federation, group, given))
 
 
 def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     """The average model of a network, its nodes one by one, and how far they are apart."""
-    fed = exp.federation
     total = torch.zeros(exp.task.size, dtype=torch.float64, device=exp.device)
-    everyone = torch.arange(fed.clients)
-    for part in models_of(exp, state, store, everyone):
+    everyone = living(exp, state).nonzero().squeeze(1)
+    for part in everyones_models(exp, state, store, everyone):
         total += part.w.double().sum(0)
-    mean = total / fed.clients
+    mean = total / len(everyone)
     apart, scored = torch.zeros((), dtype=torch.float64, device=exp.device), []
-    for part in models_of(exp, state, store, everyone):
+    for part in everyones_models(exp, state, store, everyone):
         apart = apart + (part.w.double() - mean).square().sum()
         scored.append(nodes_scored(exp, part))
-    distance = (float(apart) / fed.clients) ** 0.5
-    found = _common("consensus/test", exp, mean.float(), state.buffers.mean(0))
+    distance = (float(apart) / len(everyone)) ** 0.5
+    found = _common("consensus/test", exp, mean.float(), state.buffers[everyone.to(exp.device)].mean(0))
     found |= over_nodes("nodes/test", *tree.cat(scored))
     return found | {"consensus/distance": distance, "consensus/relative": distance / max(float(mean.norm()), 1e-12)}
 
 
+def living(exp: Experiment, state: RunState) -> Tensor:
+    """The clients that were there in the last round: all but the nodes of a network that have died.  ``[N]``"""
+    count = exp.federation.clients
+    if exp.topology is None:
+        return torch.ones(count, dtype=torch.bool)
+    return torch.from_numpy(~exp.topology.dead(count, Moment(exp.seed, max(0, state.round - 1))))
+
+
 def nodes_scored(exp: Experiment, part: Judged) -> tuple[Tensor, Tensor]:
-    """Accuracy and loss [J] on the common test set of those among these nodes that are judged."""
+    """Accuracy and loss [J] on the common test set of those among these nodes that are judged, on every rank."""
     limit = exp.evaluate.nodes or exp.evaluate.clients
     judged = set(_sample(exp, exp.federation.train.sizes >= 0, limit).tolist())
-    scores = [
-        rows_scored(exp, part.w[k], part.buffers[k], exp.federation.common)
-        for k, node in enumerate(part.ids.tolist())
-        if node in judged
-    ]
-    accuracy, loss = ([getattr(s, name).double().mean() for s in scores] for name in ("correct", "loss"))
-    empty = torch.zeros(0, dtype=torch.float64, device=exp.device)
-    return (torch.stack(accuracy), torch.stack(loss)) if scores else (empty, empty)
+    places = [k for k, node in enumerate(part.ids.tolist()) if node in judged]
+    table = torch.zeros(2, len(places), dtype=torch.float64, device=exp.device)
+    for j, k in enumerate(places):
+        if j % exp.ranks.size == exp.ranks.rank:
+            scores = rows_scored(exp, part.w[k], part.buffers[k], exp.federation.common)
+            table[:, j] = torch.stack([scores.correct.mean(), scores.loss.mean()])
+    accuracy, loss = exp.ranks.merged(table)
+    return accuracy, loss
 
 
 def over_nodes(name: str, accuracy: Tensor, loss: Tensor) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,10 +18,11 @@ from fedloom.corruption import Corruption, mass, poisoned
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
 from fedloom.engine.diagnose import Watch, diagnose
-from fedloom.engine.evaluate import Evaluate, Judged, judge
-from fedloom.engine.exchange import Tally, add, inbox, sound
+from fedloom.engine.evaluate import Evaluate, Judged, joint, judge
+from fedloom.engine.exchange import Sound, Tally, add, hoped, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, Given, Outcome, mapped, plain_batch, train
 from fedloom.engine.plan import Address, Cohort, Drawn, Group, amounts, draw, plans
+from fedloom.engine.ranks import ALONE, Ranks, dealt
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Moment, Topology
 from fedloom.errors import ConfigError, DivergedError, Fault
@@ -54,6 +57,14 @@ class Nodes(NamedTuple):
     traffic: Tensor  # [N] bytes that it has sent and received so far
     away: Tensor  # [N] for how many rounds it has been offline
     mass: Tensor  # [N] float64, of push-sum; 1 where it is not used
+    past: Any = ()  # what nodes may use again where a message is lost: Past
+
+
+class Past(NamedTuple):
+    """What nodes have sent before, and who heard it."""
+
+    last: Tensor  # [N, N] the last round in which the first heard the second; -1: never
+    sent: Any  # uploads and running statistics [N, ...] of the last round, of the one before, and so on
 
 
 class Kept(NamedTuple):
@@ -62,6 +73,13 @@ class Kept(NamedTuple):
     mine: Any  # the algorithm's
     buffers: Any  # its running statistics, where they stay local
     memory: Any  # its optimiser's memory, where that is kept from round to round
+
+
+class Made(NamedTuple):
+    """The plan of a round."""
+
+    present: Present
+    groups: tuple[Group, ...]  # on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +104,22 @@ class Experiment:
     aggregation: Aggregation = field(default_factory=Aggregation)
     guard: Guard | None = None  # of what clients send, where it is private
     buffers: Literal["average", "local"] = "average"
+    ranks: Ranks = ALONE  # which of how many processes this is; no result depends on it
 
     @property
     def is_network(self) -> bool:
         return self.algorithm.family == "gossip"
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are recorded on a GPU, and replayed."""
+        return self.task.capture != "eager"
+
+    @property
+    def may_hope(self) -> bool:
+        """Whether a round can be done to its end before anybody looks if its numbers are finite."""
+        unusual = self.guard is not None or bool(self.bad) or self.system.deadline is not None
+        return self.captures and self.ranks.size == 1 and not unusual
 
     @property
     def keeps_buffers(self) -> bool:
@@ -101,17 +131,22 @@ class Experiment:
         """Whether clients keep their optimisers' memory from round to round."""
         return self.local.state == "persist"
 
+    def keeps_state(self, state: RunState) -> bool:
+        """Whether clients keep anything at all from round to round."""
+        down = self.algorithm.send(tree.take(state.server, 0) if self.is_network else state.server)
+        return self.keeps_buffers or self.keeps_memory or bool(tree.leaves(self.algorithm.join(down)))
+
     def travelling(self, buffers: Tensor) -> Any:
         """Running statistics as far as they are sent: not at all where they stay with the clients."""
         return () if self.keeps_buffers else buffers
 
     def given(self, state: RunState, store: ClientStore, ids: Tensor) -> Given:
         """What these clients hold before they train in the next round."""
-        at = ids.to(self.device)
         if self.is_network:
+            at = ids.to(self.device)
             nodes = tree.take(state.server, at)
             down, buffers = mapped(self.algorithm.send, (0,))(nodes), state.buffers[at]
-            fresh = self.algorithm.join(tree.take(down, 0))
+            fresh = self.algorithm.join(self.algorithm.send(self.algorithm.init(self.task.w0)))  # as all began
         else:
             down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
             fresh = self.algorithm.join(down)
@@ -123,13 +158,32 @@ class Experiment:
         buffers = kept.buffers if self.keeps_buffers else buffers
         return Given(down, kept.mine, buffers, not self.is_network, kept.memory if self.keeps_memory else None)
 
+    @cached_property
+    def made_ahead(self) -> dict[int, Made]:
+        """The plans of this round and the next, where they were made while a GPU was at work."""
+        return {}
+
+    def plan_ahead(self, round_: int) -> None:
+        """Plan a round while a GPU is at work on the one before, which it may be for as long as that takes."""
+        made = self.made_ahead
+        if not self.captures or self.is_network or round_ >= self.rounds or round_ in made:
+            return
+        present = self.present(round_)
+        if 0 < len(present.drawn.ids) <= self.lanes:
+            groups = tuple(group.to(self.device) for group in groups_of(self, round_, present))
+            for old in [r for r in made if r < round_ - 2]:
+                del made[old]
+            made[round_] = Made(present, groups)
+
     def present(self, round_: int) -> Present:
         """Who takes part in this round, and how far; in a network without a server, everybody who can train."""
+        if round_ in self.made_ahead:
+            return self.made_ahead[round_].present
         sizes = self.federation.train.sizes
         if self.is_network:
             ids = torch.arange(len(sizes))
-            if self.topology is not None and not self.topology.train_offline:
-                ids = ids[torch.from_numpy(~self.topology.offline(len(sizes), Moment(self.seed, round_)))]
+            if self.topology is not None:
+                ids = ids[torch.from_numpy(~self.topology.resting(len(sizes), Moment(self.seed, round_)))]
             return Present(Drawn(ids, torch.ones(len(ids))), amounts(self.local, sizes[ids]).steps, len(ids))
         drawn = draw(self.cohort, sizes, self.seed, round_)
         amount = amounts(self.local, sizes[drawn.ids])
@@ -146,7 +200,7 @@ class Experiment:
         beside = [p for p in phases if not p.waiting and not p.is_main]
         passes = sum(p.cost * (p.epochs or 0) for p in beside)
         steps = sum(p.cost * (p.steps or 0) for p in beside)
-        cost = next((p.cost for p in phases if p.is_main), 0.0)
+        cost = next((p.cost for p in phases if p.is_main and self.algorithm.trains_in(round_)), 0.0)
         main = cost * epoch * present.steps / amount.per_epoch.clamp(min=1)
         load = Load(main, cost * epoch, passes * epoch + steps * amount.width)
         return timetable(self.system, ids, load, self.speeds[ids], up, down, (self.seed, round_))
@@ -162,11 +216,22 @@ def begin(exp: Experiment) -> RunState:
     server, buffers = exp.algorithm.init(exp.task.w0), exp.task.buffers0
     if exp.is_network:
         n = exp.federation.clients
-        server = tree.tmap(lambda x: x.expand(n, *x.shape).contiguous(), server)
-        buffers = buffers.expand(n, -1).contiguous()
+        server = tree.tmap(lambda x: x.expand(n, *x.shape), server)  # as many rows as there are nodes, all in one place
+        buffers = buffers.expand(n, -1)
         zero = torch.zeros(n, dtype=torch.int64)
-        return RunState(0, server, buffers, 0, 0, nodes=Nodes(zero, zero, torch.ones(n, dtype=torch.float64)))
+        nodes = Nodes(zero, zero, torch.ones(n, dtype=torch.float64), _past(exp))
+        return RunState(0, server, buffers, 0, 0, nodes=nodes)
     return RunState(0, server, buffers, 0, 0)
+
+
+def _past(exp: Experiment) -> Any:
+    """Nothing heard yet, where nodes may use again what they heard."""
+    count = exp.federation.clients
+    if exp.topology is None or exp.topology.link_policy != "stale":
+        return ()
+    one = specimen(exp, RunState(0, exp.algorithm.init(exp.task.w0), exp.task.buffers0, 0, 0))
+    blank = tree.tmap(lambda x: torch.zeros_like(x).expand(count, *x.shape), (one, exp.task.buffers0))
+    return Past(torch.full((count, count), -1), (blank,) * exp.topology.stale_after)
 
 
 class Round(NamedTuple):
@@ -176,6 +241,7 @@ class Round(NamedTuple):
     excluded: tuple[int, ...]  # clients that were left out because their work was not finite
     found: dict[str, float]  # what was measured of it, where it is one that is evaluated
     work: tuple[Did, ...]  # who took part
+    hoped: Hoped | None = None  # what nobody has looked at yet
 
 
 class Did(NamedTuple):
@@ -195,13 +261,48 @@ def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunSt
 
 def advance_watched(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     """One round, and what was measured of it."""
+    return _settled(exp, state, store, _begun(exp, state, store))
+
+
+def rounds(exp: Experiment, state: RunState, store: ClientStore, last: int | None = None) -> Iterator[Round]:
+    """The rounds of a run from here to its end, or to the ``last`` that is wanted.
+
+    Where a GPU is at work and clients keep nothing, it is given the next round before anybody looks how the last one
+    came out, so that it never waits. What it did in vain, if that one has to be done again, is forgotten.
+    """
+    alone, following = exp.may_hope and not exp.keeps_state(state), None
+    last = exp.rounds if last is None else last
+    while state.round < last:
+        begun = following or _begun(exp, state, store)
+        following = None
+        if alone and begun.hoped is not None and begun.state.round < last:
+            following = _begun(exp, begun.state, store)
+        done = _settled(exp, state, store, begun)
+        following = following if done.state.server is begun.state.server else None
+        state = done.state
+        yield done
+
+
+def _begun(exp: Experiment, state: RunState, store: ClientStore) -> Round:
+    """One round; on a GPU perhaps only what it has been given to do."""
     with torch.no_grad():
         if exp.is_network:
             from fedloom.engine.gossip import gossip_round  # which needs what is in here
 
-            done = gossip_round(exp, state, store)
-        else:
-            done = _star_round(exp, state, store)
+            return gossip_round(exp, state, store)
+        return _star_round(exp, state, store)
+
+
+def _settled(exp: Experiment, state: RunState, store: ClientStore, done: Round) -> Round:
+    """A round after ``state`` that was done to its end, and is what it should be."""
+    if done.hoped is not None:
+        gradients, did = done.hoped.looked()
+        if did is not None:
+            keep(exp, store, done.hoped.trained, done.hoped.trained.ids)
+            after = done.state._replace(gradients=state.gradients + gradients)
+            return Round(after, done.excluded, done.found, did)
+        with torch.no_grad():
+            done = _star_round(exp, state, store, hope=False)
     after = done.state
     if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], (after.server, after.buffers)), 1)[0]):
         raise DivergedError(
@@ -211,11 +312,13 @@ def advance_watched(exp: Experiment, state: RunState, store: ClientStore) -> Rou
     return done
 
 
-def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
+def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: bool = True) -> Round:
+    """One round with a server; ``hope``: on a GPU look only at its end whether all was finite, which it mostly is."""
     alg, present = exp.algorithm, exp.present(state.round)
     drawn = present.drawn
-    down = alg.sent_bytes(alg.send(state.server)) + tree.nbytes(exp.travelling(state.buffers))
-    down = down if alg.communicates else 0
+    down = (
+        alg.sent_bytes(alg.send(state.server)) + tree.nbytes(exp.travelling(state.buffers)) if alg.communicates else 0
+    )
     received = state.down + down * (exp.federation.clients if alg.sends_to_all else present.called)
     if not len(drawn.ids):  # everybody was late or lost: nothing is learned, and nothing else changes
         return Round(_unheard(exp, state)._replace(round=state.round + 1, down=received), (), {}, ())
@@ -224,17 +327,17 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     watched, judged = due and bool(exp.evaluate.diagnostics), due and exp.evaluate.participants
     times = dict(zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True))
     ahead = look_ahead(exp, state, present, down)
-    tally, watch, fits, did, up, sent, gradients = Tally(), Watch(), Fits(), [], 0, 0, 0.0
-    for group in groups_of(exp, state.round, present, ahead.extra):
-        given = exp.given(state, store, group.ids)
-        outcome = train(alg, exp.federation, group, given, watched=watched or judged)
-        fits = fits.seen(exp, group.ids, given.buffers, outcome) if judged else fits
-        outcome = _sent(exp, state.round, group.ids, outcome, len(drawn.ids))
-        did += _did(group, outcome, ahead)
-        gradients += float(outcome.gradients.sum())
+    hope = hope and exp.may_hope and len(drawn.ids) <= exp.lanes and not (watched or judged)
+    tally, watch, fits, up, sent, books = Tally(), Watch(), Fits(), 0, 0, Books()
+    groups = groups_of(exp, state.round, present, ahead.extra)
+    for trained in train_all(exp, state, store, groups, watched=watched or judged, models=watched):
+        group = trained.group
+        fits = fits.seen(exp, trained) if judged else fits
+        outcome = _sent(exp, state.round, group.ids, trained.outcome, len(drawn.ids))
         count = torch.tensor([times[i] for i in group.ids.tolist()])
-        part = sound(group.ids, outcome, count)
-        keep(exp, store, part.ids, part.outcome)
+        part = (hoped if hope else sound)(group.ids, outcome, count)
+        if not hope:
+            books = books.kept(exp, store, trained, outcome, part, ahead)
         if len(ahead.late):  # who is late keeps what it has learned, and is not heard
             on_time = (~torch.isin(group.ids, ahead.late)).nonzero().squeeze(1)
             outcome = tree.take(outcome, on_time.to(exp.device))
@@ -243,29 +346,19 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         watch = watch.seen(part) if watched else watch
         up += alg.upload_bytes(outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers))
         sent += len(outcome.weights)
-    each = up // sent if sent else _upload_size(exp, state)
-    table = exp.timetable(state.round, present, each if alg.communicates else 0, down)
+    each = (up // sent if sent else _upload_size(exp, state)) if alg.communicates else 0
     after = state._replace(
         round=state.round + 1,
         up=state.up + (up if alg.communicates else 0),
         down=received,
-        seconds=state.seconds + table.next_,
-        gradients=state.gradients + gradients,
+        seconds=state.seconds + exp.timetable(state.round, present, each, down).next_,
+        gradients=state.gradients + books.gradients,
     )
     excluded = tuple(sorted(tally.excluded))
-    if tally.total is None and len(ahead.late) < len(drawn.ids):
-        raise DivergedError(
-            f"round {state.round + 1}: no client returned finite numbers ({names_of(excluded)}); "
-            f"{rate(exp, state.round)}"
-        )
-    if excluded and exp.guard is not None and exp.guard.release.noise:
-        raise DivergedError(
-            f"round {state.round + 1}: the work of {names_of(excluded)} is not finite; to leave it out would tell so, "
-            f"and epsilon would no longer hold; {rate(exp, state.round)}"
-        )
-    found = fits.named()
+    _refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
+    found = fits.named(exp)
     if tally.total is None:  # nobody was on time
-        return Round(after, excluded, found, tuple(did))
+        return Round(after, excluded, found, books.did)
     heard = inbox(tally, exp.federation.train.sizes, (exp.seed, state.round))
     heard = replaced(exp.aggregation, heard) if robust else heard
     if exp.guard is not None and exp.guard.weight is not None:
@@ -273,11 +366,73 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     server = alg.update(state.server, heard)
     if due and exp.bad:
         found |= _bad_weights(exp, state.server, heard, server)
-    buffers = alg.statistics(state.buffers, (tally.buffers / tally.weight).to(state.buffers.dtype))
+    buffers = alg.statistics(state.buffers, (tally.buffers / tally.weight).to(state.buffers.dtype), server)
     if watched:
         moves = watch.closed(alg.send(state.server).w)
         found |= diagnose(exp, moves, state.server, heard, server, buffers)
-    return Round(after._replace(server=server, buffers=buffers), excluded, found, tuple(did))
+    after = after._replace(server=server, buffers=buffers)
+    looks = Hoped.told(trained, part, (server, buffers), ahead) if hope else None
+    return Round(after, excluded, found, books.did, looks)
+
+
+def _refuse(exp: Experiment, round_: int, excluded: tuple[int, ...], *, unheard: bool) -> None:
+    """End a run where to leave out the clients whose work is not finite leaves nobody, or would tell who they are."""
+    if unheard:
+        raise DivergedError(
+            f"round {round_ + 1}: no client returned finite numbers ({names_of(excluded)}); {rate(exp, round_)}"
+        )
+    if excluded and exp.guard is not None and exp.guard.release.noise:
+        raise DivergedError(
+            f"round {round_ + 1}: the work of {names_of(excluded)} is not finite; to leave it out would tell so, "
+            f"and epsilon would no longer hold; {rate(exp, round_)}"
+        )
+
+
+class Hoped(NamedTuple):
+    """What is to be looked at of a round that a GPU may still be doing."""
+
+    trained: Part
+    ahead: Ahead
+    numbers: Tensor  # [2 + K] on the CPU, once ``ready``: whether all is finite, the gradients, and each one's steps
+    ready: Any  # an event
+
+    @classmethod
+    def told(cls, trained: Part, part: Sound, after: Any, ahead: Ahead) -> Hoped:
+        """Ask for it, so that it comes as soon as it is known, and not after what the GPU is given next."""
+        outcome = part.outcome
+        sums = [leaf.sum(dtype=torch.float64) for leaf in tree.leaves(after) if leaf.is_floating_point()]
+        fine = torch.stack(sums).isfinite().all() & part.fine
+        found = torch.cat([torch.stack([fine.double(), outcome.gradients.sum()]), outcome.steps.double()])
+        if found.device.type != "cuda":
+            return cls(trained, ahead, found, None)
+        numbers = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        numbers.copy_(found, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return cls(trained, ahead, numbers, ready)
+
+    def looked(self) -> tuple[float, tuple[Did, ...] | None]:
+        """Gradients, and who did what; None where not all is finite."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        fine, gradients, *steps = self.numbers.tolist()
+        did = _did(self.trained.group.ids.tolist(), [int(n) for n in steps], self.ahead)
+        return gradients, tuple(did) if fine else None
+
+
+class Books(NamedTuple):
+    """What the clients of a round did."""
+
+    did: tuple[Did, ...] = ()
+    gradients: float = 0.0
+
+    def kept(
+        self, exp: Experiment, store: ClientStore, trained: Part, outcome: Outcome, part: Sound, ahead: Ahead
+    ) -> Books:
+        """These books with one more group in them, whose clients' states are kept from now on."""
+        keep(exp, store, trained, part.ids)
+        did = _did(trained.group.ids.tolist(), outcome.steps.long().tolist(), ahead)
+        return Books((*self.did, *did), self.gradients + float(outcome.gradients.sum()))
 
 
 def _sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: int) -> Outcome:
@@ -324,16 +479,19 @@ def _bad_weights(exp: Experiment, before: Any, heard: Inbox[Any], after: Any) ->
 class Fits(NamedTuple):
     """How the clients of a round did on their own rows, just before and just after their training."""
 
+    ids: tuple[Tensor, ...] = ()
     before: tuple[Verdicts, ...] = ()
     after: tuple[Verdicts, ...] = ()
 
-    def seen(self, exp: Experiment, ids: Tensor, buffers: Tensor, outcome: Outcome) -> Fits:
-        before = judge(exp, Judged(ids, outcome.begun, buffers))
-        after = judge(exp, Judged(ids, outcome.models, outcome.buffers))
-        return Fits((*self.before, before), (*self.after, after))
+    def seen(self, exp: Experiment, part: Part) -> Fits:
+        before = judge(exp, Judged(part.ids, part.own.begun, part.buffers))
+        after = judge(exp, Judged(part.ids, part.own.models, part.own.buffers))
+        return Fits((*self.ids, part.group.ids), (*self.before, before), (*self.after, after))
 
-    def named(self) -> dict[str, float]:
-        before, after = Verdicts.cat(self.before), Verdicts.cat(self.after)
+    def named(self, exp: Experiment) -> dict[str, float]:
+        if not self.ids:
+            return {}
+        before, after = (joint(exp, torch.cat(self.ids), Verdicts.cat(x)) for x in (self.before, self.after))
         return summary("participants/pre_fit/test", before) | summary("participants/post_fit/test", after)
 
 
@@ -375,10 +533,9 @@ def specimen(exp: Experiment, state: RunState) -> Any:
     return alg.finish(alg.start(down, mine), down, mine, work)[0]
 
 
-def _did(group: Group, outcome: Outcome, ahead: Ahead) -> list[Did]:
+def _did(ids: list[int], steps: list[int], ahead: Ahead) -> list[Did]:
     late, extra = set(ahead.late.tolist()), ahead.extra or {}
-    each = zip(group.ids.tolist(), outcome.steps.long().tolist(), strict=True)
-    return [Did(client, steps, extra.get(client, 0), client in late) for client, steps in each]
+    return [Did(i, count, extra.get(i, 0), i in late) for i, count in zip(ids, steps, strict=True)]
 
 
 def groups_of(
@@ -387,7 +544,9 @@ def groups_of(
     """The groups in which the clients of a round train."""
     lr, address = exp.local.lr_at(round_, exp.rounds), Address(exp.seed, round_)
     ids, steps = present.drawn.ids, present.steps
-    for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=exp.lanes, steps=steps):
+    how: dict[str, Any] = {"lr": lr, "lanes": exp.lanes, "steps": steps, "mixed": exp.captures}
+    made = exp.made_ahead.get(round_)
+    for group in plans(exp.local, exp.federation.train, ids, address, **how) if made is None else made.groups:
         if extra is None:
             yield group
         else:
@@ -395,10 +554,124 @@ def groups_of(
             yield group._replace(work=group.work._replace(extra=epochs))
 
 
-def keep(exp: Experiment, store: ClientStore, ids: Tensor, outcome: Outcome) -> None:
-    """Let the store keep what these clients keep from round to round."""
-    if len(ids):
-        store.scatter(ids, Kept(outcome.states, outcome.buffers if exp.keeps_buffers else (), outcome.memory))
+# -- local training, shared out --------------------------------------------------------------------
+class Part(NamedTuple):
+    """A group that has trained, on this rank and on others."""
+
+    group: Group
+    outcome: Outcome  # of all of its clients; where there are other ranks, without what clients keep
+    ids: Tensor  # [k] those of them that trained here
+    buffers: Tensor  # [k, Q] the running statistics with which these began
+    own: Outcome  # [k, ...] what these did, and all that they keep
+
+
+def train_all(
+    exp: Experiment,
+    state: RunState,
+    store: ClientStore,
+    groups: Iterator[Group],
+    *,
+    watched: bool = False,
+    models: bool = False,
+) -> Iterator[Part]:
+    """Local training of one group after another, each client on one rank; ``models``: also those of other ranks.
+
+    Groups are those of one process, so that sums are made of the same numbers in the same order. As many groups as
+    there are ranks are trained before the rows of the first are exchanged: where a net is so large that a group is a
+    client or two, there is work for every rank all the same.
+    """
+    if exp.ranks.size == 1:
+        for group in groups:
+            buffers, outcome = _trained(exp, state, store, group, watched=watched)
+            exp.plan_ahead(state.round + 1)
+            yield Part(group, outcome, group.ids, buffers, outcome)
+        return
+    stays = exp.keeps_state(state)
+    while window := list(islice(groups, exp.ranks.size)):
+        whose = _shared_out(exp.ranks, window, stays=stays)
+        with exp.ranks.agreed():
+            mine = [[k for k, rank in enumerate(at) if rank == exp.ranks.rank] for at in whose]
+            shares = [
+                _trained_here(exp, state, store, group, places, watched=watched) if places else None
+                for group, places in zip(window, mine, strict=True)
+            ]
+            form = next((share for share in shares if share is not None), None)
+            if form is None:
+                # Only an outcome shows the form of one, so the shortest client trains here, too, and is not counted.
+                last = window[-1]
+                form = _trained_here(exp, state, store, last, [len(last.ids) - 1], watched=watched)
+            exp.plan_ahead(state.round + 1)
+        for group, at, share in zip(window, whose, shares, strict=True):
+            part = share or Part(group, form.outcome, *tree.take(form[2:], slice(0, 0)))
+            rows = _travelling_rows(form.own if share is None else share.own, models=models)
+            yield part._replace(outcome=exp.ranks.gathered(rows, at))
+
+
+def _shared_out(ranks: Ranks, groups: list[Group], *, stays: bool) -> list[list[int]]:
+    """The rank that trains each client of each group: where clients keep state the one that has it, otherwise so that
+    all have about as many examples to read."""
+    if stays:
+        return [ranks.owner(group.ids).tolist() for group in groups]
+    costs = []
+    for group in groups:
+        sizes = group.plan.ranges.sizes[group.ids].tolist()
+        costs += [n / e * size + n for n, e, size in zip(group.steps, group.per_epoch, sizes, strict=True)]
+    supply = iter(dealt(costs, ranks.size))
+    return [list(islice(supply, len(group.ids))) for group in groups]
+
+
+def _trained_here(
+    exp: Experiment, state: RunState, store: ClientStore, group: Group, places: list[int], *, watched: bool
+) -> Part:
+    """What these clients of a group do."""
+    some = group.pick(places)
+    longest = max(some.steps)
+    mask = some.mask[:, :longest]
+    some = some._replace(
+        rows=some.rows[:, :longest],
+        mask=mask,
+        keys=some.keys[:, :longest],
+        widths=mask.bool().any(0).sum(-1).tolist(),
+    )
+    buffers, own = _trained(exp, state, store, some, watched=watched)
+    return Part(group, own, some.ids, buffers, own)
+
+
+def _trained(
+    exp: Experiment, state: RunState, store: ClientStore, group: Group, *, watched: bool
+) -> tuple[Tensor, Outcome]:
+    """The running statistics with which these clients began, and what they did.
+
+    In a loop each is given what it needs by itself. As a row of a matrix it would lie elsewhere in memory with other
+    clients beside it, which changes the last bits of some products; so no number depends on who else trains here.
+    """
+    done, every = [], range(len(group.ids))
+    for some in [group] if exp.task.lanes or len(every) == 1 else (group.pick([k]) for k in every):
+        given = exp.given(state, store, some.ids)
+        done.append((given.buffers, train(exp.algorithm, exp.federation, some, given, watched=watched)))
+    return tree.cat(done)
+
+
+def _travelling_rows(outcome: Outcome, *, models: bool) -> Outcome:
+    """What other ranks are given of an outcome: what clients keep stays, but for a mark where it is not finite."""
+    return marked(outcome)._replace(begun=(), models=outcome.models if models else ())
+
+
+def marked(outcome: Outcome) -> Outcome:
+    """An outcome with, instead of all that clients keep, a number for each that is as finite as what it keeps."""
+    count, device = len(outcome.weights), outcome.weights.device
+    fine = tree.finite_rows((outcome.states, outcome.memory), count).to(device)
+    return outcome._replace(states=torch.zeros(count, device=device).masked_fill(~fine, math.nan), memory=())
+
+
+def keep(exp: Experiment, store: ClientStore, part: Part, ids: Tensor) -> None:
+    """Let the store keep what those of these clients that trained here keep from round to round."""
+    rows = torch.isin(part.ids, ids).nonzero().squeeze(1)
+    if len(rows):
+        own = part.own
+        kept = Kept(own.states, own.buffers if exp.keeps_buffers else (), own.memory)
+        kept = kept if len(rows) == len(part.ids) else tree.take(kept, rows.to(exp.device))
+        store.scatter(part.ids[rows], kept)
 
 
 def rate(exp: Experiment, round_: int) -> str:

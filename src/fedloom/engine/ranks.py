@@ -1,0 +1,257 @@
+"""Ranks: processes that share out the work of a run, on one machine or on many.
+
+Every rank prepares the same experiment and runs the same loop. What is shared out is local training and evaluation:
+each rank does a part, and hands its rows to all others, so that what follows (the sums, the server's update, the
+metrics) is computed by every rank from the same numbers in the same order, and comes out the same to the bit.
+
+Ranks meet in few ways, all of them here. Each is a call that every rank makes at the same place of the loop::
+
+    gathered   rows of which each rank has some, put in one order          what clients did
+    merged     numbers of which each rank has some, zeros elsewhere        answers, verdicts
+    collected  rows of which rank 0 needs all                              clients' states, for a checkpoint
+    told       what rank 0 says        anybody   whether one of them says yes        agreed   one fails, all fail
+
+``ALONE`` is one process by itself: none of this does anything then, or costs anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedloom import tree
+from fedloom.errors import ConfigError, Fault, FedloomError, LostRankError
+
+T = TypeVar("T")
+
+TIMEOUT = "FEDLOOM_TIMEOUT"  # seconds for which a rank waits for another
+_PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; who dies is noticed at once
+
+
+class RankError(FedloomError):
+    """What went wrong on another rank, in its words."""
+
+    def __init__(self, rank: int, words: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank}: {words}")
+        self.exit_code = exit_code
+
+
+class Ranks(NamedTuple):
+    """Which of how many processes this is."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that prints and writes."""
+        return self.rank == 0
+
+    def owner(self, clients: Tensor) -> Tensor:
+        """The rank that keeps the state of each of these clients.  ``[K]``"""
+        return clients % self.size
+
+    def own(self, clients: Tensor) -> Tensor:
+        """Those of these clients that this rank keeps."""
+        return clients if self.size == 1 else clients[self.owner(clients) == self.rank]
+
+    def gathered(self, rows: T, whose: Sequence[int]) -> T:
+        """The rows of all ranks in one order: place k is the next row of rank ``whose[k]``.
+
+        A rank without rows brings some all the same, of which only the form counts.
+        """
+        if self.size == 1:
+            return rows
+        counts = [whose.count(rank) for rank in range(self.size)]
+        most = max(counts)
+        block = _packed(rows, counts[self.rank], most)
+        whole = torch.empty(self.size * most, block.shape[1], dtype=torch.uint8, device=block.device)
+        with _reaching():
+            dist.all_gather(list(torch.split(whole, most)), block)
+        seen, places = [0] * self.size, []
+        for rank in whose:
+            places.append(rank * most + seen[rank])
+            seen[rank] += 1
+        return _unpacked(whole, torch.tensor(places, device=whole.device), rows)
+
+    def merged(self, values: Tensor) -> Tensor:
+        """The sum over ranks, each of which has zeros where another has a number: exact in any order."""
+        if self.size == 1:
+            return values
+        total = values.clone(memory_format=torch.contiguous_format)
+        with _reaching():
+            dist.all_reduce(total)
+        return total
+
+    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These stacked tensors of all ranks, one rank's rows after another's, at rank 0; elsewhere nothing."""
+        if self.size == 1:
+            return tensors
+        forms: list[Any] = [None] * self.size
+        with _reaching():
+            dist.all_gather_object(forms, {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()})
+            if not self.leads:
+                for x in tensors.values():
+                    dist.send(x.contiguous(), 0)
+                return {}
+            parts: dict[str, list[Tensor]] = {name: [x] for name, x in tensors.items()}
+            for rank in range(1, self.size):
+                for name, (shape, dtype) in forms[rank].items():
+                    x = torch.empty(shape, dtype=dtype)
+                    dist.recv(x, rank)
+                    parts.setdefault(name, []).append(x)
+        return {name: torch.cat(some) for name, some in parts.items()}
+
+    def told(self, value: T) -> T:
+        """What rank 0 has, on every rank; for small things."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with _reaching():
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def anybody(self, yes: bool = False) -> bool:
+        """Whether one of the ranks says yes; all of them know when all have come here."""
+        if self.size == 1:
+            return yes
+        flag = torch.tensor(int(yes))
+        with _reaching():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What fails on one rank fails on all, so that none of them waits for one that will not come."""
+        if self.size == 1:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except LostRankError:  # there is nobody left to agree with
+            raise
+        except Exception as error:
+            failure = error
+        if self.anybody(failure is not None):
+            words: list[Any] = [None] * self.size
+            with _reaching():
+                dist.all_gather_object(words, None if failure is None else _in_words(failure))
+            if failure is not None:
+                raise failure
+            rank = next(rank for rank, said in enumerate(words) if said is not None)
+            raise RankError(rank, *words[rank])
+
+
+ALONE = Ranks()
+
+
+def joined(world: Mapping[str, str] = os.environ) -> Ranks:
+    """This process among those that torchrun started, or by itself where it was started alone."""
+    if not is_rank(world):
+        return ALONE
+    if not dist.is_initialized():
+        where = f"{world.get('MASTER_ADDR', '?')}:{world.get('MASTER_PORT', '?')}"
+        # Also beside GPUs, small things go by gloo: it notices at once that a rank is gone.
+        way = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        try:
+            dist.init_process_group(way, timeout=timedelta(seconds=_patience()))
+        except (RuntimeError, ValueError) as error:
+            raise LostRankError(f"the ranks could not meet at {where} ({_first(error)})") from error
+        atexit.register(_left)
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def take_device(device: torch.device, world: Mapping[str, str] = os.environ) -> None:
+    """Let ``cuda`` mean this rank's own GPU."""
+    if device.type != "cuda" or not is_rank(world):
+        return
+    if ":" in str(device):
+        what = f"names one GPU, and every rank takes its own (got '{device}')"
+        raise ConfigError([Fault("engine.device", what, "use cuda or auto")])
+    local, here = int(world.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= here:
+        what = f"there is no GPU for rank {local} of this machine, which has {here}"
+        raise ConfigError([Fault("--ranks", what, f"start {here} on this machine, or set engine.device=cpu")])
+    torch.cuda.set_device(local)
+
+
+def is_rank(world: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several that torchrun, or ``--ranks``, started."""
+    return "RANK" in world and world.get("WORLD_SIZE", "1") != "1"
+
+
+def dealt(costs: Sequence[float], size: int) -> list[int]:
+    """Which of ``size`` ranks each piece of work goes to: the longest first, each to who has least so far."""
+    loads, ranks = [0.0] * size, [0] * len(costs)
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        ranks[k] = min(range(size), key=lambda rank: loads[rank])
+        loads[ranks[k]] += costs[k]
+    return ranks
+
+
+def _packed(rows: Any, count: int, most: int) -> Tensor:
+    """The first ``count`` rows of a stacked tree as bytes, a row of bytes for each, in ``most`` rows."""
+    flat = [x[:count].reshape(count, math.prod(x.shape[1:])).contiguous() for x in tree.leaves(rows)]
+    bytes_ = torch.cat([x.view(torch.uint8) for x in flat], 1)
+    block = bytes_.new_zeros(most, bytes_.shape[1])
+    block[:count] = bytes_
+    return block
+
+
+def _unpacked(block: Tensor, places: Tensor, like: T) -> T:
+    """These rows of bytes as a stacked tree again."""
+    found, at = [], 0
+    for x in tree.leaves(like):
+        wide = math.prod(x.shape[1:]) * x.element_size()
+        flat = block[:, at : at + wide].index_select(0, places).flatten()
+        found.append(flat.view(x.dtype).view(len(places), *x.shape[1:]))
+        at += wide
+    return tree.unflatten(like, found)
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    if isinstance(error, FedloomError):
+        return str(error), error.exit_code
+    return f"{type(error).__name__}: {_first(error)}", 1
+
+
+def _first(error: Exception) -> str:
+    """What an error says first: where in a library it was raised, and what it advises, is for who reads its code."""
+    words = re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [""])[0])
+    return words.partition(". ")[0] or type(error).__name__
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Whatever goes wrong while ranks meet: one of them is not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"another rank has ended, or cannot be reached ({_first(error)})") from error
+
+
+def _patience() -> float:
+    given = os.environ.get(TIMEOUT, "")
+    try:
+        seconds = float(given or _PATIENCE)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e7:
+        raise ConfigError([Fault(TIMEOUT, f"should be a number of seconds above 0 (got '{given}')")])
+    return seconds
+
+
+def _left() -> None:
+    with suppress(RuntimeError, AssertionError):
+        dist.destroy_process_group()

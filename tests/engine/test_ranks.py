@@ -1,0 +1,171 @@
+"""However many ranks share out the clients, the result is that of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import crew
+import pytest
+import torch
+
+from fedloom.config import algorithms
+from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
+from fedloom.errors import ConfigError
+from fedloom.launch import count, without_ranks
+
+KINDS = algorithms(own=False)
+LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
+IMAGES = {"shape": (1, 6, 6), "model": {"kind": "crew:Normed"}}
+AUC = ["micro_logits", "micro_softmax", "macro_present"]
+
+
+def job(algorithm: Any = "fedavg", **settings: Any) -> crew.Job:
+    """A small experiment with very unequal clients."""
+    cls = KINDS[algorithm if isinstance(algorithm, str) else algorithm["kind"]]
+    table: crew.Job = {
+        "algorithm": algorithm,
+        "rounds": 2,
+        "seed": 1,
+        "model": {"kind": "mlp", "widths": [6]},
+        "partition": {"kind": "natural", "holdout": 0.2},
+        "local": {"lr": 0.05, "batch": 4, "epochs": 1} | ({} if cls.plain_sgd else {"momentum": 0.5}),
+        "engine": LOOP,
+    }
+    if cls.family != "gossip":
+        table["cohort"] = {"size": 5}
+    return table | settings
+
+
+MEASURED = {"participants": True, "train": True, "auc": AUC, "clients": 5, "diagnostics": ["updates", "gamma"]}
+FEATURES: dict[str, crew.Job] = {
+    "one client a round": job(cohort={"size": 1}),
+    "batches of one": job(model={"kind": "mlp", "widths": [51, 27]}, local={"lr": 0.05, "batch": 1}),
+    "fitted one by one": job("perfedavg", model={"kind": "mlp", "widths": [51, 27]}, local={"lr": 0.05, "batch": 1}),
+    "groups of one": job(engine={**LOOP, "lanes": 1}),
+    "groups of two that keep state": job("scaffold", engine={**LOOP, "lanes": 2}, cohort={"sampling": "all"}),
+    "memory that is kept": job(local={"lr": 0.05, "batch": 4, "momentum": 0.9, "state": "persist"}),
+    "everything measured": job("fedprox", evaluate=MEASURED),
+    "everything measured of personal models": job("ditto", evaluate={**MEASURED, "diagnostics": []}),
+    "averaged statistics": job(**IMAGES, evaluate={"participants": True}),
+    "local statistics": job(**IMAGES | {"model": {"kind": "crew:Normed", "buffers": "local"}}),
+    "draws with replacement": job(
+        {"kind": "fedavg", "weighting": "uniform"}, cohort={"size": 6, "sampling": "proportional"}
+    ),
+    "late clients": job("scaffold", system={"deadline": 0.02, "speed": 1000}),
+    "bad clients and a robust rule": job(
+        corruption={"kind": "model_sign_flip", "share": 0.3}, aggregation={"rule": "median"}
+    ),
+    "privacy": job({"kind": "fedavg", "weighting": "uniform"}, privacy={"clip": 0.5, "noise": 0.5}),
+    "a network": job("dfedavgm", topology={"kind": "ring"}, evaluate={"participants": True, "nodes": 3}),
+    "a network that fails": job("dfedavg", topology={"kind": "ring", "node_loss": 0.3, "mixing": "push_sum"}),
+    "nodes that keep memory": job("dfedavg", local={"lr": 0.05, "batch": 4, "momentum": 0.9, "state": "persist"}),
+    "models of everybody": job("local_only", written=True),
+    "disk without states": job(engine={**LOOP, "store": "disk"}),
+}
+FAILURES: dict[str, tuple[crew.Job, str]] = {
+    "states on disk": (job("ditto", engine={**LOOP, "store": "disk"}), "set engine.store=ram"),
+    "a batch that one client cannot normalise": (
+        job(**IMAGES | {"shape": (1, 3, 3)}, local={"lr": 0.05, "batch": 5}),
+        "which BatchNorm cannot normalise",
+    ),
+    "divergence": (job(local={"lr": 1e30, "batch": 4, "epochs": 3}), "try local.lr="),
+}
+
+
+def alone(jobs: dict[str, crew.Job], folder: Path) -> Any:
+    """What one process makes of these experiments."""
+    return json.loads(json.dumps({name: crew.done(one, folder / name) for name, one in jobs.items()}))
+
+
+# -- the law ---------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_two_ranks_are_one_process_to_the_bit(tmp_path: Path) -> None:
+    """Every algorithm in a loop; and what fails on one rank fails on both."""
+    jobs = {kind: job(kind) for kind in KINDS} | {name: failing for name, (failing, _) in FAILURES.items()}
+    crews = crew.together(2, jobs, tmp_path / "crew")
+    same({kind: jobs[kind] for kind in KINDS}, tmp_path, crews)
+    for name, (_, words) in FAILURES.items():
+        said = [got[name]["error"] for got in crews]
+        assert all(words in text for text in said), said
+
+
+@pytest.mark.slow
+def test_three_ranks_are_one_process(tmp_path: Path) -> None:
+    """To the bit in a loop, whatever is measured and kept; in lanes up to rounding, since they are fewer."""
+    lanes = {f"{kind} in lanes": job(kind, engine=LANES) for kind in KINDS}
+    crews = crew.together(3, FEATURES | lanes, tmp_path / "crew")
+    same(FEATURES, tmp_path, crews)
+    assert "personal.safetensors" in crews[0]["models of everybody"]["files"]
+    want = alone(lanes, tmp_path / "lanes")
+    for name in lanes:
+        assert crews[1][name] == crews[0][name] == crews[2][name], name
+        for got, line in zip(crews[0][name]["records"], want[name]["records"], strict=True):
+            assert got == pytest.approx(line, rel=1e-6, abs=1e-6), name
+
+
+def same(jobs: dict[str, crew.Job], folder: Path, crews: list[dict[str, crew.Job]]) -> None:
+    """Every rank has the numbers of one process, and rank 0 has written the same bytes."""
+    want = alone(jobs, folder / "alone")
+    for name in jobs:
+        assert "error" not in want[name], name
+        for rank, got in enumerate(crews):
+            assert got[name] == want[name] | ({"files": {}} if rank else {}), (name, rank)
+
+
+# -- small parts -----------------------------------------------------------------------------------
+def test_one_process_meets_nobody() -> None:
+    assert joined({}) == ALONE == Ranks(0, 1)
+    assert joined({"WORLD_SIZE": "1", "RANK": "0"}) == ALONE
+    assert is_rank({"WORLD_SIZE": "2", "RANK": "1"})
+    rows = (torch.arange(3.0), ())
+    assert ALONE.gathered(rows, [0, 0, 0]) is rows
+    assert ALONE.merged(rows[0]) is rows[0]
+    assert ALONE.own(rows[0]) is rows[0]
+    assert ALONE.told("x") == "x"
+    assert ALONE.anybody(True)
+    assert not ALONE.anybody(False)
+    with pytest.raises(ValueError, match="here"), ALONE.agreed():
+        raise ValueError("here")
+
+
+def test_the_longest_work_goes_first_to_who_has_least() -> None:
+    assert dealt([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    assert dealt([1, 1, 9], 2) == [1, 1, 0]
+    assert dealt([2, 2, 2], 5) == [0, 1, 2]
+    assert dealt([], 3) == []
+
+
+def test_every_client_has_one_owner() -> None:
+    ids = torch.arange(10)
+    owned = torch.cat([Ranks(rank, 3).own(ids) for rank in range(3)])
+    assert sorted(owned.tolist()) == ids.tolist()
+
+
+def test_a_rank_takes_its_own_gpu_or_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    take_device(torch.device("cpu"), there)
+    with pytest.raises(ConfigError, match="start 2 on this machine"):
+        take_device(torch.device("cuda"), there)
+    with pytest.raises(ConfigError, match="use cuda or auto"):
+        take_device(torch.device("cuda:1"), there)
+
+
+def test_how_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("fedloom.launch.cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert count("3", cpu) == 3
+    assert count("auto", cpu) == 8
+    assert count("auto", cpu, cohort=5) == 5
+    assert count("auto", torch.device("cuda")) == 4
+    for wrong in ("0", "-1", "two", "1.5", ""):
+        with pytest.raises(ConfigError, match="--ranks"):
+            count(wrong, cpu)
+
+
+def test_ranks_are_started_with_the_same_words_but_for_their_number() -> None:
+    assert without_ranks(["run", "--ranks", "2", "a.toml", "seed=1"]) == ["run", "a.toml", "seed=1"]
+    assert without_ranks(["resume", "x", "--ranks=auto", "--json"]) == ["resume", "x", "--json"]

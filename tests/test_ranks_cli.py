@@ -1,0 +1,133 @@
+"""Several ranks from the command line: they print as one, end as one, and may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from terminal import environment, fedloom, started
+
+WORDS = ("partition.clients=8", "cohort.size=4", "engine.executor=loop", "checkpoint.every=2", "algorithm.kind=ditto")
+MANY = (*WORDS, "rounds=400")
+
+
+def result(run: Path) -> dict[str, bytes]:
+    return {name: (run / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors", "config.toml")}
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The process of each rank that this one has started."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        world = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)
+        found[int(world.get("RANK", -1))] = int(pid)
+    return found
+
+
+def wait_for(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until the run has written so many evaluations."""
+    limit = time.perf_counter() + 60
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.perf_counter() < limit
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The result of one process that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert fedloom("run", *WORDS, "rounds=24", "--out", "run", cwd=folder).code == 0
+    return result(folder / "run")
+
+
+def cut_short(run: Path) -> None:
+    """Let a run that was to be long end after 24 rounds, so that it can be compared."""
+    path = run / "config.toml"
+    path.write_text(path.read_text().replace("rounds = 400", "rounds = 24"))
+
+
+@pytest.mark.slow
+def test_two_ranks_print_and_write_as_one(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    done = fedloom("run", *WORDS, "rounds=24", "--out", "run", "--json", "--ranks", "2", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.count("\n") == 1
+    assert done.json["rounds"] == 24
+    assert done.err.count("fedloom 0.") == 1
+    assert "2 ranks" in done.err
+    assert result(tmp_path / "run") == whole
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "words"), [(1, "another rank has ended"), (0, "rank 0 of 2 was ended by signal 9")])
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_with_another_number(
+    tmp_path: Path, whole: dict[str, bytes], victim: int, words: str
+) -> None:
+    process = started("run", *MANY, "--out", "run", "--ranks", "2", cwd=tmp_path)
+    run = tmp_path / "run"
+    wait_for(run, 6, process)
+    ranks = ranks_of(process)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[victim], signal.SIGKILL)
+    began = time.perf_counter()
+    _, err = process.communicate(timeout=60)
+    assert time.perf_counter() - began < 15
+    assert process.returncode == 5
+    assert err.count("error:") == 1
+    assert words in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    cut_short(run)
+    more = () if victim else ("--ranks", "3")
+    assert fedloom("resume", "run", *more, cwd=tmp_path).code == 0
+    assert result(run) == whole
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_the_round_on_all_ranks(tmp_path: Path) -> None:
+    process = started("run", *MANY, "--out", "run", "--ranks", "2", cwd=tmp_path)
+    wait_for(tmp_path / "run", 4, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.count("finishing this round") == 1
+    assert "go on with: fedloom resume run" in out
+    done = (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n") - 1
+    assert f"{done:08d}" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_too(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedloom"]
+    words = ["run", *WORDS, "rounds=24", "--out", "run"]
+    extra = {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fedloom 0.") == 1
+    assert result(tmp_path / "run") == whole
+
+
+def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
+    done = fedloom("run", *WORDS, "--ranks", "two", cwd=tmp_path)
+    assert (done.code, done.err.count("--ranks")) == (2, 1)
+    assert not list(tmp_path.iterdir())
+    rank = {"RANK": "1", "WORLD_SIZE": "2"}
+    done = fedloom("compare", "fedavg", "fedopt", cwd=tmp_path, env={**rank, "RANK": "0"})
+    assert done.code == 2
+    assert "without torchrun" in done.err
