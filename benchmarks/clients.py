@@ -2,8 +2,8 @@
 
     python -m benchmarks.clients [--largest 1000000]
 
-Synthetic data, ten examples for each client, logistic regression, cohorts of 1,000; FedAvg, which keeps
-nothing for a client, and local training, which keeps a model for each in the store on disk. Each size
+Synthetic data, ten examples for each client, logistic regression, cohorts of 1,000 and 10,000; FedAvg, which
+keeps nothing for a client, and local training, which keeps a model for each in the store on disk. Each size
 runs in a process of its own, so that its peak memory is its own.
 """
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ import numpy as np
 
 from benchmarks.machine import write
 
-COHORT, EXAMPLES, ROUNDS = 1000, 10, 10
+COHORTS, EXAMPLES, ROUNDS = (1_000, 10_000), 10, 10
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 
-def one(clients: int, algorithm: str) -> dict[str, Any]:
+def one(clients: int, cohort: int, algorithm: str) -> dict[str, Any]:
     """Ten rounds of one size, in this process."""
     from fedloom.config import parse
     from fedloom.data.arrays import Arrays
@@ -45,7 +46,7 @@ def one(clients: int, algorithm: str) -> dict[str, Any]:
         "rounds": ROUNDS,
         "partition": {"kind": "natural", "holdout": 0.1},
         "model": {"kind": "logistic"},
-        "cohort": {"size": COHORT},
+        "cohort": {"size": cohort},
         "algorithm": algorithm,
     }
     exp = prepare(parse(table), Path(), arrays).experiment
@@ -60,10 +61,11 @@ def one(clients: int, algorithm: str) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "clients": exp.federation.clients,
+        "cohort": cohort,
         "algorithm": algorithm,
         "start_up_seconds": round(ready, 2),
         "rounds_per_second": round(1 / seconds, 2),
-        "clients_per_second": round(COHORT / seconds),
+        "clients_per_second": round(cohort / seconds),
         "peak_memory_mb": round(peak / 1e6),
         "data_mb": round(data_bytes / 1e6),
     }
@@ -72,15 +74,18 @@ def one(clients: int, algorithm: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=SIZES[-1])
-    parser.add_argument("--one", nargs=2, metavar=("CLIENTS", "ALGORITHM"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, metavar=("CLIENTS", "COHORT", "ALGORITHM"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one(int(options.one[0]), options.one[1])))
+        clients, cohort, algorithm = options.one
+        print(json.dumps(one(int(clients), int(cohort), algorithm)))
         return
     results = []
-    for clients in (size for size in SIZES if size <= options.largest):
+    for clients, cohort in product(SIZES, COHORTS):
+        if not cohort <= clients <= options.largest:
+            continue
         for algorithm in ("fedavg", "local_only"):
-            command = [sys.executable, "-m", "benchmarks.clients", "--one", str(clients), algorithm]
+            command = [sys.executable, "-m", "benchmarks.clients", "--one", str(clients), str(cohort), algorithm]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             results.append(json.loads(done.stdout.strip().splitlines()[-1]))
             print(results[-1], flush=True)

@@ -1,8 +1,8 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
 tree rng errors · schema  <-  task optim metrics analytic  <-  algorithm law distill sharpness
-  <-  algorithms  models  data  <-  engine  <-  record config waiting
-  <-  experiment history  <-  api  <-  compare laws report  <-  cli
+  <-  algorithms  models  data  <-  engine  <-  record config waiting launch
+  <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report.curves", "report.partition", "report.compare", "report.topology"),  # drawings of what they are handed
     ("report.grid",),
     ("engine",),
-    ("record", "config", "waiting"),
+    ("record", "config", "waiting", "launch"),
     ("experiment", "history"),
-    ("api",),
+    ("api", "budget"),
     ("deploy", "compare", "laws", "report.catalogue", "report.health", "report"),
     ("cli",),
     ("__main__", "__init__"),
@@ -48,7 +48,7 @@ PURE = (
     "algorithms",
     "models",
 )
-PURE_ENGINE = ("plan", "local", "exchange", "topology", "gossip", "evaluate", "run", "clock", "diagnose")
+PURE_ENGINE = ("plan", "local", "exchange", "topology", "gossip", "evaluate", "run", "clock", "diagnose", "forecast")
 OUTSIDE = {"os", "sys", "io", "pathlib", "shutil", "tempfile", "json", "logging", "subprocess", "time", "random"}
 
 

@@ -142,6 +142,12 @@ def test_tutorial(folder: Path) -> None:
     assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in verdict
 
 
+@pytest.mark.slow
+def test_networks(folder: Path) -> None:
+    done = execute((ROOT / "docs/networks.md").read_text(encoding="utf-8"))
+    assert "psi" in printed(done, "fedloom describe topology torus")
+
+
 def test_a_command_that_fails_is_noticed(folder: Path) -> None:
     with pytest.raises(AssertionError, match="ended with 2"):
         execute("```console\n$ fedloom describe nothing_of_the_kind\n```\n")

@@ -288,3 +288,24 @@ def test_the_callers_module_is_left_alone() -> None:
 def test_a_net_that_is_one_dropout_still_works() -> None:
     task = Task(nn.Dropout(0.5))
     assert isinstance(task._train, KeyedDropout)
+
+
+# -- precision -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("lanes", [False, True], ids=["loop", "lanes"])
+@pytest.mark.parametrize("name", ["logistic", "mlp", "conv"])
+def test_sixteen_bits_are_in_the_net_and_nowhere_else(name: str, lanes: bool) -> None:
+    """The gradient is float32, near the exact one, and not it; the model that is judged is computed exactly."""
+    exact = Task(NETS[name]())
+    short = exact.to(torch.device("cpu"), lanes=lanes, precision="bf16")
+    b = batch()
+    want, found = exact.grad(exact.w0, b), short.grad(short.w0, b)
+    assert found.dtype == short.loss(short.w0, b).dtype == torch.float32
+    assert not torch.equal(want, found)
+    assert float((want - found).norm() / want.norm()) < 0.1
+    assert torch.equal(exact.apply(exact.w0, b.x, b.buffers), short.apply(short.w0, b.x, b.buffers))
+
+
+def test_tf32_is_exact_where_there_is_none() -> None:
+    exact = Task(NETS["conv"]())
+    short = exact.to(torch.device("cpu"), lanes=False, precision="tf32")
+    assert torch.equal(exact.grad(exact.w0, batch()), short.grad(short.w0, batch()))

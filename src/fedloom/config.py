@@ -40,6 +40,7 @@ from fedloom.optim import Local
 from fedloom.privacy import Privacy
 from fedloom.robust import Aggregation
 from fedloom.schema import Spec, defined_in, kinds, load, load_module, modules, read
+from fedloom.task import Precision
 
 USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
 
@@ -58,8 +59,18 @@ class Engine(Spec):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
     lanes: PositiveInt | None = Field(None, description="most clients side by side; unset: by the net's size")
-    store: Literal["ram", "disk"] = Field("ram", description="where clients' states are kept")
+    store: Literal["ram", "disk"] = Field("ram", description="where clients' states and nodes' models are kept")
     threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
+    precision: Precision = Field(
+        "tf32",
+        description="of local training: fp32; tf32, float32 with short products on a GPU that has them; "
+        "or bf16, 16 bits in the net and float32 parameters",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on a GPU, whether steps are compiled and recorded (on) or run as they are (off); "
+        "auto: as much of it as the length of the run pays for",
+    )
 
 
 class Checkpoints(Spec):
@@ -224,9 +235,12 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     chosen: dict[str, Any] = {}
     names: dict[str, str] = {}
     for section in _KEYS:
-        if section == "topology" and section not in table:
-            continue
-        names[section], chosen[section], wrong = _chosen(section, table.get(section, {}))
+        given, algorithm = table.get(section, {}), chosen.get("algorithm")
+        if section == "topology":
+            if section not in table and (algorithm is None or algorithm.family != "gossip"):
+                continue
+            given = _suggested(given, algorithm)
+        names[section], chosen[section], wrong = _chosen(section, given)
         faults += wrong
     if chosen.get("algorithm") is not None and chosen.get("model") is not None:
         own = chosen["algorithm"].defaults().get("model", {})
@@ -243,8 +257,6 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     faults += _contradictions(table, chosen)
     if faults:
         raise ConfigError(faults)
-    if chosen["algorithm"].family == "gossip" and "topology" not in chosen:
-        names["topology"], chosen["topology"], _ = _chosen("topology", {})
     assert basics is not None
     chosen.setdefault("topology", None)
     notes = [*notes, *chosen["algorithm"].doubts(chosen["local"].lr), *_changes_of_privacy(chosen)]
@@ -253,7 +265,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
 
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
     """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
-    changed = chosen["privacy"].on and chosen["algorithm"].weighs_examples
+    changed = chosen["privacy"].clip is not None and chosen["algorithm"].weighs_examples
     return ["every client counts alike, since weights would tell how much data it has"] if changed else []
 
 
@@ -313,6 +325,20 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
     return {**own, **given}
 
 
+def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
+    """The network with what the algorithm's own definition says of it, where the user said nothing of it."""
+    own = dict(algorithm.defaults().get("topology", {})) if algorithm is not None else {}
+    table = {"kind": given} if isinstance(given, str) else given
+    if not own or not isinstance(table, Mapping):
+        return given
+    kind = table.get("kind", own.pop("kind", _DEFAULTS["topology"]))
+    try:
+        known = _CHOOSE["topology"](str(kind), "topology.kind").model_fields
+    except ConfigError:
+        return given
+    return {"kind": kind, **{k: v for k, v in own.items() if k in known}, **table}
+
+
 def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
     """Settings that are each valid and cannot hold together."""
     local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
@@ -342,7 +368,7 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         if evaluate is not None and evaluate.diagnostics and not (alg.communicates and alg.common):
             what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"
             faults.append(Fault("evaluate.diagnostics", f"{what} (got {list(evaluate.diagnostics)})", "leave them out"))
-        faults += _against_trust(alg, cohort, chosen)
+        faults += _against_trust(alg, cohort, chosen) + _against_the_network(alg, chosen.get("topology"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
         if (
@@ -362,6 +388,25 @@ def _against_trust(alg: Any, cohort: Any, chosen: Mapping[str, Any]) -> list[Fau
     faults += robust.conflicts(rule, alg, cohort.sampling) if rule is not None else []
     if private is not None and rule is not None and chosen.get("system") is not None:
         faults += privacy.conflicts(private, alg, cohort.sampling, chosen["system"], rule.rule)
+    return faults
+
+
+def _against_the_network(alg: Any, topology: Any) -> list[Fault]:
+    """Networks for which the algorithm's messages are not made."""
+    if topology is None:
+        return []
+    faults, name = [], type(alg).__name__
+    if alg.sends_once and topology.gossip_steps > 1:
+        what = f"what {name} sends here cannot be passed on in the same round (got {topology.gossip_steps})"
+        faults.append(Fault("topology.gossip_steps", what, "leave it at 1"))
+    if alg.sends_once and topology.mixing == "push_sum":
+        what = f"push_sum changes models on their way, and what {name} sends here is none"
+        faults.append(Fault("topology.mixing", what, "leave it at average"))
+    if alg.remembers_neighbours and (topology.redrawn or topology.fails):
+        how = "has links that fail" if topology.fails else "is not the same in every round"
+        why = f"{name} keeps copies of what each neighbour has sent so far, but this network {how}"
+        fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
+        faults.append(Fault("topology", why, fix))
     return faults
 
 

@@ -30,7 +30,7 @@ from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Full
 from fedloom.models.net import Net
 from fedloom.optim import Local
-from fedloom.task import Batch, Task
+from fedloom.task import Batch, Capture, Task
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
 _TOLERANCE = 1e-5
@@ -43,6 +43,11 @@ class BrokenLawError(Exception):
 def batched_is_alone(cls: type[AnyAlgorithm]) -> None:
     """Clients trained side by side do what each does alone."""
     _agree(_after(_world(cls, executor="lanes"), 3), _after(_world(cls, executor="loop"), 3), "lanes and loop")
+
+
+def replayed_is_alone(cls: type[AnyAlgorithm]) -> None:
+    """Clients whose steps are packed onto a few lanes and replayed, as on a GPU, do what each does alone."""
+    _agree(_after(_world(cls, capture="graph"), 3), _after(_world(cls, executor="loop"), 3), "replayed steps and loop")
 
 
 def lane_count_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
@@ -144,6 +149,7 @@ def training_changes_something(cls: type[AnyAlgorithm]) -> None:
 
 LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     batched_is_alone,
+    replayed_is_alone,
     lane_count_is_irrelevant,
     client_order_is_irrelevant,
     resumed_is_never_crashed,
@@ -173,7 +179,12 @@ def title(law: Callable[[type[AnyAlgorithm]], None]) -> str:
 
 # -- a small world -------------------------------------------------------------------------------
 def _world(
-    cls: type[AnyAlgorithm], *, executor: Executor = "lanes", lanes: int = 6, settings: dict[str, Any] | None = None
+    cls: type[AnyAlgorithm],
+    *,
+    executor: Executor = "lanes",
+    capture: Capture = "eager",
+    lanes: int = 6,
+    settings: dict[str, Any] | None = None,
 ) -> Experiment:
     """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
     rng = np.random.default_rng(5)
@@ -188,7 +199,7 @@ def _world(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         net = Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), 6, 3)
-    task = Task(net, lanes=executor == "lanes")
+    task = Task(net).to(device, lanes=executor == "lanes", capture=capture)
     local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(_SIZES), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any

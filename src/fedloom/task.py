@@ -20,6 +20,11 @@ X = TypeVar("X")
 # All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
 # gradient then takes no part in its backward pass.
 Weights: TypeAlias = Tensor | tuple[Tensor, ...]
+# How exact the arithmetic of local training is: tf32 is float32 with short products, where the device has them;
+# bf16 computes the net in 16 bits, while parameters, gradients and updates stay float32.
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
+# Whether steps in lanes run as they are, are replayed as a CUDA graph, or are compiled first.
+Capture: TypeAlias = Literal["eager", "graph", "compiled"]
 
 
 class Batch(NamedTuple):
@@ -63,6 +68,8 @@ class Task:
         net = _with_keyed_dropout(copy.deepcopy(net))
         _refuse_hidden_state(net)
         self.lanes, self._shape = lanes, shape
+        self.precision: Precision = "fp32"
+        self.capture: Capture = "eager"
         self._shares: dict[int, float] = {}
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -92,10 +99,12 @@ class Task:
     def has_convolutions(self) -> bool:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self._train.modules())
 
-    def to(self, device: torch.device, *, lanes: bool) -> Task:
+    def to(
+        self, device: torch.device, *, lanes: bool, precision: Precision = "fp32", capture: Capture = "eager"
+    ) -> Task:
         """The same task on another device, for another kind of caller."""
         other = copy.copy(self)
-        other.lanes = lanes
+        other.lanes, other.precision, other.capture = lanes, precision, capture
         other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
         return other
@@ -125,8 +134,8 @@ class Task:
             what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
             raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
         inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
-        out: Tensor = functional_call(body, inside, (batch.x,))
-        return out.flatten(1)
+        out: Tensor = functional_call(body, inside, (self._short(batch.x),))
+        return self._full(out.flatten(1))
 
     def features(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
         """What the net's ``body``, which need not have parameters, makes of ``x`` in evaluation mode.  ``[B, d]``"""
@@ -238,8 +247,8 @@ class Task:
 
     def _forward(self, w: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
         held = self._held(w, batch)
-        logits: Tensor = functional_call(self._train, held, (batch.x,))
-        return logits, _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
+        logits: Tensor = functional_call(self._train, held, (self._short(batch.x),))
+        return self._full(logits), _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
 
     def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
         """All that the net holds during one forward pass."""
@@ -247,7 +256,14 @@ class Task:
         buffers = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
         counters = {n: self._train.get_buffer(n).clone() for n in self._counters}
         keys = {_key(n): batch.key for n in self._dropouts}
-        return {**self._unflat(w), **buffers, **counters, **keys}
+        return {**self._unflat(tree.tmap(self._short, w)), **buffers, **counters, **keys}
+
+    def _short(self, x: Tensor) -> Tensor:
+        """What the net computes with: 16 bits of it where that is precise enough."""
+        return x.bfloat16() if self.precision == "bf16" else x
+
+    def _full(self, x: Tensor) -> Tensor:
+        return x.float() if self.precision == "bf16" else x
 
     def _unflat(self, w: Weights) -> dict[str, Tensor]:
         if isinstance(w, tuple):

@@ -63,6 +63,17 @@ def take(tree: T, rows: Any) -> T:
     return tmap(lambda x: x[rows], tree)
 
 
+def moved(tree: T, device: torch.device) -> T:
+    """The tree on a device; a GPU fetches it when it has time, and nobody waits for that."""
+
+    def one(x: Tensor) -> Tensor:
+        if device.type == "cuda" and x.device.type == "cpu":
+            return x.pin_memory().to(device, non_blocking=True)
+        return x.to(device)
+
+    return tmap(one, tree)
+
+
 def where(keep: Tensor, a: T, b: T) -> T:
     """``a`` where ``keep`` [K], else ``b``, row by row."""
     return tmap(lambda x, y: torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, y), a, b)
@@ -74,7 +85,7 @@ def nbytes(tree: Any) -> int:
 
 
 # Enough columns to keep the processor busy, few enough that a block in float64 stays in its cache.
-_BLOCK = 1 << 20
+_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def mix(rows: Tensor, tree: T) -> T:
@@ -84,7 +95,7 @@ def mix(rows: Tensor, tree: T) -> T:
     def one(x: Tensor) -> Tensor:
         flat = x.reshape(len(x), math.prod(x.shape[1:]))  # -1 would not do where there are no rows
         out = torch.empty(len(weights), flat.shape[1], dtype=torch.float64, device=x.device)
-        wide = max(1, _BLOCK // max(len(x), 1)) if x.device.type == "cpu" else max(1, flat.shape[1])
+        wide = max(1, _BLOCK.get(x.device.type, flat.numel()) // max(len(x), 1))
         for lo in range(0, flat.shape[1], wide):
             torch.matmul(weights, flat[:, lo : lo + wide].double(), out=out[:, lo : lo + wide])
         return out.view(len(weights), *x.shape[1:])

@@ -17,7 +17,7 @@ from fedloom.engine.local import AnyAlgorithm, Executor
 from fedloom.engine.plan import Cohort
 from fedloom.engine.run import Experiment
 from fedloom.optim import Local
-from fedloom.task import Task
+from fedloom.task import Capture, Task
 
 CPU = torch.device("cpu")
 
@@ -54,13 +54,14 @@ def experiment(
     algorithm: AnyAlgorithm | None = None,
     *,
     executor: Executor = "lanes",
+    capture: Capture = "eager",
     lanes: int = 64,
     local: Local | None = None,
     **settings: Any,
 ) -> Experiment:
     """An experiment on ``fed``; the net's parameters are taken as they are."""
     local = local or Local(batch=10, lr=0.05)
-    task = Task(net, lanes=executor == "lanes")
+    task = Task(net).to(CPU, lanes=executor == "lanes", capture=capture)
     chosen = {"cohort": Cohort(sampling="all"), "evaluate": Evaluate(), "rounds": 4, "seed": 3, **settings}
     return Experiment(
         algorithm=(algorithm or FedAvg()).bind(task, local.optimiser(), fed.train.sizes),

@@ -24,6 +24,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
+from fedloom import tree
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -45,7 +46,8 @@ class Heard(NamedTuple):
 
     unit: Tensor  # [K, P] uh_i
     r: Tensor  # [K]
-    n: Tensor  # [K] what each counts
+    n: Tensor  # [K] what each counts; 0 where it is left out
+    share: Tensor  # [K] of each in a mean over clients
     m: Tensor  # [P]
     t: Tensor  # []
     eta: Tensor  # [K]
@@ -102,47 +104,50 @@ class FedALR(Algorithm[Server, Nothing, Update]):
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         heard = self.hear(server, inbox)
-        if heard is None:
-            return server
-        r, n = heard.r, heard.n
-        length = {
-            "unit": torch.ones_like(r),
-            "mean_norm": r.mean().expand_as(r),
-            "median_norm": r.quantile(0.5).expand_as(r),
-        }
-        a = n / n.sum() if self.weight_by == "samples" else torch.ones_like(n) / len(n)
-        a = a * len(n) / inbox.population if self.weight_by == "population" else a
-        step = self.server_lr * (a * heard.eta * length.get(self.apply, r)) @ heard.unit
+        n = heard.n
+        a = {"samples": n / n.sum(), "population": n / inbox.population}.get(self.weight_by, heard.share)
+        step = self.server_lr * (a * heard.eta * self._length(heard)) @ heard.unit
         if self.clip_step:
             step = step * (self.clip_step / torch.linalg.vector_norm(step).clamp(min=self.clip_step))
-        return Server(server.w + like(step, server.w), heard.m, heard.t)
+        moved = Server(server.w + like(step, server.w), heard.m, heard.t)
+        return tree.tmap(lambda new, old: torch.where((n > 0).any(), new, old), moved, server)
 
-    def hear(self, server: Server, inbox: Inbox[Update]) -> Heard | None:
-        """The updates that count, the direction after them and the rate of each; None where nobody moved."""
+    def hear(self, server: Server, inbox: Inbox[Update]) -> Heard:
+        """What each update counts, the direction after them and the rate of each."""
         dw = inbox.uploads.dw.double()
         r = torch.linalg.vector_norm(dw, dim=1)
-        kept = (r > self.eps_norm).nonzero().squeeze(1)
-        if not len(kept):
-            return None
-        if self.weight_by != "samples":  # a client that was drawn twice speaks twice
-            kept = kept.repeat_interleave(inbox.weights[kept].long())
-        dw, r, n = dw[kept], r[kept], inbox.weights[kept]
+        # An update that is too short counts nothing; to take it out would wait for a GPU to say which it is.
+        n = inbox.weights * (r > self.eps_norm)
+        often = (n > 0).to(n.dtype) if self.weight_by == "samples" else n  # a client that was drawn twice speaks twice
+        share, r = often / often.sum(), torch.where(n > 0, r, 1)
         unit = dw / r[:, None]
-        m, t = self._remember(server, (unit if self.normalise and self.momentum_input == "unit" else dw).mean(0))
+        m, t = self._remember(server, share @ (unit if self.normalise and self.momentum_input == "unit" else dw))
         direction = self._direction(server.m, server.t) if self.momentum_lag else self._direction(m, t)
-        eta = self.rates(unit if self.normalise else dw / r.square()[:, None], direction)
-        return Heard(unit, r, n, m, t, eta)
+        eta = self.rates(unit if self.normalise else dw / r.square()[:, None], direction, share)
+        return Heard(unit, r, n, share, m, t, eta)
 
     def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
         heard = self.hear(before, inbox)
-        if heard is None:
+        eta, direction = heard.eta[heard.n > 0], self._direction(after.m, after.t)
+        if not len(eta):
             return {}
-        eta, direction = heard.eta, self._direction(after.m, after.t)
-        found = {"fedalr/eta_min": eta.min(), "fedalr/eta_mean": eta.mean(), "fedalr/eta_max": eta.max()}
+        mean = heard.share[heard.n > 0] @ eta
+        found = {"fedalr/eta_min": eta.min(), "fedalr/eta_mean": mean, "fedalr/eta_max": eta.max()}
         return found | {"fedalr/m_norm": torch.linalg.vector_norm(direction)}
 
-    def rates(self, g: Tensor, m: Tensor) -> Tensor:
-        """eta_i for the updates ``g`` [K, P] and the running direction ``m``."""
+    def _length(self, heard: Heard) -> Tensor:
+        """How long what (3) sums is, for each update."""
+        if self.apply == "unit":
+            return torch.ones_like(heard.r)
+        if self.apply == "mean_norm":
+            return (heard.share @ heard.r).expand_as(heard.r)
+        if self.apply == "median_norm":
+            counts = (heard.share / heard.share[heard.share > 0].min()).round().long()
+            return heard.r.repeat_interleave(counts).quantile(0.5).expand_as(heard.r)
+        return heard.r
+
+    def rates(self, g: Tensor, m: Tensor, share: Tensor | None = None) -> Tensor:
+        """eta_i for the updates ``g`` [K, P] and the running direction ``m``; ``share`` [K]: of each in a mean."""
         s = g @ m
         if self.align == "cosine":
             s = s / torch.linalg.vector_norm(m).clamp(min=1e-12)
@@ -153,7 +158,7 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         else:
             eta = s.clamp(0, 1) if self.map == "clip01" else s.clamp(min=0) if self.map == "relu" else s
         if self.eta_norm == "mean1":
-            mean = eta.mean()
+            mean = eta.mean() if share is None else share @ eta
             # rates that cancel out say nothing about scale: fall back on counting clients alike
             eta = torch.where(mean.abs() < 1e-8, torch.ones_like(eta), eta / mean)
         return eta

@@ -58,7 +58,10 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
             return server
         unit = moves[moved].double() / (norms[moved] + self.norm_eps)[:, None]
         share = inbox.weights[moved] / inbox.weights[moved].sum()
-        d = common_direction(unit @ unit.T, share, self.epsilon, self.tolerance, self.max_iter) @ unit
+        # K numbers at a time: a CPU is done with them before a GPU has begun.
+        P = (unit @ unit.T).cpu()
+        weights = common_direction(P, share.cpu(), self.epsilon, self.tolerance, self.max_iter)
+        d = weights.to(unit.device) @ unit
         eta = self.eta * self.decay**server.t
         return Server(server.w + like(eta * d, server.w), server.t + 1)
 

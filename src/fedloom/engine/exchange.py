@@ -17,7 +17,7 @@ class Tally(NamedTuple):
 
     total: Any = None  # float64
     buffers: Any = None
-    weight: float = 0.0
+    weight: Any = 0.0  # a tensor, so that nobody waits for its value
     senders: float = 0.0
     kept: tuple[Any, ...] = ()  # (ids, uploads, weights) of each group, for algorithms that need every upload
     excluded: tuple[int, ...] = ()  # clients whose work was not finite
@@ -37,6 +37,7 @@ class Sound(NamedTuple):
     excluded: tuple[int, ...]
     weights: Tensor  # [K] float64: how much each counts, as often as it was drawn
     sums: Any  # [1, ...] float64: the weighted sums of uploads and statistics
+    fine: Any = ()  # [] whether all is finite, where nobody has looked yet
 
 
 def sound(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
@@ -58,8 +59,21 @@ def sound(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
     return Sound(ids[keep], kept, times[keep], tuple(ids[~ok].tolist()), *_summed(kept, times[keep]))
 
 
+def hoped(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
+    """All clients of a group, in the hope that their every number is finite: ``fine`` says later if that was so.
+
+    A GPU can be given the rest of a round to do while it still trains, which ``sound`` would wait for.
+    """
+    weights, sums = _summed(outcome, times)
+    elsewhere = (sums, outcome.states, outcome.weights, outcome.memory)
+    # A sum is finite only if all its terms are; a weight of zero might have hidden one.
+    numbers = [leaf for leaf in tree.leaves(elsewhere) if leaf.is_floating_point()]
+    fine = torch.stack([leaf.sum(dtype=torch.float64).isfinite() for leaf in numbers]).all() & (weights != 0).all()
+    return Sound(ids, outcome, times, (), weights, sums, fine)
+
+
 def _summed(outcome: Outcome, times: Tensor) -> tuple[Tensor, Any]:
-    weights = outcome.weights.double() * times.to(outcome.weights.device)
+    weights = outcome.weights.double() * tree.moved(times, outcome.weights.device)
     return weights, tree.mix(weights[None], (outcome.uploads, outcome.buffers))
 
 
@@ -74,7 +88,7 @@ def add(tally: Tally, part: Sound, *, keep: bool = False) -> Tally:
     return Tally(
         total=total,
         buffers=buffers,
-        weight=tally.weight + float(part.weights.sum()),
+        weight=tally.weight + part.weights.sum(),
         senders=tally.senders + float(part.times.sum()),
         kept=tally.kept + kept,
         excluded=tally.excluded + part.excluded,
@@ -90,12 +104,11 @@ def inbox(tally: Tally, sizes: Tensor, address: tuple[int, int] = (0, 0)) -> Inb
     uploads: Any = ()
     weights: Any = ()
     if tally.kept:
-        order = tally.ids().argsort().to(tally.buffers.device)
+        order = tree.moved(tally.ids().argsort(), tally.buffers.device)
         uploads = tree.take(tree.cat([u for _, u, _ in tally.kept]), order)
         weights = torch.cat([w for _, _, w in tally.kept])[order]
     device = tally.buffers.device
-    weight, senders, population, examples = torch.tensor(
-        [tally.weight, tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64, device=device
-    )
-    clients = torch.cat(tally.heard).sort().values.to(device)
-    return Inbox(tally.total, weight, senders, population, examples, uploads, weights, address, clients)
+    numbers = torch.tensor([tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64)
+    senders, population, examples = tree.moved(numbers, device)
+    clients = tree.moved(torch.cat(tally.heard).sort().values, device)
+    return Inbox(tally.total, tally.weight, senders, population, examples, uploads, weights, address, clients)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,9 +22,10 @@ from fedloom import tree
 from fedloom.algorithm import Algorithm, Carry, Phase, Work
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
+from fedloom.engine import captured
 from fedloom.engine.plan import Group, again, once
 from fedloom.errors import ConfigError, Fault
-from fedloom.task import Batch, Task
+from fedloom.task import Batch, Capture, Task
 
 Executor: TypeAlias = Literal["loop", "lanes"]
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
@@ -36,6 +38,8 @@ _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
 _GATHERED = 1 << 22
 # Examples in one step of a survey.
 _SURVEYED = 256
+# Ticks of a run from which on it pays to record a step (a second or two), and to compile it (ten to twenty).
+_CAPTURE, _COMPILE = 100, 8_000
 # How vmap maps a batch: all of it by lane, but for the learning rate.
 _BATCH: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
 
@@ -94,8 +98,39 @@ def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
     return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, beside, 1)))
 
 
+def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:
+    """How steps in lanes are made ready, by a fixed rule, for a run in which the GPU takes so many one by one."""
+    if device.type != "cuda" or not lanes or wanted == "off":
+        return "eager"
+    if wanted == "on":
+        return "compiled"
+    return "compiled" if ticks >= _COMPILE else "graph" if ticks >= _CAPTURE else "eager"
+
+
+@contextmanager
+def arithmetic(task: Task) -> Iterator[None]:
+    """Products of float32 as short as the task's precision allows, for as long as this lasts.
+
+    Only local training is computed so; sums of uploads never are. Where steps are recorded, cuDNN also tries which of
+    its convolutions is the fastest: those of many nets at once are twice as fast with another than it would guess.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    matmul.allow_tf32 = cudnn.allow_tf32 = task.precision != "fp32"
+    cudnn.benchmark = task.capture != "eager"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
 def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool = False) -> Outcome:
     """One round of every client of ``group``; ``watched``: also where each one's model began and ended."""
+    with arithmetic(alg.task):
+        return _train(alg, fed, group, given, watched=watched)
+
+
+def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool) -> Outcome:
     group, over = group.to(fed.x.device), _over(alg.task)
     if alg.surveys:
         found = _looks(alg.task, lambda b, _, down, mine: alg.survey(b, down, mine), fed, group.ids, (), given)
@@ -122,7 +157,8 @@ def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wat
     upload, state, weight = over(finish, (0, given.down_dim, 0, 0))(now.at.x, given.down, given.mine, group.work)
     memory = () if given.memory is None else now.at.memory
     ended = models(now.at)
-    return Outcome(upload, state, weight, now.buffers, group.work.steps, memory, begun, ended, now.gradients)
+    outcome = Outcome(upload, state, weight, now.buffers, group.work.steps, memory, begun, ended, now.gradients)
+    return outcome if alg.task.capture == "eager" else captured.kept(alg.task, outcome)
 
 
 def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
@@ -130,9 +166,11 @@ def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple
     statistics of these models."""
     group = group.to(fed.x.device)
     now = _begin(alg, group, given)
-    for phase in alg.fitting():
-        now = _run(alg, phase, fed, now, given)
-    return _over(alg.task)(lambda x, _: alg.model(x), (0, 0))(now.at.x, group.work), now.buffers
+    with arithmetic(alg.task):
+        for phase in alg.fitting():
+            now = _run(alg, phase, fed, now, given)
+    models = _over(alg.task)(lambda x, _: alg.model(x), (0, 0))(now.at.x, group.work)
+    return captured.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
 
 
 class Now(NamedTuple):
@@ -146,7 +184,7 @@ class Now(NamedTuple):
     def spent(self, alg: AnyAlgorithm, phase: Phase, steps: list[int]) -> Tensor:
         """The gradients that were evaluated after so many more steps [K] of a phase."""
         each = alg.gradients_per_step if phase.is_main else float(phase.cost > 0)
-        return self.gradients + each * torch.tensor(steps, dtype=torch.float64, device=self.gradients.device)
+        return self.gradients + each * tree.moved(torch.tensor(steps, dtype=torch.float64), self.gradients.device)
 
 
 def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
@@ -227,6 +265,10 @@ def _descend(
         each = [_descend_one(alg, phase, fed, group, k, tree.take(at, k), given.rows(k)) for k in range(len(group.ids))]
         carries, buffers = _stacked(each)
         return carries, buffers
+    if alg.task.capture != "eager":
+        there = captured.descend(alg, phase, fed, group, at, given)
+        if there is not None:
+            return there, given.buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])
     if order == list(range(len(order))):
         return _descend_lanes(phase.step, fed, group, at, given, forget=forget), given.buffers

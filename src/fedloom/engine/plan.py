@@ -77,8 +77,8 @@ class Group(NamedTuple):
 
     def to(self, device: torch.device) -> Group:
         """The same group where it will be trained."""
-        work = tree.tmap(lambda x: x.to(device), self.work)
-        return self._replace(rows=self.rows.to(device), mask=self.mask.to(device), keys=self.keys.to(device), work=work)
+        rows, mask, keys, work = tree.moved((self.rows, self.mask, self.keys, self.work), device)
+        return self._replace(rows=rows, mask=mask, keys=keys, work=work)
 
     def pick(self, lanes: list[int], pass_: int | None = None) -> Group:
         """These clients of the group, in this order; ``pass_``: only their steps of that pass."""
@@ -142,13 +142,14 @@ def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
     return Amount(sizes, width, per_epoch, steps)
 
 
-def groups(ids: Tensor, amount: Amount, lanes: int) -> list[Tensor]:
+def groups(ids: Tensor, amount: Amount, lanes: int, *, mixed: bool = False) -> list[Tensor]:
     """The positions in ``ids`` that train side by side: at most ``lanes``, alike in width and length.
 
     Clients whose batches are less than half as wide are kept apart, so that padding never costs more
-    than the work itself.
+    than the work itself; not so if ``mixed``.
     """
     scale = torch.ceil(torch.log2(amount.width.double().clamp(min=1))).long()
+    scale = torch.zeros_like(scale) if mixed else scale
     order = np.lexsort((ids.numpy(), -amount.size.numpy(), -amount.steps.numpy(), -scale.numpy()))
     found: list[Tensor] = []
     at = 0
@@ -170,14 +171,16 @@ def plans(
     lanes: int,
     epochs: int | None = None,
     steps: Tensor | None = None,
+    mixed: bool = False,
 ) -> Iterator[Group]:
     """The groups of a round, one at a time, so that a large cohort's indices never exist all at once.
 
-    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done.
+    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done. ``mixed``: clients with less than a
+    batch need no group of their own. They take one step a pass, which on a GPU costs less than a group does.
     """
     amount = amounts(local, ranges.sizes[ids], epochs)
     amount = amount if steps is None else amount._replace(steps=steps)
-    for part in groups(ids, amount, lanes):
+    for part in groups(ids, amount, lanes, mixed=mixed and local.batch > 0):
         chosen = Amount(*(column[part] for column in amount))
         yield _group(Plan(local, ranges, address, lr), ids[part], chosen)
 
@@ -185,14 +188,17 @@ def plans(
 def again(group: Group, phase: Phase, epochs: int | None = None) -> Group:
     """Other batches for the same clients, in the same order: those of another phase of their round."""
     plan = group.plan._replace(address=group.plan.address._replace(name=phase.name))
-    sizes = plan.ranges.sizes[group.ids]
-    part = (sizes.double() * phase.share).long().clamp(min=max(1, plan.local.batch)).minimum(sizes)
+    amount = extent(plan.local, plan.ranges.sizes[group.ids], phase, epochs)
+    return _group(plan, group.ids, amount, block=phase.sampling == "block")
+
+
+def extent(local: Local, sizes: Tensor, phase: Phase, epochs: int | None = None) -> Amount:
+    """How much clients with ``sizes`` examples do in a phase beside the main one; ``epochs``: not as it says."""
+    part = (sizes.double() * phase.share).long().clamp(min=max(1, local.batch)).minimum(sizes)
     # Batches that are read again and again are read to the last example.
     whole = {"drop_last": False, "wrap_last": False} if phase.repeat else {}
-    amount = amounts(plan.local.model_copy(update=whole), part, epochs or phase.epochs or 1)
-    if phase.steps is not None:
-        amount = amount._replace(steps=torch.full_like(sizes, phase.steps))
-    return _group(plan, group.ids, amount, block=phase.sampling == "block")
+    amount = amounts(local.model_copy(update=whole), part, epochs or phase.epochs or 1)
+    return amount if phase.steps is None else amount._replace(steps=torch.full_like(sizes, phase.steps))
 
 
 def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom import tree
-from fedloom.algorithm import Held, Work
+from fedloom.algorithm import Carry, Held, Phase, Work
 from fedloom.config import SECTIONS, algorithms, find_algorithm, user_algorithms
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
@@ -121,7 +122,7 @@ def settings_of(cls: type[BaseModel]) -> list[Setting]:
 
 def costs(cls: type[AnyAlgorithm]) -> list[str]:
     """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
-    task = Task(Net(nn.Linear(30, 5), 5, 4))
+    task = Task(Net(nn.Linear(30, 5), 5, 4), lanes=True)
     proxy = Held(torch.ones(8, 30), torch.arange(8) % 4)
     alg = cls().bind(task, Local().optimiser(), torch.full((10,), 10), proxy)
     server = alg.init(task.w0)
@@ -139,12 +140,25 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     def models(value: Any) -> str:
         return times(sum(x.numel() for x in tree.leaves(value)) / task.size)
 
+    def traced(phase: Phase) -> str:
+        """Why the steps of a phase cannot be recorded on a GPU, as far as a CPU can tell; mostly empty."""
+        x = alg.start(down, mine)
+        try:
+            make_fx(lambda *b: tree.leaves(phase.step(Carry(x, alg.memory(x)), Batch(*b), down, mine)))(*batch)
+        except Exception as error:  # whatever a user's own step does
+            return str(error).split("\n")[0]
+        return ""
+
+    phases = alg.phases()
+    refused = [why for phase in phases if (why := traced(phase))]
+    replayed = f"run as they are ({refused[0]})" if refused else "are recorded once and replayed, in lanes"
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
         f"family: {alg.family}; uploads are {'needed one by one' if alg.hears_each else 'summed'}"
         + ("; each client looks at all of its data once before it trains" if alg.surveys else ""),
         f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
+        f"on a GPU: local steps {replayed}" if phases else "on a GPU: there are no local steps",
     ]
     if not alg.communicates:
         return [*lines, "bytes: nothing is sent"]

@@ -1,0 +1,403 @@
+"""Lanes on a GPU: one step of many clients as one CUDA graph, compiled where a run is long enough to pay for it.
+
+A step of a small net is dozens of kernels that each take less time than Python needs to start them. So the step
+is recorded once for each width, and replayed: what it reads (the rows of the data, who is served, the learning
+rate) lies in tensors at fixed places, and the graph itself counts which tick it is at.
+
+Clients do not own lanes. At every tick each lane serves whichever client ``pack`` says: it fetches what this
+client carries from a table with one row for each client, takes one step, and puts it back. So clients of unequal
+length fill a few lanes without gaps, and never wait for the longest one.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedloom import tree
+from fedloom.algorithm import Algorithm, Carry, Phase
+from fedloom.data.augment import augmented
+from fedloom.data.federation import Federation
+from fedloom.engine.plan import Group
+from fedloom.task import Batch, Task
+
+# What a tick costs whatever its width, in examples: a narrow one is mostly waiting for kernels to start.
+_TICK = 128
+# Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
+_EXAMPLES = 1 << 13
+
+
+class Packed(NamedTuple):
+    """Who is served when: client ``who`` [S, L] takes its step ``when`` [S, L]; a lane that idles serves client K."""
+
+    who: Tensor
+    when: Tensor
+
+    @property
+    def ticks(self) -> int:
+        return len(self.who)
+
+
+@lru_cache(maxsize=64)  # in most rounds clients are as long as in the last one
+def pack(steps: tuple[int, ...], width: int) -> Packed:
+    """The steps of clients on ``width`` lanes in as few ticks as there can be, each client's own in order.
+
+    McNaughton's wrap-around rule: lane after lane is filled to the end, and a client that does not fit into what is
+    left of a lane goes on at the start of the next one. No client is ever in two lanes at once, since none is longer
+    than there are ticks.
+    """
+    each = torch.tensor(steps, dtype=torch.int64)
+    total, longest = int(each.sum()), max(steps, default=0)
+    ticks = max(longest, -(-total // width))
+    client = torch.repeat_interleave(torch.arange(len(steps)), each)
+    first = each.cumsum(0) - each  # where each client begins, lanes laid end to end
+    place = torch.arange(total)
+    tick = place % max(ticks, 1)
+    # What of a client lies on the next lane comes first in time.
+    wrapped = ((first + each) - (torch.div(first, max(ticks, 1), rounding_mode="floor") + 1) * ticks).clamp(min=0)
+    step = place - first[client]
+    ahead = each[client] - wrapped[client]  # steps on the first of its two lanes
+    when = torch.where(step < ahead, step + wrapped[client], step - ahead)
+    who = torch.full((ticks, width), len(steps))
+    then = torch.zeros(ticks, width, dtype=torch.int64)
+    lane = torch.div(place, max(ticks, 1), rounding_mode="floor")
+    who[tick, lane], then[tick, lane] = client, when
+    return Packed(who, then)
+
+
+def width_for(steps: list[int], batch: int) -> int:
+    """How many lanes serve these clients: as many as there are clients, or a half, a quarter, ... of that.
+
+    Few widths, since each is compiled and captured by itself. More lanes than the longest client leaves work for
+    would idle.
+    """
+    most = max(1, min(len(steps), _EXAMPLES // max(batch, 1)))
+    widths = [-(-most // (1 << halved)) for halved in range(most.bit_length())]
+    total, longest = sum(steps), max(steps, default=0)
+
+    def cost(width: int) -> int:
+        return max(longest, -(-total // width)) * (width * batch + _TICK)
+
+    return min(widths, key=cost)
+
+
+class Built(NamedTuple):
+    """What it took to get steps ready."""
+
+    compiling: float = 0.0  # seconds
+    capturing: float = 0.0
+    graphs: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def built(task: Task) -> Built:
+    """What was compiled and captured for this task so far."""
+    return _graphs(task).built
+
+
+def descend(
+    alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, group: Group, at: Carry, given: Any
+) -> Carry | None:
+    """The steps of ``group``, in whatever order its clients are; None where they cannot be captured.
+
+    What is returned lies where the next steps will be taken: ``kept`` says what of it has to be copied.
+    """
+    graphs, which = _graphs(alg.task), _which(alg, phase)
+    if which in graphs.refused:
+        return None
+    batch = _batch(group)
+    width = min(width_for(group.steps, batch), graphs.widest)
+    while True:
+        try:
+            tables = graphs.tables((*which, batch), alg, phase, fed, at, given, len(group.ids))
+            packed = pack(tuple(group.steps), width)
+            replay = tables.replay(width, packed.ticks, straight=width == len(group.ids) and len(set(group.steps)) == 1)
+            tables.load(at, given)
+            replay.run(group, packed)
+            return tree.take(tables.carry, slice(0, len(group.ids)))
+        except torch.OutOfMemoryError:
+            graphs.forget()
+            if width == 1:
+                raise
+            width = graphs.widest = width // 2
+            graphs.note(f"the GPU's memory is full: {width} lanes from here on")
+        except _NotCapturableError as error:
+            graphs.refused[which] = alg
+            graphs.note(f"the step '{phase.name}' cannot be recorded, and runs as it is ({error})")
+            return None
+
+
+def kept(task: Task, value: Any) -> Any:
+    """A tree that will outlast the next steps: what lies in the tables of these is copied."""
+    places = {
+        leaf.untyped_storage().data_ptr()
+        for tables in _graphs(task).held.values()
+        for leaf in tree.leaves(tables.carry)
+    }
+    return tree.tmap(lambda x: x.clone() if x.untyped_storage().data_ptr() in places else x, value)
+
+
+def _which(alg: Algorithm[Any, Any, Any], phase: Phase) -> tuple[int, str, str]:
+    """Which step it is: phases of one algorithm may read the same batches by one name."""
+    return id(alg), phase.name, getattr(phase.step, "__qualname__", "")
+
+
+def _batch(group: Group) -> int:
+    """The width of a batch, alike for all rounds: clients with fewer examples are padded."""
+    set_, widest = group.plan.local.batch, group.rows.shape[2]
+    return set_ if widest <= set_ else 1 << (widest - 1).bit_length()
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    """The shapes and types of stacked rows."""
+    return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(value))
+
+
+class _NotCapturableError(Exception):
+    """A step that does something which a CUDA graph cannot hold."""
+
+
+class _Graphs:
+    """The graphs of one task, and what they took."""
+
+    def __init__(self) -> None:
+        self.held: dict[Any, _Tables] = {}
+        self.refused: dict[tuple[int, str, str], Any] = {}  # with the algorithm, so that its id stays its own
+        self.widest = 1 << 30
+        self.built = Built()
+        self.pool: Any = None
+
+    def tables(
+        self, key: Any, alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, at: Carry, given: Any, n: int
+    ) -> _Tables:
+        """Those for a step, with room for so many clients."""
+        sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
+        key = (*key, given.shared, _layout(at), _layout(sent), _layout(given.mine))
+        found = self.held.pop(key, None)
+        if found is None or found.clients < n:
+            # What is too small is made twice as large, so that it is not made anew again and again.
+            room = n if found is None else max(n, 2 * found.clients)
+            found = _Tables(self, alg, phase, fed, (at, given), key[3], room)
+        self.held[key] = found
+        return found
+
+    def forget(self) -> None:
+        self.held.clear()
+        torch.cuda.empty_cache()
+
+    def note(self, text: str) -> None:
+        self.built = self.built._replace(notes=(*self.built.notes, text))
+
+    def spent(self, *, compiling: float = 0.0, capturing: float = 0.0, graphs: int = 0) -> None:
+        b = self.built
+        self.built = b._replace(
+            compiling=b.compiling + compiling, capturing=b.capturing + capturing, graphs=b.graphs + graphs
+        )
+
+
+_OF: weakref.WeakKeyDictionary[Task, _Graphs] = weakref.WeakKeyDictionary()
+
+
+def _graphs(task: Task) -> _Graphs:
+    return _OF.setdefault(task, _Graphs())
+
+
+class _Plan(NamedTuple):
+    """What the lanes do at each tick, or at one."""
+
+    who: Tensor  # [S, L] clients
+    rows: Tensor  # [S, L, B]
+    mask: Tensor  # [S, L, B]
+    keys: Tensor  # [S, L]
+    progress: Tensor  # [S, L]
+
+
+class _Tables:
+    """What clients carry, were sent and keep: a row for each at a fixed place, and one for lanes that idle."""
+
+    def __init__(
+        self,
+        graphs: _Graphs,
+        alg: Algorithm[Any, Any, Any],
+        phase: Phase,
+        fed: Federation,
+        like: tuple[Carry, Any],
+        batch: int,
+        clients: int,
+    ) -> None:
+        at, given = like
+        self.graphs, self.alg, self.fed, self.batch, self.clients = graphs, alg, fed, batch, clients
+        self.carry, self.mine = tree.tmap(self._table, at), tree.tmap(self._table, given.mine)
+        self.shared, self.buffers = given.shared, self._table(given.buffers)
+        self.down = tree.tmap(torch.clone if self.shared else self._table, given.down)
+        self.lr = torch.zeros((), device=fed.x.device)
+        self._step = self._stepping(phase)
+        self._replays: dict[tuple[int, bool], _Replay] = {}
+
+    def _table(self, x: Tensor) -> Tensor:
+        return x[:1].expand(self.clients + 1, *x.shape[1:]).clone()
+
+    def load(self, at: Carry, given: Any) -> None:
+        """Put what clients start with where the graphs look for it."""
+        n = len(given.buffers)
+        tree.tmap(lambda to, x: to[:n].copy_(x), (self.carry, self.mine), (at, given.mine))
+        tree.tmap(lambda to, x: (to if self.shared else to[:n]).copy_(x), self.down, given.down)
+        self.buffers[:n] = given.buffers
+
+    def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay:
+        """The recorded tick of so many lanes, with room for so many ticks.
+
+        ``straight``: every client keeps its lane to the end, so that nothing has to be fetched and put back.
+        """
+        kind = (lanes, straight)
+        if kind not in self._replays:
+            self._replays[kind] = _Replay(self, lanes, self.step(lanes, straight), max(ticks, 32), straight)
+        elif self._replays[kind].ticks < ticks:
+            old = self._replays.pop(kind)
+            self._replays[kind] = _Replay(self, lanes, old.step, max(ticks, 2 * old.ticks), straight)
+        return self._replays[kind]
+
+    def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
+        """A tick as a function of tensors alone, of what the clients in the lanes have: where these are after it."""
+        dims: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
+        fed, shared = self.fed, self.shared
+
+        def step(carry: Any, down: Any, mine: Any, buffers: Tensor, plan: _Plan, lr: Tensor) -> list[Tensor]:
+            x, y = fed.examples(plan.rows)
+            x = augmented(x, plan.keys, fed.augment)
+            batch = Batch(x, y, plan.mask, plan.keys, plan.progress, lr, buffers)
+            in_dims = (0, dims, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
+            return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
+
+        return step
+
+    def given(self, plan: _Plan, *, straight: bool) -> tuple[Any, ...]:
+        """What a tick is a function of."""
+        if straight:
+            lanes = slice(0, len(plan.who))
+            down = self.down if self.shared else tree.take(self.down, lanes)
+            return *tree.take((self.carry, self.mine, self.buffers), lanes), down, plan, self.lr
+        return self.carry, self.mine, self.buffers, self.down, plan, self.lr
+
+    def step(self, lanes: int, straight: bool) -> Callable[..., None]:
+        """A tick of so many lanes, which writes where their clients are after it; compiled if it is to be.
+
+        It is traced first, so that the compiler sees operations, and no Python of ours.
+        """
+
+        def plain(carry: Any, mine: Any, buffers: Tensor, down: Any, plan: _Plan, lr: Tensor) -> None:
+            if straight:
+                moved = self._step(carry, down, mine, buffers, plan, lr)
+                for table, rows in zip(tree.leaves(carry), moved, strict=True):
+                    table.copy_(rows)
+                return
+            here, own, held = tree.take((carry, mine, buffers), plan.who)
+            sent = down if self.shared else tree.take(down, plan.who)
+            moved = self._step(here, sent, own, held, plan, lr)
+            for table, rows in zip(tree.leaves(carry), moved, strict=True):
+                table.index_copy_(0, plan.who, rows)
+
+        if self.alg.task.capture != "compiled":
+            return plain
+        began = time.perf_counter()
+        inputs = self.given(_blank_plan((lanes,), self.batch, self.clients, self.lr.device), straight=straight)
+
+        def flat(*tensors: Tensor) -> None:
+            plain(*tree.unflatten(inputs, tensors))
+
+        try:
+            with warnings.catch_warnings():  # of what the compiler would rather have been given
+                warnings.simplefilter("ignore")
+                traced = make_fx(flat)(*tree.leaves(inputs))
+                fused = torch.compile(traced, fullgraph=True, dynamic=False)
+                fused(*tree.leaves(inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler can say
+            self.graphs.note(f"the compiler does not take this step, which is recorded without it ({_brief(error)})")
+            return plain
+        took = time.perf_counter() - began
+        self.graphs.spent(compiling=took)
+        self.graphs.note(f"a step of {lanes} lanes was compiled in {took:.1f} s")
+        return lambda *given: fused(*tree.leaves(given))
+
+
+def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.device) -> _Plan:
+    return _Plan(
+        who=torch.full(lead, idle, device=device),
+        rows=torch.zeros(*lead, batch, dtype=torch.int64, device=device),
+        mask=torch.zeros(*lead, batch, device=device),
+        keys=torch.zeros(lead, dtype=torch.int64, device=device),
+        progress=torch.zeros(lead, device=device),
+    )
+
+
+class _Replay:
+    """The tick of so many lanes, recorded: it reads what to do from a plan, at the place where its counter is."""
+
+    def __init__(self, tables: _Tables, lanes: int, step: Callable[..., None], ticks: int, straight: bool) -> None:
+        self._tables, self.step, self.ticks, self._straight = tables, step, ticks, straight
+        device = tables.lr.device
+        self._plan = _blank_plan((ticks, lanes), tables.batch, tables.clients, device)
+        self._tick = torch.zeros(1, dtype=torch.int64, device=device)
+        self._graph = self._captured() if device.type == "cuda" else None
+
+    def run(self, group: Group, packed: Packed) -> None:
+        """The steps of a group."""
+        n, wide, device = len(group.ids), group.rows.shape[2], self._tick.device
+        who, when = tree.moved(packed, device)
+        client, real, ticks = who.clamp(max=n - 1), who < n, slice(0, packed.ticks)
+        self._plan.who[ticks] = torch.where(real, who, self._tables.clients)
+        self._plan.rows[ticks, :, :wide] = group.rows[client, when]
+        self._plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
+        self._plan.keys[ticks] = group.keys[client, when]
+        self._plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
+        self._tables.lr.copy_(group.work.lr[0])
+        self._tick.zero_()
+        for _ in range(packed.ticks):
+            if self._graph is None:
+                self._advance()
+            else:
+                self._graph.replay()
+
+    def _advance(self) -> None:
+        """One tick."""
+        plan = tree.tmap(lambda x: x.index_select(0, self._tick).squeeze(0), self._plan)
+        self.step(*self._tables.given(plan, straight=self._straight))
+        self._tick += 1
+
+    def _captured(self) -> Any:
+        began, graphs = time.perf_counter(), self._tables.graphs
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(beside):
+                for _ in range(2):  # libraries choose their algorithms and take their memory before the recording
+                    self._advance()
+            torch.cuda.current_stream().wait_stream(beside)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=graphs.pool):
+                self._advance()
+            graphs.pool = graph.pool()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _NotCapturableError(_brief(error)) from error
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        graphs.spent(capturing=took, graphs=1)
+        graphs.note(f"a step of {self._plan.who.shape[1]} lanes was recorded in {took:.1f} s")
+        return graph
+
+
+def _brief(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,194 @@
+"""Steps that are packed onto lanes and replayed: on a CPU nothing is recorded, and all else is the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from worlds import experiment, federation
+
+from fedloom import tree
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedprox import FedProx
+from fedloom.algorithms.local_only import LocalOnly
+from fedloom.algorithms.scaffold import Scaffold
+from fedloom.engine import captured
+from fedloom.engine.captured import pack, width_for
+from fedloom.engine.local import AnyAlgorithm, capture_for
+from fedloom.engine.plan import Cohort
+from fedloom.engine.run import Experiment, advance, begin, rounds
+from fedloom.engine.store import RamStore
+from fedloom.errors import DivergedError
+from fedloom.optim import Local
+from fedloom.task import Capture
+
+STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps=STEPS, width=st.integers(1, 40))
+def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> None:
+    """Over the ticks each client takes its steps 0, 1, 2, ..., never two of them at once."""
+    who, when = pack(tuple(steps), width)
+    for client, count in enumerate(steps):
+        ticks, lanes = (who == client).nonzero(as_tuple=True)
+        assert len(set(ticks.tolist())) == len(ticks), "a client is in two lanes at once"
+        assert when[ticks, lanes][ticks.argsort()].tolist() == list(range(count))
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps=STEPS, width=st.integers(1, 40))
+def test_no_plan_has_fewer_ticks(steps: list[int], width: int) -> None:
+    assert pack(tuple(steps), width).ticks == max(*steps, -(-sum(steps) // width))
+
+
+def test_clients_of_one_length_all_have_a_lane() -> None:
+    assert width_for([8] * 20, 64) == 20
+
+
+def test_one_long_client_does_not_let_nineteen_lanes_idle() -> None:
+    """32 ticks in any case: five lanes do 160 steps in them, twenty would idle three times out of four."""
+    steps = [32, 30, 28, 25, 20, 10] + [1] * 14
+    assert width_for(steps, 64) == 5
+
+
+def test_a_tick_is_never_wider_than_what_a_gpu_can_use() -> None:
+    assert width_for([4] * 4096, 64) <= 128
+
+
+# -- rounds --------------------------------------------------------------------------------------
+SIZES = (3, 40, 17, 8, 25, 1)
+
+
+def world(
+    algorithm: AnyAlgorithm | None = None, capture: Capture = "graph", *, spoiled: int | None = None
+) -> Experiment:
+    """Six clients, four of them in each round; ``spoiled``: one whose first example is not finite."""
+    fed = federation(SIZES)
+    if spoiled is not None:
+        fed.x[fed.train.rows[fed.train.start[spoiled]]] = math.inf
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    local = Local(batch=4, epochs=2, lr=0.1, momentum=0.5)
+    return experiment(fed, net, algorithm, capture=capture, local=local, cohort=Cohort(size=4), rounds=6)
+
+
+def one_by_one(exp: Experiment) -> list[tuple[Any, tuple[int, ...]]]:
+    state, store, found = begin(exp), RamStore(len(SIZES)), []
+    for _ in range(exp.rounds):
+        state, excluded = advance(exp, state, store)
+        found.append((state, excluded))
+    return found
+
+
+def in_a_row(exp: Experiment) -> list[tuple[Any, tuple[int, ...]]]:
+    return [(done.state, done.excluded) for done in rounds(exp, begin(exp), RamStore(len(SIZES)))]
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [FedAvg(), FedProx(mu=0.1), Scaffold(), LocalOnly()], ids=lambda a: type(a).__name__
+)
+def test_a_round_that_is_begun_early_is_the_same_round(algorithm: AnyAlgorithm) -> None:
+    """The next round is given to do before anybody looks at the last, which changes nothing, to the bit."""
+    alone, together = one_by_one(world(algorithm)), in_a_row(world(algorithm))
+    assert len(alone) == len(together) == 6
+    for (a, _), (b, _) in zip(alone, together, strict=True):
+        assert same(a.server, b.server)
+        assert (a.round, a.up, a.down, a.gradients) == (b.round, b.up, b.down, b.gradients)
+
+
+def test_replayed_rounds_are_those_of_plain_lanes() -> None:
+    for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+        assert a.gradients == b.gradients
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=lambda a: type(a).__name__)
+def test_a_round_whose_hope_was_vain_is_done_again_without_the_client(algorithm: AnyAlgorithm) -> None:
+    """Client 1 returns no finite number: it is left out, and the round that was begun on it is forgotten."""
+    hoping, careful = in_a_row(world(algorithm, spoiled=1)), in_a_row(world(algorithm, capture="eager", spoiled=1))
+    assert [excluded for _, excluded in hoping] == [excluded for _, excluded in careful]
+    assert (1,) in [excluded for _, excluded in hoping]
+    for (a, _), (b, _) in zip(hoping, careful, strict=True):
+        assert bool(a.server.w.isfinite().all())
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+
+
+def test_a_run_that_diverges_says_so_in_the_round_in_which_it_does() -> None:
+    exp = world()
+    exp.federation.x[:] = math.nan
+    with pytest.raises(DivergedError, match="round 1: no client returned finite numbers"):
+        in_a_row(exp)
+
+
+def test_rounds_end_where_they_are_told_to() -> None:
+    exp = world()
+    assert [done.state.round for done in rounds(exp, begin(exp), RamStore(len(SIZES)), last=2)] == [1, 2]
+
+
+def test_what_outlasts_a_step_is_not_where_the_next_step_is_taken() -> None:
+    """A client's own model is what it was, however often others have trained since."""
+    exp = world(LocalOnly())
+    store = RamStore(len(SIZES))
+    state = begin(exp)
+    state, _ = advance(exp, state, store)
+    ids = exp.present(0).drawn.ids
+    before = [leaf.clone() for leaf in tree.leaves(exp.given(state, store, ids).mine)]
+    others = world(LocalOnly())
+    advance(others, begin(others), RamStore(len(SIZES)))
+    assert same(tuple(before), exp.given(state, store, ids).mine)
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise captured._NotCapturableError("it asks the GPU for a number")
+
+    monkeypatch.setattr(captured._Replay, "run", refuse)
+    exp = world()
+    ((state, _), *_), ((plain, _), *_) = in_a_row(exp), in_a_row(world(capture="eager"))
+    assert same(state.server, plain.server)
+    assert "cannot be recorded" in captured.built(exp.task).notes[0]
+
+
+def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, widths = captured._Replay.run, []
+
+    def full(self: Any, group: Any, packed: Any) -> None:
+        widths.append(packed.who.shape[1])
+        if widths[-1] > 2:
+            raise torch.OutOfMemoryError("full")
+        run(self, group, packed)
+
+    monkeypatch.setattr(captured._Replay, "run", full)
+    monkeypatch.setattr(captured, "_TICK", 1 << 20)  # a tick costs so much that lanes are cheap
+    exp = world()
+    ((state, _), *_), ((plain, _), *_) = in_a_row(exp), in_a_row(world(capture="eager"))
+    assert widths[widths.index(4) + 1] == 2
+    assert 4 not in widths[widths.index(4) + 1 :]
+    assert torch.allclose(state.server.w, plain.server.w, atol=1e-6)
+    assert captured.built(exp.task).notes == ("the GPU's memory is full: 2 lanes from here on",)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_step() -> None:
+    """On a CPU nothing is recorded; what the compiler makes of a step is the same all the same."""
+    exp = world(capture="compiled")
+    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-5)
+    assert captured.built(exp.task).compiling > 0
+
+
+def test_how_much_is_made_ready_depends_on_how_long_a_run_is() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [capture_for("auto", gpu, True, ticks) for ticks in (10, 1000, 100_000)] == ["eager", "graph", "compiled"]
+    assert [capture_for(w, gpu, True, 1000) for w in ("on", "off")] == ["compiled", "eager"]
+    assert capture_for("on", cpu, True, 1e6) == capture_for("on", gpu, False, 1e6) == "eager"
