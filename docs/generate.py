@@ -247,7 +247,8 @@ def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"list of {_word(get_args(kind)[0])}s"
+        word = _word(get_args(kind)[0])
+        return f"list of lists of {word[8:]}" if word.startswith("list of ") else f"list of {word}s"
     plain = {"int": "whole number", "float": "number", "str": "text", "bool": "`true` \\| `false`"}
     return plain[getattr(kind, "__origin__", kind).__name__]
 

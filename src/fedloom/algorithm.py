@@ -235,7 +235,8 @@ class Algorithm(Spec, Generic[S, C, U]):
     def against_noise(self, local: bool) -> list[Fault]:
         """Settings under which noise in sums over examples does not hide these; ``local``: in each client's own."""
         what = f"hides examples in sums over them, which clients of {type(self).__name__} do not send"
-        return [Fault("privacy.feature_clip", what, "set privacy.clip instead")]
+        fix = "leave the section out" if self.family == "closed_form" else "set privacy.clip instead"
+        return [Fault("privacy.feature_clip", what, fix)]
 
     @property
     def proximal(self) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedloom import record
+from fedloom import record, tree
 from fedloom.config import Config, InMemory, as_toml, config_hash, override, parse, read_toml
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
@@ -28,7 +28,7 @@ from fedloom.engine import captured, checkpoint
 from fedloom.engine.evaluate import Judged, evaluate, everyones_models, living
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.ranks import Ranks, joined, take_device
-from fedloom.engine.run import Experiment, RunState, begin, names_of, rounds
+from fedloom.engine.run import Experiment, RunState, begin, names_of, rounds, specimen
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Grid, Moment, Topology, facts, shape_of
 from fedloom.errors import CheckpointError, ConfigError, DataError, DivergedError, Fault, LostRankError, StorageError
@@ -456,9 +456,30 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
         "steps": exp.task.capture,
         "precision": exp.task.precision,
         "ranks": exp.ranks.size,
+        "message_bytes": _message(exp),
         "parameters": exp.task.size,
         "config_hash": config_hash(prepared.config),
     }
+
+
+def _message(exp: Experiment) -> dict[str, dict[str, int]]:
+    """What a client is sent and sends in the first round, in bytes of each type; see the metrics for the whole."""
+    if not exp.algorithm.communicates:
+        return {}
+    state = begin(exp)
+    if exp.is_network:
+        state = state._replace(server=tree.take(state.server, 0), buffers=state.buffers[0])
+    with torch.no_grad():
+        parts = {"down": exp.algorithm.send(state.server), "up": specimen(exp, state)}
+    return {way: _by_type(part) for way, part in parts.items()}
+
+
+def _by_type(message: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for leaf in tree.leaves(message):
+        name = str(leaf.dtype).removeprefix("torch.")
+        found[name] = found.get(name, 0) + leaf.numel() * leaf.element_size()
+    return {name: size for name, size in found.items() if size}
 
 
 def _same_data(path: Path, prepared: Prepared) -> None:

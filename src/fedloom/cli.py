@@ -663,9 +663,10 @@ class Watch:
         model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
         self.say(f"{run}/{model}")
         other = "fedopt" if history.algorithm != "fedopt" else "fedavg"
+        further = f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
+        further = "" if (run / "privacy.json").exists() else further  # whose noise may be for just so many rounds
         self.say(
-            "\nnext:\n"
-            f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
+            f"\nnext:\n{further}"
             f"  fedloom run {run}/config.toml algorithm.kind={other}\n"
             f"  fedloom describe {history.algorithm}"
         )

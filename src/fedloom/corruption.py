@@ -134,12 +134,13 @@ def corrupted(how: Corruption, rows: Rows, scale: Tensor, classes: int, seed: in
 
 def refused(how: Corruption, upload: Any) -> list[Fault]:
     """What bad clients cannot do to uploads like this one."""
-    parts = getattr(upload, "_fields", ())
+    # A model that is never trained is never sent, and to poison it would look like a method that bears poison.
+    parts = [name for name in getattr(upload, "_fields", ()) if name != "dw" or tree.nbytes(upload.dw)]
     missing = [name for name in how.changes if name not in parts]
     if not missing:
         return []
     key, value = ("kind", f"'{how.kind}'") if how.kind in _TOUCHES else ("forge", "true")
-    what = f"changes the part '{missing[0]}' of an upload, and this algorithm sends {list(parts) or 'nothing'}"
+    what = f"changes the part '{missing[0]}' of an upload, and this algorithm as it is set sends {parts or 'nothing'}"
     return [Fault(f"corruption.{key}", f"{what} (got {value})", "take a kind that corrupts data, or leave it out")]
 
 

@@ -114,11 +114,12 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
     name, faults = type(alg).__name__, []
     if alg.family in ("gossip", "closed_form") or not alg.communicates:
         what = f"covers clients that send updates to a server, which those of {name} do not"
-        fix = "set privacy.feature_clip instead" if alg.family == "closed_form" else "leave the section out"
+        hides = type(alg).against_noise is not Algorithm.against_noise
+        fix = "set privacy.feature_clip instead" if hides else "leave the section out"
         return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
     if alg.hears_each and how.mechanism == "distributed":
         what = f"hides single uploads in their sum, and {name} reads every one of them"
-        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", "set privacy.mechanism=local"))
+        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", "take an algorithm that only sums uploads"))
     elif alg.hears_each:
         what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))

@@ -50,6 +50,7 @@ def test_every_algorithm_spends_what_was_foreseen(kind: str) -> None:
         ({"kind": "ditto", "personal_epochs": 2}, {"cohort": {"size": 2}}),
         ("dfedavg", {"topology": {"kind": "random", "max_degree": 2, "gossip_steps": 2, "link_loss": 0.3}}),
         ("dfedgam", {"topology": {"kind": "ring", "node_loss": 0.4}}),
+        ("dfedavg", {"topology": {"kind": "ring", "node_loss": 0.4, "rejoin": "pull", "stale_after": 0}}),
         ("dfedsam", {"topology": {"kind": "ring", "node_loss": 0.4, "train_offline": True}}),
         ("dfedavg", {"topology": {"kind": "exp", "mixing": "push_sum", "link_loss": 0.2}}),
         ({"kind": "dfedavgm", "scheme": "choco", "bits": 4}, {"topology": "ring"}),

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fedloom import tree
-from fedloom.engine.gossip import exchanges, node_payload
+from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
 from fedloom.engine.plan import extent
 from fedloom.engine.run import Experiment, RunState, look_ahead, specimen
+from fedloom.engine.topology import Moment
 
 
 class Spent(NamedTuple):
@@ -55,9 +56,14 @@ def _star(exp: Experiment) -> Iterator[Spent]:
 def _network(exp: Experiment) -> Iterator[Spent]:
     start, count = _start(exp), exp.federation.clients
     payload = node_payload(exp, _upload(exp, start), start.buffers)
-    traffic, spent = np.zeros(count, dtype=np.int64), Spent()
+    traffic, away, spent = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64), Spent()
+    assert exp.topology is not None
     while True:
         present = exp.present(spent.rounds)
+        offline = exp.topology.offline(count, Moment(exp.seed, spent.rounds))
+        ends = np.concatenate(pulled(exp, spent.rounds, offline, away))
+        traffic += pulled_bytes(exp, start.server, start.buffers) * np.bincount(ends, minlength=count)
+        away = np.where(offline, away + 1, 0)
         ok = np.zeros(count, dtype=bool)
         ok[present.drawn.ids.numpy()] = True
         traffic += payload * exchanges(exp, spent.rounds, ok)

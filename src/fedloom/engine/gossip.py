@@ -204,7 +204,8 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     away = torch.where(torch.from_numpy(offline), state.nodes.away + 1, 0)
     if not len(present.drawn.ids):
         nodes = state.nodes._replace(away=away, past=_older(state.nodes.past))
-        return Round(state._replace(round=state.round + 1, nodes=nodes), (), {}, ())
+        found = _absent(exp, state.round + 1, offline, dead, away)
+        return Round(state._replace(round=state.round + 1, nodes=nodes), (), found, ())
     done = _trained(exp, state, store)
     if not done.ok.any():
         everyone = names_of(present.drawn.ids.tolist())
@@ -228,13 +229,20 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
     did = tuple(Did(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
-    found = done.fits.named(exp) | _judged(done) | mixed.found
-    if exp.evaluate.due(after.round, exp.rounds):
+    found = done.fits.named(exp) | _judged(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
+    return Round(after, done.excluded, found, did)
+
+
+def _absent(exp: Experiment, round_: int, offline: Mask, dead: Mask, away: Tensor) -> dict[str, float]:
+    """How many nodes were not there, in rounds that are judged."""
+    topology = _topology(exp)
+    found: dict[str, float] = {}
+    if exp.evaluate.due(round_, exp.rounds):
         if topology.node_loss:
             found |= {"network/offline": float(offline.sum()), "network/away": float(away.max())}
         if topology.dies:
             found |= {"network/dead": float(dead.sum())}
-    return Round(after, done.excluded, found, did)
+    return found
 
 
 def _topology(exp: Experiment) -> Topology:
@@ -244,25 +252,40 @@ def _topology(exp: Experiment) -> Topology:
 
 def _rejoined(exp: Experiment, state: RunState, offline: Mask) -> RunState:
     """Nodes that come back after too long an absence start from the plain mean of their neighbours' models."""
-    topology = _topology(exp)
-    back = ~offline & (state.nodes.away.numpy() > topology.stale_after)
-    if topology.rejoin == "stale" or not back.any():
+    to, by = pulled(exp, state.round, offline, state.nodes.away.numpy())
+    if not len(to):
         return state
-    at = Moment(exp.seed, state.round)
-    weights = surviving(topology, topology.weigh(len(offline), at, _sizes(exp)), at, ~offline)
-    asked = weights.is_link & back[weights.to] & ~back[weights.by]
-    heard = np.bincount(weights.to[asked], minlength=len(offline))
-    to, by = weights.to[asked], weights.by[asked]
+    heard = np.bincount(to, minlength=len(offline))
     rows = np.flatnonzero(heard)
-    if not len(rows):
-        return state
     plain = Weights(len(offline), to, by, 1.0 / heard[to])
     taken = tree.take(mix(plain, (state.server, state.buffers)), torch.from_numpy(rows).to(exp.device))
     where = torch.from_numpy(rows).to(exp.device)
     server, buffers = tree.tmap(
         lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server, state.buffers), taken
     )
-    return state._replace(server=server, buffers=buffers)
+    # A model came over each of these links.
+    size = pulled_bytes(exp, tree.take(state.server, 0), state.buffers[0])
+    ends = np.bincount(np.concatenate([to, by]), minlength=len(offline))
+    nodes = state.nodes._replace(traffic=state.nodes.traffic + torch.from_numpy(size * ends))
+    sent = size * len(to)
+    return state._replace(server=server, buffers=buffers, nodes=nodes, up=state.up + sent, down=state.down + sent)
+
+
+def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:
+    """Who takes whose model in this round, since it comes back after too long an absence (``away``, in rounds)."""
+    topology, none = _topology(exp), np.zeros(0, dtype=np.int64)
+    back = ~offline & (away > topology.stale_after)
+    if topology.rejoin == "stale" or not back.any():
+        return none, none
+    at = Moment(exp.seed, round_)
+    weights = surviving(topology, topology.weigh(len(offline), at, _sizes(exp)), at, ~offline)
+    asked = weights.is_link & back[weights.to] & ~back[weights.by]
+    return weights.to[asked], weights.by[asked]
+
+
+def pulled_bytes(exp: Experiment, node: Any, buffers: Tensor) -> int:
+    """What it costs to take the model of a node."""
+    return tree.nbytes(node) + tree.nbytes(exp.travelling(buffers))
 
 
 def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:

@@ -821,6 +821,9 @@ def faults(topology: Topology, nodes: int, seed: int, sizes: Ints | None = None)
             if not topology.allow_row_stochastic:
                 fix = "use topology.weights=metropolis" if not topology.directed else "use topology.mixing=push_sum"
                 what = f"'{topology.weights}' on this graph does not preserve the mean: the matrix {flaw}"
+                if getattr(topology, "link_weights", ()):
+                    what = f"the weights of the links do not preserve the mean: the matrix {flaw}"
+                    fix = "give each link in both directions, with the same weight"
                 found.append(Fault("topology.weights", what, f"{fix}, or set topology.allow_row_stochastic=true"))
             continue
         found.append(Fault("topology", f"the matrix {flaw}"))
@@ -863,13 +866,16 @@ def facts(topology: Topology, nodes: int, seed: int = 0, sizes: tuple[int, ...] 
     degree = weights.senders() - 1
     until, parts = window(topology, nodes, seed)
     own, count = psi(weights), 1
+    push = topology.mixing == "push_sum"
+    if push and nodes <= _DENSE:
+        own = norm(_divided(weights.dense()))
     together = own
     if topology.redrawn and nodes <= _DENSE:
         count = max(topology.period(nodes), min(until, _LONGEST))
         product = np.eye(nodes)
         for at, _ in zip(moments(topology, seed), range(count), strict=False):
             product = topology.weigh(nodes, at, rows).dense() @ product
-        together = norm(product)
+        together = norm(_divided(product) if push else product)
     preserves = bool(np.abs(weights.columns() - 1).max() <= TOLERANCE)
     return Facts(
         kind=topology.kind,
@@ -890,6 +896,12 @@ def facts(topology: Topology, nodes: int, seed: int = 0, sizes: tuple[int, ...] 
         psi_rate=together ** (1 / count),
         notes=tuple(_notes(topology, nodes, parts, preserves=preserves, contraction=together)),
     )
+
+
+def _divided(matrix: Floats) -> Floats:
+    """What nodes have of each other under push-sum: each divides by the mass that came with it."""
+    divided: Floats = matrix / matrix.sum(1, keepdims=True)
+    return divided
 
 
 def _notes(

@@ -326,7 +326,7 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
         columns.append((f"MB to {goal}", lambda r: _reach(r, r.bytes, lambda v: f"{v / 1e6:.2f}")))
         if any(row.seconds is not None for row in table):
             columns.append((f"simulated s to {goal}", lambda r: _reach(r, r.seconds, lambda v: f"{v:.1f}")))
-    if question.equal != "rounds":
+    if question.equal != "rounds" or _costs_differ(table):
         columns.append(("rounds", lambda r: _took(r.spent and r.spent.rounds, lambda v: f"{v:,.0f}")))
         columns.append(("gradients", lambda r: _took(r.spent and r.spent.gradients, lambda v: f"{v:,.0f}")))
         columns.append(("MB", lambda r: _took(r.spent and r.spent.bytes, lambda v: f"{v:,.2f}")))
@@ -339,6 +339,12 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
     if question.paper:
         columns.append((f"paper{unit}", lambda r: "-" if r.paper is None else _number(r.metric, r.paper)))
     return columns
+
+
+def _costs_differ(table: Sequence[Row]) -> bool:
+    """Whether methods took other numbers of gradients or bytes, so that rounds alone do not compare them."""
+    known = [row.spent for row in table if row.spent is not None]
+    return any(len({getattr(spent, what).mean for spent in known}) > 1 for what in ("gradients", "bytes"))
 
 
 def narrowed(section: Section, width: int) -> Section:
@@ -439,11 +445,9 @@ def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
             yield f"{row.method} takes none of it, and has the rounds of the experiment."
         elif abs(took / budget - 1) > 0.05:
             where = f" ({question.title(row.place)})" if row.place else ""
-            why = (
-                "one round is more than that"
-                if row.spent.rounds.mean <= 1
-                else "how much it trains only training tells"
-            )
+            why = "how much it trains only training tells"
+            if row.spent.rounds.mean <= 1:
+                why = "one round is more than that" if took > budget else "a second round would be more than that"
             yield f"{row.method}{where} came to {took / budget:.0%} of that: {why}."
 
 
@@ -662,7 +666,8 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
             continue
         low, high = scale * (mean - deviation), scale * (mean + deviation)
         axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
-        ends.append((colour, scale * float(mean[-10:].mean())))
+        trained = mean[1:] if len(mean) > 1 else mean  # the first is of the model before the first round
+        ends.append((colour, scale * float(trained[-10:].mean())))
         early.append(scale * float(mean[len(mean) // 12]))
     if question.target is not None:
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
