@@ -28,10 +28,10 @@ docs: $(READY) ## Write the pages of the documentation that are read off the cla
 	$(BIN)/python docs/generate.py
 
 test: lint types ## Lint, check types, and run every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(READY) ## Run the tests that take no more than a few seconds
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .
