@@ -575,7 +575,8 @@ def test_who_has_settled_costs_nothing_more(world, monkeypatch, executor) -> Non
     now = now.on()
     computed = [ids for name, ids, _ in calls if name == "ala"]
     assert [sum(client in ids for ids in computed) for client in range(5)] == now.kept.passes.tolist()
-    assert len({len(ids) for ids in computed}) > 2  # lanes become fewer and fewer
+    if executor == "lanes":
+        assert len({len(ids) for ids in computed}) > 2  # they become fewer and fewer
     calls.clear()
     now.on()
     assert sum(len(ids) for name, ids, _ in calls if name == "ala") == 5

@@ -253,8 +253,9 @@ def test_the_bound_is_computed_once_for_a_run(world, monkeypatch) -> None:
     state, store = begin(exp), RamStore(3)
     recorded = []
     for _ in range(3):
-        state, _, found, _ = advance_watched(exp, state, store)
-        recorded.append(found["theory/L"])
+        done = advance_watched(exp, state, store)
+        state = done.state
+        recorded.append(done.found["theory/L"])
     assert asked == [4, 12, 7]
     assert len(set(recorded)) == 1
     other = world((5, 6), algorithm="fedprox")
