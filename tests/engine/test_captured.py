@@ -19,9 +19,9 @@ from fedloom.algorithms.local_only import LocalOnly
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.engine import captured
 from fedloom.engine.captured import pack, width_for
-from fedloom.engine.local import AnyAlgorithm, capture_for
-from fedloom.engine.plan import Cohort
-from fedloom.engine.run import Experiment, advance, begin, rounds
+from fedloom.engine.local import AnyAlgorithm, capture_for, train
+from fedloom.engine.plan import Address, Cohort, plans
+from fedloom.engine.run import Experiment, advance, begin, groups_of, rounds
 from fedloom.engine.store import RamStore
 from fedloom.errors import DivergedError
 from fedloom.optim import Local
@@ -66,7 +66,11 @@ SIZES = (3, 40, 17, 8, 25, 1)
 
 
 def world(
-    algorithm: AnyAlgorithm | None = None, capture: Capture = "graph", *, spoiled: int | None = None
+    algorithm: AnyAlgorithm | None = None,
+    capture: Capture = "graph",
+    *,
+    spoiled: int | None = None,
+    local: Local | None = None,
 ) -> Experiment:
     """Six clients, four of them in each round; ``spoiled``: one whose first example is not finite."""
     fed = federation(SIZES)
@@ -74,7 +78,7 @@ def world(
         fed.x[fed.train.rows[fed.train.start[spoiled]]] = math.inf
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    local = Local(batch=4, epochs=2, lr=0.1, momentum=0.5)
+    local = local or Local(batch=4, epochs=2, lr=0.1, momentum=0.5)
     return experiment(fed, net, algorithm, capture=capture, local=local, cohort=Cohort(size=4), rounds=6)
 
 
@@ -136,16 +140,49 @@ def test_rounds_end_where_they_are_told_to() -> None:
 
 
 def test_what_outlasts_a_step_is_not_where_the_next_step_is_taken() -> None:
-    """A client's own model is what it was, however often others have trained since."""
+    """What a group of clients came to is what it was, however many groups have trained since."""
     exp = world(LocalOnly())
-    store = RamStore(len(SIZES))
-    state = begin(exp)
-    state, _ = advance(exp, state, store)
-    ids = exp.present(0).drawn.ids
-    before = [leaf.clone() for leaf in tree.leaves(exp.given(state, store, ids).mine)]
-    others = world(LocalOnly())
-    advance(others, begin(others), RamStore(len(SIZES)))
-    assert same(tuple(before), exp.given(state, store, ids).mine)
+    state, store = begin(exp), RamStore(len(SIZES))
+    group, other = (next(iter(groups_of(exp, r, exp.present(r)))) for r in range(2))
+    with torch.no_grad():
+        came = train(exp.algorithm, exp.federation, group, exp.given(state, store, group.ids))
+        before = tree.tmap(torch.clone, came.states)
+        train(exp.algorithm, exp.federation, other, exp.given(state, store, other.ids))
+    assert same(before, came.states)
+
+
+def narrow_after_wide(capture: Capture) -> Any:
+    """Where a client with one full batch ends, and then one whose only batch is narrow, by the same recorded step."""
+    exp = world(capture=capture)
+    state, store, ends = begin(exp), RamStore(len(SIZES)), []
+    for client in (3, 0):  # of 8 and of 3 examples, in batches of 4
+        address = Address(exp.seed, client)
+        plan = plans(exp.local, exp.federation.train, torch.tensor([client]), address, lr=0.1, lanes=4)
+        with torch.no_grad():
+            given = exp.given(state, store, torch.tensor([client]))
+            ends.append(train(exp.algorithm, exp.federation, next(iter(plan)), given).uploads)
+    return tuple(ends)
+
+
+def test_a_narrow_batch_after_a_wide_one_has_nothing_of_it() -> None:
+    for a, b in zip(tree.leaves(narrow_after_wide("graph")), tree.leaves(narrow_after_wide("eager")), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_clients_of_one_batch_each_are_all_counted_and_kept() -> None:
+    """With whole-data batches clients of unequal width train in several groups, none of which may be lost."""
+    found = []
+    for capture in ("graph", "eager"):
+        exp = world(Scaffold(), capture, local=Local(batch=0, epochs=2, lr=0.1))
+        state, store = begin(exp), RamStore(len(SIZES))
+        assert len(list(groups_of(exp, 0, exp.present(0)))) > 1
+        for done in rounds(exp, state, store):
+            state = done.state
+        found.append((state, exp.given(state, store, torch.arange(len(SIZES))).mine))
+    (a, mine), (b, plain) = found
+    assert a.gradients == b.gradients
+    for x, y in zip(tree.leaves((a.server, mine)), tree.leaves((b.server, plain)), strict=True):
+        assert torch.allclose(x, y, atol=1e-6)
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

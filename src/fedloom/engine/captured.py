@@ -191,6 +191,7 @@ class _Graphs:
 
     def forget(self) -> None:
         self.held.clear()
+        self.pool = None
         torch.cuda.empty_cache()
 
     def note(self, text: str) -> None:
@@ -358,6 +359,7 @@ class _Replay:
         self._plan.who[ticks] = torch.where(real, who, self._tables.clients)
         self._plan.rows[ticks, :, :wide] = group.rows[client, when]
         self._plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
+        self._plan.mask[ticks, :, wide:] = 0  # where wider batches may have been before
         self._plan.keys[ticks] = group.keys[client, when]
         self._plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
         self._tables.lr.copy_(group.work.lr[0])

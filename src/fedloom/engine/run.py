@@ -119,7 +119,8 @@ class Experiment:
     def may_hope(self) -> bool:
         """Whether a round can be done to its end before anybody looks if its numbers are finite."""
         unusual = self.guard is not None or bool(self.bad) or self.system.deadline is not None
-        return self.captures and self.ranks.size == 1 and not unusual
+        together = self.local.batch > 0  # else clients of unequal width train in groups of their own
+        return self.captures and self.ranks.size == 1 and together and not unusual
 
     @property
     def keeps_buffers(self) -> bool:
