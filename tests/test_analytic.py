@@ -433,6 +433,14 @@ def test_printed_equations_are_wrong(printed) -> None:
     assert relative(printed(u, v, x, y), central(x, y, 0.0)) > 0.25
 
 
+@pytest.mark.parametrize("printed", [eq_29, eq_32, eq_35], ids=lambda f: f.__name__)
+def test_printed_equations_are_forms_of_merging(printed) -> None:
+    x, y, u, v = two_grams()
+    merged = analytic.merge_product(u, v, printed.__name__.replace("_", ""))
+    assert relative(merged.head, printed(u, v, x, y)) < 1e-9
+    assert torch.equal(merged.gram, u.gram + v.gram)
+
+
 @pytest.mark.parametrize("repaired", [eq_35_repaired, lambda u, v, x, y: analytic.merge(u, v).head])
 def test_repaired_equations_are_right(repaired) -> None:
     x, y, u, v = two_grams()

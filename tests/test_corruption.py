@@ -303,6 +303,15 @@ def test_learned_weights_withstand_bad_sums_in_a_run(tmp_path: Path, kind: str) 
             assert history.summary[accuracy].last > plain.summary[accuracy].last
 
 
+@pytest.mark.parametrize(("quality", "vain"), [("size", True), ("server", True), ("report", False)])
+def test_reports_that_nobody_asks_for_are_forged_in_vain(quality: str, vain: bool) -> None:
+    table = {"algorithm": {"kind": "law_afl", "quality": quality}, "proxy": {"size": 50}}
+    for how in ({"kind": "quality_forge"}, {"kind": "label_random", "forge": True}):
+        notes = parse(table | {"corruption": {"share": 0.5, **how}}).notes
+        assert any("forged in vain" in note for note in notes) == vain
+    assert not parse(table | {"corruption": {"share": 0.5}}).notes
+
+
 @pytest.mark.parametrize("corruption", [{"kind": "quality_forge"}, {"kind": "label_flip_cyclic", "forge": True}])
 def test_forged_quality_in_a_run(tmp_path: Path, corruption: dict[str, Any]) -> None:
     """Believed, forgers gain weight; measured by the server, honest data keeps its share and flipped labels lose it."""

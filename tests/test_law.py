@@ -369,6 +369,15 @@ def test_the_bounded_rule_of_shrinking() -> None:
     assert float(law.ratio_shrink(7 * w, 7 * moves)) == pytest.approx(float(law.ratio_shrink(w, moves)))
 
 
+def test_the_printed_shrink_by_hand() -> None:
+    """LAW-AFL eq. 5: eta / (E |g|^2 + eps), which nothing bounds."""
+    moves = torch.tensor([[3.0, 4], [0, 0]], dtype=torch.float64)
+    assert float(law.printed_shrink(moves)) == pytest.approx(1 / 12.5)
+    assert float(law.printed_shrink(moves, eta=2.0)) == pytest.approx(2 / 12.5)
+    assert float(law.printed_shrink(1e-3 * moves)) == pytest.approx(1 / (12.5e-6 + 1e-8))
+    assert float(law.printed_shrink(0 * moves)) == pytest.approx(1e8)
+
+
 def test_groups_are_averaged_over_those_who_train_them() -> None:
     stack = Stack(vec(1, 1, 1, 1), torch.tensor([[1.0, 1, 1, 1], [3, 3, 3, 3]], dtype=torch.float64))
     how = Weighing(vec(0.25, 0.75), vec(1)[0])

@@ -266,6 +266,31 @@ def test_unequal_clients_add_more_noise(world: Any) -> None:
     assert exp.guard.epsilon(0) > 0  # the histograms
 
 
+@pytest.mark.parametrize(("alpha", "multiplier"), [(0.1, 3.0), (0.05, 6.0), (1.0, 0.3)])
+def test_equation_24_as_printed(world: Any, alpha: float, multiplier: float) -> None:
+    """sigma_base sigma_ref / alpha for everybody, no histogram, and the epsilon of just that much noise."""
+    private = {"clip": 1.0, "noise": 3.0, "heterogeneity": "eq24", "concentration": alpha}
+    guard = world(SIZES, algorithm=UNIFORM, privacy=private).guard
+    plain = world(SIZES, algorithm=UNIFORM, privacy={"clip": 1.0, "noise": multiplier}).guard
+    assert guard.release.noise == pytest.approx(multiplier)
+    assert guard.factors.tolist() == [1.0] * len(SIZES)
+    assert guard.epsilon(0) == 0
+    assert guard.epsilon(2) == pytest.approx(plain.epsilon(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"noise": 1.0, "heterogeneity": "eq24"}, "belong together"),
+        ({"noise": 1.0, "concentration": 0.1}, "belong together"),
+        ({"epsilon": 1.0, "heterogeneity": "eq24", "concentration": 0.1}, "would calibrate it away"),
+    ],
+)
+def test_equation_24_needs_its_alpha_and_noise(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Privacy(clip=1.0, **given)
+
+
 # -- in a run --------------------------------------------------------------------------------------
 LINEAR = ["fedavg", "fedprox", "fedopt", "scaffold", "feddyn", "moon", "ditto", "fedprox_adaptive", "fedrep", "fedsam"]
 

@@ -18,7 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from fedloom import api as fedloom_api
+from fedloom.experiment import prepare
 from terminal import Quick, environment, fedloom, started
 
 BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")
@@ -452,3 +457,63 @@ def test_a_run_killed_before_it_was_laid_out_can_be_continued(quick: Quick, tmp_
     assert done.code == 0, done.err
     assert result(tmp_path / "r") == result(tmp_path / "whole")
     assert json.loads((tmp_path / "r" / "environment.json").read_text())["executor"] == "lanes"
+
+
+# -- unlearning ------------------------------------------------------------------------------------
+CLOSED = (*BASE, "algorithm.kind=analytic", "rounds=1", "partition.kind=iid")
+
+
+def head(run: Path) -> Tensor:
+    return load_file(run / "model.safetensors")["head.weight"].double()
+
+
+@pytest.mark.parametrize("agg", ["sum", "aa_simplified"])
+def test_a_finished_run_forgets_clients_as_if_they_had_never_been_there(quick: Quick, tmp_path: Path, agg: str) -> None:
+    words = (*CLOSED, f"algorithm.agg={agg}")
+    assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0
+    all_of_them = head(tmp_path / "run")
+    done = quick("resume", "run", "--forget", "3", "--forget", "1", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.json["rounds"] == 2
+    assert "to be forgotten: clients [3, 1]" in done.err
+    left = without(tmp_path / "run", (1, 3))
+    assert torch.allclose(head(tmp_path / "run"), left, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(head(tmp_path / "run"), all_of_them, rtol=1e-2)
+    settings = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (settings["rounds"], settings["algorithm"]["forget"]) == (2, [3, 1])
+    again = quick("resume", "run", "--forget", "5", cwd=tmp_path)  # and another one later
+    assert again.code == 0, again.err
+    assert torch.allclose(head(tmp_path / "run"), without(tmp_path / "run", (1, 3, 5)), rtol=1e-5, atol=1e-6)
+
+
+def without(run: Path, gone: tuple[int, ...]) -> Tensor:
+    """The head of ridge regression on all rows but those of these clients, by NumPy."""
+    digits = fedloom_api.load_config(run / "config.toml")
+    prepared = prepare(digits, Path())
+    fed = prepared.experiment.federation
+    rows = torch.cat([fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]] for i in range(6) if i not in gone])
+    x, y = fed.examples(rows)
+    x, onehot = x.flatten(1).double().numpy(), np.eye(fed.classes)[y.numpy()]
+    gram = x.T @ x
+    ridge = 1e-3 * np.trace(gram) / len(gram)
+    return torch.from_numpy(np.linalg.solve(gram + ridge * np.eye(len(gram)), x.T @ onehot).T)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "says"),
+    [
+        ((*SERVER, "rounds=1"), ("--forget", "1"), "--forget: what a client gave cannot be taken out of fedavg"),
+        (CLOSED, ("--forget", "6"), "algorithm.forget: there is no client 6 among 6"),
+        (CLOSED, ("--forget", "1", "--forget", "1"), "--forget: client 1 is forgotten already"),
+        ((*CLOSED, "cohort.sampling=uniform", "cohort.size=3"), ("--forget", "1"), "--forget: who comes in a round"),
+    ],
+)
+def test_what_cannot_be_forgotten_is_refused_and_nothing_changes(
+    quick: Quick, tmp_path: Path, settings: tuple[str, ...], words: tuple[str, ...], says: str
+) -> None:
+    assert quick("run", *settings, "--out", "run", cwd=tmp_path).code == 0
+    before = result(tmp_path / "run")
+    done = quick("resume", "run", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert says in " ".join(done.err.split())
+    assert result(tmp_path / "run") == before

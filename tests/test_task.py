@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, grad_and_value, vmap
 
 from fedloom.errors import ConfigError
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
 from fedloom.models.resnet import ResNet20
-from fedloom.task import Batch, KeyedDropout, Task
+from fedloom.task import Batch, KeyedDropout, PatchConv2d, Task, _with_patches
 
 SHAPE = (3, 8, 8)
 
@@ -303,6 +304,40 @@ def test_sixteen_bits_are_in_the_net_and_nowhere_else(name: str, lanes: bool) ->
     assert not torch.equal(want, found)
     assert float((want - found).norm() / want.norm()) < 0.1
     assert torch.equal(exact.apply(exact.w0, b.x, b.buffers), short.apply(short.w0, b.x, b.buffers))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 32, 5),
+        nn.Conv2d(1, 40, 3, padding=1, bias=False),
+        nn.Conv2d(4, 32, (3, 2), stride=(2, 1), padding=(1, 0)),
+        nn.Conv2d(3, 33, 4, padding="same"),
+    ],
+)
+def test_a_convolution_as_a_product_of_patches_is_the_same_function(layer: nn.Conv2d) -> None:
+    x = torch.randn(3, 5, layer.in_channels, 9, 8)  # three clients
+    w = {n: torch.randn(3, *p.shape) for n, p in layer.named_parameters()}
+    patched = copy.deepcopy(layer)
+    _with_patches(patched)
+    assert type(patched) is PatchConv2d
+
+    def loss(net: nn.Module, w: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = functional_call(net, w, (x,))
+        assert isinstance(out, Tensor)
+        return out.sin().sum()
+
+    plain, ours = (vmap(grad_and_value(partial(loss, net)))(w, x) for net in (layer, patched))
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-3)
+
+
+def test_convolutions_become_products_only_where_these_are_faster() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 5), nn.Conv2d(64, 64, 5), nn.Conv2d(3, 6, 5), nn.Conv2d(4, 32, 3, groups=2),
+        nn.Conv2d(3, 32, 3, dilation=2), nn.Conv2d(3, 32, 3, padding_mode="reflect"),
+    )  # fmt: skip
+    _with_patches(net)
+    assert [type(m) is PatchConv2d for m in net] == [True] + [False] * 5
 
 
 def test_tf32_is_exact_where_there_is_none() -> None:

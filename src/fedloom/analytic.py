@@ -235,26 +235,36 @@ def weighed(one: Part, weight: float) -> Part:
     return Part(one.head, weight * one.gram, weight * one.ridge)
 
 
-def coefficients(c_u: Tensor, c_v: Tensor) -> tuple[Tensor, Tensor]:
+ProductForm: TypeAlias = Literal["published", "eq29", "eq32", "eq35"]
+
+
+def coefficients(c_u: Tensor, c_v: Tensor, form: ProductForm = "published") -> tuple[Tensor, Tensor]:
     """The matrices of W = K_u W_u + K_v W_v in AFL's product form, with R = C^-1 and S = C_u + C_v:
 
         K_u = I - R_u C_v + R_u C_v S^-1 C_v,    K_v = I - R_v C_u + R_v C_u S^-1 C_u
 
-    LAW-AFL prints the last sign as - (eq. 32), the recursion without its last factor (eq. 35), and the inverse that
-    they come from without its middle term and with that sign, too (eq. 29).
+    LAW-AFL prints three others, all of them wrong, which are here to be measured:
+
+        eq29   K_u = I - R_u C_v S^-1 C_v             the middle term is missing, and the last sign is wrong
+        eq32   K_u = I - R_u C_v - R_u C_v S^-1 C_v   the last sign is wrong
+        eq35   K_u = I - R_u C_v S^-1                 its last factor C_u is missing, with which it is right
     """
     s_inverse: Tensor = torch.linalg.inv(c_u + c_v)
 
     def one(own: Tensor, other: Tensor) -> Tensor:
         r_other: Tensor = torch.linalg.inv(own) @ other
-        return with_ridge(r_other @ s_inverse @ other - r_other, 1.0)
+        last = r_other @ s_inverse
+        if form == "eq35":
+            return with_ridge(-last, 1.0)
+        last = last @ other
+        return with_ridge({"published": last - r_other, "eq29": -last, "eq32": -last - r_other}[form], 1.0)
 
     return one(c_u, c_v), one(c_v, c_u)
 
 
-def merge_product(u: Part, v: Part) -> Part:
+def merge_product(u: Part, v: Part, form: ProductForm = "published") -> Part:
     """Both parts' solution by the product form, as published: three inverses, and up to seven digits less exact."""
-    k_u, k_v = coefficients(u.gram, v.gram)
+    k_u, k_v = coefficients(u.gram, v.gram, form)
     return Part(k_u @ u.head + k_v @ v.head, u.gram + v.gram, u.ridge + v.ridge)
 
 

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -136,12 +136,16 @@ def resume(
     data_root: str | Path | None = None,
     at: int | None = None,
     rounds: int | None = None,
+    forget: Sequence[int] = (),
     listener: Listener | None = None,
 ) -> History:
-    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``."""
+    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
+
+    ``forget``: clients that a closed form is to unlearn; without ``rounds``, in one more round.
+    """
     path, ranks = Path(run_dir), joined()
     with ranks.agreed():
-        config = _resumed_config(path, data, at, rounds)
+        config = _resumed_config(path, data, at, rounds, forget)
     prepared = _prepared(config, _root(data_root), _as_arrays(data, config.basics.seed))
     with ranks.agreed():
         laid_out = (path / "partition.json").is_file()
@@ -153,18 +157,21 @@ def resume(
             folder = RunFolder(path)
             if not laid_out:  # the run was killed before its first round
                 _lay_out(folder, prepared)
-            if rounds is not None:
+            if rounds is not None or forget:
                 record.write_text(path / "config.toml", as_toml(config))
                 if prepared.experiment.guard is not None:
                     folder.write("privacy.json", prepared.experiment.guard.described())
     return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
 
 
-def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None) -> Config:
-    """The experiment of a run folder, perhaps with more ``rounds``."""
+def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int]) -> Config:
+    """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
     if not (path / "config.toml").is_file():
         raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
     table = read_toml(path / "config.toml")
+    if forget:
+        table["algorithm"]["forget"] = _to_forget(table, forget)
+        rounds = rounds if rounds is not None else _round_after(table, path)
     if rounds is not None:
         if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
             why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
@@ -178,6 +185,26 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None) -
     if not _is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
     return parse(table)
+
+
+def _to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:
+    """Whom a run is to forget, those who had been named before among them."""
+    kind, before = table["algorithm"]["kind"], table["algorithm"].get("forget", [])
+    if kind != "analytic":
+        why = f"what a client gave cannot be taken out of {kind} exactly"
+        raise ConfigError([Fault("--forget", why, "take algorithm.kind=analytic, or run it without the client")])
+    if twice := [i for k, i in enumerate(clients) if i in before or i in clients[:k]]:
+        raise ConfigError([Fault("--forget", f"client {twice[0]} is forgotten already")])
+    return [*before, *clients]
+
+
+def _round_after(table: dict[str, Any], path: Path) -> int:
+    """So many rounds that everybody comes once more."""
+    if table["cohort"]["sampling"] != "all":
+        why = f"who comes in a round is drawn (cohort.sampling = '{table['cohort']['sampling']}')"
+        raise ConfigError([Fault("--forget", why, "give --rounds, enough for the client to come again")])
+    done = max(checkpoint.rounds(path / "checkpoints"), default=0)
+    return max(int(table["rounds"]), done + 1)
 
 
 def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:

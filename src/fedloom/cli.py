@@ -130,6 +130,12 @@ def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     from_: Annotated[int | None, typer.Option("--from", help="Take the checkpoint of this round.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Go on to so many rounds in all.")] = None,
+    forget: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, metavar="CLIENT", help="Unlearn this client of a closed form exactly, in one more round; repeatable."
+        ),
+    ] = None,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
@@ -144,7 +150,12 @@ def resume(
 
     if ranks is not None and (run_dir / "config.toml").is_file():
         _launch(ranks, api.load_config(run_dir / "config.toml"))
-    _watched(json_, lambda watch: api.resume(run_dir, at=from_, rounds=rounds, data_root=data_root, listener=watch))
+    _watched(
+        json_,
+        lambda watch: api.resume(
+            run_dir, at=from_, rounds=rounds, forget=forget or (), data_root=data_root, listener=watch
+        ),
+    )
 
 
 @app.command()
@@ -577,6 +588,8 @@ class Watch:
             self._network(exp)
         if done:
             self.say(f"resumed after round {done} of {exp.rounds}")
+        if forget := getattr(exp.algorithm, "forget", ()):
+            self.say(f"to be forgotten: clients {list(forget)}")
         self._began, self._done = time.perf_counter(), done
         if self._console.is_terminal:
             columns = (

@@ -68,17 +68,30 @@ class Entry(Spec):
         return _flat(given)
 
 
-class Paper(Spec):
-    """What a paper reports for a method at some places of the grid: one number, or each of the layout's cell."""
+class Claim(Spec):
+    """Something about what a paper reports for a method at some places of the grid."""
 
     algorithm: str
-    value: float | list[float]
     where: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("where", mode="before")
     @classmethod
     def _dotted(cls, given: Any) -> Any:
         return _flat(given)
+
+
+class Paper(Claim):
+    """What it reports: one number, or each of the layout's cell."""
+
+    value: float | list[float]
+
+
+class Doubt(Claim):
+    """Why that cannot be, or hardly; of all methods, and all numbers of a cell, unless it says of which."""
+
+    algorithm: str = ""
+    metric: str = ""
+    why: str = Field(min_length=1)
 
 
 class Compare(Spec):
@@ -98,6 +111,7 @@ class Compare(Spec):
     cells: str = ""
     notes: list[str] = Field(default_factory=list)
     paper: list[Paper] = Field(default_factory=list)
+    doubts: list[Doubt] = Field(default_factory=list)
 
     @field_validator("algorithms", mode="before")
     @classmethod
@@ -430,6 +444,12 @@ def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Ax
         if isinstance(paper.value, list) and len(paper.value) != len(spec.layout.cell if spec.layout else ()):
             what = f"a list has one number for each metric of compare.layout.cell (got {paper.value})"
             faults.append(Fault(f"compare.paper.{number}.value", what))
+    for number, doubt in enumerate(spec.doubts):
+        faults += _unmatched(doubt, f"compare.doubts.{number}", methods, axes)
+        metrics = [part.metric for part in spec.layout.cell] if spec.layout else [spec.metric]
+        if doubt.metric and doubt.metric not in metrics:
+            what = f"no value of a paper is of '{doubt.metric}'"
+            faults.append(Fault(f"compare.doubts.{number}.metric", what, nearest(doubt.metric, metrics)))
     return faults
 
 
@@ -471,15 +491,15 @@ def _twice_set(methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
     return faults
 
 
-def _unmatched(paper: Paper, at: str, methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
+def _unmatched(claim: Claim, at: str, methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
     faults = []
-    if not _named(paper.algorithm, methods):
+    if claim.algorithm and not _named(claim.algorithm, methods):
         names = [x for m in methods for x in (m.label, m.kind)]
         faults.append(
-            Fault(f"{at}.algorithm", f"there is no method '{paper.algorithm}'", nearest(paper.algorithm, names))
+            Fault(f"{at}.algorithm", f"there is no method '{claim.algorithm}'", nearest(claim.algorithm, names))
         )
     keys = {axis.key: axis for axis in axes}
-    for key, value in paper.where.items():
+    for key, value in claim.where.items():
         if key not in keys:
             faults.append(Fault(f"{at}.where.{key}", "is not an axis of the grid", nearest(key, keys)))
         elif _word(value) not in keys[key].labels:
@@ -1083,6 +1103,7 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         wanted=metric,
         x=planned.spec.x or planned.spec.equal,
         remarks=tuple(planned.spec.notes),
+        doubts=tuple(report.Doubt(frozenset(_spots(planned, d)), d.metric, d.why) for d in planned.spec.doubts),
         equal=planned.spec.equal,
         budgets=planned.budgets,
     )
@@ -1122,12 +1143,17 @@ def _claims(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[float
 
 def _placed_values(planned: Plan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
     """Each value of a paper, with the place of the grid and the method that it belongs to."""
+    return ((spot, paper.value) for paper in planned.spec.paper for spot in _spots(planned, paper))
+
+
+def _spots(planned: Plan, claim: Claim) -> Iterator[tuple[Place, str]]:
+    """The places of the grid and the methods that something is said of."""
     keys = [axis.key for axis in planned.axes]
-    for paper in planned.spec.paper:
-        wanted = {k: _word(v) for k, v in paper.where.items()}
-        for place, label in itertools.product(planned.places, _named(paper.algorithm, planned.methods)):
-            if wanted.items() <= dict(zip(keys, place, strict=True)).items():
-                yield (place, label), paper.value
+    wanted = {k: _word(v) for k, v in claim.where.items()}
+    methods = _named(claim.algorithm, planned.methods) if claim.algorithm else [m.label for m in planned.methods]
+    for place, label in itertools.product(planned.places, methods):
+        if wanted.items() <= dict(zip(keys, place, strict=True)).items():
+            yield place, label
 
 
 if __name__ == "__main__":

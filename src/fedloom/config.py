@@ -259,7 +259,9 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
         raise ConfigError(faults)
     assert basics is not None
     chosen.setdefault("topology", None)
-    notes = [*notes, *chosen["algorithm"].doubts(chosen["local"].lr), *_changes_of_privacy(chosen)]
+    algorithm = chosen["algorithm"]
+    notes = [*notes, *algorithm.doubts(chosen["local"].lr), *_changes_of_privacy(chosen)]
+    notes += corruption.idle(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
 
 

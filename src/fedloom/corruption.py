@@ -109,6 +109,14 @@ def conflicts(how: Corruption, alg: Any) -> list[Fault]:
     return [Fault(f"corruption.{key}", what, "take a kind that corrupts data")]
 
 
+def idle(how: Corruption, alg: Any) -> list[str]:
+    """What bad clients do to no effect, in words."""
+    asked = getattr(alg, "quality", "report")
+    if not how.any or asked == "report" or not set(_BEST) & set(how.changes):
+        return []
+    return [f"corruption: reports are forged in vain, since algorithm.quality = '{asked}' does not listen to them"]
+
+
 class Rows(NamedTuple):
     """What is in the training rows of one client."""
 

@@ -183,8 +183,8 @@ def _guard(config: Config, fed: Federation) -> Guard | None:
     size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
     counts = np.zeros((fed.clients, fed.classes))
     np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
-    charged = how.histogram_epsilon if how.heterogeneity != "none" else 0.0
-    release = Release(how.noise or 0.0, how.mechanism == "local", cohort.sampling, able, size, charged)
+    charged = how.histogram_epsilon if how.asks_for_labels else 0.0
+    release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
     uses: tuple[int, ...] = tuple(range(rounds + 1))
     if release.local:  # only the rounds in which a client takes part count for it
         taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
@@ -202,7 +202,7 @@ def _guard_of_sums(config: Config, fed: Federation, norm: float) -> Guard:
     """The same of sums over examples, each of which is in one sum of one client, and is released once."""
     how, able, counts = config.privacy, int((fed.train.sizes > 0).sum()), config.algorithm.needs_counts
     sums = Sums(sensitivity(norm, cross_scale=how.cross_scale, counts=counts), how.cross_scale, counts)
-    release = Release(how.noise or 0.0, how.mechanism == "local", "all", able, able)
+    release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
     uses = (0, *[1] * config.basics.rounds)

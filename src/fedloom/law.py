@@ -310,8 +310,7 @@ def grid_shrink(
 def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0.5) -> Tensor:
     """gamma = |w| / (|w| + kappa |g| v) in [low, 1], where g is the mean move and v how much moves disagree.  ``[]``
 
-    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. LAW-AFL eq. 5, gamma = eta / (E |g_i|^2 + eps), has the unit of 1 / |g|^2
-    and grows without bound as training converges.
+    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It stands for LAW-AFL eq. 5: see ``printed_shrink``.
     """
     m = len(moves)
     length = tree.mix(torch.full((1, m), 1 / m, device=moves.device), moves)[0].norm()
@@ -320,6 +319,33 @@ def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0
     size = mean.double().norm()
     down = kappa * length * v
     return torch.where(down > 0, size / (size + down).clamp(min=1e-300), torch.ones_like(down)).clamp(low, 1.0)
+
+
+def printed_shrink(moves: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
+    """gamma = eta / (E |g_i|^2 + eps), LAW-AFL eq. 5 as printed.  ``[]``
+
+    It has the unit of 1 / |g|^2, and grows without bound as training converges, where gamma is said to be in (0, 1].
+    """
+    return eta / (torch.stack([one.double().square().sum() for one in moves]).mean() + smooth)
+
+
+ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5"]
+
+
+def shrunk(
+    rule: ShrinkRule,
+    how: Weighing,
+    stack: Stack,
+    loss: Callable[[Tensor], Tensor],
+    eta: float = 1.0,
+    shrinks: Tensor | None = None,
+) -> Weighing:
+    """Learned weights with gamma by a rule: as learned, tried on a grid, by disagreement, or as printed."""
+    if rule == "grid":
+        return grid_shrink(stack, how.lam, loss, shrinks=shrinks)
+    if rule == "ratio":
+        return how._replace(shrink=ratio_shrink(aggregated(stack, how), stack.moves))
+    return how._replace(shrink=printed_shrink(stack.moves, eta)) if rule == "eq5" else how
 
 
 def grouped(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor:

@@ -14,10 +14,13 @@ Clients of a closed form send sums over examples instead, once. There the unit i
     S above is replaced by D; and by sqrt(R^4 + R^2 + 1) where counts of classes are sent, too
 
 Their noise has the address (seed, client): who is to be forgotten sends the same numbers again, and tells nothing new.
+Who has no examples does not come: that a client has any at all is not hidden.
 
 Every client counts alike, since a weight would tell how much data it has. Noise may grow with how unequal a
 client's labels are, by a factor f_i >= 1 from a noised histogram of them (LAW-AFL, eq. 24, made sound): the
-guarantee stays that of f_i = 1, and the histogram is charged once.
+guarantee stays that of f_i = 1, and the histogram is charged once. As printed (``eq24``), sigma = sigma_base sigma_ref
+/ (alpha + eps) with the alpha of the experiment, which no client knows and which is the same for all: noise is
+z sigma_ref / alpha for everybody, less than z where alpha is large, and epsilon is told for what it comes to.
 
 Noise has an address (seed, round, client), so that a resumed run adds the same. Epsilon is computed by Google's
 dp-accounting, through Renyi divergences, for the sampling that the run uses::
@@ -73,10 +76,17 @@ class Privacy(Spec):
     mechanism: Literal["distributed", "local"] = Field(
         "distributed", description="the sum of a round has deviation z S and only it is seen; or every upload has it"
     )
-    heterogeneity: Literal["none", "alpha", "entropy"] = Field(
-        "none", description="more noise for clients with unequal labels, by how concentrated these are"
+    heterogeneity: Literal["none", "alpha", "entropy", "eq24"] = Field(
+        "none",
+        description="more noise for clients with unequal labels, by how concentrated these are; eq24: as printed, the "
+        "same for all",
     )
-    reference: PositiveFloat = Field(0.1, description="of alpha: the concentration at and above which noise is plain")
+    concentration: PositiveFloat | None = Field(
+        None, description="of eq24: the alpha of the Dirichlet distribution, which the experimenter knows"
+    )
+    reference: PositiveFloat = Field(
+        0.1, description="of alpha: the concentration at and above which noise is plain; of eq24: sigma_ref"
+    )
     slope: NonNegativeFloat = Field(1.0, description="of entropy: the factor is 1 + slope (1 - H / ln C)")
     most: float = Field(4.0, ge=1, description="largest factor by which a client's noise grows")
     histogram_epsilon: PositiveFloat = Field(
@@ -97,11 +107,26 @@ class Privacy(Spec):
             raise ValueError("clip hides clients and feature_clip hides examples; keep one of them")
         if self.feature_clip is not None and self.heterogeneity != "none":
             raise ValueError("heterogeneity is for clip: its histograms hide clients, and feature_clip hides examples")
+        if (self.heterogeneity == "eq24") != (self.concentration is not None):
+            raise ValueError("heterogeneity = 'eq24' and concentration, its alpha, belong together; set both")
+        if self.heterogeneity == "eq24" and self.epsilon is not None:
+            raise ValueError("'eq24' scales the noise that is set, and epsilon would calibrate it away; set noise")
         return self
 
     @property
     def on(self) -> bool:
         return self.clip is not None or self.feature_clip is not None
+
+    @property
+    def multiplier(self) -> float:
+        """z as everybody has it, which is what the accountant is told; 0 if it is still to be calibrated."""
+        scale = 1.0 if self.concentration is None else self.reference / (self.concentration + _SMOOTH)
+        return scale * (self.noise or 0.0)
+
+    @property
+    def asks_for_labels(self) -> bool:
+        """Whether clients release a histogram of their labels."""
+        return self.on and self.heterogeneity in ("alpha", "entropy")
 
 
 # -- what cannot be accounted for ------------------------------------------------------------------
@@ -330,7 +355,7 @@ def factors(how: Privacy, counts: NDArray[np.float64], seed: int) -> Tensor:
     noise of scale 1 / histogram_epsilon.
     """
     clients, classes = counts.shape
-    if not how.on or how.heterogeneity == "none" or classes < 2:
+    if not how.asks_for_labels or classes < 2:
         return torch.ones(clients)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     noise = rng.stream(seed, "privacy/histogram").laplace(0.0, 1.0 / how.histogram_epsilon, counts.shape)

@@ -57,6 +57,22 @@ class KeyedDropout(nn.Module):
         return x * keep / (1.0 - self.p)
 
 
+class PatchConv2d(nn.Conv2d):
+    """A convolution as one product of its weights with all patches of its inputs.
+
+    Clients in lanes are groups of one convolution, which cuDNN takes one after the other where inputs have the few
+    channels of a picture. Compiled, the product takes half of that time, and memory for C k^2 numbers of each pixel.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        (high, wide), (down, right) = self.kernel_size, self.stride
+        x = nn.functional.pad(input, self._reversed_padding_repeated_twice)
+        patches = x.unfold(2, high, down).unfold(3, wide, right)  # [B, C, h, w, high, wide]
+        rows = patches.permute(1, 4, 5, 0, 2, 3)
+        out = (weight.flatten(1) @ rows.flatten(3).flatten(0, 2)).view(-1, *rows.shape[3:]).transpose(0, 1)
+        return out if bias is None else out + bias[:, None, None]
+
+
 class Task:
     """``apply``, ``loss`` and ``grad`` of one net at any point ``w`` [P]; the net itself never changes.
 
@@ -107,6 +123,8 @@ class Task:
         other.lanes, other.precision, other.capture = lanes, precision, capture
         other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
+        if lanes and device.type == "cuda" and capture == "compiled":
+            _with_patches(other._train)
         return other
 
     def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
@@ -314,6 +332,15 @@ def _with_keyed_dropout(net: nn.Module) -> nn.Module:
             return KeyedDropout(drop.p, index)
         setattr(net.get_submodule(parent_name), name, KeyedDropout(drop.p, index))
     return net
+
+
+def _with_patches(net: nn.Module) -> None:
+    """Turn convolutions over pictures into products, where these were measured to be faster (ADR 10)."""
+    for layer in net.modules():
+        if type(layer) is not nn.Conv2d or layer.in_channels > 4 or layer.out_channels < 32:
+            continue
+        if layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros":
+            layer.__class__ = PatchConv2d  # which has the same parameters, under the same names
 
 
 def _refuse_hidden_state(net: nn.Module) -> None:

@@ -119,6 +119,14 @@ def test_a4_a_client_that_is_forgotten_was_never_there(world, agg) -> None:
     assert torch.equal(after.w, without.w)  # it is neither asked again nor counted again
 
 
+@pytest.mark.parametrize("agg", ["eq29", "eq32", "eq35"])
+def test_coefficients_as_law_afl_prints_them_do_not_give_the_head(world, agg) -> None:
+    exp = world(arrays=dealt(OWNERS["skewed"]), algorithm={"kind": "analytic", "agg": agg})
+    head = rounds(exp, 1).server.head
+    assert bool(head.isfinite().all())
+    assert apart(head, central(exp)) > 0.1
+
+
 def _ranks(exp, rows):
     """Where these rows of the data are among the training rows."""
     return torch.isin(exp.federation.train.rows, torch.from_numpy(rows))

@@ -125,6 +125,15 @@ def test_a_shrink_by_rule(laid_out, rule) -> None:
     assert rule == "ratio" or float(server.shrink) in (0.90, 0.93, 0.95, 0.97, 0.99, 1.0)
 
 
+def test_the_printed_shrink_is_one_over_the_squares_of_moves(laid_out) -> None:
+    exp = laid_out({"kind": "fedlaw", "shrink_rule": "eq5", "shrink": 0.5, "server_epochs": 2})
+    squares = [float(move.double().square().sum()) for move in _moves(exp)]
+    server = after(exp).server
+    assert float(server.shrink) == pytest.approx(0.5 * len(squares) / sum(squares), rel=1e-6)
+    by_law = laid_out({"kind": "fedlaw", "param": "fixed", "server_epochs": 2})
+    torch.testing.assert_close(server.lam, after(by_law).server.lam)  # learned with gamma = 1
+
+
 def test_frozen_weights_are_those_of_the_first_round(laid_out) -> None:
     exp = spoiled(laid_out({**FEDLAW, "freeze_after": 1}), 1)
     first, later = after(exp, 1).server, after(exp, 4).server

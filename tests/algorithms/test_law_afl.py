@@ -196,6 +196,15 @@ def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     assert later.up - warm.up == known * analytic.upload_bytes(7, 3)
 
 
+@pytest.mark.parametrize("rule", ["grid", "ratio", "eq5"])
+def test_warmup_has_fedlaws_rules_for_gamma(laid_out, rule) -> None:
+    own = {"kind": "law_afl", "schedule": "warmup_then_analytic", "warmup": 1, "shrink_rule": rule, "server_epochs": 2}
+    fedlaw = {"kind": "fedlaw", "shrink_rule": rule, "server_epochs": 2}
+    ours, theirs = (rounds(laid_out(kind, model=MLP), 1).server for kind in (own, fedlaw))
+    torch.testing.assert_close(ours.models.shrink, theirs.shrink)
+    torch.testing.assert_close(ours.w, theirs.w)
+
+
 def test_per_round_sends_models_and_statistics(laid_out) -> None:
     exp = laid_out({**QUICK, "schedule": "per_round"}, model=MLP, local={"lr": 0.3, "batch": 8}, cohort={"size": 4})
     state = rounds(exp, 2)

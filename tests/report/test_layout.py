@@ -49,6 +49,15 @@ cell = [
   { metric = "personal/*/test/auc_micro_logits", statistic = "last", label = "AUC" },
 ]
 
+[[compare.doubts]]
+where = { partition = "d_0.1" }
+why = "nothing is reported there, so this is not told."
+
+[[compare.doubts]]
+algorithm = "FedAvg"
+metric = "personal/*/test/auc_micro_logits"
+why = "a coin has 0.5."
+
 [[compare.paper]]
 algorithm = "FedAvg"
 where = { "local.optimizer" = "sgd", partition = "two classes" }
@@ -117,9 +126,25 @@ def test_the_papers_values_and_the_marks(made: Made) -> None:
     assert [x["missed"] for x in claimed] == ["below", "above"]
     assert float(claimed[0]["difference"]) == pytest.approx(float(claimed[0]["mean"]) - 0.995)
     for text in (made.text, made.markdown, made.tex):
-        assert text.count("99.50 / 0.0010") == 1
+        assert text.count("99.50 / 0.0010 ?2") == 1
     ordinary = list(csv.DictReader(io.StringIO((made.folder / "table.csv").read_text())))
     assert [x["paper"] for x in ordinary if x["paper"]] == ["0.995"]  # there it is of the metric of the comparison
+
+
+def test_a_value_in_doubt_has_a_mark_and_the_reason_is_told(made: Made) -> None:
+    assert [x["doubts"] for x in made.csv if x["paper"]] == ["", "a coin has 0.5."]
+    for text in (made.text, made.markdown, made.tex):
+        assert "?2: a coin has 0.5." in " ".join(text.split())
+        assert "nothing is reported" not in text
+    question = asked(("a", "b"), paper={(("x", "1"), "a"): 0.5, (("x", "2"), "a"): 0.25})
+    spots = frozenset({(("x", "1"), "a"), (("x", "1"), "b")})
+    doubts = (report.Doubt(spots, "", "first."), report.Doubt(spots, "a/loss", "of another metric."))
+    question = question._replace(doubts=(*doubts, report.Doubt(spots, "a/accuracy", "third.")))
+    table = report.rows(question, everywhere("a", 0.5) + everywhere("b", 0.5))
+    shown = [line[-1] for section in report.sections(question, table) for line in section.lines]
+    assert shown == ["50.00 ?1,3", "-", "25.00", "-", "-", "-", "-", "-"]
+    assert [note for note in report.notes(question, table) if note.startswith("?")] == ["?1: first.", "?3: third."]
+    assert [report.as_dict(question, row)["doubts"] for row in table[:2]] == ["first. third.", ""]
 
 
 def test_all_forms_show_the_same(made: Made) -> None:
@@ -294,6 +319,10 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
         ({"x": "days"}, r"compare\.x: "),
         ({"metric": "personal/*/test/acuracy"}, r"compare\.metric: no method records"),
         ({"paper": [{"algorithm": "FedAvg", "value": [1.0]}]}, r"compare\.paper\.0\.value: a list has one number"),
+        ({"doubts": [{"algorithm": "FedAvgg", "why": "x"}]}, r"compare\.doubts\.0\.algorithm: there is no method"),
+        ({"doubts": [{"where": {"local.lr": 1}, "why": "x"}]}, r"compare\.doubts\.0\.where\.local\.lr: is not an axis"),
+        ({"doubts": [{"metric": "loss", "why": "x"}]}, r"compare\.doubts\.0\.metric: no value of a paper is of 'loss'"),
+        ({"doubts": [{}]}, r"compare\.doubts\.0\.why"),
         (
             {"algorithms": [{"kind": "fedavg", "with": {"local.lr": 1.0}}]},
             r"compare\.algorithms\.with\.local\.lr: is set by another axis",

@@ -15,10 +15,12 @@ A client that comes again is not counted twice, one that comes late joins, and o
     aa             AFL's law of absolute aggregation, pair by pair: W = K_u W_u + K_v W_v of clients' own
                    W_i = C_i^-1 B_i, C_i = G_i + rho_loc I; then rho_loc is removed. It loses up to seven digits.
     aa_simplified  the same, as W = (C_u + C_v)^-1 (C_u W_u + C_v W_v).
+    eq29, eq32, eq35   K_u and K_v as LAW-AFL prints them, in three ways, none of which gives W. They are here to be
+                   measured: ``fedloom.analytic.coefficients`` says what is wrong with each.
 
-Both need every upload apart, at K times the memory; W_i is solved for at the server, from which (W_i, C_i) and
-(G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the number of
-configured clients; here it is that of the clients merged.
+All but the first need every upload apart, at K times the memory; W_i is solved for at the server, from which
+(W_i, C_i) and (G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the
+number of configured clients; here it is that of the clients merged.
 
 With ``privacy.feature_clip`` clients shorten features to the norm R before they sum, and send G + E and B + F, E and F
 of deviation sigma, and no counts. The server makes the sum of G positive semidefinite and adds a ridge of at least
@@ -31,8 +33,8 @@ The features are what the net's ``body`` makes of its inputs: pixels (``model.ki
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -47,7 +49,13 @@ from fedloom.optim import Optimizer
 from fedloom.task import Batch, Task
 
 _NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
-_MERGES = {"aa": analytic.merge_product, "aa_simplified": analytic.merge}
+_MERGES: dict[str, Callable[[Part, Part], Part]] = {
+    "aa": analytic.merge_product,
+    "aa_simplified": analytic.merge,
+    "eq29": partial(analytic.merge_product, form="eq29"),
+    "eq32": partial(analytic.merge_product, form="eq32"),
+    "eq35": partial(analytic.merge_product, form="eq35"),
+}
 
 
 class Server(NamedTuple):
@@ -72,8 +80,10 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         1e-3, description="rho in units of the mean eigenvalue of the sum of G; 0 is as published, and of least norm"
     )
     bias: bool = Field(False, description="give the head a bias, as a constant feature; the paper has none")
-    agg: Literal["sum", "aa", "aa_simplified"] = Field("sum", description="how clients are merged: see above")
-    ri_ridge: NonNegativeFloat = Field(1.0, description="rho_loc, the intermediary ridge of aa and aa_simplified")
+    agg: Literal["sum", "aa", "aa_simplified", "eq29", "eq32", "eq35"] = Field(
+        "sum", description="how clients are merged: see above"
+    )
+    ri_ridge: NonNegativeFloat = Field(1.0, description="rho_loc, the intermediary ridge of all but sum")
     forget: tuple[NonNegativeInt, ...] = Field(
         (), description="clients that are forgotten in the first round in which they come a second time"
     )
@@ -83,8 +93,8 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     @model_validator(mode="after")
     def _solvable(self) -> Analytic:
-        if self.agg == "aa" and not self.ri_ridge:
-            raise ValueError("agg = 'aa' inverts each client's Gram matrix, and needs ri_ridge > 0")
+        if self.agg not in ("sum", "aa_simplified") and not self.ri_ridge:
+            raise ValueError(f"agg = '{self.agg}' inverts each client's Gram matrix, and needs ri_ridge > 0")
         return self
 
     def bind(

@@ -19,8 +19,10 @@ e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 
 ``shrink_rule``
     law      gamma is learned, together with lambda or (``stage=two_stage``) after it
     grid     lambda is learned with gamma = 1, then of six values the best on the proxy set is taken
-    ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean move, v how much moves disagree. LAW-AFL eq. 5,
-             gamma = eta / (E |g_i|^2 + eps), has the unit of 1 / |g|^2 and explodes as training converges.
+    ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean move, v how much moves disagree
+    eq5      likewise, then gamma = eta / (E |g_i|^2 + eps), eta being ``shrink``, as LAW-AFL prints it. It has the unit
+             of 1 / |g|^2, is far from 1 unless moves happen to have the length of sqrt(eta), and explodes as they
+             become short. It is here to be measured; ``ratio`` is what can be meant by it.
 
 ``freeze_after=1`` learns once and keeps what was learned of each client, which may be the "static" FedLAW of LAW-AFL's
 Table 7.
@@ -47,7 +49,7 @@ from fedloom import law, rng
 from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Update, Work, like
 from fedloom.algorithms.fedrep import normalisation
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.law import Gradient, Stack, Weighing
+from fedloom.law import Gradient, ShrinkRule, Stack, Weighing
 from fedloom.optim import Optimizer, sgd
 from fedloom.task import Batch, Task
 
@@ -75,8 +77,8 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     stage: Literal["joint", "two_stage"] = Field(
         "joint", description="two_stage: half of the epochs for lambda, averaged by SWA, then half for gamma"
     )
-    shrink: PositiveFloat = Field(1.0, description="gamma at the start of each round; param = fixed keeps it")
-    shrink_rule: Literal["law", "grid", "ratio"] = Field("law", description="where gamma comes from: see above")
+    shrink: PositiveFloat = Field(1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta")
+    shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
     shrink_exclude: tuple[str, ...] = Field(
         (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
     )
@@ -138,12 +140,8 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
             return Weighing(kept / kept.sum(), server.shrink)
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
         how = law.learn(stack, inbox.weights, epochs, self.learning, shrinks).how
-        if self.shrink_rule == "grid":
-            return law.grid_shrink(stack, how.lam, partial(proxy_loss, self.task, self.proxy), shrinks=shrinks)
-        if self.shrink_rule == "ratio":
-            mean = law.aggregated(stack, how)
-            return how._replace(shrink=law.ratio_shrink(mean, stack.moves))
-        return how
+        loss = partial(proxy_loss, self.task, self.proxy)
+        return law.shrunk(self.shrink_rule, how, stack, loss, self.shrink, shrinks)
 
     @property
     def learning(self) -> law.Settings:

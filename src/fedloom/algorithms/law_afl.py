@@ -28,6 +28,12 @@ What is repaired, beside the printed equations that ``fedloom.analytic`` and ``f
                 what was taken on another body is discarded
     line 6-8    statistics are taken on each client's own trained net, whose features have nothing in common
 
+Lines 8 and 17 as printed do not fit together, and cannot be computed. What can be, as printed, is a setting:
+    eq. 5           shrink_rule = "eq5"                     Algorithm 1 line 9   param = "fixed", shrink = gamma^2
+    eq. 16 and 17   quality = "report"                      Algorithm 3 line 14  param = "fixed", shrink = 1
+    lines 13 to 17  prior = "fixed", head_steps = 0         line 17 alone        kind = "analytic"
+    eq. 29, 32, 35  kind = "analytic", agg = "eq29" ...     eq. 24               privacy.heterogeneity = "eq24"
+
 ``quality`` is where lambda0 comes from: ``size``; ``report``, eq. 16 and 17 with accuracy and loss as clients claim
 them, which two forgers in ten turn into half of all weight; ``server``, the same as the server measures them, for
 each client's own head on the proxy examples of the classes it has. Unless clients are bad, both give weight away from
@@ -76,7 +82,7 @@ from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, told_of
 from fedloom.algorithms.proxy_ridge import held_features
 from fedloom.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
 from fedloom.errors import ConfigError, Fault
-from fedloom.law import LearnedHead, Stack, Weighing
+from fedloom.law import LearnedHead, ShrinkRule, Stack, Weighing
 from fedloom.optim import Optimizer
 from fedloom.task import Batch, Task
 
@@ -170,6 +176,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     proxy_batch: PositiveInt = Field(128, description="of FedLAW: examples in a step of the server")
     param: Literal["exp", "quad", "exp_cap", "fixed"] = Field("exp", description="of FedLAW: what is learned")
     shrink: PositiveFloat = Field(1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it")
+
+    shrink_rule: ShrinkRule = Field("law", description="of FedLAW: where gamma comes from, see there")
 
     _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
 
@@ -351,8 +359,10 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """FedLAW's round: w = gamma sum_i lambda_i w_i."""
         stack = Stack(server.w, inbox.uploads.dw)
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
-        learning = law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink)
-        how = law.learn(stack, inbox.weights, epochs, learning).how
+        ruled = self.shrink_rule != "law"
+        start = {"kind": "fixed", "shrink": 1.0} if ruled else {"kind": self.param, "shrink": self.shrink}
+        how = law.learn(stack, inbox.weights, epochs, law.Settings(lr=self.server_lr, **start)).how
+        how = law.shrunk(self.shrink_rule, how, stack, partial(proxy_loss, self.task, self.proxy), self.shrink)
         models = noted(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
         w = law.aggregated(stack, how)
         if self.depth != "all":

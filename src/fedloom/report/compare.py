@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -53,6 +53,14 @@ class Result(NamedTuple):
     partition: str  # the fingerprint of who has which row
 
 
+class Doubt(NamedTuple):
+    """Why some of what a paper reports cannot be, or hardly."""
+
+    spots: frozenset[tuple[Place, str]]  # of which methods, where
+    metric: str  # of which metric; "": of all
+    why: str
+
+
 class Question(NamedTuple):
     """What is compared, and how it is judged."""
 
@@ -67,6 +75,7 @@ class Question(NamedTuple):
     wanted: str = ""  # the metric as it was asked for, perhaps with a * in it
     x: Along = "rounds"  # what curves are drawn against
     remarks: tuple[str, ...] = ()  # what its author says of it
+    doubts: tuple[Doubt, ...] = ()
     equal: Equal = "rounds"  # what every method may spend as much of
     budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
 
@@ -78,6 +87,14 @@ class Question(NamedTuple):
     def is_ranked(self, metric: str) -> bool:
         """Whether methods with this metric are put beside the baseline: by name, or because it was asked for."""
         return metric == self.metric or "*" in self.wanted
+
+    def doubted(self, place: Place, method: str, metric: str) -> tuple[int, ...]:
+        """The doubts, by number, that there are about this value of the paper."""
+        return tuple(
+            number
+            for number, doubt in enumerate(self.doubts, 1)
+            if (place, method) in doubt.spots and doubt.metric in ("", metric)
+        )
 
     def title(self, place: Place) -> str:
         return ", ".join(v if "=" in v else f"{k} = {v}" for k, v in zip(self.axes, place, strict=True))
@@ -337,7 +354,7 @@ def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callab
         columns.append((f"vs {question.baseline}", lambda r: _gap(question, r)))
         columns.append(("p", lambda r: "-" if r.p is None else "<0.001" if r.p < 0.001 else f"{r.p:.3f}"))
     if question.paper:
-        columns.append((f"paper{unit}", lambda r: "-" if r.paper is None else _number(r.metric, r.paper)))
+        columns.append((f"paper{unit}", lambda r: _claim(question, r)))
     return columns
 
 
@@ -382,6 +399,26 @@ def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str
     return spread(value.cost, show)
 
 
+def _claim(question: Question, row: Row) -> str:
+    if row.paper is None:
+        return "-"
+    return _number(row.metric, row.paper) + marks(_doubts(question, row))
+
+
+def _doubts(question: Question, row: Row) -> tuple[int, ...]:
+    return question.doubted(row.place, row.method, row.metric) if row.paper is not None else ()
+
+
+def marks(doubts: Sequence[int]) -> str:
+    """What stands at a value that is in doubt: the numbers of the reasons, which are told below the table."""
+    return f" ?{','.join(map(str, doubts))}" if doubts else ""
+
+
+def reasons(doubts: Sequence[Doubt], shown: Collection[int]) -> list[str]:
+    """Why values are in doubt: those of these numbers."""
+    return [f"?{number}: {doubt.why}" for number, doubt in enumerate(doubts, 1) if number in shown]
+
+
 def _took(value: Mean | None, show: Callable[[float], str]) -> str:
     return show(value.mean) if value is not None else "-"
 
@@ -415,6 +452,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
         out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
+    out += reasons(question.doubts, {number for row in table for number in _doubts(question, row)})
     return [*out, *question.remarks]
 
 
@@ -513,7 +551,8 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     out["rank"] = row.rank
     gap = row.difference
     out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
-    out |= {"p": row.p, "paper": row.paper}
+    why = " ".join(question.doubts[number - 1].why for number in _doubts(question, row))
+    out |= {"p": row.p, "paper": row.paper, "doubts": why}
     scale = {"bytes": 1e6, "busiest": 1e6}  # files have bytes, people read megabytes
     spent = row.spent._asdict() if row.spent else dict.fromkeys(Cost._fields)
     return out | {f"{k}_spent": v.mean * scale.get(k, 1.0) if v else None for k, v in spent.items()}

@@ -68,6 +68,7 @@ class Number(NamedTuple):
     failed: int
     paper: float | None
     missed: Literal["", "below", "above"]  # where the paper's is further away than the tolerance
+    doubts: tuple[int, ...] = ()  # that there are about the paper's, by number
     best: bool = False  # of its column
 
 
@@ -92,6 +93,7 @@ class Sheet(NamedTuple):
     metrics: dict[str, list[str]]  # what methods recorded under a name with a *
     seeds: int
     remarks: tuple[str, ...]
+    doubts: tuple[report.Doubt, ...]
 
 
 Papers = Mapping[tuple[Place, str], Sequence[float | None]]  # of each part of the cell at a place, by method
@@ -116,6 +118,7 @@ def sheet(question: Question, layout: Layout, results: Sequence[Result], papers:
         metrics={part.metric: _recorded(part.metric, question, results) for part in layout.cell},
         seeds=len(question.seeds),
         remarks=question.remarks,
+        doubts=question.doubts,
     )
 
 
@@ -142,7 +145,12 @@ def _numbers(
     own = _cell_of(question, results, spot)
     place = tuple(spot[key] for key in question.axes)
     claims = papers.get((place, spot["algorithm"]), [None] * len(layout.cell))
-    return [_number(layout, part, own, claim) for part, claim in zip(layout.cell, claims, strict=True)]
+    return [
+        _number(layout, part, own, claim)._replace(
+            doubts=question.doubted(place, spot["algorithm"], part.metric) if claim is not None else ()
+        )
+        for part, claim in zip(layout.cell, claims, strict=True)
+    ]
 
 
 def _number(layout: Layout, part: Part, own: Sequence[Result], paper: float | None) -> Number:
@@ -228,7 +236,7 @@ def _theirs(layout: Layout, numbers: Sequence[Number]) -> list[Word]:
     if all(n.paper is None for n in numbers):
         return [Word("-")]
     pairs = zip(layout.cell, numbers, strict=True)
-    return [Word("-" if n.paper is None else _digits(part, n.paper)) for part, n in pairs]
+    return [Word("-" if n.paper is None else _digits(part, n.paper) + report.marks(n.doubts)) for part, n in pairs]
 
 
 def _digits(part: Part, value: float) -> str:
@@ -274,6 +282,7 @@ def legend(found: Sheet) -> list[str]:
         if any(report.is_share(part.metric) for part in cell):
             limit += f" ({100 * found.layout.tolerance:g} points of accuracy)"
         out.append(f"paper: what the paper reports; ↓ and ↑: more than {limit} below or above it.")
+    out += report.reasons(found.doubts, {number for n in _all(found) for number in n.doubts})
     if any(n.diverged or n.failed for n in _all(found)):
         out.append("A cell that did not finish with every seed has the values of the others, and is never bold.")
     return out
@@ -343,11 +352,11 @@ def as_dicts(found: Sheet) -> list[dict[str, Any]]:
         for row, cells in zip(found.rows, block.cells, strict=True):
             for column, numbers in zip(found.columns, cells, strict=True):
                 spot = {**block.where, found.layout.rows: row, **dict(zip(found.layout.columns, column, strict=True))}
-                out += [spot | _as_dict(part, n) for part, n in zip(found.layout.cell, numbers, strict=True)]
+                out += [spot | _as_dict(found, part, n) for part, n in zip(found.layout.cell, numbers, strict=True)]
     return out
 
 
-def _as_dict(part: Part, number: Number) -> dict[str, Any]:
+def _as_dict(found: Sheet, part: Part, number: Number) -> dict[str, Any]:
     mean, std = number.value or (None, None)
     gap = mean - number.paper if mean is not None and number.paper is not None else None
     return {
@@ -362,6 +371,7 @@ def _as_dict(part: Part, number: Number) -> dict[str, Any]:
         "paper": number.paper,
         "difference": gap,
         "missed": number.missed,
+        "doubts": " ".join(found.doubts[k - 1].why for k in number.doubts),
     }
 
 
