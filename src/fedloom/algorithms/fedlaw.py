@@ -12,7 +12,10 @@ Adam moves a logit by about ``server_lr`` in a step: the authors' 20 epochs of t
 e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 100 steps.
 
 ``param``
-    exp      as above. gamma may exceed 1.      exp_cap  gamma = e^min(b, 0)
+    exp      as above. gamma may exceed 1, and does while logits are still short: scaled up in every round, the model
+             has a lower loss now, and what clients learn later counts less. A linear head on 128 random features of
+             digits (Dirichlet 0.5, 20 rounds) came to 77 %, where FedAvg and exp_cap have 88.
+    exp_cap  gamma = e^min(b, 0), at most 1 as LAW-AFL says of it
     quad     lambda_i = u_i^2 / sum u^2, gamma = v^2. The authors start from equal u; here from sqrt(n_i / sum n)
              (``weighting=uniform`` is theirs), so that without epochs it is FedAvg.
     fixed    lambda = softmax(a), and gamma stays at ``shrink``
