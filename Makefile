@@ -46,7 +46,10 @@ format: $(READY) ## Rewrite files in the house style
 
 bench: $(READY) ## Measure speed, and write benchmarks/results
 	$(BIN)/python -m benchmarks.executors
+	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.clients
+	$(BIN)/python -m benchmarks.gossip
+	$(BIN)/python -m benchmarks.draw
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache

@@ -65,7 +65,7 @@ def floors(found: Any) -> None:
 
 def peers(found: Any) -> None:
     """A round of fedloom and of others, on two cores."""
-    rows = {row["name"]: row["seconds_per_round"] for row in found if row.get("seconds_per_round")}
+    rows = {name: row["seconds"] for name, row in found["rows"].items() if "seconds" in row}
     rows = dict(sorted(rows.items(), key=lambda row: row[1]))
     figure, ax = plt.subplots(figsize=(8, 0.6 + 0.36 * len(rows)), constrained_layout=True)
     bars(ax, list(rows), list(rows.values()), {name for name in rows if name.startswith("fedloom")}, "s")
@@ -76,7 +76,7 @@ def peers(found: Any) -> None:
 
 def clients(found: Any) -> None:
     """Rounds per second and memory against the number of clients."""
-    figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 3), constrained_layout=True)
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     kinds = sorted({(row["algorithm"], row["cohort"]) for row in found}, key=lambda kind: (kind[1], kind[0]))
     for (algorithm, cohort), style in zip(kinds, ("o-", "s-", "o--", "s--"), strict=False):
         rows = [row for row in found if (row["algorithm"], row["cohort"]) == (algorithm, cohort)]
@@ -93,7 +93,8 @@ def clients(found: Any) -> None:
         ax.set_ylim(0)
         ax.set_xlabel("clients", fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, frameon=False)
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(IMAGES / "performance-clients.png", dpi=120)
     plt.close(figure)
 

@@ -84,7 +84,7 @@ def hand_written(exp: Experiment, batch: int) -> Any:
             optimizer = torch.optim.SGD(local.parameters(), lr=0.01)
             for chosen in torch.split(rows[torch.randperm(len(rows))], batch):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(local(x[chosen]), y[chosen]).backward()
+                nn.functional.cross_entropy(local(x[chosen]), y[chosen]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             for name, p in local.named_parameters():
                 total[name] = total.get(name, 0) + p.detach() / CLIENTS

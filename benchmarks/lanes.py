@@ -37,6 +37,7 @@ from fedloom.engine.run import Experiment, begin, rounds
 from fedloom.engine.store import RamStore
 from fedloom.experiment import prepare
 from fedloom.models.net import Model, Net
+from fedloom.task import KeyedDropout
 
 SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfedavg", "moon", "feddyn", "fedsam")
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready
@@ -87,8 +88,8 @@ def central(exp: Experiment, examples: Callable[[int], int], batch: int) -> Call
     fed, short = exp.federation, exp.task.precision == "bf16"
     net = exp.task.module(exp.task.w0, exp.task.buffers0).train().to(exp.device)
     for module in net.modules():  # a plain dropout is what a user has
-        if hasattr(module, "p") and hasattr(module, "key"):
-            module.forward = nn.Dropout(module.p).forward
+        if isinstance(module, KeyedDropout):
+            module.forward = nn.Dropout(module.p).forward  # type: ignore[method-assign, assignment]
     parameters = list(net.parameters())
     x, y = fed.examples(torch.arange(len(fed.y), device=exp.device))
     rows = torch.zeros(batch, dtype=torch.int64, device=exp.device)
@@ -100,7 +101,7 @@ def central(exp: Experiment, examples: Callable[[int], int], batch: int) -> Call
             p.data.sub_(0.01 * g)
 
     with arithmetic(exp.task):
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for _ in range(3):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from fedloom import record
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleaved(work: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each piece of work, taken in turns, so that a busy machine is busy for all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for run in work.values():
@@ -46,6 +47,4 @@ def write(name: str, results: Any) -> Path:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0))

@@ -35,7 +35,8 @@ def one(x: Any, y: Any, algorithm: str, precision: str, seed: int, rounds: int) 
         evaluate={"every": 2},
         engine={"precision": precision},
     )
-    return 100 * history.summary["global/test/accuracy"].mean_last_10
+    accuracy: float = history.summary["global/test/accuracy"].mean_last_10
+    return 100 * accuracy
 
 
 def main() -> None:

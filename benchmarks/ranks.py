@@ -77,7 +77,7 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
 
     Being told returns the most seconds of a processor that one of them took.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     threaded = {"OMP_NUM_THREADS": str(threads)}
     processes = [
         subprocess.Popen(

@@ -459,6 +459,19 @@ def test_a_run_killed_before_it_was_laid_out_can_be_continued(quick: Quick, tmp_
     assert json.loads((tmp_path / "r" / "environment.json").read_text())["executor"] == "lanes"
 
 
+def test_settings_that_were_edited_since_the_run_began_are_told(quick: Quick, tmp_path: Path) -> None:
+    words = (*KINDS["fedavg"], "rounds=2")
+    assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0
+    longer = quick("resume", "run", "--rounds", "3", cwd=tmp_path)
+    assert "not as it was" not in longer.err
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(settings.read_text().replace("lr = 0.1", "lr = 0.2"))
+    edited = quick("resume", "run", "--rounds", "4", cwd=tmp_path)
+    assert edited.code == 0
+    assert "note: config.toml is not as it was when the run began" in edited.err
+    assert "not as it was" not in quick("resume", "run", "--rounds", "5", cwd=tmp_path).err
+
+
 # -- unlearning ------------------------------------------------------------------------------------
 CLOSED = (*BASE, "algorithm.kind=analytic", "rounds=1", "partition.kind=iid")
 

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import flgo  # type: ignore[import-not-found]
-import flgo.algorithm.fedavg  # type: ignore[import-not-found]
-from flgo.benchmark.toolkits.cv.classification import FromDatasetPipe  # type: ignore[import-not-found]
-from flgo.benchmark.toolkits.partition import IIDPartitioner  # type: ignore[import-not-found]
+import flgo
+import flgo.algorithm.fedavg
+from flgo.benchmark.toolkits.cv.classification import FromDatasetPipe
+from flgo.benchmark.toolkits.partition import IIDPartitioner
 
 from benchmarks.drivers.work import Count, Task, asked, inside, tell
 

@@ -22,11 +22,11 @@ from benchmarks.drivers.work import CNN64, Count, Task, asked, epoch, tell
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # type: ignore[import-not-found]
-from flwr.clientapp import ClientApp  # type: ignore[import-not-found]
-from flwr.serverapp import Grid, ServerApp  # type: ignore[import-not-found]
-from flwr.serverapp.strategy import FedAvg  # type: ignore[import-not-found]
-from flwr.simulation import run_simulation  # type: ignore[import-not-found]
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
 
 
 def train(task: Task, message: Message, context: Context) -> Message:
@@ -45,7 +45,7 @@ def train(task: Task, message: Message, context: Context) -> Message:
     return Message(content=RecordDict(content), reply_to=message)
 
 
-class Timed(FedAvg):  # type: ignore[misc]
+class Timed(FedAvg):
     """FedAvg that notes when each round begins, and what its clients did."""
 
     def __init__(self, **settings: Any) -> None:

@@ -21,15 +21,15 @@ from benchmarks.drivers.work import CNN64, Count, Task, asked, tell
 
 os.environ.setdefault("PFL_PYTORCH_DEVICE", "cpu")
 
-from pfl.aggregate.simulate import SimulatedBackend  # type: ignore[import-not-found]
-from pfl.algorithm.base import NNAlgorithmParams  # type: ignore[import-not-found]
-from pfl.algorithm.federated_averaging import FederatedAveraging  # type: ignore[import-not-found]
-from pfl.callback.base import TrainingProcessCallback  # type: ignore[import-not-found]
-from pfl.data.federated_dataset import FederatedDataset  # type: ignore[import-not-found]
-from pfl.data.sampling import MinimizeReuseUserSampler  # type: ignore[import-not-found]
-from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams  # type: ignore[import-not-found]
-from pfl.metrics import Metrics, Weighted  # type: ignore[import-not-found]
-from pfl.model.pytorch import PyTorchModel  # type: ignore[import-not-found]
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.sampling import MinimizeReuseUserSampler
+from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics, Weighted
+from pfl.model.pytorch import PyTorchModel
 
 
 class Net(CNN64):
@@ -46,7 +46,7 @@ class Net(CNN64):
         return {"loss": Weighted(nn.functional.cross_entropy(self(x), y, reduction="sum").item(), len(y))}
 
 
-class Clock(TrainingProcessCallback):  # type: ignore[misc]
+class Clock(TrainingProcessCallback):
     """When each round ended; counts begin anew after the first."""
 
     def __init__(self) -> None:

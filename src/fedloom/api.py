@@ -159,6 +159,7 @@ def resume(
                 _lay_out(folder, prepared)
             if rounds is not None or forget:
                 record.write_text(path / "config.toml", as_toml(config))
+                folder.write("environment.json", _environment(path) | {"config_hash": config_hash(config)})
                 if prepared.experiment.guard is not None:
                     folder.write("privacy.json", prepared.experiment.guard.described())
     return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
@@ -169,6 +170,9 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
     if not (path / "config.toml").is_file():
         raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
     table = read_toml(path / "config.toml")
+    began = _environment(path).get("config_hash")
+    edited = began is not None and began != config_hash(parse(table))
+    notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []
     if forget:
         table["algorithm"]["forget"] = _to_forget(table, forget)
         rounds = rounds if rounds is not None else _round_after(table, path)
@@ -184,7 +188,16 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
         table["rounds"] = rounds
     if not _is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
-    return parse(table)
+    return parse(table, notes)
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What a run folder says of the machine and of the choices that were made; nothing if it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((path / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:

@@ -8,7 +8,8 @@ He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre
 
 W is that of one machine which has all the data, whatever the partition, the number of clients and their order.
 A client that comes again is not counted twice, one that comes late joins, and one that is to be forgotten
-(``forget``) sends what it had sent once more, to be taken away: it is then as if it had never been there.
+(``forget``, and ``fedloom resume RUN --forget CLIENT`` after a run has ended) sends what it had sent once more, to be
+taken away: it is then as if it had never been there.
 
 ``agg``
     sum            as above: clients need not be told apart, so that secure aggregation would do.

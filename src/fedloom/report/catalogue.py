@@ -165,11 +165,8 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     if alg.family == "gossip":
         return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
     one_model = tree.nbytes(task.w0)
-    lines = (
-        [*lines, "a net with 5 features and 4 classes is meant; sums grow with the square of the features"]
-        if (alg.family == "closed_form")
-        else lines
-    )
+    if alg.family == "closed_form":
+        lines.append("a net with 5 features and 4 classes is meant; sums grow with the square of the features")
     received = times(alg.sent_bytes(down) / one_model)
     sent = times(alg.upload_bytes(tree.tmap(lambda x: x[None], upload)) / one_model)
     return [*lines, f"bytes: {received} down and {sent} up for each client and round"]
