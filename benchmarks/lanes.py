@@ -1,6 +1,6 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
-    python -m benchmarks.lanes [--work fedalr ragged pfl lenet algorithms gossip] [--turns 7]
+    python -m benchmarks.lanes [--work fedalr ragged pfl lenet cohorts algorithms gossip] [--turns 7]
 
 The floor is what a user knows: one net, eager PyTorch, its step recorded as a CUDA graph, the data on the GPU, as many
 examples in a batch as all clients of a round together have in theirs. A round of fedloom is a whole round: the plan,
@@ -11,6 +11,7 @@ on what it means.
 - ragged: the same with clients of 10 to 2,000 images (Dirichlet 0.1)
 - pfl: the CIFAR-10 benchmark of pfl-research, 50 clients with 50 images each, batch 10
 - lenet: LeNet-5, 100 clients, batch 64
+- cohorts: FedAvg on ``cnn64``, 5 to 100 clients in a round
 - algorithms: a round of each algorithm against a round of FedAvg
 - gossip: DFedSAM and DFedGAM against DFedAvg
 """
@@ -41,7 +42,8 @@ from fedloom.task import KeyedDropout
 
 SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfedavg", "moon", "feddyn", "fedsam")
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready
-WHOLE = {"fedalr", "ragged", "pfl", "lenet", "algorithms", "gossip"}
+WHOLE = {"fedalr", "ragged", "pfl", "lenet", "cohorts", "algorithms", "gossip"}
+COHORTS = (5, 20, 50, 100)
 
 
 class PflCNN(Model):
@@ -148,6 +150,8 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
 
         work[f"{precision}/central"] = central(exp, examples, batch)
     found["seconds"] = measured(work, turns)
+    mean = sum(map(examples, range(BLOCK))) / BLOCK
+    found["examples_per_second"] = {name: round(mean / s) for name, s in found["seconds"].items()}
     found["over_central"] = {
         name: round(s / found["seconds"][f"{name.split('/')[0]}/central"], 3)
         for name, s in found["seconds"].items()
@@ -207,6 +211,9 @@ def main() -> None:
     if "lenet" in chosen.work:
         wide = {"partition": even["partition"], "cohort": {"size": 100}, "model": "lenet5"}
         tell("lenet", compared(images(50_000), 6400, chosen.turns, both, **wide))
+    if "cohorts" in chosen.work:
+        arrays, sized = images(50_000), {n: even | {"cohort": {"size": n}} for n in COHORTS}
+        tell("cohorts", {n: compared(arrays, 64 * n, chosen.turns, ("tf32",), **own) for n, own in sized.items()})
     if "algorithms" in chosen.work:
         arrays = images(50_000)
         work = {a: rounds_of(experiment(arrays, algorithm=a, **even, rounds=500)) for a in SERVED}

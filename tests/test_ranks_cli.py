@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +122,34 @@ def test_torchrun_starts_ranks_too(tmp_path: Path, whole: dict[str, bytes]) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fedloom 0.") == 1
     assert result(tmp_path / "run") == whole
+
+
+@pytest.mark.slow
+def test_ranks_on_two_machines(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """Each with a torchrun and a folder of its own, as far as one machine can be two; rank 0 alone writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    extra = {"GLOO_SOCKET_IFNAME": "lo"}
+    machines = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        where = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=1", "-m", "fedloom"]
+        machines.append(
+            subprocess.Popen(
+                [*command, "run", *WORDS, "rounds=24", "--out", "run"],
+                cwd=tmp_path / str(number),
+                env=environment(extra),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert result(tmp_path / "0" / "run") == whole
+    assert not list((tmp_path / "1").iterdir())
 
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
