@@ -4,7 +4,7 @@
 
 Ten clients, Dirichlet 0.1 over the pooled data, a quarter of each client's rows held out, `cnn_fedavg`, plain SGD, one
 local epoch, everybody in every round. Each method runs by itself, one after another, through the command line. What was
-measured of other methods before stays in the result.
+measured of other methods before stays in the result, with the commit that it was measured at.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 
 from benchmarks.machine import RESULTS, write
+from fedloom import record
 
 METHODS = ("fedavg", "fedala", "pfedala")
 NAME = "personal/pre_fit/test/accuracy"
@@ -55,6 +57,7 @@ def one(method: str, root: str, rounds: int, batch: int, ranks: int) -> dict[str
         "batch": batch,
         "ranks": ranks,
         "seconds": round(seconds, 1),
+        "commit": record.environment(torch.device("cpu")).get("commit"),
         "training_seconds_per_round": round(sum(training) / rounds, 2),
         NAME: {str(line["round"]): round(line[NAME], 4) for line in lines if NAME in line},
     }
