@@ -143,6 +143,21 @@ def test_overrides_change_the_file_and_say_what_they_leave_out(tmp_path: Path, q
     assert table["model"]["kind"] == "logistic"
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_a_private_run_is_not_advised_to_go_on(quick: Quick, tmp_path: Path, private: bool) -> None:
+    """Its noise may have been made for just so many rounds."""
+    words = ("privacy.clip=1", "privacy.epsilon=8", "algorithm.weighting=uniform") if private else ()
+    done = quick("run", "rounds=2", *SMALL, *words, "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "r" / "privacy.json").exists() == private
+    further = [] if private else ["  fedloom resume r --rounds 4"]
+    assert done.out.partition("\nnext:\n")[2].splitlines() == [
+        *further,
+        "  fedloom run r/config.toml algorithm.kind=fedopt",
+        "  fedloom describe fedavg",
+    ]
+
+
 def test_runs_started_together_do_not_take_each_others_folder(tmp_path: Path) -> None:
     both = [started("run", "rounds=2", *SMALL, f"local.lr={lr}", cwd=tmp_path) for lr in (0.1, 0.2)]
     ends = [p.communicate(timeout=60) for p in both]
@@ -339,6 +354,17 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(quick: Quick, tmp_pa
     assert "writing below /proc/fedloom/x failed" in refused(
         quick, tmp_path, "rounds=1", "--out", "/proc/fedloom/x", code=4
     )
+
+
+def test_poison_for_a_model_that_is_never_sent_is_refused(quick: Quick, tmp_path: Path) -> None:
+    """Clients of LAW-AFL send moves of a model only where they train one; else they would seem to bear poison."""
+    bad = ("corruption.kind=model_sign_flip", "corruption.share=0.3")
+    poison = ("algorithm.kind=law_afl", "model.kind=logistic", "rounds=1", *bad)
+    said = refused(quick, tmp_path, *poison, "algorithm.schedule=frozen")
+    assert re.search(r"corruption\.kind: changes the part 'dw'.* sends \['rows', .*'model_sign_flip'", said)
+    assert "'dw'" not in said.partition(" sends ")[2]
+    done = quick("run", *poison, "algorithm.schedule=per_round", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.err
 
 
 # -- numbers that are not finite -------------------------------------------------------------------

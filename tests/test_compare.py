@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from fedloom import compare, record
@@ -633,6 +634,46 @@ def test_the_papers_value_is_shown_where_it_belongs(whole: Path) -> None:
     text = (whole / "table.md").read_text()
     assert "paper (%)" in text
     assert text.count("72.15") == 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "shown"),
+    [
+        ([{"work_gradients": 5}, {"work_gradients": 5}], []),
+        ([{"work_gradients": 5}, {"work_gradients": 15}], [["2", "10", "2.00"], ["2", "30", "2.00"]]),
+        ([{"work_gradients": 5}, {"bytes_up": 2e6, "work_gradients": 5}], [["2", "10", "2.00"], ["2", "10", "4.00"]]),
+    ],
+    ids=["equal", "gradients", "bytes"],
+)
+def test_what_methods_took_is_shown_where_it_differs(costs: list[dict[str, float]], shown: list[list[str]]) -> None:
+    """After two rounds; what they may spend is not limited, but rounds alone would not compare them."""
+    fixed = {"bytes_up": 1e6, "bytes_down": 0.0}
+    runs = [result(m, 0, [0.1, 0.5, 0.6], **(fixed | cost)) for m, cost in zip("ab", costs, strict=True)]
+    asked = question(("a", "b"), 1)
+    (section,) = report.sections(asked, report.rows(asked, runs))
+    where = [section.header.index(name) for name in ("rounds", "gradients", "MB") if name in section.header]
+    assert [[line[i] for i in where] for line in section.lines] == (shown or [[], []])
+
+
+def test_a_method_that_did_not_finish_took_nothing_that_could_differ() -> None:
+    runs = [result("a", 0, [0.1, 0.5], work_gradients=5), result("b", 0, [0.1], "diverged", work_gradients=9)]
+    asked = question(("a", "b"), 1)
+    assert "gradients" not in report.sections(asked, report.rows(asked, runs))[0].header
+
+
+def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
+    """With the mean of the last ten, and without the model that nobody has trained yet."""
+    runs = [result("a", 0, [0.1, 0.5, 0.7]), result("b", 0, [0.1, *[0.4] * 5, *[0.8] * 10]), result("c", 0, [0.3])]
+    asked = question(("a", "b", "c"), 1)
+    axes = Figure().subplots()
+    report.panel(asked, (), runs, axes)
+    tails = [row.tail.mean for row in report.rows(asked, runs) if row.tail is not None]
+    assert tails == pytest.approx([0.6, 0.8, 0.3])
+    assert {text.get_text() for text in axes.texts} == {"60.0", "80.0", "30.0"}
+    late = runs[0]._replace(records=runs[0].records[1:])  # a metric that there is from the first round on
+    axes = Figure().subplots()
+    report.panel(question(("a",), 1), (), [late], axes)
+    assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
 def test_latex_escapes_what_it_must() -> None:

@@ -15,6 +15,7 @@ from fedloom.config import parse
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, advance, begin, groups_of
 from fedloom.engine.store import RamStore
+from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts, faults
 from fedloom.experiment import prepare
 from terminal import fedloom
 
@@ -64,6 +65,53 @@ def test_networks_that_fail_converge(kind: str, tmp_path: Path) -> None:
     assert lines[-1]["consensus/test/accuracy"] > 0.8
     assert lines[-1]["nodes/test/accuracy_min"] > 0.5
     assert all(line["consensus/contraction"] <= line["consensus/psi"] * (1 + 1e-4) for line in lines[1:])
+
+
+def test_rounds_in_which_nobody_was_there_say_so(tmp_path: Path) -> None:
+    """All nodes but the one that dies before the third round are offline all the time; every second round is judged."""
+    bad = ("topology.kind=ring", "topology.node_loss=0.999999", "topology.deaths=[[3, 3]]")
+    words = ("algorithm.kind=dpsgd", *bad, "rounds=4", "evaluate.every=2", *NODES)
+    done = fedloom("run", *words, "--out", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    _, second, fourth = record.read_metrics(tmp_path / "run")
+    names = ("network/offline", "network/away", "network/dead", "work/gradients", "bytes/up")
+    assert [second[name] for name in names] == [16, 2, 0, 0, 0]
+    assert [fourth[name] for name in names] == [15, 4, 1, 0, 0]
+
+
+# -- what is said of a network ---------------------------------------------------------------------
+def test_weights_of_ones_own_that_do_not_preserve_the_mean_are_named_as_such() -> None:
+    """They follow no rule, and neither another rule nor push-sum would take them."""
+    links = ((0, 1), (1, 0), (1, 2), (2, 1))
+    (fault,) = faults(Custom(links=links, link_weights=(0.2, 0.5, 0.3, 0.3)), 3, 0)
+    assert fault.where == "topology.weights"
+    assert fault.what.startswith("the weights of the links do not preserve the mean: the matrix has columns that sum")
+    assert "each link in both directions, with the same weight" in fault.fix
+    assert not any(word in str(fault) for word in ("metropolis", "push_sum"))
+    assert faults(Custom(links=links, link_weights=(0.2, 0.2, 0.3, 0.3)), 3, 0) == []  # as it is advised
+
+
+def test_the_contraction_of_push_sum_is_that_after_the_division() -> None:
+    """The middle of three keeps a third and gives the others one each; these keep a half. Then all divide by mass."""
+    split = np.array([[2, 3, 3], [2, 3, 0], [2, 0, 3]]) / 6
+    divided = np.array([[2 / 8, 3 / 8, 3 / 8], [2 / 5, 3 / 5, 0], [2 / 5, 0, 3 / 5]])
+    star = Star(mixing="push_sum")
+    assert star.weigh(3).dense() == pytest.approx(split)
+    assert facts(star, 3).psi == facts(star, 3).psi_rate == pytest.approx(np.linalg.norm(divided - 1 / 3, 2))
+    assert facts(Star(), 3).psi == pytest.approx(2 / 3)
+
+
+def test_push_sum_comes_to_the_mean_on_graphs_that_change() -> None:
+    """Shares of mass stay unequal for ever; what nodes make of them comes to the mean, as plain averages would."""
+    graph = RandomDirected(max_degree=3, refresh=1, mixing="push_sum")
+    found = facts(graph, 16)
+    product = np.eye(16)
+    for step in range(found.steps):
+        product = graph.weigh(16, Moment(0, step)).dense() @ product
+    assert found.steps >= 10
+    assert np.linalg.norm(product - 1 / 16, 2) > 0.1
+    assert found.psi_steps == pytest.approx(np.linalg.norm(product / product.sum(1, keepdims=True) - 1 / 16, 2))
+    assert found.psi_steps < 0.01
 
 
 def _failing(kind: str) -> Experiment:

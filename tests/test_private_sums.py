@@ -250,3 +250,31 @@ def test_what_is_not_covered_is_refused(table: dict[str, Any], message: str) -> 
     full = {"partition": {"kind": "natural", "holdout": 0.0}, "algorithm": "analytic", "privacy": ON} | table
     with pytest.raises(ConfigError, match=message):
         prepare(parse(full), Path(), blobs(SIZES))
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("analytic", "set privacy.feature_clip instead"),
+        ("law_afl", "set privacy.feature_clip and privacy.mechanism=local instead"),
+        ("proxy_ridge", "leave the section out"),  # a closed form whose clients send no sums
+        ("dpsgd", "leave the section out"),
+        ("local_only", "leave the section out"),
+        ("fedmgda", "take an algorithm that only sums uploads"),  # it reads each of them, hidden or not
+    ],
+)
+def test_who_sets_clip_in_vain_is_told_what_to_set(kind: str, advice: str) -> None:
+    """feature_clip, but only where it can hide what clients send; and no mechanism that is refused as well."""
+    base = {"partition": {"kind": "natural", "holdout": 0.2}, "algorithm": kind}
+
+    def tried(private: dict[str, Any]) -> Any:
+        return prepare(parse(base | {"privacy": private}), Path(), blobs(SIZES)).experiment
+
+    with pytest.raises(ConfigError) as caught:
+        tried({"clip": 1.0, "noise": 1.0})
+    assert [fault.fix for fault in caught.value.faults] == [advice]
+    if "feature_clip" in advice:
+        assert tried(LOCAL).guard is not None
+    else:
+        with pytest.raises(ConfigError, match=r"privacy\.feature_clip"):
+            tried(LOCAL)

@@ -207,6 +207,23 @@ def test_a_run_folder_is_written_and_resumed(desk: Path) -> None:
         assert (desk / "short" / name).read_bytes() == (desk / "whole" / name).read_bytes()
 
 
+def message_bytes(kind: str) -> Any:
+    """What a run folder says that a client is sent and sends, of digits and a logistic net: 64 inputs, 10 classes."""
+    fedloom.run(kind, rounds=1, model="logistic", partition={"clients": 5}, out=kind)
+    return json.loads(Path(kind, "environment.json").read_text())["message_bytes"]
+
+
+def test_the_run_folder_says_what_a_message_is_made_of() -> None:
+    net = 4 * (64 * 10 + 10)
+    assert message_bytes("fedavg") == {"down": {"float32": net}, "up": {"float32": net}}
+    sums = message_bytes("analytic")
+    assert sums["down"]["float32"] == net
+    assert sums["up"] == {"float64": 8 * (64 * 65 // 2 + 64 * 10 + 10)}  # half of G, B, and the examples of each class
+    assert message_bytes("dpsgd") == {"down": {"float32": net}, "up": {"float32": net}}  # of one node, not of all
+    assert message_bytes("proxy_ridge") == {"down": {"float32": net}, "up": {}}
+    assert message_bytes("local_only") == {}
+
+
 def test_data_that_was_handed_over_is_handed_over_again(desk: Path) -> None:
     data = blobs()
     fedloom.run("fedavg", data=data, rounds=2, out="r", **SMALL)

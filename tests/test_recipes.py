@@ -107,7 +107,7 @@ def test_every_cell_of_a_recipe_is_valid(path: Path) -> None:
     base, compare = split(path)
     assert set(compare) <= {
         *("algorithms", "seeds", "baseline", "metric", "target", "grid", "cells", "paper"),
-        *("x", "layout", "notes", "equal", "reference"),
+        *("x", "layout", "notes", "doubts", "equal", "reference"),
     }
     assert len(set(compare["seeds"])) == len(compare["seeds"])
     configs = [parse(cell) for cell in cells(base, compare)]

@@ -140,7 +140,8 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
     if alg.family in ("gossip", "closed_form") or not alg.communicates:
         what = f"covers clients that send updates to a server, which those of {name} do not"
         hides = type(alg).against_noise is not Algorithm.against_noise
-        fix = "set privacy.feature_clip instead" if hides else "leave the section out"
+        local = " and privacy.mechanism=local" if alg.hears_each and how.mechanism != "local" else ""
+        fix = f"set privacy.feature_clip{local} instead" if hides else "leave the section out"
         return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
     if alg.hears_each and how.mechanism == "distributed":
         what = f"hides single uploads in their sum, and {name} reads every one of them"

@@ -686,7 +686,8 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
     ends: list[tuple[str, float]] = []
     early: list[float] = []
     for method in question.methods:
-        where, mean, deviation = band([r for r in results if r.method == method], question.metrics[method], question.x)
+        mine, metric = [r for r in results if r.method == method], question.metrics[method]
+        where, mean, deviation = band(mine, metric, question.x)
         colour, dash, width = _look(question, method)
         name = f"{method} (baseline)" if method == question.baseline else method
         marker = "o" if 0 < len(where) <= 5 else ""
@@ -705,8 +706,8 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
             continue
         low, high = scale * (mean - deviation), scale * (mean + deviation)
         axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
-        trained = mean[1:] if len(mean) > 1 else mean  # the first is of the model before the first round
-        ends.append((colour, scale * float(trained[-10:].mean())))
+        tails = [s.mean_last_10 for s in (summary_of(r, metric) for r in mine) if s is not None]
+        ends.append((colour, scale * float(np.mean(tails))))
         early.append(scale * float(mean[len(mean) // 12]))
     if question.target is not None:
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
