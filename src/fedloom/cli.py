@@ -676,7 +676,8 @@ class Watch:
         model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
         self.say(f"{run}/{model}")
         other = "fedopt" if history.algorithm != "fedopt" else "fedavg"
-        further = f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
+        more = "--forget 0" if history.algorithm == "analytic" else f"--rounds {2 * history.rounds}"
+        further = f"  fedloom resume {run} {more}\n"
         further = "" if (run / "privacy.json").exists() else further  # whose noise may be for just so many rounds
         self.say(
             f"\nnext:\n{further}"

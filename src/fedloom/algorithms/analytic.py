@@ -28,6 +28,10 @@ of deviation sigma, and no counts. The server makes the sum of G positive semide
 k sigma' sqrt(d) (``noise_ridge``), sigma' being the deviation in the sum. A feature that is shortened where it is
 summed is not where the model predicts: that leaves every prediction as it is, and makes the loss larger.
 
+d features and C classes are d (d + 1) / 2 + d C numbers of 8 bytes from each client: 1.1 MB for 512 and 10, 67.4 MB for
+4,096. The server holds one such sum (``sum``) and solves once, in d^3 / 3 multiplications. MNIST with 4,096 random
+features took 39 s on two cores and 2.4 GB with 100 clients, for 96.9 %.
+
 The features are what the net's ``body`` makes of its inputs: pixels (``model.kind=logistic``), random features
 (``model.kind=random_features``), the body of an earlier run or of your own net (``model.weights``).
 """
