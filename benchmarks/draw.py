@@ -7,6 +7,7 @@ Reads ``benchmarks/results`` and writes ``docs/images/performance-*.png``; what 
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def clients(found: Any) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for draw, name in ((floors, "lanes-cuda"), (peers, "peers-cpu"), (clients, "clients-cpu")):
         found = results(name)
         if found is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -645,3 +646,43 @@ def test_a_value_of_another_type_is_not_converted(setting: str) -> None:
 
     with pytest.raises(ConfigError, match=setting.split("=", maxsplit=1)[0].replace(".", r"\.")):
         load_config(None, [setting])
+
+
+# -- what a machine, or a method, cannot do --------------------------------------------------------
+BRANCHING = """
+from fedloom.algorithms.fedavg import FedAvg
+
+class Branching(FedAvg):
+    def step(self, at, batch, down, mine):
+        g = self.task.grad(at.x, batch)
+        return at._replace(x=at.x - batch.lr * (g if float(g.norm()) < 1 else g / g.norm()))
+"""
+
+
+def test_a_method_that_cannot_run_in_lanes_is_described_as_such_and_runs_in_a_loop(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BRANCHING)
+    kind = "algorithm.kind=mine.py:Branching"
+    said = fedloom("describe", "mine.py:Branching", cwd=tmp_path).out
+    assert "local steps cannot be taken side by side; set engine.executor=loop" in said
+    assert fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=loop", "--out", "a", cwd=tmp_path).code == 0
+    wrong = fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=lanes", "--out", "b", cwd=tmp_path)
+    assert wrong.code == 1
+    assert "can be with engine.executor=loop" in wrong.err
+
+
+def test_what_a_cpu_does_not_do_is_told(tmp_path: Path) -> None:
+    done = fedloom("run", *SMALL, "rounds=1", "engine.compile=on", "--out", "run", cwd=tmp_path)
+    assert done.code == 0
+    assert "note: engine.compile = 'on' does nothing here" in done.out
+    where = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (where["precision"], where["steps"]) == ("fp32", "eager")  # there is no tf32 on a CPU
+
+
+def test_more_data_than_memory_is_one_error_and_nothing_written(tmp_path: Path) -> None:
+    words = ("data=synthetic", "data.devices=1000000", "partition=natural", "model=logistic", "rounds=1")
+    limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (9 << 30, 9 << 30))}
+    done = fedloom("run", *words, "--out", "run", cwd=tmp_path, **limits)
+    assert done.code == 2
+    assert done.err.startswith("error: there is not enough memory")
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())

@@ -494,7 +494,7 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
         "executor_reason": prepared.reason,
         "lanes": exp.lanes,
         "steps": exp.task.capture,
-        "precision": exp.task.precision,
+        "precision": "fp32" if (exp.device.type, exp.task.precision) == ("cpu", "tf32") else exp.task.precision,
         "ranks": exp.ranks.size,
         "message_bytes": _message(exp),
         "parameters": exp.task.size,

@@ -70,8 +70,13 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         os._exit(0)
-    except Exception:
+    except MemoryError as error:
+        print(f"error: there is not enough memory ({error})", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
         traceback.print_exc()
+        if "vmap" in str(error):
+            print("\nsteps that cannot be taken side by side can be with engine.executor=loop", file=sys.stderr)
         if _follows():
             print(f"\nthis was rank {os.environ['RANK']}", file=sys.stderr)
             sys.exit(1)
@@ -506,7 +511,8 @@ def _launch(wanted: str | None, experiment: Any) -> None:
     if is_rank():
         raise ConfigError([Fault("--ranks", f"torchrun has started the ranks already (got {wanted})", "leave it out")])
     cohort = experiment.cohort.size if experiment.algorithm.family != "gossip" else None
-    ranks = launch.count(wanted, pick_device(experiment.engine.device), cohort)
+    clients = getattr(experiment.partition, "clients", None)
+    ranks = launch.count(wanted, pick_device(experiment.engine.device), cohort, clients)
     if ranks > 1:
         raise typer.Exit(launch.launch(launch.without_ranks(sys.argv[1:]), ranks))
 

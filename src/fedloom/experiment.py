@@ -121,6 +121,9 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
     ticks = config.basics.rounds * float(steps)
     capture = capture_for(config.engine.compile, device, executor == "lanes", ticks)
     task = task.to(device, lanes=executor == "lanes", precision=config.engine.precision, capture=capture)
+    if config.engine.compile == "on" and capture != "compiled":
+        note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
+        config = config._replace(notes=(*config.notes, note))
     guard = _guard(config, federation)
     algorithm = config.algorithm.bind(
         task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)

@@ -29,7 +29,10 @@ _GRACE = 10.0  # seconds that the others have to end by themselves once one has 
 _LOOK = 0.05  # seconds between two looks at the ranks
 
 
-def count(wanted: str, device: torch.device, cohort: int | None = None) -> int:
+_MOST = 16  # ranks for each core: more of them would only wait
+
+
+def count(wanted: str, device: torch.device, cohort: int | None = None, clients: int | None = None) -> int:
     """How many ranks ``--ranks`` means: a number, or with ``auto`` one for each core or GPU, up to one a client."""
     if wanted == "auto":
         import torch
@@ -38,6 +41,10 @@ def count(wanted: str, device: torch.device, cohort: int | None = None) -> int:
         return max(1, min(found, cohort or found))
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError([Fault("--ranks", f"should be a number of processes or auto (got '{wanted}')")])
+    if clients is not None and int(wanted) > clients:
+        raise ConfigError([Fault("--ranks", f"there are {clients} clients to share out (got {wanted})")])
+    if int(wanted) > _MOST * cores():
+        raise ConfigError([Fault("--ranks", f"this machine has {cores()} cores (got {wanted})", "use auto")])
     return int(wanted)
 
 
@@ -75,11 +82,23 @@ def launch(words: list[str], ranks: int) -> int:
     code = processes[0].returncode
     if code < 0 and passed:  # before it could take it for a wish to stop
         raise KeyboardInterrupt
+    rank = failed or 0
+    ended = f"rank {rank} of {ranks} {_end(processes[rank].returncode)}"
     if code < 0:
-        rank = failed or 0
-        how = _end(processes[rank].returncode)
-        raise LostRankError(f"rank {rank} of {ranks} {how}; what it has saved goes on with: fedloom resume RUN")
+        raise LostRankError(f"{ended}; {_what_is_left(words)}")
+    if rank and processes[rank].returncode < 0:  # which rank 0 could not know
+        print(f"{ended}; {_what_is_left(words)}", file=sys.stderr)
     return code
+
+
+def _what_is_left(words: list[str]) -> str:
+    """How a run whose ranks were lost goes on, if it can."""
+    named = words[words.index("--out") + 1] if "--out" in words[:-1] else None
+    if words[:1] == ["resume"]:
+        named = next((word for word in words[1:] if not word.startswith("-")), None)
+    if named is not None and not (Path(named) / "config.toml").is_file():
+        return "nothing had been saved"
+    return f"what has been saved goes on with: fedloom resume {named or 'RUN'}"
 
 
 def without_ranks(words: list[str]) -> list[str]:

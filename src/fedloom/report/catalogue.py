@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom import tree
@@ -141,17 +141,23 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
         return times(sum(x.numel() for x in tree.leaves(value)) / task.size)
 
     def traced(phase: Phase) -> str:
-        """Why the steps of a phase cannot be recorded on a GPU, as far as a CPU can tell; mostly empty."""
+        """Why the steps of a phase cannot be taken side by side, as far as a CPU can tell; mostly empty."""
         x = alg.start(down, mine)
+
+        def lane(x: Any, *b: Tensor) -> list[Tensor]:
+            return tree.leaves(phase.step(Carry(x, alg.memory(x)), Batch(*b), down, mine))
+
         try:
-            make_fx(lambda *b: tree.leaves(phase.step(Carry(x, alg.memory(x)), Batch(*b), down, mine)))(*batch)
+            make_fx(torch.func.vmap(lane))(*tree.tmap(lambda leaf: leaf[None], (x, *batch)))
         except Exception as error:  # whatever a user's own step does
-            return str(error).split("\n")[0]
+            return str(error).split("\n")[0].partition(". ")[0]
         return ""
 
     phases = alg.phases()
     refused = [why for phase in phases if (why := traced(phase))]
-    replayed = f"run as they are ({refused[0]})" if refused else "are recorded once and replayed, in lanes"
+    replayed = "are recorded once and replayed, in lanes"
+    if refused:
+        replayed = f"cannot be taken side by side; set engine.executor=loop ({refused[0]})"
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
