@@ -291,6 +291,18 @@ def test_equation_24_needs_its_alpha_and_noise(given: dict[str, Any], says: str)
         Privacy(clip=1.0, **given)
 
 
+def test_equation_24_hides_examples_too() -> None:
+    how = Privacy(feature_clip=1.0, noise=1.0, heterogeneity="eq24", concentration=0.05)
+    assert how.multiplier == pytest.approx(2)
+
+
+@pytest.mark.parametrize("given", [{"heterogeneity": "alpha"}, {"mechanism": "local"}, {"delta": 1e-6}])
+def test_settings_that_protect_nothing_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))} is set, and nothing is protected"):
+        Privacy(**given)
+    assert not Privacy().on
+
+
 # -- in a run --------------------------------------------------------------------------------------
 LINEAR = ["fedavg", "fedprox", "fedopt", "scaffold", "feddyn", "moon", "ditto", "fedprox_adaptive", "fedrep", "fedsam"]
 

@@ -243,11 +243,7 @@ def coefficients(c_u: Tensor, c_v: Tensor, form: ProductForm = "published") -> t
 
         K_u = I - R_u C_v + R_u C_v S^-1 C_v,    K_v = I - R_v C_u + R_v C_u S^-1 C_u
 
-    LAW-AFL prints three others, all of them wrong, which are here to be measured:
-
-        eq29   K_u = I - R_u C_v S^-1 C_v             the middle term is missing, and the last sign is wrong
-        eq32   K_u = I - R_u C_v - R_u C_v S^-1 C_v   the last sign is wrong
-        eq35   K_u = I - R_u C_v S^-1                 its last factor C_u is missing, with which it is right
+    or in one of the three forms that LAW-AFL prints, all of them wrong: see ``algorithms.analytic``.
     """
     s_inverse: Tensor = torch.linalg.inv(c_u + c_v)
 

@@ -141,12 +141,17 @@ def resume(
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
-    ``forget``: clients that a closed form is to unlearn; without ``rounds``, in one more round.
+    ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next.
     """
     path, ranks = Path(run_dir), joined()
     with ranks.agreed():
         config = _resumed_config(path, data, at, rounds, forget)
-    prepared = _prepared(config, _root(data_root), _as_arrays(data, config.basics.seed))
+    root, arrays = _root(data_root), _as_arrays(data, config.basics.seed)
+    prepared = _prepared(config, root, arrays)
+    if forget:
+        with ranks.agreed():
+            config = _until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
+        prepared = _prepared(config, root, arrays)
     with ranks.agreed():
         laid_out = (path / "partition.json").is_file()
         if laid_out:
@@ -173,14 +178,16 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
     began = _environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
     notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []
+    if at is not None:
+        checkpoint.chosen(path / "checkpoints", at)
     if forget:
         table["algorithm"]["forget"] = _to_forget(table, forget)
-        rounds = rounds if rounds is not None else _round_after(table, path)
     if rounds is not None:
         if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
             why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
             raise ConfigError([Fault("--rounds", why)])
-        if "epsilon" in table.get("privacy", {}) and rounds != table["rounds"]:
+        private = table.get("privacy", {})  # what is released of a closed form is released once
+        if "epsilon" in private and "feature_clip" not in private and rounds != table["rounds"]:
             why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
             raise ConfigError([Fault("--rounds", why)])
         if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
@@ -206,18 +213,32 @@ def _to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:
     if kind != "analytic":
         why = f"what a client gave cannot be taken out of {kind} exactly"
         raise ConfigError([Fault("--forget", why, "take algorithm.kind=analytic, or run it without the client")])
-    if twice := [i for k, i in enumerate(clients) if i in before or i in clients[:k]]:
-        raise ConfigError([Fault("--forget", f"client {twice[0]} is forgotten already")])
-    return [*before, *clients]
+    return list(dict.fromkeys([*before, *clients]))
 
 
-def _round_after(table: dict[str, Any], path: Path) -> int:
-    """So many rounds that everybody comes once more."""
-    if table["cohort"]["sampling"] != "all":
-        why = f"who comes in a round is drawn (cohort.sampling = '{table['cohort']['sampling']}')"
-        raise ConfigError([Fault("--forget", why, "give --rounds, enough for the client to come again")])
-    done = max(checkpoint.rounds(path / "checkpoints"), default=0)
-    return max(int(table["rounds"]), done + 1)
+_FAR = 10_000  # rounds in which a client should have come again
+
+
+def _until_forgotten(
+    config: Config, exp: Experiment, path: Path, at: int | None, forget: Sequence[int], *, given: bool
+) -> Config:
+    """The experiment with as many rounds as it takes until these clients have come once more."""
+    folder = path / "checkpoints"
+    state = checkpoint.load(folder, begin(exp), RamStore(exp.federation.clients), at=at).state
+    alg: Any = exp.algorithm
+    if why := alg.cannot_forget(state.server, forget):
+        raise ConfigError([Fault("--forget", why)])
+    missing, needed = set(forget), state.round
+    while missing and needed < state.round + _FAR:
+        missing -= set(exp.present(needed).drawn.ids.tolist())
+        needed += 1
+    if missing:
+        raise ConfigError([Fault("--forget", f"client {min(missing)} does not come in the next {_FAR:,} rounds")])
+    if given and config.basics.rounds < needed:
+        why = f"the clients to be forgotten come until round {needed} (got {config.basics.rounds})"
+        raise ConfigError([Fault("--rounds", why, f"give {needed}, or leave it out")])
+    rounds = max(config.basics.rounds, needed)
+    return config._replace(basics=config.basics.model_copy(update={"rounds": rounds}))
 
 
 def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:

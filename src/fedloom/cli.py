@@ -138,7 +138,9 @@ def resume(
     forget: Annotated[
         list[int] | None,
         typer.Option(
-            min=0, metavar="CLIENT", help="Unlearn this client of a closed form exactly, in one more round; repeatable."
+            min=0,
+            metavar="CLIENT",
+            help="Unlearn this client of a closed form exactly, when it comes next; repeatable.",
         ),
     ] = None,
     json_: Annotated[
@@ -514,7 +516,10 @@ def _launch(wanted: str | None, experiment: Any) -> None:
     clients = getattr(experiment.partition, "clients", None)
     ranks = launch.count(wanted, pick_device(experiment.engine.device), cohort, clients)
     if ranks > 1:
-        raise typer.Exit(launch.launch(launch.without_ranks(sys.argv[1:]), ranks))
+        code, lost = launch.launch(launch.without_ranks(sys.argv[1:]), ranks)
+        if lost:
+            print(lost, file=sys.stderr)
+        raise typer.Exit(code)
 
 
 def _watched(as_json: bool, work: Callable[[Any], Any]) -> None:
@@ -682,8 +687,7 @@ class Watch:
         model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
         self.say(f"{run}/{model}")
         other = "fedopt" if history.algorithm != "fedopt" else "fedavg"
-        more = "--forget 0" if history.algorithm == "analytic" else f"--rounds {2 * history.rounds}"
-        further = f"  fedloom resume {run} {more}\n"
+        further = f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
         further = "" if (run / "privacy.json").exists() else further  # whose noise may be for just so many rounds
         self.say(
             f"\nnext:\n{further}"

@@ -227,7 +227,12 @@ def plan(table: Mapping[str, Any]) -> Plan:
     baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
     cells, kept = _with_one_proxy(cells)
     notes += _unused(base, axes) + _unpaired(cells, baseline) + kept
-    return Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
+    planned = Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
+    reported = {spot for paper in spec.paper for spot in _spots(planned, paper)}
+    vain = [k for k, doubt in enumerate(spec.doubts) if reported.isdisjoint(_spots(planned, doubt))]
+    if vain:
+        raise ConfigError([Fault(f"compare.doubts.{k}", "no value of a paper is there to be doubted") for k in vain])
+    return planned
 
 
 # -- equal terms -----------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ def cores() -> int:
     return len(places)
 
 
-def launch(words: list[str], ranks: int) -> int:
-    """Run ``fedloom words...`` as so many ranks, and return the exit code of rank 0.
+def launch(words: list[str], ranks: int) -> tuple[int, str]:
+    """Run ``fedloom words...`` as so many ranks, and return the exit code of rank 0 and what it could not say itself.
 
     If one of them fails, the others are given a moment to say so, and are then ended.
     """
@@ -86,9 +86,8 @@ def launch(words: list[str], ranks: int) -> int:
     ended = f"rank {rank} of {ranks} {_end(processes[rank].returncode)}"
     if code < 0:
         raise LostRankError(f"{ended}; {_what_is_left(words)}")
-    if rank and processes[rank].returncode < 0:  # which rank 0 could not know
-        print(f"{ended}; {_what_is_left(words)}", file=sys.stderr)
-    return code
+    lost = rank > 0 and processes[rank].returncode < 0  # of which rank 0 only knows that it is gone
+    return code, f"{ended}; {_what_is_left(words)}" if lost else ""
 
 
 def _what_is_left(words: list[str]) -> str:

@@ -98,6 +98,11 @@ class Privacy(Spec):
         if self.noise is not None and self.epsilon is not None:
             raise ValueError("noise and epsilon both say how much noise there is; keep one of them")
         given = self.noise is not None or self.epsilon is not None
+        changed = [k for k, field in type(self).model_fields.items() if getattr(self, k) != field.default]
+        if changed and not given and not self.on:
+            raise ValueError(
+                f"{changed[0]} is set, and nothing is protected; set clip, or, with a closed form, feature_clip"
+            )
         if given and not self.on:
             what = "set clip, the largest norm of an upload, or, with a closed form, feature_clip"
             raise ValueError(f"noise hides only what is bounded; {what}")
@@ -105,7 +110,7 @@ class Privacy(Spec):
             raise ValueError("clip alone is no privacy; set noise, or epsilon from which it is calibrated")
         if self.clip is not None and self.feature_clip is not None:
             raise ValueError("clip hides clients and feature_clip hides examples; keep one of them")
-        if self.feature_clip is not None and self.heterogeneity != "none":
+        if self.feature_clip is not None and self.asks_for_labels:
             raise ValueError("heterogeneity is for clip: its histograms hide clients, and feature_clip hides examples")
         if (self.heterogeneity == "eq24") != (self.concentration is not None):
             raise ValueError("heterogeneity = 'eq24' and concentration, its alpha, belong together; set both")

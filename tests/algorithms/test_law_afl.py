@@ -161,6 +161,35 @@ def test_forged_reports_win_by_their_own_word_and_lose_by_the_servers() -> None:
     assert mass["server"] < 0.05 * mass["size"]
 
 
+def test_quality_as_printed_knows_no_sizes(laid_out) -> None:
+    """Eq. 17 without n_i, as against the default: weights differ by just the sizes."""
+    found = []
+    for by_size in (True, False):
+        own = {**QUICK, "quality": "report", "prior": "fixed", "head_steps": 0, "gate": False, "size_factor": by_size}
+        found.append(rounds(laid_out(own), 1).server)
+    exp = laid_out({**QUICK, "quality": "report"})
+    by, plain = (server.statistics.lam for server in found)
+    sized = plain * exp.federation.train.sizes
+    torch.testing.assert_close(by, sized / sized.sum())
+    assert not torch.allclose(by, plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "law_afl", "shrink_rule": "eq5"}, "trains nothing"),
+        (
+            {"kind": "law_afl", "shrink_rule": "eq5", "schedule": "per_round", "param": "fixed"},
+            "both say what gamma is",
+        ),
+        ({"kind": "fedlaw", "shrink_rule": "ratio", "param": "fixed"}, "both say what gamma is"),
+    ],
+)
+def test_a_rule_for_gamma_that_would_do_nothing_is_refused(laid_out, settings, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        laid_out(settings)
+
+
 def test_honest_reports_are_accuracy_and_loss_of_the_model_that_was_sent(laid_out) -> None:
     exp = laid_out({**PLAIN, "quality": "report"}, owner="two")
     state = rounds(exp)

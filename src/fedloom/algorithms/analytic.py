@@ -6,7 +6,8 @@ He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre
     client i:  G_i = X_i' X_i,  B_i = X_i' Y_i,  once      X: features of the frozen body, Y: one-hot labels
     server:    W = (sum_i G_i + rho I)^-1 sum_i B_i        over all clients heard so far; the head of the net
 
-W is that of one machine which has all the data, whatever the partition, the number of clients and their order.
+W is that of one machine which has all the data, whatever the partition, the number of clients and their order; with
+``partition.holdout = 0``, since who has which rows also decides which of them are held out.
 A client that comes again is not counted twice, one that comes late joins, and one that is to be forgotten
 (``forget``, and ``fedloom resume RUN --forget CLIENT`` after a run has ended) sends what it had sent once more, to be
 taken away: it is then as if it had never been there.
@@ -16,8 +17,13 @@ taken away: it is then as if it had never been there.
     aa             AFL's law of absolute aggregation, pair by pair: W = K_u W_u + K_v W_v of clients' own
                    W_i = C_i^-1 B_i, C_i = G_i + rho_loc I; then rho_loc is removed. It loses up to seven digits.
     aa_simplified  the same, as W = (C_u + C_v)^-1 (C_u W_u + C_v W_v).
-    eq29, eq32, eq35   K_u and K_v as LAW-AFL prints them, in three ways, none of which gives W. They are here to be
-                   measured: ``fedloom.analytic.coefficients`` says what is wrong with each.
+    eq29, eq32, eq35   K_u and K_v as LAW-AFL prints them, none of which gives W. They are here to be measured.
+
+With R = C^-1 and S = C_u + C_v, and K_v likewise:
+    aa     K_u = I - R_u C_v + R_u C_v S^-1 C_v, which is S^-1 C_u
+    eq29   K_u = I - R_u C_v S^-1 C_v             the middle term is missing, and the last sign is wrong
+    eq32   K_u = I - R_u C_v - R_u C_v S^-1 C_v   the last sign is wrong
+    eq35   K_u = I - R_u C_v S^-1                 its last factor C_u is missing, with which it is right
 
 All but the first need every upload apart, at K times the memory; W_i is solved for at the server, from which
 (W_i, C_i) and (G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the
@@ -38,7 +44,7 @@ The features are what the net's ``body`` makes of its inputs: pixels (``model.ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -223,6 +229,12 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         if self.noise is None:  # else the server does not know
             found["analytic/examples"] = after.counts.sum() / inbox.examples
         return found
+
+    def cannot_forget(self, server: Server, clients: Sequence[int]) -> str:
+        """Why one of these clients cannot be forgotten; empty where all can."""
+        why = {_NEVER: "has given nothing yet", _FORGOTTEN: "is forgotten already"}
+        found = [f"client {i} {why[s]}" for i in clients if (s := int(server.standing[i])) in why]
+        return found[0] if found else ""
 
     def turns(self, standing: Tensor) -> Tensor:
         """What each client's statistics are multiplied by if it comes: 1 to join, -1 to leave, else 0.  ``[N]``"""

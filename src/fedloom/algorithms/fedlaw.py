@@ -45,7 +45,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from fedloom import law, rng
@@ -91,6 +91,12 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     )
     bn: Literal["proxy", "average", "recalibrate"] = Field("proxy", description="running statistics: see above")
     weighting: Literal["samples", "uniform"] = Field("samples", description="how clients count before it is learned")
+
+    @model_validator(mode="after")
+    def _one_gamma(self) -> FedLAW:
+        if self.shrink_rule != "law" and self.param == "fixed":
+            raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
+        return self
 
     @property
     def weighs_examples(self) -> bool:

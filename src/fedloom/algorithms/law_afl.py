@@ -29,10 +29,14 @@ What is repaired, beside the printed equations that ``fedloom.analytic`` and ``f
     line 6-8    statistics are taken on each client's own trained net, whose features have nothing in common
 
 Lines 8 and 17 as printed do not fit together, and cannot be computed. What can be, as printed, is a setting:
-    eq. 5           shrink_rule = "eq5"                     Algorithm 1 line 9   param = "fixed", shrink = gamma^2
-    eq. 16 and 17   quality = "report"                      Algorithm 3 line 14  param = "fixed", shrink = 1
-    lines 13 to 17  prior = "fixed", head_steps = 0         line 17 alone        kind = "analytic"
-    eq. 29, 32, 35  kind = "analytic", agg = "eq29" ...     eq. 24               privacy.heterogeneity = "eq24"
+    eq. 5           shrink_rule = "eq5", where models are trained
+    eq. 16 and 17   quality = "report", size_factor = false
+    eq. 24          privacy.heterogeneity = "eq24"; eq. 26 is that times Delta / epsilon, which is z here
+    eq. 29, 32, 35  kind = "analytic", agg = "eq29" ...
+    Algorithm 1 line 9   param = "fixed", shrink = gamma^2         Algorithm 3 line 14   param = "fixed", shrink = 1
+    Algorithm 3 lines 13 to 17   prior = "fixed", head_steps = 0   line 17 alone         kind = "analytic"
+Not a setting: eq. 13, which has the clients of a round keep the old model and all others the new one, and eq. 14, which
+adds models, and not moves, to the model, so that it doubles in every round.
 
 ``quality`` is where lambda0 comes from: ``size``; ``report``, eq. 16 and 17 with accuracy and loss as clients claim
 them, which two forgers in ten turn into half of all weight; ``server``, the same as the server measures them, for
@@ -163,6 +167,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     noise_ridge: NonNegativeFloat = Field(0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d)")
     temperature: PositiveFloat = Field(10.0, description="s at the start: outputs of ridge regression lie in [0, 1]")
     quality: Literal["size", "server", "report"] = Field("size", description="what lambda0 is made of: see above")
+    size_factor: bool = Field(True, description="quality times the number of examples; false: eq. 17 as printed")
     verify: bool = Field(True, description="leave out statistics that no examples can have")
     persist: bool = Field(True, description="start from what was learned of a client before, instead of lambda0")
     gate: bool = Field(True, description="keep the head before, or blend with it, if that is better on the proxy set")
@@ -185,6 +190,12 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def _fits_the_schedule(self) -> LawAFL:
         if self.depth != "all" and not self.trains:
             raise ValueError(f"depth is how much is trained, and schedule = '{self.schedule}' trains nothing")
+        if self.shrink_rule != "law" and not self.trains:
+            raise ValueError(
+                f"shrink_rule is of models that are trained, and schedule = '{self.schedule}' trains nothing"
+            )
+        if self.shrink_rule != "law" and self.param == "fixed":
+            raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
         if self.fresh and self.schedule != "per_round":
             raise ValueError(f"fresh is of schedule = 'per_round' (got '{self.schedule}')")
         if self.fresh and self.share_lambda:
@@ -469,7 +480,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if self.quality == "size":
             return sizes / sizes.sum()
         accuracy, loss = claims.T if self.quality == "report" else self.measured(w, rows, counts)
-        return analytic.quality_weights(analytic.data_quality(counts), accuracy, loss, sizes)
+        by = sizes if self.size_factor else None
+        return analytic.quality_weights(analytic.data_quality(counts), accuracy, loss, by)
 
     def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> analytic.Judged:
         """How each client's own head does on the proxy examples of the classes that it has."""

@@ -90,15 +90,21 @@ def rounds(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.glob("[0-9]" * 8) if p.is_dir())
 
 
+def chosen(folder: Path, at: int | None) -> int:
+    """The round ``at``, if there is a checkpoint of it, or the newest that there is."""
+    have = rounds(folder)
+    newest = max(have, default=0) if at is None else at
+    if newest not in have:
+        raise CheckpointError(f"{folder}: has no checkpoint of round {newest} (there are: {have or 'none'})")
+    return newest
+
+
 def load(folder: Path, like: RunState, store: ClientStore, *, at: int | None = None, ranks: Ranks = ALONE) -> Loaded:
     """The newest checkpoint, or the one ``at`` a round; a damaged one is refused by name.
 
     Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint.
     """
-    have = rounds(folder)
-    newest = have[-1] if at is None else at
-    if newest not in have:
-        raise CheckpointError(f"{folder}: has no checkpoint of round {newest} (there are: {have or 'none'})")
+    have, newest = rounds(folder), chosen(folder, at)
     older = [r for r in have if r < newest]
     try:
         meta, tensors, clients = _read(folder / f"{newest:08d}", store)
