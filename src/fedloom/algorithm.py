@@ -304,8 +304,8 @@ class Algorithm(Spec, Generic[S, C, U]):
         """Settings of other sections that belong to the method's definition, where the user says nothing."""
         return {}
 
-    def doubts(self, lr: float) -> list[str]:
-        """What of its settings, at this local learning rate, can be meant and is more likely a mistake."""
+    def doubts(self, lr: float, rounds: int) -> list[str]:
+        """What of its settings, at this local learning rate and in so many rounds, is more likely a mistake than meant."""
         return []
 
     # -- at the server, or at each node of a network without one ------------------------------------

@@ -260,7 +260,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     assert basics is not None
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
-    notes = [*notes, *algorithm.doubts(chosen["local"].lr), *_changes_of_privacy(chosen)]
+    notes = [*notes, *algorithm.doubts(chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
     notes += corruption.idle(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
 

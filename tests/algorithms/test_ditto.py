@@ -190,8 +190,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_a_pull_that_grows_is_doubted() -> None:
-    assert Ditto(mu=1.0).doubts(0.1) == []
-    assert "grow" in Ditto(mu=20.0).doubts(0.1)[0]
+    assert Ditto(mu=1.0).doubts(0.1, 10) == []
+    assert "grow" in Ditto(mu=20.0).doubts(0.1, 10)[0]
 
 
 def test_it_learns_digits_of_which_each_client_has_four() -> None:

@@ -174,6 +174,13 @@ def test_quality_as_printed_knows_no_sizes(laid_out) -> None:
     assert not torch.allclose(by, plain)
 
 
+def test_a_warm_up_that_never_ends_is_doubted() -> None:
+    alg = LawAFL(schedule="warmup_then_analytic", warmup=5)
+    assert alg.doubts(0.1, 6) == []
+    assert "never solved" in alg.doubts(0.1, 5)[0]
+    assert LawAFL().doubts(0.1, 1) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -156,8 +156,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_steps_that_grow_are_doubted() -> None:
-    assert PFedMe().doubts(0.1) == []
-    assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).doubts(0.2)] == ["local.lr", "algorithm.inner_lr"]
+    assert PFedMe().doubts(0.1, 10) == []
+    assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).doubts(0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
 
 
 def test_it_learns_digits_of_which_each_client_has_four() -> None:

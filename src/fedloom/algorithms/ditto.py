@@ -54,7 +54,7 @@ class Ditto(Algorithm[Model, Mine, Update]):
         """The steps of the two models are remembered apart."""
         return Both(self.optimizer.init(x.w), self.optimizer.init(x.v))
 
-    def doubts(self, lr: float) -> list[str]:
+    def doubts(self, lr: float, rounds: int) -> list[str]:
         growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if lr * self.mu >= 2 else []
 

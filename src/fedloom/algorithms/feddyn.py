@@ -55,7 +55,7 @@ class FedDyn(Algorithm[Server, Mine, Update]):
     def weighs_examples(self) -> bool:
         return False
 
-    def doubts(self, lr: float) -> list[str]:
+    def doubts(self, lr: float, rounds: int) -> list[str]:
         size = lr * self.alpha
         growing = f"local.lr x algorithm.alpha is {size:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if size >= 2 else []

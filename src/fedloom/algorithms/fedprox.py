@@ -43,7 +43,7 @@ class FedProx(FedAvg):
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
 
-    def doubts(self, lr: float) -> list[str]:
+    def doubts(self, lr: float, rounds: int) -> list[str]:
         growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if lr * self.mu >= 2 else []
 

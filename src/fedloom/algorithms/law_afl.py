@@ -222,6 +222,11 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             faults.append(Fault("algorithm.quality", what, "set algorithm.quality=size, or server"))
         return faults
 
+    def doubts(self, lr: float, rounds: int) -> list[str]:
+        if self.schedule != "warmup_then_analytic" or rounds > self.warmup:
+            return []
+        return [f"algorithm.warmup = {self.warmup} of {rounds} rounds: the head is never solved for"]
+
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}} if self.schedule == "frozen" else {}
 

@@ -54,7 +54,7 @@ class PFedMe(Algorithm[Model, Mine, Update]):
     def weighs_examples(self) -> bool:
         return self.weighting == "samples"
 
-    def doubts(self, lr: float) -> list[str]:
+    def doubts(self, lr: float, rounds: int) -> list[str]:
         rates = {"local.lr": lr, "algorithm.inner_lr": self.inner_lr}
         growing = "from 2 on, the proximal steps grow instead of shrink"
         return [f"{k} x algorithm.lam is {r * self.lam:g}: {growing}" for k, r in rates.items() if r * self.lam >= 2]
