@@ -305,7 +305,7 @@ class Algorithm(Spec, Generic[S, C, U]):
         return {}
 
     def doubts(self, lr: float, rounds: int) -> list[str]:
-        """What of its settings, at this local learning rate and in so many rounds, is more likely a mistake than meant."""
+        """What of its settings, at this local rate and in so many rounds, can be meant and is more likely a mistake."""
         return []
 
     # -- at the server, or at each node of a network without one ------------------------------------
