@@ -84,7 +84,8 @@ def hand_written(exp: Experiment, batch: int) -> Any:
             optimizer = torch.optim.SGD(local.parameters(), lr=0.01)
             for chosen in torch.split(rows[torch.randperm(len(rows))], batch):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(local(x[chosen]), y[chosen]).backward()  # type: ignore[no-untyped-call]
+                loss: Any = nn.functional.cross_entropy(local(x[chosen]), y[chosen])
+                loss.backward()
                 optimizer.step()
             for name, p in local.named_parameters():
                 total[name] = total.get(name, 0) + p.detach() / CLIENTS

@@ -89,9 +89,10 @@ def central(exp: Experiment, examples: Callable[[int], int], batch: int) -> Call
     """One model on as many examples as the clients of each round have, in batches of ``batch``."""
     fed, short = exp.federation, exp.task.precision == "bf16"
     net = exp.task.module(exp.task.w0, exp.task.buffers0).train().to(exp.device)
-    for module in net.modules():  # a plain dropout is what a user has
-        if isinstance(module, KeyedDropout):
-            module.forward = nn.Dropout(module.p).forward  # type: ignore[method-assign, assignment]
+    for parent in net.modules():  # a plain dropout is what a user has
+        for name, child in parent.named_children():
+            if isinstance(child, KeyedDropout):
+                setattr(parent, name, nn.Dropout(child.p))
     parameters = list(net.parameters())
     x, y = fed.examples(torch.arange(len(fed.y), device=exp.device))
     rows = torch.zeros(batch, dtype=torch.int64, device=exp.device)

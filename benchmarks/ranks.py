@@ -25,7 +25,6 @@ from statistics import median
 from typing import IO, Any
 
 import numpy as np
-import torch.distributed as dist
 
 from benchmarks.machine import interleaved, ratio, write
 from fedloom import launch
@@ -77,7 +76,7 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
 
     Being told returns the most seconds of a processor that one of them took.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = launch.meeting()
     threaded = {"OMP_NUM_THREADS": str(threads)}
     processes = [
         subprocess.Popen(

@@ -27,8 +27,6 @@ _HERE = "127.0.0.1"
 _PARENT = "FEDLOOM_PARENT"  # the process that started this one
 _GRACE = 10.0  # seconds that the others have to end by themselves once one has failed
 _LOOK = 0.05  # seconds between two looks at the ranks
-
-
 _MOST = 16  # ranks for each core: more of them would only wait
 
 
@@ -66,10 +64,7 @@ def launch(words: list[str], ranks: int) -> tuple[int, str]:
 
     If one of them fails, the others are given a moment to say so, and are then ended.
     """
-    import torch.distributed as dist
-
-    # Holds the port, so that nobody takes it meanwhile.
-    store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = meeting()
     processes = [_started(words, rank, ranks, store.port) for rank in range(ranks)]
     try:
         with _passing_on(processes) as passed:
@@ -92,12 +87,19 @@ def launch(words: list[str], ranks: int) -> tuple[int, str]:
 
 def _what_is_left(words: list[str]) -> str:
     """How a run whose ranks were lost goes on, if it can."""
-    named = words[words.index("--out") + 1] if "--out" in words[:-1] else None
-    if words[:1] == ["resume"]:
-        named = next((word for word in words[1:] if not word.startswith("-")), None)
-    if named is not None and not (Path(named) / "config.toml").is_file():
+    given = words[1:]  # the first is the command
+    named = [word.removeprefix("--out=") for word in given]
+    runs = [word for word in named if (Path(word) / "config.toml").is_file()]
+    if not runs and ("--out" in given or named != given):
         return "nothing had been saved"
-    return f"what has been saved goes on with: fedloom resume {named or 'RUN'}"
+    return f"what has been saved goes on with: fedloom resume {runs[0] if runs else 'RUN'}"
+
+
+def meeting() -> Any:
+    """A place on this machine where ranks can meet, at its ``port``, for as long as it is held."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def without_ranks(words: list[str]) -> list[str]:

@@ -332,6 +332,11 @@ def printed_shrink(moves: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Ten
 ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5"]
 
 
+def before(rule: ShrinkRule, settings: Settings) -> Settings:
+    """How weights are learned where gamma comes from a rule: with gamma = 1, unless it is learned with them."""
+    return settings if rule == "law" else settings._replace(kind="fixed", shrink=1.0)
+
+
 def shrunk(
     rule: ShrinkRule,
     how: Weighing,

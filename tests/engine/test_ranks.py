@@ -13,7 +13,7 @@ import torch
 from fedloom.config import algorithms
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
 from fedloom.errors import ConfigError
-from fedloom.launch import count, without_ranks
+from fedloom.launch import _what_is_left, count, without_ranks
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
@@ -169,6 +169,17 @@ def test_how_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("0", "-1", "two", "1.5", ""):
         with pytest.raises(ConfigError, match="--ranks"):
             count(wrong, cpu)
+
+
+def test_what_is_left_of_a_run_whose_ranks_were_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for words in (["run", "--out", "run"], ["run", "--out=run"]):
+        assert _what_is_left(words) == "nothing had been saved"
+    (tmp_path / "run" / "config.toml").touch()
+    for words in (["run", "--out", "run"], ["run", "a.toml", "--out=run"], ["resume", "--from", "3", "run"]):
+        assert _what_is_left(words).endswith("fedloom resume run")
+    assert _what_is_left(["run", "a.toml"]).endswith("fedloom resume RUN")  # it has a name of its own
 
 
 def test_ranks_are_started_with_the_same_words_but_for_their_number() -> None:

@@ -154,15 +154,15 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
 
     @property
     def learning(self) -> law.Settings:
-        ruled = self.shrink_rule != "law"
-        return law.Settings(
-            kind="fixed" if ruled else self.param,
+        settings = law.Settings(
+            kind=self.param,
             stage=self.stage,
             lr=self.server_lr,
             optimizer=_OPTIMIZERS[self.server_optimizer],
-            shrink=1.0 if ruled else self.shrink,
+            shrink=self.shrink,
             learns_weights=self.learns_weights,
         )
+        return law.before(self.shrink_rule, settings)
 
     def counted(self, before: Server, inbox: Inbox[Update], after: Server) -> Tensor:
         return after.lam[inbox.clients]

@@ -375,9 +375,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """FedLAW's round: w = gamma sum_i lambda_i w_i."""
         stack = Stack(server.w, inbox.uploads.dw)
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
-        ruled = self.shrink_rule != "law"
-        start = {"kind": "fixed", "shrink": 1.0} if ruled else {"kind": self.param, "shrink": self.shrink}
-        how = law.learn(stack, inbox.weights, epochs, law.Settings(lr=self.server_lr, **start)).how
+        learning = law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink)
+        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, learning)).how
         how = law.shrunk(self.shrink_rule, how, stack, partial(proxy_loss, self.task, self.proxy), self.shrink)
         models = noted(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
         w = law.aggregated(stack, how)
