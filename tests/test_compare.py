@@ -738,9 +738,9 @@ def test_equal_bytes_through_the_command(equal: str, spent: str, tmp_path: Path)
     done = fedloom(*words, "--json", "--out", "c", cwd=tmp_path)
     assert done.code == 0, done.err
     server, ring, alone = done.json["table"]
-    # A ring of 8 sends 16 models in a round, each counted at both ends, and 4 pass every node; a server sees 8.
+    # A ring of 8 sends 16 models in a round, 4 of which pass every node; a server sends and receives 8.
     assert (server["rounds_spent"], alone["rounds_spent"], alone[spent]) == (8, 8, 0)
-    assert ring["rounds_spent"] == (2 if equal == "bytes" else 16)
+    assert ring["rounds_spent"] == (4 if equal == "bytes" else 16)
     assert ring[spent] == server[spent] == 8 * 4 * 2 * 4 * 650
     assert any("local_only takes none of it" in note for note in done.json["notes"])
 

@@ -679,7 +679,9 @@ class Watch:
             self._missed = 0
         up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
         pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
-        self.say(f"{pace} · clients sent {_bytes(up)} and received {_bytes(down)}")
+        among = up and not down  # in a network, where there is no server to receive from
+        sent = f"nodes sent {_bytes(up)}" if among else f"clients sent {_bytes(up)} and received {_bytes(down)}"
+        self.say(f"{pace} · {sent}")
         if history.run_dir is None:
             return
         run = history.run_dir

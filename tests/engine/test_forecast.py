@@ -61,3 +61,12 @@ def test_every_algorithm_spends_what_was_foreseen(kind: str) -> None:
 def test_failures_and_unequal_work_are_foreseen(algorithm: Any, more: dict[str, Any]) -> None:
     exp = prepared(algorithm, **more)
     assert list(islice(forecast(exp), ROUNDS)) == ledger(exp)
+
+
+def test_a_message_counts_once_with_a_server_and_without() -> None:
+    """A server that sends 4 models and receives 4 takes as many bytes as 4 pairs of nodes that exchange theirs."""
+    split = {"partition": {"kind": "iid", "clients": 8}}
+    server = prepared("fedavg", cohort={"size": 4}, **split)
+    pairs = prepared("dfedavg", topology={"kind": "matching", "pairs": 4}, **split)
+    assert [spent.bytes for spent in ledger(server)] == [spent.bytes for spent in ledger(pairs)]
+    assert [spent.bytes for spent in islice(forecast(pairs), ROUNDS)] == [spent.bytes for spent in ledger(pairs)]

@@ -26,7 +26,7 @@ class Spent(NamedTuple):
 
     rounds: int = 0
     gradients: float = 0.0
-    bytes: int = 0  # sent and received by all clients
+    bytes: int = 0  # of all messages, each counted once
     busiest: int = 0  # through the busiest end: a node of a network, or the server
 
 
@@ -68,7 +68,8 @@ def _network(exp: Experiment) -> Iterator[Spent]:
         ok[present.drawn.ids.numpy()] = True
         traffic += payload * exchanges(exp, spent.rounds, ok)
         gradients = spent.gradients + _gradients(exp, spent.rounds, present.drawn.ids, present.steps)
-        spent = Spent(spent.rounds + 1, gradients, int(traffic.sum()), int(traffic.max()))
+        moved = int(traffic.sum()) // 2  # a message passes two ends
+        spent = Spent(spent.rounds + 1, gradients, moved, int(traffic.max()))
         yield spent
 
 

@@ -222,8 +222,8 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         round=state.round + 1,
         server=mixed.server,
         buffers=mixed.buffers,
-        up=state.up + sent,
-        down=state.down + sent,
+        up=state.up + sent,  # each message once: what one node sends is what another receives
+        down=state.down,
         seconds=state.seconds + exp.timetable(state.round, present, sent // count, sent // count).next_,
         gradients=state.gradients + float(done.outcome.gradients.sum()),
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
@@ -267,8 +267,7 @@ def _rejoined(exp: Experiment, state: RunState, offline: Mask) -> RunState:
     size = pulled_bytes(exp, tree.take(state.server, 0), state.buffers[0])
     ends = np.bincount(np.concatenate([to, by]), minlength=len(offline))
     nodes = state.nodes._replace(traffic=state.nodes.traffic + torch.from_numpy(size * ends))
-    sent = size * len(to)
-    return state._replace(server=server, buffers=buffers, nodes=nodes, up=state.up + sent, down=state.down + sent)
+    return state._replace(server=server, buffers=buffers, nodes=nodes, up=state.up + size * len(to))
 
 
 def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:

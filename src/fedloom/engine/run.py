@@ -39,8 +39,8 @@ class RunState(NamedTuple):
     round: int  # rounds done
     server: Any  # the server's state, or [N, ...] the state of every node
     buffers: Tensor  # [Q] mean running statistics, or [N, Q]
-    up: int  # bytes that clients have sent so far
-    down: int  # bytes that clients have received so far
+    up: int  # bytes that clients, or nodes, have sent so far
+    down: int  # bytes that the server has sent so far; 0 in a network, whose messages are all in ``up``
     seconds: float = 0.0  # that the rounds would have taken on the devices described
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes

@@ -34,7 +34,7 @@ _RECORDED_AS: dict[Along, str] = {"seconds": "time/simulated", "gradients": "wor
 _X_NAMES: dict[Along, str] = {
     "rounds": "round",
     "seconds": "simulated seconds",
-    "bytes": "MB sent and received",
+    "bytes": "MB sent",
     "busiest": "MB through the busiest end",
     "gradients": "gradients of a batch",
 }
@@ -459,7 +459,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
 _UNITS: dict[Equal, str] = {
     "rounds": "rounds",
     "gradients": "gradients of a batch",
-    "bytes": "MB sent and received by all clients",
+    "bytes": "MB sent by all together",
     "busiest": "MB through the busiest end",
 }
 
