@@ -304,7 +304,7 @@ def test_settings_that_protect_nothing_are_refused(given: dict[str, Any]) -> Non
 
 
 # -- in a run --------------------------------------------------------------------------------------
-LINEAR = ["fedavg", "fedprox", "fedopt", "scaffold", "feddyn", "moon", "ditto", "fedprox_adaptive", "fedrep", "fedsam"]
+LINEAR = ["fedavg", "fedprox", "fedopt", "moon", "ditto", "fedprox_adaptive", "fedrep", "fedsam"]
 
 
 @pytest.mark.parametrize("algorithm", LINEAR)
@@ -319,6 +319,12 @@ def test_linear_algorithms_can_be_private(world: Any, algorithm: str) -> None:
         state, _ = advance(exp, state, store)
     assert bool(state.server.w.isfinite().all())
     assert exp.guard.epsilon(2) > exp.guard.epsilon(1) > 0
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "feddyn"])
+def test_states_that_the_server_keeps_count_of_cannot_be_private(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.clip: changes what clients of .* send, but not what they keep"):
+        parse({"algorithm": algorithm, "privacy": {"clip": 0.1, "noise": 0.0}})
 
 
 @pytest.mark.parametrize("sampling", ["all", "poisson", "uniform"])

@@ -141,11 +141,18 @@ def after(exp: Any, rounds: int = 1) -> Tensor:
     return state.server.w
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold", "fedopt", "qfedavg", "moon", "ditto", "feddyn"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "fedopt", "qfedavg", "moon", "ditto"])
 def test_every_linear_algorithm_takes_every_rule(world: Any, algorithm: str) -> None:
     for name in RULES:
         w = after(world(SIZES, model={"kind": "mlp", "widths": [6]}, algorithm=algorithm, aggregation={"rule": name}))
         assert bool(w.isfinite().all())
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "feddyn"])
+@pytest.mark.parametrize("rule", RULES)
+def test_states_that_the_server_keeps_count_of_exclude_rules(algorithm: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"aggregation.rule: '{rule}' discards what clients of"):
+        parse({"algorithm": algorithm, "aggregation": {"rule": rule}})
 
 
 def test_without_distrust_a_run_is_that_of_the_plain_mean(world: Any) -> None:

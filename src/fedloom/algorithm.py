@@ -154,6 +154,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     partial_work: ClassVar[bool] = False  # True: what a late client has done so far is welcome
     plain_sgd: ClassVar[bool] = False  # True: its definition needs local steps without momentum, decay or clipping
     distinct: ClassVar[bool] = False  # True: a client must not be drawn twice in a round
+    mirrored: ClassVar[bool] = False  # True: the server keeps count of clients' states; who is not heard keeps none
     columnwise: ClassVar[bool] = False  # True: without a server, ``update`` takes each parameter by itself
     needs_proxy: ClassVar[bool] = False  # True: the server learns from rows of its own, ``self.proxy``
     unit_uploads: ClassVar[bool] = False  # True: no upload is longer than 1, whatever it is clipped to

@@ -7,7 +7,7 @@ federation with very unequal clients; ``fedloom check my_method.py`` runs them a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import federate
 from fedloom.engine import checkpoint
+from fedloom.engine.clock import System
 from fedloom.engine.evaluate import Evaluate, evaluate
 from fedloom.engine.exchange import Tally, add, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, train
-from fedloom.engine.plan import Address, Cohort, plans
+from fedloom.engine.plan import Address, Cohort, Group, plans
 from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Full
@@ -34,6 +35,8 @@ from fedloom.task import Batch, Capture, Task
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
 _TOLERANCE = 1e-5
+# Everybody reads its data in a tenth of a second, but for the client with most of it.
+_LATE = System(speeds=tuple(n * (0.25 if n == max(_SIZES) else 10.0) for n in _SIZES), deadline=3.5)
 
 
 class BrokenLawError(Exception):
@@ -62,14 +65,46 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
         return  # a node hears its neighbours by name
     state, store, present = begin(world), _store(world), world.present(0)
     groups = list(groups_of(world, 0, present, look_ahead(world, state, present, 0).extra))
-    heard = []
-    for order in (groups, groups[::-1]):
-        tally = Tally()
-        for group in order:
-            outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
-            tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
-        heard.append(world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes)))
+    heard = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
     _agree(heard[0], heard[1], "clients heard forwards and backwards")
+
+
+def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
+    """A client that is too late is not heard; it keeps what it learned, unless the server keeps count of it."""
+    if cls.family == "gossip":
+        return  # without a server there is nothing to be late for
+    world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
+    state, store, present = begin(world), _store(world), world.present(0)
+    ahead = look_ahead(world, state, present, 0)
+    groups = [group for group in groups_of(world, 0, present, ahead.extra) if len(ahead.heard(group.ids))]
+    expected = _first_round(world, state, store, groups)
+    before = _everything(world, state, store).clients
+    after = _everything(world, advance(world, state, store)[0], store)
+    _agree(expected, after.server, "the server that heard all but the late, and the one that had a deadline")
+    late = tree.tmap(lambda x: x[ahead.late], (before, after.clients))
+    if not len(ahead.late) or not tree.leaves(late):
+        return
+    if world.algorithm.mirrored:
+        _agree(*late, "the states of late clients before and after the round", exactly=True)
+    elif all(torch.equal(old, new) for old, new in zip(*map(tree.leaves, late), strict=True)):
+        raise BrokenLawError("a late client has forgotten what it learned, although the class is not mirrored")
+
+
+def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
+    """A class whose server keeps the mean of its clients' states says so by `mirrored`."""
+    if cls.family == "gossip" or cls.mirrored:
+        return
+    world = _world(cls, cohort=Cohort(sampling="all"))
+    server, clients = _after(world, 2)
+    sizes = world.federation.train.sizes.double()
+    for (name, kept), (_, first) in zip(tree.named(server), tree.named(begin(world).server), strict=True):
+        for theirs, states in tree.named(clients):
+            if name == "w" or states.shape[1:] != kept.shape or torch.equal(kept, first):
+                continue
+            means = (states.double().mean(0), torch.tensordot(sizes / sizes.sum(), states.double(), 1))
+            if any(torch.allclose(kept.double(), mean, rtol=1e-4, atol=1e-6) for mean in means):
+                what = f"the server's '{name}' is the mean of the clients' '{theirs}'"
+                raise BrokenLawError(f"{what}: a client that is not heard would break that (set mirrored = True)")
 
 
 def resumed_is_never_crashed(cls: type[AnyAlgorithm]) -> None:
@@ -152,6 +187,8 @@ LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     replayed_is_alone,
     lane_count_is_irrelevant,
     client_order_is_irrelevant,
+    late_is_unheard,
+    mirrors_are_declared,
     resumed_is_never_crashed,
     ram_is_disk,
     arguments_are_unchanged,
@@ -185,6 +222,8 @@ def _world(
     capture: Capture = "eager",
     lanes: int = 6,
     settings: dict[str, Any] | None = None,
+    system: System | None = None,
+    cohort: Cohort | None = None,
 ) -> Experiment:
     """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
     rng = np.random.default_rng(5)
@@ -208,7 +247,7 @@ def _world(
         task=task,
         federation=federation,
         local=local,
-        cohort=Cohort(size=4),
+        cohort=cohort or Cohort(size=4),
         evaluate=Evaluate(),
         rounds=4,
         seed=3,
@@ -216,7 +255,17 @@ def _world(
         executor=executor,
         lanes=lanes if executor == "lanes" else 1,
         topology=Full() if cls.family == "gossip" else None,
+        system=system or System(),
     )
+
+
+def _first_round(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Any:
+    """The server after it heard these groups, in this order."""
+    tally = Tally()
+    for group in groups:
+        outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
+        tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
+    return world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes, (world.seed, 0)))
 
 
 def _store(world: Experiment) -> ClientStore:

@@ -154,6 +154,9 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
     elif alg.hears_each:
         what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))
+    if alg.mirrored:
+        what = f"changes what clients of {name} send, but not what they keep, so that server and clients would disagree"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm without such states"))
     if type(alg).upload_bytes is not Algorithm.upload_bytes:
         what = f"the size of what a client of {name} sends depends on its data, which no noise hides"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))

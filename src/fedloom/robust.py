@@ -57,6 +57,8 @@ def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
         what = f"needs uploads, and {name} has none"
     elif alg.hears_each:
         what = f"replaces a sum of uploads, and {name} reads every one of them"
+    elif alg.mirrored:
+        what = f"discards what clients of {name} have done and still keep, so that server and clients would disagree"
     if what:
         faults.append(Fault("aggregation.rule", f"'{how.rule}' {what}", "set aggregation.rule=mean"))
     if sampling == "proportional":

@@ -16,7 +16,7 @@ from fedloom.algorithms.feddyn import FedDyn, Mine, Server
 from fedloom.config import parse
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.local import full_gradients
-from fedloom.engine.run import advance, begin, groups_of
+from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError
 from fedloom.optim import sgd
@@ -78,6 +78,22 @@ def test_h_is_the_mean_of_every_clients_g_after_every_round(world, size) -> None
         state, _ = advance(exp, state, store)
         torch.testing.assert_close(state.server.h, states(exp, state, store).mean(0), rtol=1e-4, atol=1e-6)
     assert state.server.h.abs().max() > 1e-3
+
+
+def test_late_clients_do_not_part_the_server_from_its_clients(world) -> None:
+    exp = feddyn(
+        world,
+        (4, 12, 7, 5, 9),
+        algorithm={"alpha": 0.5},
+        local=RAGGED,
+        system={"speed": 100, "jitter": 0.9, "deadline": 0.25},
+    )
+    state, store, late = begin(exp), RamStore(5), 0
+    for _ in range(8):
+        done = advance_watched(exp, state, store)
+        state, late = done.state, late + sum(did.late for did in done.work)
+        torch.testing.assert_close(state.server.h, states(exp, state, store).mean(0), rtol=1e-4, atol=1e-6)
+    assert 4 < late < 30
 
 
 def test_many_local_steps_are_the_papers_exact_minimisers() -> None:

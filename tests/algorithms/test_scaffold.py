@@ -16,7 +16,7 @@ from fedloom.algorithm import Carry
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Mine, Scaffold, Server
 from fedloom.config import parse
-from fedloom.engine.run import advance, begin
+from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError
 from fedloom.optim import sgd
@@ -72,6 +72,28 @@ def test_sc1_the_servers_variate_is_the_mean_of_all_clients_after_every_round(wo
     for _ in range(6):
         state, _ = advance(exp, state, store)
         torch.testing.assert_close(state.server.c, variates(exp, state, store).mean(0), rtol=1e-4, atol=1e-6)
+    assert state.server.c.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("option", ["II", "I"])
+def test_late_and_broken_clients_do_not_part_the_server_from_its_clients(world, option) -> None:
+    """In most rounds somebody is late, and one client's numbers are never finite: c is still the mean of all c_i."""
+    arrays = blobs((4, 12, 7, 5, 9))
+    arrays.x[arrays.client == 3] = np.nan
+    exp = scaffold(
+        world,
+        arrays=arrays,
+        algorithm={"option": option},
+        local=RAGGED,
+        system={"speed": 100, "jitter": 0.9, "deadline": 0.25},
+    )
+    state, store, late = begin(exp), RamStore(5), 0
+    for _ in range(8):
+        done = advance_watched(exp, state, store)
+        state, late = done.state, late + sum(did.late for did in done.work)
+        assert done.excluded == (3,)
+        torch.testing.assert_close(state.server.c, variates(exp, state, store).mean(0), rtol=1e-4, atol=1e-6)
+    assert 4 < late < 30
     assert state.server.c.abs().max() > 1e-3
 
 

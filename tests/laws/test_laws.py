@@ -7,6 +7,7 @@ import pytest
 from fedloom import laws
 from fedloom.algorithm import Algorithm, Inbox, Model
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.scaffold import Scaffold
 from fedloom.config import algorithms
 
 KINDS = algorithms(own=False)
@@ -65,6 +66,12 @@ class Branches(FedAvg):
         return g if float(batch.progress) < 0.5 else 0 * g
 
 
+class Undeclared(Scaffold):
+    """Breaks the law of mirrors: its server keeps the mean of its clients' variates, and it does not say so."""
+
+    mirrored = False
+
+
 _memory: dict[str, int] = {}
 
 
@@ -77,6 +84,7 @@ _memory: dict[str, int] = {}
         (Sleeps, laws.training_changes_something),
         (Biased, laws.neutral_is_fedavg),
         (Branches, laws.batched_is_alone),
+        (Undeclared, laws.mirrors_are_declared),
     ],
 )
 def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:

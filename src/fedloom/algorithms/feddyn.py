@@ -46,6 +46,7 @@ class Moving(NamedTuple):
 
 class FedDyn(Algorithm[Server, Mine, Update]):
     distinct: ClassVar[bool] = True
+    mirrored: ClassVar[bool] = True  # h is the mean of all g_k
 
     alpha: PositiveFloat = Field(0.01, description="strength of the regulariser; too small is unstable")
     alpha_by: Literal["one", "samples"] = Field("one", description="the same for all clients, or by their data")

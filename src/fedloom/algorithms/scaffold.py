@@ -39,6 +39,7 @@ class Moved(NamedTuple):
 class Scaffold(Algorithm[Server, Mine, Moved]):
     plain_sgd: ClassVar[bool] = True
     distinct: ClassVar[bool] = True
+    mirrored: ClassVar[bool] = True  # c is the mean of all c_i
 
     option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")

@@ -339,7 +339,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
         part = (hoped if hope else sound)(group.ids, outcome, count)
         if not hope:
             books = books.kept(exp, store, trained, outcome, part, ahead)
-        if len(ahead.late):  # who is late keeps what it has learned, and is not heard
+        if len(ahead.late):
             on_time = (~torch.isin(group.ids, ahead.late)).nonzero().squeeze(1)
             outcome = tree.take(outcome, on_time.to(exp.device))
             part = sound(group.ids[on_time], outcome, count[on_time])
@@ -430,8 +430,11 @@ class Books(NamedTuple):
     def kept(
         self, exp: Experiment, store: ClientStore, trained: Part, outcome: Outcome, part: Sound, ahead: Ahead
     ) -> Books:
-        """These books with one more group in them, whose clients' states are kept from now on."""
-        keep(exp, store, trained, part.ids)
+        """These books with one more group in them, whose clients' states are kept from now on.
+
+        A late client keeps what it has learned, unless its state has to agree with a server that did not hear it.
+        """
+        keep(exp, store, trained, ahead.heard(part.ids) if exp.algorithm.mirrored else part.ids)
         did = _did(trained.group.ids.tolist(), outcome.steps.long().tolist(), ahead)
         return Books((*self.did, *did), self.gradients + float(outcome.gradients.sum()))
 
@@ -501,6 +504,10 @@ class Ahead(NamedTuple):
 
     late: Tensor  # the clients that miss the deadline
     extra: dict[int, int] | None = None  # epochs that each client has time for while it waits
+
+    def heard(self, ids: Tensor) -> Tensor:
+        """Those of these clients that meet it."""
+        return ids[~torch.isin(ids, self.late)]
 
 
 def look_ahead(exp: Experiment, state: RunState, present: Present, down: int) -> Ahead:
