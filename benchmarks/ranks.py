@@ -76,12 +76,12 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
 
     Being told returns the most seconds of a processor that one of them took.
     """
-    store = launch.meeting()
+    folder = launch.meeting()
     threaded = {"OMP_NUM_THREADS": str(threads)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.ranks", "--work"],
-            env={**(launch.environment(rank, ranks, store.port) if ranks > 1 else os.environ), **threaded},
+            env={**(launch.environment(rank, ranks, folder) if ranks > 1 else os.environ), **threaded},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,7 +90,6 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
     ]
 
     def tell(word: str) -> float:
-        assert store is not None  # it must live for as long as they do
         for process in processes:
             _pipe(process.stdin).write(word + "\n")
             _pipe(process.stdin).flush()

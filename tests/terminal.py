@@ -44,12 +44,12 @@ def fedloom(*words: object, cwd: Path, env: Mapping[str, str] | None = None, **o
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def started(*words: object, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+def started(*words: object, cwd: Path, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
     """The same, but still running."""
     return subprocess.Popen(
         [sys.executable, "-m", "fedloom", *map(str, words)],
         cwd=cwd,
-        env=environment(),
+        env=environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -197,6 +197,16 @@ def test_only_the_command_line_prints(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_pickled(path: Path) -> None:
+    """Who reads a pickle runs what it says; torch's collectives of objects are pickles, too."""
+    assert {"pickle", "shelve", "marshal", "dill", "cloudpickle"} & {
+        top(m) for m, _ in imported(path.read_text())
+    } == set()
+    objects = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+    assert not [name for name in calls(path) if name.endswith((*objects, "_object", "torch.load"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_frameworks_live_at_the_edge(path: Path) -> None:
     name, modules = name_of(path), {top(module) for module, _ in imported(path.read_text())}
     if not name.startswith("deploy"):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,30 @@ def test_ctrl_c_saves_the_round_on_all_ranks(tmp_path: Path) -> None:
     assert f"{done:08d}" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses, in hexadecimal, on which a process waits for others."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            inodes.add(os.readlink(link))
+    lines = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
+
+
+@pytest.mark.slow
+def test_nothing_listens_outside_of_the_machine(tmp_path: Path) -> None:
+    """Even where somebody has named another interface for programs of theirs."""
+    process = started("run", *MANY, "--out", "run", "--ranks", "2", cwd=tmp_path, env={"GLOO_SOCKET_IFNAME": "nosuch"})
+    wait_for(tmp_path / "run", 2, process)
+    pids = [process.pid, *ranks_of(process).values()]
+    found = [listening(pid) for pid in pids]
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) is not None
+    assert found == [set(), {"0100007F"}, {"0100007F"}]  # 127.0.0.1, for what gloo hears
+
+
 @pytest.mark.slow
 def test_torchrun_starts_ranks_too(tmp_path: Path, whole: dict[str, bytes]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedloom"]
@@ -152,6 +177,17 @@ def test_ranks_on_two_machines(tmp_path: Path, whole: dict[str, bytes]) -> None:
     assert [machine.returncode for machine in machines] == [0, 0], said
     assert result(tmp_path / "0" / "run") == whole
     assert not list((tmp_path / "1").iterdir())
+
+
+@pytest.mark.parametrize("world", [{"RANK": "x"}, {"RANK": "1"}, {"RANK": "7"}, {"WORLD_SIZE": "two", "RANK": "0"}])
+def test_a_world_that_cannot_be_is_one_error(tmp_path: Path, world: dict[str, str]) -> None:
+    done = fedloom("run", *WORDS, cwd=tmp_path, env={"WORLD_SIZE": "2", **world})
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert "start ranks with --ranks or torchrun, or unset RANK and WORLD_SIZE" in done.err
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:
             what = f"'disk' is for one process: each of {ranks.size} ranks keeps the states of its own clients"
             raise ConfigError([Fault("engine.store", what, "set engine.store=ram, or run without ranks")])
         shared = prepared.shared.described()
-        here = (config_hash(config), shared["data_sha256"], shared["sha256"])
+        here = [config_hash(config), shared["data_sha256"], shared["sha256"]]
     there = ranks.told(here)
     with ranks.agreed():
         for mine, first, what in zip(here, there, ("experiment", "data", "partition"), strict=True):
@@ -265,7 +265,8 @@ def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:
 
 def _drive(prepared: Prepared, folder: RunFolder | None, at: int | None, listener: Listener) -> History:
     """The loop over rounds. ``at``: None to start anew, -1 for the newest checkpoint, else a round."""
-    path = prepared.experiment.ranks.told(folder.path if folder else None)
+    told = prepared.experiment.ranks.told(str(folder.path) if folder else None)
+    path = Path(told) if told is not None else None
     try:
         with _storage(path), tempfile.TemporaryDirectory() as scratch:
             return _rounds(prepared, folder, path, Path(scratch), at, listener)
@@ -349,7 +350,7 @@ def _entry(
     with exp.ranks.agreed():
         if folder is not None:
             records = _rewound(exp, folder, loaded)
-    return loaded.state, exp.ranks.told(records)
+    return loaded.state, list(exp.ranks.told(records))
 
 
 def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> list[dict[str, Any]]:

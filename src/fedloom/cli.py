@@ -499,7 +499,12 @@ def _run_name(experiment: Any) -> str:
 
 def _follows() -> bool:
     """Whether this is a rank that neither prints nor writes, since rank 0 does."""
-    return os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)):
+        return False  # or somebody's mistake, of which no rank 0 would tell
+    from fedloom.engine.ranks import MEETING
+
+    return "MASTER_ADDR" in os.environ or MEETING in os.environ
 
 
 def _launch(wanted: str | None, experiment: Any) -> None:

@@ -1,7 +1,8 @@
 """Several ranks of one run on this machine: what torchrun does, for who does not want to write its line.
 
-Each rank is a process of its own with torchrun's environment. They have a session of their own, so that Ctrl-C reaches
-only who started them, which passes it on once; and they follow it when it dies.
+Each rank is a process of its own. They meet in a folder that nobody else can open, and listen on the loopback interface
+alone. They have a session of their own, so that Ctrl-C reaches only who started them, which passes it on once; and they
+follow it when it dies.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +27,6 @@ from fedloom.errors import ConfigError, Fault, LostRankError
 if TYPE_CHECKING:
     import torch
 
-_HERE = "127.0.0.1"
 _PARENT = "FEDLOOM_PARENT"  # the process that started this one
 _GRACE = 10.0  # seconds that the others have to end by themselves once one has failed
 _LOOK = 0.05  # seconds between two looks at the ranks
@@ -64,8 +67,8 @@ def launch(words: list[str], ranks: int) -> tuple[int, str]:
 
     If one of them fails, the others are given a moment to say so, and are then ended.
     """
-    store = meeting()
-    processes = [_started(words, rank, ranks, store.port) for rank in range(ranks)]
+    folder = meeting()
+    processes = [_started(words, rank, ranks, folder) for rank in range(ranks)]
     try:
         with _passing_on(processes) as passed:
             failed = _watched(processes)
@@ -74,6 +77,7 @@ def launch(words: list[str], ranks: int) -> tuple[int, str]:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
     code = processes[0].returncode
     if code < 0 and passed:  # before it could take it for a wish to stop
         raise KeyboardInterrupt
@@ -95,11 +99,13 @@ def _what_is_left(words: list[str]) -> str:
     return f"what has been saved goes on with: fedloom resume {runs[0] if runs else 'RUN'}"
 
 
-def meeting() -> Any:
-    """A place on this machine where ranks can meet, at its ``port``, for as long as it is held."""
-    import torch.distributed as dist
+def meeting() -> Path:
+    """A folder in which ranks of this machine can meet: only their user can open it, and it holds their secret."""
+    from fedloom.engine.ranks import SECRET
 
-    return dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    folder = Path(tempfile.mkdtemp(prefix="fedloom-ranks-"))  # which is made with mode 0700
+    (folder / SECRET).write_bytes(secrets.token_bytes(32))
+    return folder
 
 
 def without_ranks(words: list[str]) -> list[str]:
@@ -122,28 +128,28 @@ def follow_parent(world: Mapping[str, str] = os.environ) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     """What a rank on this machine is told; one thread for each, unless somebody has said otherwise."""
+    from fedloom.engine.ranks import MEETING
+
     world = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": _HERE,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        MEETING: folder,
         _PARENT: os.getpid(),
     }
-    usual = {"OMP_NUM_THREADS": "1"}
-    if platform.system() == "Linux":  # nothing leaves this machine, whatever its name is and its network does
-        usual |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return {**usual, **os.environ, **{key: str(value) for key, value in world.items()}}
+    # Nothing listens on a network, whatever this machine is called and somebody has set for other programs.
+    loopback = {"Linux": "lo", "Darwin": "lo0"}.get(platform.system())
+    world |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **{key: str(value) for key, value in world.items()}}
 
 
-def _started(words: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
+def _started(words: list[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "fedloom", *words],
-        env=environment(rank, ranks, port),
+        env=environment(rank, ranks, folder),
         stdin=subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         start_new_session=True,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedloom
@@ -70,9 +70,9 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
     """What each of so many ranks makes of these experiments."""
     folder.mkdir(parents=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = launch.meeting()
     crew = [
-        subprocess.Popen([sys.executable, __file__, str(folder)], env=launch.environment(rank, size, store.port))
+        subprocess.Popen([sys.executable, __file__, str(folder)], env=launch.environment(rank, size, meeting))
         for rank in range(size)
     ]
     try:
@@ -80,6 +80,7 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
     finally:
         for process in crew:
             process.kill()
+        shutil.rmtree(meeting, ignore_errors=True)
     assert codes == [0] * size
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 

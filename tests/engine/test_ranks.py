@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from fedloom.config import algorithms
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
 from fedloom.errors import ConfigError
-from fedloom.launch import _what_is_left, count, without_ranks
+from fedloom.launch import _what_is_left, count, environment, meeting, without_ranks
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
@@ -114,6 +116,37 @@ def same(jobs: dict[str, crew.Job], folder: Path, crews: list[dict[str, crew.Job
             assert got[name] == want[name] | ({"files": {}} if rank else {}), (name, rank)
 
 
+# -- strangers -------------------------------------------------------------------------------------
+_JOIN = """
+from fedloom.engine.ranks import joined
+from fedloom.errors import LostRankError
+try:
+    print(joined().told("hello"))
+except LostRankError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["a friend", "a stranger"])
+def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) -> None:
+    """A stranger who has found the meeting place of two ranks all the same, and comes instead of the second."""
+    ours, theirs = meeting(), tmp_path / "theirs"
+    assert (ours.stat().st_mode & 0o777) == 0o700
+    theirs.mkdir()
+    (theirs / "store").symlink_to(ours / "store")
+    (theirs / "secret").write_bytes((ours / "secret").read_bytes() if knows else b"guessed")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _JOIN], env=environment(rank, 2, folder), stdout=subprocess.PIPE, text=True
+        )
+        for rank, folder in enumerate((ours, theirs))
+    ]
+    said = [process.communicate(timeout=60)[0].strip() for process in both]
+    refused = "a process that was not started with the others has joined them; nothing was exchanged"
+    assert said == ["hello" if knows else refused] * 2
+    assert not ours.exists()  # whoever led takes it along
+
+
 # -- small parts -----------------------------------------------------------------------------------
 def test_one_process_meets_nobody() -> None:
     assert joined({}) == ALONE == Ranks(0, 1)
@@ -128,6 +161,23 @@ def test_one_process_meets_nobody() -> None:
     assert not ALONE.anybody(False)
     with pytest.raises(ValueError, match="here"), ALONE.agreed():
         raise ValueError("here")
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [
+        ({"RANK": "x"}, r"RANK: should be a whole number \(got 'x'\)"),
+        ({"RANK": "-1"}, r"RANK: should be a whole number \(got '-1'\)"),
+        ({"RANK": "2"}, r"RANK: should be below WORLD_SIZE, which is 2 \(got 2\)"),
+        ({"WORLD_SIZE": "two"}, r"WORLD_SIZE: should be a whole number \(got 'two'\)"),
+        ({"MASTER_PORT": ""}, r"MASTER_PORT: should be a whole number \(got ''\)"),
+        ({"MASTER_ADDR": ""}, r"MASTER_ADDR: is not set"),
+    ],
+)
+def test_a_world_that_cannot_be(world: dict[str, str], said: str) -> None:
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match=said):
+        joined(whole | world)
 
 
 def test_the_longest_work_goes_first_to_who_has_least() -> None:

@@ -12,17 +12,25 @@ Ranks meet in few ways, all of them here. Each is a call that every rank makes a
     told       what rank 0 says        anybody   whether one of them says yes        agreed   one fails, all fail
 
 ``ALONE`` is one process by itself: none of this does anything then, or costs anything.
+
+Ranks exchange tensors, and words as JSON; nothing that is received is ever unpickled. Those that ``--ranks`` starts
+meet in a folder that only their user can open, listen on the loopback interface alone, and prove to each other that
+they know the secret in that folder. Those that torchrun starts meet as torchrun says, on a network that is trusted.
 """
 
 from __future__ import annotations
 
 import atexit
+import hmac
+import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +42,8 @@ from fedloom.errors import ConfigError, Fault, FedloomError, LostRankError
 
 T = TypeVar("T")
 
+MEETING = "FEDLOOM_MEETING"  # the folder in which ranks of one machine meet
+SECRET = "secret"  # the file in it that they all know
 TIMEOUT = "FEDLOOM_TIMEOUT"  # seconds for which a rank waits for another
 _PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; who dies is noticed at once
 
@@ -97,9 +107,8 @@ class Ranks(NamedTuple):
         """These stacked tensors of all ranks, one rank's rows after another's, at rank 0; elsewhere nothing."""
         if self.size == 1:
             return tensors
-        forms: list[Any] = [None] * self.size
+        forms = self._all_told({name: (x.shape, str(x.dtype)) for name, x in tensors.items()})
         with _reaching():
-            dist.all_gather_object(forms, {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()})
             if not self.leads:
                 for x in tensors.values():
                     dist.send(x.contiguous(), 0)
@@ -107,19 +116,33 @@ class Ranks(NamedTuple):
             parts: dict[str, list[Tensor]] = {name: [x] for name, x in tensors.items()}
             for rank in range(1, self.size):
                 for name, (shape, dtype) in forms[rank].items():
-                    x = torch.empty(shape, dtype=dtype)
+                    x = torch.empty(shape, dtype=_dtype(dtype))
                     dist.recv(x, rank)
                     parts.setdefault(name, []).append(x)
         return {name: torch.cat(some) for name, some in parts.items()}
 
-    def told(self, value: T) -> T:
-        """What rank 0 has, on every rank; for small things."""
+    def told(self, value: Any) -> Any:
+        """What rank 0 has, on every rank; for small things of which JSON has a form."""
         if self.size == 1:
             return value
-        box = [value]
+        words = _spoken(value if self.leads else None)
+        length = torch.tensor(len(words))
         with _reaching():
-            dist.broadcast_object_list(box, 0)
-        return box[0]
+            dist.broadcast(length, 0)
+            words = words if self.leads else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(words, 0)
+        return _understood(words)
+
+    def _all_told(self, value: Any) -> list[Any]:
+        """What each rank says, on every rank."""
+        words = _spoken(value)
+        lengths = [torch.tensor(0) for _ in range(self.size)]
+        with _reaching():
+            dist.all_gather(lengths, torch.tensor(len(words)))
+            most = max(int(n) for n in lengths)
+            parts = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, torch.cat([words, words.new_zeros(most - len(words))]))
+        return [_understood(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
 
     def anybody(self, yes: bool = False) -> bool:
         """Whether one of the ranks says yes; all of them know when all have come here."""
@@ -144,9 +167,7 @@ class Ranks(NamedTuple):
         except Exception as error:
             failure = error
         if self.anybody(failure is not None):
-            words: list[Any] = [None] * self.size
-            with _reaching():
-                dist.all_gather_object(words, None if failure is None else _in_words(failure))
+            words = self._all_told(None if failure is None else _in_words(failure))
             if failure is not None:
                 raise failure
             rank = next(rank for rank, said in enumerate(words) if said is not None)
@@ -157,19 +178,55 @@ ALONE = Ranks()
 
 
 def joined(world: Mapping[str, str] = os.environ) -> Ranks:
-    """This process among those that torchrun started, or by itself where it was started alone."""
+    """This process among those that torchrun, or ``--ranks``, started, or by itself where it was started alone."""
     if not is_rank(world):
         return ALONE
     if not dist.is_initialized():
-        where = f"{world.get('MASTER_ADDR', '?')}:{world.get('MASTER_PORT', '?')}"
+        here, folder = _asked(world), world.get(MEETING)
         # Also beside GPUs, small things go by gloo: it notices at once that a rank is gone.
         way = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        how: dict[str, Any] = {"timeout": timedelta(seconds=_patience())}
+        if folder is not None:
+            store = dist.FileStore(str(Path(folder) / "store"), here.size)  # type: ignore[attr-defined]
+            how |= {"store": store, "rank": here.rank, "world_size": here.size}
         try:
-            dist.init_process_group(way, timeout=timedelta(seconds=_patience()))
+            dist.init_process_group(way, **how)
         except (RuntimeError, ValueError) as error:
+            where = folder or f"{world['MASTER_ADDR']}:{world['MASTER_PORT']}"
             raise LostRankError(f"the ranks could not meet at {where} ({_first(error)})") from error
-        atexit.register(_left)
+        atexit.register(_left, folder if here.leads else None)
+        if folder is not None:
+            _introduced(here, Path(folder))
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def _asked(world: Mapping[str, str]) -> Ranks:
+    """The rank that this process was told to be."""
+    faults, names = [], ["RANK", "WORLD_SIZE", *([] if MEETING in world else ["MASTER_PORT"])]
+    fix = "start ranks with --ranks or torchrun, or unset RANK and WORLD_SIZE"
+    for name in names:
+        if not world.get(name, "").isdecimal():
+            what = "is not set" if name not in world else f"should be a whole number (got '{world[name]}')"
+            faults.append(Fault(name, what, fix))
+    if MEETING not in world and not world.get("MASTER_ADDR"):
+        faults.append(Fault("MASTER_ADDR", "is not set", fix))
+    if faults:
+        raise ConfigError(faults)
+    rank, size = int(world["RANK"]), int(world["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError([Fault("RANK", f"should be below WORLD_SIZE, which is {size} (got {rank})", fix)])
+    return Ranks(rank, size)
+
+
+def _introduced(ranks: Ranks, folder: Path) -> None:
+    """End here if one of the ranks does not know the secret of those that were started together."""
+    secret = (folder / SECRET).read_bytes()
+    proofs = [
+        hmac.digest(secret, f"rank {rank} of {ranks.size}".encode(), "sha256").hex() for rank in range(ranks.size)
+    ]
+    said = ranks._all_told(proofs[ranks.rank])
+    if not hmac.compare_digest("".join(map(str, said)), "".join(proofs)):
+        raise LostRankError("a process that was not started with the others has joined them; nothing was exchanged")
 
 
 def take_device(device: torch.device, world: Mapping[str, str] = os.environ) -> None:
@@ -220,6 +277,22 @@ def _unpacked(block: Tensor, places: Tensor, like: T) -> T:
     return tree.unflatten(like, found)
 
 
+def _spoken(value: Any) -> Tensor:
+    """Something small as the bytes of its JSON."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _understood(words: Tensor) -> Any:
+    return json.loads(words.numpy().tobytes())
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The type of this name, as ``str`` writes it."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    assert isinstance(found, torch.dtype), name
+    return found
+
+
 def _in_words(error: Exception) -> tuple[str, int]:
     if isinstance(error, FedloomError):
         return str(error), error.exit_code
@@ -252,6 +325,9 @@ def _patience() -> float:
     return seconds
 
 
-def _left() -> None:
+def _left(folder: str | None) -> None:
+    """Take leave; who led takes the meeting place along, in case nobody is left who made it."""
     with suppress(RuntimeError, AssertionError):
         dist.destroy_process_group()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
