@@ -87,6 +87,16 @@ def test_bounds() -> None:
     assert float(law.bounded("fixed", free).b) == 3.0
     inside = Free(vec(0.1, 0.3), torch.tensor(0.2, dtype=torch.float64))
     assert torch.equal(law.bounded("exp", inside).a, inside.a)  # to the bit
+    narrow = law.Bounds(0.9, 1.1)
+    assert float(law.bounded("exp", free, narrow).b) == pytest.approx(math.log(1.1))
+    assert float(law.bounded("exp_cap", Free(free.a, -free.b), narrow).b) == pytest.approx(math.log(0.9))
+
+
+def test_a_bound_says_that_it_decides() -> None:
+    shrinks = {0.4: 1, 0.5: 1, 0.51: 0, 1.0: 0, 1.49: 0, 1.5: 1}
+    found = {shrink: float(law.OF_MODELS.reached(torch.tensor(shrink, dtype=torch.float64))) for shrink in shrinks}
+    assert found == shrinks
+    assert law.of_kind("exp_cap", law.OF_MODELS) == law.Bounds(0.5, 1.0)
 
 
 # -- the lean gradient -----------------------------------------------------------------------------
@@ -213,7 +223,7 @@ def test_steps_are_those_of_torch() -> None:
     w, loss = models(), net_loss()
     grads = [grad_of(loss), bowl(w[2])]
     losses = [loss, lambda v: 0.5 * (v - w[2]).square().sum()]
-    found = law.learn(law.stacked(w), SIZES, [grads] * 25, Settings(lr=0.02, high=1e3, low=1e-3))
+    found = law.learn(law.stacked(w), SIZES, [grads] * 25, Settings(lr=0.02, bounds=law.Bounds(1e-3, 1e3)))
     a, b = (SIZES / 100).log().requires_grad_(), torch.zeros((), dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([a, b], lr=0.02, betas=(0.5, 0.999))
     schedule = torch.optim.lr_scheduler.StepLR(adam, 20, 0.5)
@@ -372,10 +382,11 @@ def test_the_bounded_rule_of_shrinking() -> None:
 def test_the_printed_shrink_by_hand() -> None:
     """LAW-AFL eq. 5: eta / (E |g|^2 + eps), which nothing bounds."""
     moves = torch.tensor([[3.0, 4], [0, 0]], dtype=torch.float64)
-    assert float(law.printed_shrink(moves)) == pytest.approx(1 / 12.5)
-    assert float(law.printed_shrink(moves, eta=2.0)) == pytest.approx(2 / 12.5)
-    assert float(law.printed_shrink(1e-3 * moves)) == pytest.approx(1 / (12.5e-6 + 1e-8))
-    assert float(law.printed_shrink(0 * moves)) == pytest.approx(1e8)
+    squares = law.squares_of(moves)
+    assert float(law.printed_shrink(squares)) == pytest.approx(1 / 12.5)
+    assert float(law.printed_shrink(squares, eta=2.0)) == pytest.approx(2 / 12.5)
+    assert float(law.printed_shrink(law.squares_of(1e-3 * moves))) == pytest.approx(1 / (12.5e-6 + 1e-8))
+    assert float(law.printed_shrink(0 * squares)) == pytest.approx(1e8)
 
 
 def test_groups_are_averaged_over_those_who_train_them() -> None:

@@ -322,6 +322,10 @@ class Algorithm(Spec, Generic[S, C, U]):
         """The state after the round."""
         raise NotImplementedError
 
+    def unheard(self, server: S) -> S:
+        """The state after a round in which nobody was heard, and for which ``update`` is not called."""
+        return server
+
     def judged(self, server: S) -> Tensor:
         """The server's model as it is judged and saved, if not the one that is sent.  ``[P]``"""
         return self.send(server).w

@@ -82,12 +82,40 @@ def pulled_back(kind: Kind, free: Free, lam: Tensor, along_lam: Tensor, along_lo
     return Free(simplex_gradient(lam, along_lam), along_log_shrink)
 
 
-def bounded(kind: Kind, free: Free, low: float = 0.5, high: float = 1.5, reach: float = 20.0) -> Free:
-    """Parameters with gamma in [low, high] and logits within ``reach`` of their mean; under exp_cap gamma <= 1.
+class Bounds(NamedTuple):
+    """Where gamma may lie while it is learned."""
+
+    low: float
+    high: float
+
+    def reached(self, shrink: Tensor) -> Tensor:
+        """1 where gamma lies on one of its bounds, which then decides it, else 0.  ``[]``"""
+        on = (shrink <= self.low * (1 + 1e-6)) | (shrink >= self.high * (1 - 1e-6))
+        return on.to(shrink.dtype)
+
+
+def of_kind(kind: Kind, bounds: Bounds) -> Bounds:
+    """These bounds; under exp_cap gamma does not exceed 1 either."""
+    return bounds._replace(high=min(bounds.high, 1.0)) if kind == "exp_cap" else bounds
+
+
+def check_bounds(shrink: float, bounds: Bounds, prefix: str = "") -> None:
+    """Refuse a gamma that would begin outside of its bounds."""
+    if not bounds.low <= shrink <= bounds.high:
+        ends = f"{prefix}shrink_min = {bounds.low:g} and {prefix}shrink_max = {bounds.high:g}"
+        raise ValueError(f"gamma begins at {shrink:g}, which is not between {ends}")
+
+
+OF_MODELS = Bounds(0.5, 1.5)  # FedLAW's gamma multiplies the model in every round
+OF_HEADS = Bounds(0.05, 20.0)  # in a closed form gamma only divides the ridge
+
+
+def bounded(kind: Kind, free: Free, bounds: Bounds = OF_MODELS, reach: float = 20.0) -> Free:
+    """Parameters with gamma within its bounds and logits within ``reach`` of their mean.
 
     Roots have bounds of the same effect: no weight is below e^(-2 reach) of another, and none is ever 0.
     """
-    high = min(high, 1.0) if kind == "exp_cap" else high
+    low, high = of_kind(kind, bounds)
     if kind == "quad":
         u = free.a.abs()
         u = u.clamp(min=math.exp(-reach) * u.max()).copysign(free.a)
@@ -163,8 +191,7 @@ class Settings(NamedTuple):
     decay: float = 0.5
     shrink: float = 1.0  # gamma at the start, which ``fixed`` keeps
     learns_weights: bool = True  # False: weights stay by size, and only gamma is learned
-    low: float = 0.5  # bounds of gamma
-    high: float = 1.5
+    bounds: Bounds = OF_MODELS
 
 
 AS_FEDLAW = Settings()
@@ -267,7 +294,7 @@ def _descent(
             still = tree.tmap(torch.zeros_like, along)
             along = Free(along.a if moves_a else still.a, along.b if moves_b else still.b)
             free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(lr))
-            free = bounded(settings.kind, free, settings.low, settings.high)
+            free = bounded(settings.kind, free, settings.bounds)
         points.append(free)
     return _Way(points, torch.cat(losses))
 
@@ -314,22 +341,27 @@ def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0
     """
     m = len(moves)
     length = tree.mix(torch.full((1, m), 1 / m, device=moves.device), moves)[0].norm()
-    squares = torch.stack([one.double().square().sum() for one in moves]).sum()
+    squares = squares_of(moves).sum()
     v = (1 - m * length.square() / squares.clamp(min=1e-300)).clamp(0, 1)
     size = mean.double().norm()
     down = kappa * length * v
     return torch.where(down > 0, size / (size + down).clamp(min=1e-300), torch.ones_like(down)).clamp(low, 1.0)
 
 
-def printed_shrink(moves: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
-    """gamma = eta / (E |g_i|^2 + eps), LAW-AFL eq. 5 as printed.  ``[]``
+def printed_shrink(squares: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
+    """gamma = eta / (E |g_i|^2 + eps), LAW-AFL eq. 5 as printed, from the squares |g_i|^2 ``[m]``.  ``[]``
 
     It has the unit of 1 / |g|^2, and grows without bound as training converges, where gamma is said to be in (0, 1].
     """
-    return eta / (torch.stack([one.double().square().sum() for one in moves]).mean() + smooth)
+    return eta / (squares.double().mean() + smooth)
 
 
-ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5"]
+def squares_of(moves: Tensor) -> Tensor:
+    """The squared length of each move.  ``[m]``"""
+    return torch.stack([one.double().square().sum() for one in moves])
+
+
+ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5", "eq5_moves"]
 
 
 def before(rule: ShrinkRule, settings: Settings) -> Settings:
@@ -342,15 +374,23 @@ def shrunk(
     how: Weighing,
     stack: Stack,
     loss: Callable[[Tensor], Tensor],
-    eta: float = 1.0,
+    settings: Settings,
+    slopes: Tensor | None = None,
     shrinks: Tensor | None = None,
 ) -> Weighing:
-    """Learned weights with gamma by a rule: as learned, tried on a grid, by disagreement, or as printed."""
+    """Learned weights with gamma by a rule: as learned, tried on a grid, by disagreement, or by eq. 5.
+
+    Eq. 5 takes ``slopes`` ``[m]``, the squared lengths of the clients' gradients at the base, or those of their moves.
+    """
     if rule == "grid":
         return grid_shrink(stack, how.lam, loss, shrinks=shrinks)
     if rule == "ratio":
-        return how._replace(shrink=ratio_shrink(aggregated(stack, how), stack.moves))
-    return how._replace(shrink=printed_shrink(stack.moves, eta)) if rule == "eq5" else how
+        return how._replace(shrink=ratio_shrink(aggregated(stack, how), stack.moves, low=settings.bounds.low))
+    if rule == "law":
+        return how
+    squares = slopes if rule == "eq5" else squares_of(stack.moves)
+    assert squares is not None, "eq. 5 needs the clients' gradients"
+    return how._replace(shrink=printed_shrink(squares, settings.shrink))
 
 
 def grouped(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor:
@@ -388,8 +428,7 @@ class HeadSettings(NamedTuple):
     grid: tuple[float, ...] = (0.0, 0.1, 1.0, math.inf)  # strengths beta of the prior
     temperature: float = 10.0  # at the start: ridge outputs lie in [0, 1]
     loss: Literal["ce", "mse"] = "ce"
-    low: float = 0.05  # bounds of gamma
-    high: float = 20.0
+    bounds: Bounds = OF_HEADS
     spread: float = 0.0  # weight of sum lambda^2, which keeps noise for privacy from being concentrated
     optimizer: Optimizer = SERVER_ADAM
 
@@ -464,7 +503,7 @@ def learn_head(
         if not finite:
             break
         free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(settings.lr))
-        free = HeadFree(*bounded("exp", Free(free.a, free.b), settings.low, settings.high), free.c)
+        free = HeadFree(*bounded("exp", Free(free.a, free.b), settings.bounds), free.c)
     finite = finite and all(bool(x.isfinite().all()) for x in free)
     free = free if finite else first
     learned = finite and not math.isinf(beta) and not torch.equal(free.a, some.lam0.log())

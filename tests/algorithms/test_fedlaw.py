@@ -11,6 +11,7 @@ import torch
 from conftest import blobs
 from fedloom import law
 from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrinking
+from fedloom.engine.plan import Drawn
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError
@@ -34,6 +35,18 @@ def spoiled(exp, *bad):
         rows = fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]]
         y[rows] = (y[rows] + 1) % fed.classes
     return replace(exp, federation=fed._replace(y=y))
+
+
+def deserted(exp, *rounds):
+    """The experiment in which nobody takes part in these rounds."""
+
+    class Deserted(type(exp)):
+        def present(self, round_):
+            found = super().present(round_)
+            nobody = Drawn(found.drawn.ids[:0], found.drawn.times[:0])
+            return found._replace(drawn=nobody, steps=found.steps[:0]) if round_ in rounds else found
+
+    return Deserted(**exp.__dict__)
 
 
 @pytest.fixture
@@ -125,8 +138,21 @@ def test_a_shrink_by_rule(laid_out, rule) -> None:
     assert rule == "ratio" or float(server.shrink) in (0.90, 0.93, 0.95, 0.97, 0.99, 1.0)
 
 
-def test_the_printed_shrink_is_one_over_the_squares_of_moves(laid_out) -> None:
+def test_the_printed_shrink_is_one_over_the_squares_of_full_gradients(laid_out) -> None:
     exp = laid_out({"kind": "fedlaw", "shrink_rule": "eq5", "shrink": 0.5, "server_epochs": 2})
+    fed, net = exp.federation, exp.task.module(exp.task.w0, exp.task.buffers0)
+    squares = []
+    for i in range(fed.clients):
+        x, y = fed.examples(fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]])
+        g = torch.autograd.grad(torch.nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+        squares.append(sum(float(part.double().square().sum()) for part in g))
+    state = after(exp)
+    assert float(state.server.shrink) == pytest.approx(0.5 * len(squares) / sum(squares), rel=1e-5)
+    assert state.up == 4 * (4 * exp.task.size + 4)  # one number more
+
+
+def test_the_pseudo_gradient_reading_takes_the_squares_of_moves(laid_out) -> None:
+    exp = laid_out({"kind": "fedlaw", "shrink_rule": "eq5_moves", "shrink": 0.5, "server_epochs": 2})
     squares = [float(move.double().square().sum()) for move in _moves(exp)]
     server = after(exp).server
     assert float(server.shrink) == pytest.approx(0.5 * len(squares) / sum(squares), rel=1e-6)
@@ -142,6 +168,40 @@ def test_frozen_weights_are_those_of_the_first_round(laid_out) -> None:
     assert not torch.equal(later.w, first.w)
 
 
+def test_frozen_weights_do_not_drift_where_cohorts_change(laid_out) -> None:
+    """What was learned of a client stays as it is, whoever it meets later."""
+    exp = spoiled(laid_out({**FEDLAW, "freeze_after": 2}, cohort={"size": 2}, seed=3), 1)
+    learned, later = after(exp, 2).server, after(exp, 40).server
+    assert torch.equal(later.offsets, learned.offsets)
+    assert bool((learned.offsets != 0).any())
+    assert torch.equal(later.shrink, learned.shrink)
+    ids = exp.present(39).drawn.ids
+    kept = exp.federation.train.sizes[ids] * learned.offsets[ids].exp()
+    torch.testing.assert_close(later.lam[ids], kept / kept.sum())
+
+
+def test_weights_are_learned_before_they_are_frozen(laid_out) -> None:
+    """A round in which nobody is heard is not the one in which they are learned."""
+    exp = deserted(laid_out({**FEDLAW, "freeze_after": 1}), 0)
+    assert float(after(exp, 1).server.learned) == 0
+    assert bool((after(exp, 3).server.offsets != 0).all())
+    assert float(after(exp, 3).server.learned) == 1
+
+
+def test_bounds_of_gamma_are_settings_and_say_when_they_decide(laid_out) -> None:
+    table = {"evaluate": {"diagnostics": ["updates"]}}
+    found = {}
+    for high in (1.2, 50.0):
+        exp = laid_out({**FEDLAW, "shrink_max": high}, **table)
+        found[high] = advance_watched(exp, begin(exp), RamStore(4)).found
+    assert found[1.2]["weights/shrink"] == pytest.approx(1.2)
+    assert found[1.2]["weights/shrink_bounded"] == 1
+    assert found[50.0]["weights/shrink"] > 1.2
+    assert found[50.0]["weights/shrink_bounded"] == 0
+    with pytest.raises(ConfigError, match=r"gamma begins at 0.4, which is not between shrink_min = 0.5"):
+        laid_out({"kind": "fedlaw", "shrink": 0.4})
+
+
 def test_two_stages_learn_too(laid_out) -> None:
     server = after(spoiled(laid_out({**FEDLAW, "stage": "two_stage"}), 1)).server
     assert float(server.lam[1]) < 50 / sum(SIZES) / 2
@@ -155,11 +215,11 @@ def test_who_is_not_there_counts_nothing_and_is_remembered(laid_out) -> None:
 
 
 def test_what_it_tells(laid_out) -> None:
-    exp = laid_out(FEDLAW, evaluate={"diagnostics": ["updates"]})
+    exp = laid_out(FEDLAW, evaluate={"diagnostics": ["updates", "weights"]})
     done = advance_watched(exp, begin(exp), RamStore(4))
     lam = done.state.server.lam
     assert done.found["weights/variance"] == pytest.approx(float(lam.var(correction=0)))
-    assert done.found["weights/n_eff"] == pytest.approx(1 / float((lam**2).sum()))
+    assert done.found["weights/effective"] == pytest.approx(1 / float((lam**2).sum()))
     assert done.found["weights/largest"] == pytest.approx(float(lam.max()))
     assert done.found["weights/shrink"] == pytest.approx(float(done.state.server.shrink))
 

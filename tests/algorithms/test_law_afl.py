@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_afl import OWNERS, apart, dealt, rounds
-from test_fedlaw import spoiled
+from test_fedlaw import deserted, spoiled
 
 from fedloom import analytic, laws
 from fedloom.algorithms.analytic import head_of
@@ -232,7 +232,7 @@ def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     assert later.up - warm.up == known * analytic.upload_bytes(7, 3)
 
 
-@pytest.mark.parametrize("rule", ["grid", "ratio", "eq5"])
+@pytest.mark.parametrize("rule", ["grid", "ratio", "eq5", "eq5_moves"])
 def test_warmup_has_fedlaws_rules_for_gamma(laid_out, rule) -> None:
     own = {"kind": "law_afl", "schedule": "warmup_then_analytic", "warmup": 1, "shrink_rule": rule, "server_epochs": 2}
     fedlaw = {"kind": "fedlaw", "shrink_rule": rule, "server_epochs": 2}
@@ -441,8 +441,98 @@ def test_what_it_tells() -> None:
     exp = prepare(parse({"algorithm": {"kind": "law_afl", "head_steps": 20}, "rounds": 1, **table}), Path()).experiment
     done = advance_watched(exp, begin(exp), RamStore(10))
     lam = done.state.server.statistics.lam
-    assert done.found["weights/variance"] == pytest.approx(float(lam.var(correction=0)))
-    assert done.found["weights/n_eff"] == pytest.approx(1 / float((lam**2).sum()))
+    assert done.found["head/variance"] == pytest.approx(float(lam.var(correction=0)))
+    assert done.found["head/effective"] == pytest.approx(1 / float((lam**2).sum()))
+    assert done.found["head/kappa"] == 1
+    assert not any(name.startswith("weights/") for name in done.found)
     assert done.found["bad_clients/weight_total"] == pytest.approx(float(lam[[2, 5, 7]].sum()))
     assert done.found["analytic/examples"] == 1
     assert 0 <= done.found["law_afl/freedom"] <= 1
+
+
+WATCHED = {"evaluate": {"diagnostics": ["updates", "weights", "hessian_weights"], "personal": False}}
+
+
+def watched(exp, count=1):
+    state, store = begin(exp), RamStore(exp.federation.clients)
+    for _ in range(count):
+        done = advance_watched(exp, state, store)
+        state = done.state
+    return done
+
+
+def test_what_is_recorded_are_the_weights_that_made_the_model() -> None:
+    """The gate discards a head whose weights silence bad clients: what is left is FedLAW, and is told as such."""
+    table = bad_table(kind="label_flip_cyclic") | {"model": MLP, "local": {"lr": 0.3, "batch": 8}, **WATCHED}
+    own = {"kind": "law_afl", "schedule": "per_round", "prior": 0.0, "temperature": 1e6, "head_steps": 30}
+    own |= {"head_lr": 0.05, "server_epochs": 2, "param": "exp"}
+    found, w = {}, {}
+    for name, kind in {"law_afl": own, "fedlaw": {"kind": "fedlaw", "server_epochs": 2}}.items():
+        done = watched(prepare(parse({"algorithm": kind, "rounds": 1, **table}), Path()).experiment)
+        found[name], w[name] = done.found, done.state.server.w
+    ours, theirs = found["law_afl"], found["fedlaw"]
+    assert ours["head/kappa"] == 0
+    torch.testing.assert_close(w["law_afl"], w["fedlaw"])
+    same = [name for name in theirs if name.startswith(("weights/", "bad_clients/", "hessian/"))]
+    assert {"bad_clients/weight_mean", "weights/variance", "weights/shrink", "hessian/weights_top"} <= set(same)
+    assert {name: ours[name] for name in same} == pytest.approx({name: theirs[name] for name in same}, rel=1e-4)
+    assert ours["head/variance"] != pytest.approx(ours["weights/variance"], rel=0.01)
+
+
+def test_kappa_is_the_share_of_the_head_that_was_solved_for(laid_out) -> None:
+    table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}, **WATCHED}
+    exp = laid_out({**QUICK, "schedule": "per_round", "gate": False}, **table)
+    assert watched(exp).found["head/kappa"] == 1
+    exp = laid_out({**QUICK, "schedule": "per_round"}, **table)
+    done = watched(exp)
+    server, kappa = done.state.server, done.found["head/kappa"]
+    assert kappa == float(server.kappa)
+    assert kappa in (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def test_weights_of_a_round_are_of_its_clients_and_those_of_the_head_of_all_who_are_known(laid_out) -> None:
+    exp = laid_out({**QUICK, "prior": 0.0, "gate": False}, cohort={"size": 3}, seed=3, **WATCHED)
+    done = watched(exp, 2)
+    lam, ids = done.state.server.statistics.lam, exp.present(1).drawn.ids
+    known = lam[lam > 0]
+    assert len(known) > 3
+    here = lam[ids] / lam[ids].sum()
+    assert done.found["weights/variance"] == pytest.approx(float(here.var(correction=0)))
+    assert done.found["head/variance"] == pytest.approx(float(known.var(correction=0)))
+    assert "hessian/weights_top" not in done.found  # nobody trained, so that no models were weighed
+
+
+def test_one_clock_for_clients_and_server(laid_out) -> None:
+    """After a round in which nobody was heard, who trains is who is asked for moves."""
+    table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}}
+    for own in ({"schedule": "per_round", "fresh": True}, {"schedule": "warmup_then_analytic", "warmup": 3}):
+        exp = deserted(laid_out({**QUICK, **own}, **table), 1)
+        state, store = begin(exp), RamStore(exp.federation.clients)
+        for round_ in range(5):
+            before = state
+            done = advance_watched(exp, state, store)
+            state = done.state
+            assert float(state.server.t) == round_ + 1
+            body = exp.task.mask("body.").bool()
+            moved = not torch.equal(state.server.w[body], before.server.w[body])
+            trains = exp.algorithm.trains_in(round_) and round_ != 1
+            assert (moved, state.gradients > before.gradients) == (trains, trains), (own, round_)
+
+
+def test_a_shrink_of_the_models_is_at_most_one_unless_asked() -> None:
+    table = bad_table() | {"corruption": {"share": 0.0}, "local": {"lr": 0.05}}  # short logits, for which gamma grows
+    own = {"kind": "law_afl", "schedule": "per_round", "head_steps": 0, "server_lr": 0.1, "server_epochs": 10}
+    free, capped = (ran({**own, **more}, **table)[1].server for more in ({"param": "exp"}, {}))
+    assert float(free.models.shrink) > 1
+    assert float(capped.models.shrink) <= 1
+
+
+def test_bounds_of_the_heads_gamma_are_settings(laid_out) -> None:
+    own = {**QUICK, "prior": "fixed", "head_steps": 60, "head_lr": 0.3, "gate": False}
+    narrow = watched(laid_out({**own, "head_shrink_min": 0.9, "head_shrink_max": 1.1}, **WATCHED)).found
+    wide = watched(laid_out(own, **WATCHED)).found
+    assert narrow["head/shrink"] in (pytest.approx(0.9), pytest.approx(1.1))
+    assert narrow["head/shrink_bounded"] == 1
+    assert not 0.9 <= wide["head/shrink"] <= 1.1
+    with pytest.raises(ConfigError, match="gamma begins at 1, which is not between head_shrink_min"):
+        laid_out({**own, "head_shrink_max": 0.5})

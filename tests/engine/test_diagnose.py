@@ -473,7 +473,9 @@ def test_gradients_of_equal_clients_do_not_vary(world) -> None:
 
 def test_how_unequally_clients_count(world) -> None:
     found = d.of_weights(torch.tensor([2.0, 2.0, 0.0, 0.0]))
-    assert found == pytest.approx({"weights/variance": 1 / 16, "weights/effective": 2, "weights/entropy": math.log(2)})
+    expected = {"weights/variance": 1 / 16, "weights/effective": 2, "weights/entropy": math.log(2)}
+    assert found == pytest.approx({**expected, "weights/largest": 0.5})
+    assert d.of_weights(torch.zeros(3)) == {}  # nobody counted
     exp = world(evaluate={"diagnostics": ["weights"]})  # of 4, 12 and 7 examples
     found = advance_watched(exp, begin(exp), RamStore(3)).found
     assert found["weights/effective"] == pytest.approx(23**2 / (16 + 144 + 49))

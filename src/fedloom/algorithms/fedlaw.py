@@ -23,11 +23,17 @@ e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 
     law      gamma is learned, together with lambda or (``stage=two_stage``) after it
     grid     lambda is learned with gamma = 1, then of six values the best on the proxy set is taken
     ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean move, v how much moves disagree
-    eq5      likewise, then gamma = eta / (E |g_i|^2 + eps), eta being ``shrink``, as LAW-AFL prints it. It has the unit
-             of 1 / |g|^2, is far from 1 unless moves happen to have the length of sqrt(eta), and explodes as they
-             become short. It is here to be measured; ``ratio`` is what can be meant by it.
+    eq5      likewise, then gamma = eta / (E |g_i|^2 + eps) as LAW-AFL prints it, with g_i = grad F_i(w), the full
+             gradient of client i at the model that was sent, and eta = ``shrink``. It costs each client one more pass
+             over its data and one number to send. It has the unit of 1 / |g|^2 and explodes as gradients become
+             short. It is here to be measured; ``ratio`` is what can be meant by it.
+    eq5_moves  the pseudo-gradient reading: the same with g_i = w - w_i, the client's move, which costs nothing
 
-``freeze_after=1`` learns once and keeps what was learned of each client, which may be the "static" FedLAW of LAW-AFL's
+While gamma is learned it stays in [``shrink_min``, ``shrink_max``]; ``weights/shrink_bounded`` is 1 in rounds in which
+it lies on one of these bounds. ``ratio`` keeps to ``shrink_min``, too; the other rules have no bounds.
+
+``freeze_after=1`` learns in the first round in which anybody is heard, and from then on keeps gamma and
+lambda_i / lambda0_i of each client that was there; all others count by size. It may be the "static" FedLAW of LAW-AFL's
 Table 7.
 
 BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
@@ -49,7 +55,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from torch import Tensor
 
 from fedloom import law, rng
-from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Update, Work, like
+from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Work, like
 from fedloom.algorithms.fedrep import normalisation
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.law import Gradient, ShrinkRule, Stack, Weighing
@@ -64,9 +70,15 @@ class Server(NamedTuple):
     lam: Tensor  # [N] how much each client counted in the last round; 0 if it was not there
     offsets: Tensor  # [N] ln(lambda_i / n_i's share) when it was last learned; 0 for a client never seen
     shrink: Tensor  # [] gamma of the last round
+    learned: Tensor  # [] rounds in which weights were learned
 
 
-class FedLAW(Algorithm[Server, Nothing, Update]):
+class Moved(NamedTuple):
+    dw: Tensor  # [P]
+    slope: Tensor  # [1] |grad F_i(w)|^2 over all of the client's data; [0] where eq. 5 does not ask for it
+
+
+class FedLAW(Algorithm[Server, Nothing, Moved]):
     linear: ClassVar[bool] = False
     distinct: ClassVar[bool] = True
     needs_proxy: ClassVar[bool] = True
@@ -82,12 +94,14 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     )
     shrink: PositiveFloat = Field(1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta")
     shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
+    shrink_min: PositiveFloat = Field(law.OF_MODELS.low, description="the least that gamma may become")
+    shrink_max: PositiveFloat = Field(law.OF_MODELS.high, description="the most that gamma may become by learning")
     shrink_exclude: tuple[str, ...] = Field(
         (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
     )
     learns_weights: bool = Field(True, description="false: clients count by size, and only gamma is learned")
     freeze_after: PositiveInt | None = Field(
-        None, description="rounds after which nothing more is learned; unset: never"
+        None, description="rounds in which weights are learned; later ones keep them; unset: all rounds"
     )
     bn: Literal["proxy", "average", "recalibrate"] = Field("proxy", description="running statistics: see above")
     weighting: Literal["samples", "uniform"] = Field("samples", description="how clients count before it is learned")
@@ -96,6 +110,8 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     def _one_gamma(self) -> FedLAW:
         if self.shrink_rule != "law" and self.param == "fixed":
             raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
+        if self.shrink_rule == "law" and self.param != "fixed":
+            law.check_bounds(self.shrink, law.of_kind(self.param, self.learning.bounds))
         return self
 
     @property
@@ -110,26 +126,40 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
 
     def init(self, w: Tensor) -> Server:
         none = torch.zeros(len(self.sizes), dtype=torch.float64, device=w.device)
-        return Server(w, none, none.clone(), none.new_ones(()))
+        return Server(w, none, none.clone(), none.new_ones(()), none.new_zeros(()))
 
     def send(self, server: Server) -> Server:
-        return Server(server.w, server.lam[:0], server.offsets[:0], server.lam[:0])
+        nothing = server.lam[:0]
+        return Server(server.w, nothing, nothing, nothing, nothing)
 
     def join(self, down: Server) -> Nothing:
         return ()
 
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
+    @property
+    def surveys(self) -> bool:
+        return self.shrink_rule == "eq5"
 
-    def weight(self, upload: Update, work: Work) -> Tensor:
+    def survey(self, batch: Batch, down: Server, mine: Nothing) -> Tensor:
+        """grad F_i(w), once it is divided by the number of examples."""
+        return self.task.grad(down.w, batch) * batch.mask.sum()
+
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Moved, Nothing]:
+        return Moved(x - down.w, squared(work.survey, work) if self.surveys else down.w[:0]), ()
+
+    def weight(self, upload: Moved, work: Work) -> Tensor:
         return work.examples if self.weighs_examples else torch.ones_like(work.examples)
 
-    def update(self, server: Server, inbox: Inbox[Update]) -> Server:
+    def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
         stack, shrinks = Stack(server.w, inbox.uploads.dw), shrinking(self.task, self.shrink_exclude)
-        how = self.weighed(server, stack, inbox, shrinks)
+        if self.freeze_after is not None and float(server.learned) >= self.freeze_after:
+            how = kept(server, inbox)
+            after = server._replace(lam=spread(how.lam, inbox.clients, server.lam))
+        else:
+            how = self.weighed(stack, inbox, shrinks)
+            after = noted(server, inbox, how)
         # FedAvg to the bit: its mean is divided once, after the sum.
         plain = server.w + like(inbox.mean.dw, server.w)
-        return noted(server, inbox, how)._replace(w=plain if self.is_fedavg else law.aggregated(stack, how, shrinks))
+        return after._replace(w=plain if self.is_fedavg else law.aggregated(stack, how, shrinks))
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         if self.bn == "average" or self.is_fedavg or not self.task.has_statistics:
@@ -142,50 +172,62 @@ class FedLAW(Algorithm[Server, Nothing, Update]):
     def is_fedavg(self) -> bool:
         return not self.server_epochs and self.shrink == 1 and self.shrink_rule == "law"
 
-    def weighed(self, server: Server, stack: Stack, inbox: Inbox[Any], shrinks: Tensor | None) -> Weighing:
-        """lambda and gamma of this round, learned or remembered."""
-        if self.freeze_after is not None and inbox.address[1] >= self.freeze_after:
-            kept = inbox.weights * server.offsets[inbox.clients].exp()
-            return Weighing(kept / kept.sum(), server.shrink)
+    def weighed(self, stack: Stack, inbox: Inbox[Moved], shrinks: Tensor | None) -> Weighing:
+        """lambda and gamma of this round, as they are learned."""
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
-        how = law.learn(stack, inbox.weights, epochs, self.learning, shrinks).how
-        loss = partial(proxy_loss, self.task, self.proxy)
-        return law.shrunk(self.shrink_rule, how, stack, loss, self.shrink, shrinks)
+        settings, loss = self.learning, partial(proxy_loss, self.task, self.proxy)
+        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, settings), shrinks).how
+        return law.shrunk(self.shrink_rule, how, stack, loss, settings, inbox.uploads.slope, shrinks)
 
     @property
     def learning(self) -> law.Settings:
-        settings = law.Settings(
+        return law.Settings(
             kind=self.param,
             stage=self.stage,
             lr=self.server_lr,
             optimizer=_OPTIMIZERS[self.server_optimizer],
             shrink=self.shrink,
             learns_weights=self.learns_weights,
+            bounds=law.Bounds(self.shrink_min, self.shrink_max),
         )
-        return law.before(self.shrink_rule, settings)
 
-    def counted(self, before: Server, inbox: Inbox[Update], after: Server) -> Tensor:
+    def counted(self, before: Server, inbox: Inbox[Moved], after: Server) -> Tensor:
         return after.lam[inbox.clients]
 
-    def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
-        return {**told_of(after.lam[inbox.clients]), "weights/shrink": after.shrink}
+    def told(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
+        return told_of_shrink("weights", after.shrink, self.shrink_rule, self.learning)
+
+
+def squared(total: Tensor, work: Work) -> Tensor:
+    """The squared length of a client's gradient, from the sum of those of its examples.  ``[1]``"""
+    return (total / work.examples).square().sum()[None]
+
+
+def kept(server: Server, inbox: Inbox[Any]) -> Weighing:
+    """lambda and gamma by what was learned of each client before."""
+    lam = inbox.weights * server.offsets[inbox.clients].exp()
+    return Weighing(lam / lam.sum(), server.shrink)
+
+
+def spread(lam: Tensor, clients: Tensor, like: Tensor) -> Tensor:
+    """The weights of these clients among all of them; 0 for who was not there.  ``[N]``"""
+    return torch.zeros_like(like).index_copy(0, clients, lam)
 
 
 def noted(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
-    """What the server remembers of the weights of a round."""
+    """What the server remembers of the weights that it has learned in a round."""
     lam0 = inbox.weights / inbox.weights.sum()
     offsets = law.remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
-    lam = torch.zeros_like(server.lam).index_copy(0, inbox.clients, how.lam)
-    return server._replace(lam=lam, offsets=offsets, shrink=how.shrink)
+    lam = spread(how.lam, inbox.clients, server.lam)
+    return server._replace(lam=lam, offsets=offsets, shrink=how.shrink, learned=server.learned + 1)
 
 
-def told_of(lam: Tensor) -> dict[str, Tensor]:
-    """How unequal weights are: their variance, at most (m - 1) / m^2, and how many clients they amount to."""
-    return {
-        "weights/variance": lam.var(correction=0),
-        "weights/n_eff": 1 / lam.square().sum().clamp(min=1e-300),
-        "weights/largest": lam.max(),
-    }
+def told_of_shrink(name: str, shrink: Tensor, rule: ShrinkRule, settings: law.Settings) -> dict[str, Tensor]:
+    """gamma, and whether it lies on a bound, where it has any."""
+    found = {f"{name}/shrink": shrink}
+    if rule != "law" or settings.kind == "fixed":
+        return found
+    return found | {f"{name}/shrink_bounded": law.of_kind(settings.kind, settings.bounds).reached(shrink)}
 
 
 def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:

@@ -29,6 +29,7 @@ What is repaired, beside the printed equations that ``fedloom.analytic`` and ``f
     line 6-8    statistics are taken on each client's own trained net, whose features have nothing in common
 
 Lines 8 and 17 as printed do not fit together, and cannot be computed. What can be, as printed, is a setting:
+    3.1.2           gamma in (0, 1]: param = "exp_cap", which is the default here; head_shrink_max = 1 for the head's
     eq. 5           shrink_rule = "eq5", where models are trained
     eq. 16 and 17   quality = "report", size_factor = false
     eq. 24          privacy.heterogeneity = "eq24"; eq. 26 is that times Delta / epsilon, which is z here
@@ -52,6 +53,16 @@ With ``privacy.feature_clip`` clients add noise to G, B and their counts of clas
 sees anything, so that all it learns from them is as private as they are. Noise of deviation sigma' in the sum by
 lambda0 asks for a ridge of k sigma' sqrt(d) (``noise_ridge``), and what makes that sum of G positive semidefinite is
 added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body must be frozen.
+
+What is recorded of a round in which models are trained, ``weights/...``, ``bad_clients/...`` and
+``hessian/weights_top``, is of the weights of models, which made the body and W_agg. The weights of statistics are
+``head/...``, over all clients whose statistics the head was solved from; ``head/kappa`` is the share that this head has
+in the model, 0 where the gate has discarded it. While gamma is learned it stays in [``shrink_min``, ``shrink_max``] for
+models and in [``head_shrink_min``, ``head_shrink_max``] for statistics, where it only divides the ridge;
+``weights/shrink_bounded`` and ``head/shrink_bounded`` are 1 where it lies on a bound.
+
+There is one clock, the number of the round: a round in which nobody is heard is one of the ``warmup`` and one of
+``fresh``'s turns, like any other.
 
 ``ridge = "grid"`` takes of seven ridges, 1e-6 to 1 mean eigenvalues of G / n, the one whose head by lambda0 has the
 least squared error on the proxy examples. ``sketch`` learns lambda, gamma and s on a random projection of the features,
@@ -82,7 +93,7 @@ from fedloom.algorithms.analytic import (
     spoke,
     with_head,
 )
-from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, told_of
+from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, squared, told_of_shrink
 from fedloom.algorithms.proxy_ridge import held_features
 from fedloom.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
 from fedloom.errors import ConfigError, Fault
@@ -106,11 +117,12 @@ class Weights(NamedTuple):
 
 class Server(NamedTuple):
     w: Tensor  # [P]
-    t: Tensor  # [] rounds in which somebody was heard
+    t: Tensor  # [] rounds so far, also those in which nobody was heard
     registry: Registry  # the statistics of each client; of none in ``per_round``
     claims: Tensor  # [N, 2] accuracy and loss, as clients say
     models: Weights  # by FedLAW
     statistics: Weights
+    kappa: Tensor  # [] share in the model's head of the one that was solved for in the last round
     temperature: Tensor  # [] s
     freedom: Tensor  # [] 1 / (1 + beta): 0 if weights had to stay as they began
     loss: Tensor  # [] cross-entropy of the head in two folds of the proxy set
@@ -123,6 +135,7 @@ class Sent(NamedTuple):
     accuracy: Tensor  # [1] of the model that was sent, on the client's own examples, as the client says; [0], too
     loss: Tensor  # [1]
     depth: Tensor  # [1] L_i; [0] where nobody trains, or all do everything
+    slope: Tensor  # [1] |grad F_i(w)|^2; [0] where eq. 5 does not ask for it
 
 
 class Deep(NamedTuple):
@@ -135,9 +148,11 @@ class Deep(NamedTuple):
 class Seen(NamedTuple):
     """A client's sums over its examples."""
 
-    statistics: Statistics
-    right: Tensor  # [1] how many the model gets right, and
-    losses: Tensor  # [1] the sum of its losses, if anybody asks
+    counts: Tensor  # [C] of each class; [0] if nobody asks
+    statistics: Any = ()  # G and B: Statistics
+    right: Any = ()  # [1] how many the model gets right, and
+    losses: Any = ()  # [1] the sum of its losses
+    slope: Any = ()  # [P] the sum of its gradients
 
 
 class LawAFL(Algorithm[Server, Nothing, Sent]):
@@ -179,10 +194,15 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     server_epochs: NonNegativeInt = Field(20, description="of FedLAW: passes over the proxy set in a round")
     server_lr: PositiveFloat = Field(0.01, description="of FedLAW: rate at which weights of models are learned")
     proxy_batch: PositiveInt = Field(128, description="of FedLAW: examples in a step of the server")
-    param: Literal["exp", "quad", "exp_cap", "fixed"] = Field("exp", description="of FedLAW: what is learned")
+    param: Literal["exp", "quad", "exp_cap", "fixed"] = Field(
+        "exp_cap", description="of FedLAW: what is learned; exp_cap: gamma is at most 1, as the paper says"
+    )
     shrink: PositiveFloat = Field(1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it")
-
     shrink_rule: ShrinkRule = Field("law", description="of FedLAW: where gamma comes from, see there")
+    shrink_min: PositiveFloat = Field(law.OF_MODELS.low, description="of FedLAW: the least that gamma may become")
+    shrink_max: PositiveFloat = Field(law.OF_MODELS.high, description="of FedLAW: the most that it may become")
+    head_shrink_min: PositiveFloat = Field(law.OF_HEADS.low, description="the least gamma of statistics")
+    head_shrink_max: PositiveFloat = Field(law.OF_HEADS.high, description="the largest gamma of statistics")
 
     _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
 
@@ -200,6 +220,9 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             raise ValueError(f"fresh is of schedule = 'per_round' (got '{self.schedule}')")
         if self.fresh and self.share_lambda:
             raise ValueError("fresh statistics are those of other clients than the models that share_lambda weighs")
+        if self.trains and self.shrink_rule == "law" and self.param != "fixed":
+            law.check_bounds(self.shrink, law.of_kind(self.param, self.of_models.bounds))
+        law.check_bounds(1.0, self.learning.bounds, "head_")
         return self
 
     def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> LawAFL:
@@ -277,8 +300,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def deepened(self, at: Carry, seen: Nothing, down: Server, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
         """How deep a client trains in the steps that follow."""
-        counts = work.survey.statistics.counts if isinstance(work.survey, Seen) else work.survey
-        depth = analytic.trained_groups(counts, int(self.parts.max()))
+        depth = analytic.trained_groups(work.survey.counts, int(self.parts.max()))
         return at._replace(x=at.x._replace(depth=depth.to(at.x.w.dtype))), torch.ones_like(depth, dtype=torch.bool)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Nothing) -> Carry:
@@ -309,9 +331,11 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             return torch.full(shape, value, dtype=torch.float64, device=w.device)
 
         models, statistics = (Weights(full(0, n), full(0, n), full(1)) for _ in range(2))
-        return Server(
-            w, full(0), registry, full(0, n, 2), models, statistics, full(self.temperature), full(0), full(_NONE)
-        )
+        claims, temperature = full(0, n, 2), full(self.temperature)
+        return Server(w, full(0), registry, claims, models, statistics, full(0), temperature, full(0), full(_NONE))
+
+    def unheard(self, server: Server) -> Server:
+        return server._replace(t=server.t + 1, kappa=torch.zeros_like(server.kappa))
 
     def send(self, server: Server) -> Server:
         """The net; and, if statistics are asked for, who has sent them, of which a client reads its own entry."""
@@ -331,53 +355,59 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         moved = tree.nbytes(uploads.dw)
         if uploads.depth.numel():
             moved = int((self.parts <= uploads.depth).sum()) * uploads.dw.element_size()
-        return moved + sent * each
+        return moved + sent * each + tree.nbytes(uploads.slope)
 
     def join(self, down: Server) -> Nothing:
         return ()
 
-    def survey(self, batch: Batch, down: Server, mine: Nothing) -> Any:
+    def trained_by(self, down: Server) -> bool:
+        """Whether who is sent this trains, and sends how far it moved."""
+        asked = len(down.registry.known) > 0
+        return self.trains and (not asked or (self.schedule == "per_round" and not self.fresh))
+
+    def survey(self, batch: Batch, down: Server, mine: Nothing) -> Seen:
+        slope: Any = ()
+        if self.shrink_rule == "eq5" and self.trained_by(down):
+            slope = self.task.grad(down.w, batch) * batch.mask.sum()
         if not len(down.registry.known):
             labels = torch.arange(self.classes if self.depth != "all" else 0, device=batch.y.device)
-            return batch.mask @ (batch.y[:, None] == labels).to(batch.mask)
+            return Seen(batch.mask @ (batch.y[:, None] == labels).to(batch.mask), slope=slope)
         x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
         sums = analytic.statistics(x, batch.y, self.classes, batch.mask)
+        none = torch.zeros_like(sums.counts[:1])
         if self.quality != "report":
-            return Seen(sums, torch.zeros_like(sums.counts[:1]), torch.zeros_like(sums.counts[:1]))
+            return Seen(sums.counts, sums, none, none, slope)
         right = (self.task.apply(down.w, batch.x, batch.buffers).argmax(-1) == batch.y) * batch.mask
         losses = self.task.loss(down.w, batch, training=False) * batch.mask.sum()
-        return Seen(sums, right.sum()[None].double(), losses[None].double())
+        return Seen(sums.counts, sums, right.sum()[None].double(), losses[None].double(), slope)
 
     def finish(self, x: Tensor | Deep, down: Server, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
-        none = down.claims
-        asks = len(down.registry.known) > 0
-        moves = self.trains and (not asks or (self.schedule == "per_round" and not self.fresh))
+        none, seen, moves = down.claims, work.survey, self.trained_by(down)
         dw = self.model(x) - down.w if moves else none
         depth = x.depth[None] if moves and not isinstance(x, Tensor) else none
-        if not asks:
-            return Sent(dw, none, none, none, none, depth), ()
-        new = ~down.registry.known.gather(0, work.client[None])
-        sums, right, losses = work.survey
-        n = work.examples
-        return Sent(dw, new * to_rows(sums), new * sums.counts, right / n, losses / n, depth), ()
+        slope = squared(seen.slope, work) if tree.leaves(seen.slope) else none
+        if not len(down.registry.known):
+            return Sent(dw, none, none, none, none, depth, slope), ()
+        new, n = ~down.registry.known.gather(0, work.client[None]), work.examples
+        rows, counts = new * to_rows(seen.statistics), new * seen.counts
+        return Sent(dw, rows, counts, seen.right / n, seen.losses / n, depth, slope), ()
 
     # -- at the server -------------------------------------------------------------------------------
     def update(self, server: Server, inbox: Inbox[Sent]) -> Server:
         trains, asks = self.trains_in(float(server.t)), self.asks_in(float(server.t))
+        server = self.unheard(server)  # the clock goes on, whoever is heard
         if self.schedule != "per_round" and asks:
-            after = self.solved(server, inbox)
-        else:
-            after = self.trained(server, inbox) if trains else server
-            after = self.headed(server, after, inbox) if asks else after
-        return after._replace(t=server.t + 1)
+            return self.solved(server, inbox)
+        after = self.trained(server, inbox) if trains else server
+        return self.headed(server, after, inbox) if asks else after
 
     def trained(self, server: Server, inbox: Inbox[Sent]) -> Server:
         """FedLAW's round: w = gamma sum_i lambda_i w_i."""
         stack = Stack(server.w, inbox.uploads.dw)
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
-        learning = law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink)
-        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, learning)).how
-        how = law.shrunk(self.shrink_rule, how, stack, partial(proxy_loss, self.task, self.proxy), self.shrink)
+        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, self.of_models)).how
+        loss = partial(proxy_loss, self.task, self.proxy)
+        how = law.shrunk(self.shrink_rule, how, stack, loss, self.of_models, inbox.uploads.slope)
         models = noted(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
         w = law.aggregated(stack, how)
         if self.depth != "all":
@@ -400,8 +430,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         server = server._replace(registry=registry, claims=claims)
         if self.gate and not law.better(candidate, before):
             return server._replace(loss=server.loss.new_tensor(before))
-        w = with_head(self.task, server.w, found.head.head)
-        return self.noted(server, found, ids)._replace(w=w, loss=server.loss.new_tensor(candidate))
+        w, taken = with_head(self.task, server.w, found.head.head), torch.ones_like(server.kappa)
+        return self.noted(server, found, ids)._replace(w=w, kappa=taken, loss=server.loss.new_tensor(candidate))
 
     def headed(self, server: Server, after: Server, inbox: Inbox[Sent]) -> Server:
         """Algorithm 3, repaired: line 14 has set the body, line 17 sets the head, on statistics of the body that was
@@ -410,11 +440,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         counts = inbox.uploads.counts[sound]
         rows = inbox.uploads.rows[sound] / counts.sum(1, keepdim=True)
         if not len(rows):
-            return after
+            return after._replace(statistics=after.statistics._replace(lam=torch.zeros_like(after.statistics.lam)))
         if self.share_lambda:
             lam = after.models.lam[ids[sound]]
-            rho = self.believed(server.w, rows, counts, lam).ridge
-            w_an = self.temperature * analytic.weighted_head(rows, lam / lam.sum(), rho, self.classes).head
+            rho, shared = self.believed(server.w, rows, counts, lam).ridge, lam / lam.sum()
+            w_an = self.temperature * analytic.weighted_head(rows, shared, rho, self.classes).head
+            how = Weighing(shared, torch.ones_like(server.kappa))
+            after = after._replace(statistics=noted(after.statistics, ids[sound], how, shared))
         else:
             lam0 = self.begun(server.w, rows, counts, claimed(inbox.uploads)[sound])
             found = self.learned(server, self.believed(server.w, rows, counts, lam0), ids[sound], inbox.address)
@@ -425,7 +457,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         features = held_features(self.task, after.w, self.proxy, has_bias)
         best = law.blended(w_agg, w_an, features, _BLENDS if self.gate else (1.0,))
         w = with_head(self.task, after.w, best.head)
-        return after._replace(w=w, loss=server.loss.new_tensor(best.loss))
+        new = server.loss.new_tensor
+        return after._replace(w=w, kappa=new(best.kappa), loss=new(best.loss))
 
     def learned(self, server: Server, clients: law.Clients, ids: Tensor, address: tuple[int, int]) -> Found:
         """lambda, gamma and s through the solve, under the strength of the prior that was asked for."""
@@ -443,6 +476,12 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return Found(found._replace(head=found.temperature * head), clients.lam0)
 
     @property
+    def of_models(self) -> law.Settings:
+        """How FedLAW's server learns."""
+        bounds = law.Bounds(self.shrink_min, self.shrink_max)
+        return law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink, bounds=bounds)
+
+    @property
     def learning(self) -> law.HeadSettings:
         one = math.inf if self.prior == "fixed" else self.prior
         return law.HeadSettings(
@@ -452,6 +491,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             grid=_GRID if isinstance(one, str) else (one,),
             temperature=self.temperature,
             loss=self.head_loss,
+            bounds=law.Bounds(self.head_shrink_min, self.head_shrink_max),
             spread=self.spread,
         )
 
@@ -550,21 +590,38 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return mean if self.trains else before
 
     def counted(self, before: Server, inbox: Inbox[Sent], after: Server) -> Tensor:
-        return self.weights(before, after).lam[inbox.clients]
-
-    def weights(self, before: Server, after: Server) -> Weights:
-        """The weights that made the head of this round."""
-        shared = self.schedule == "per_round" and self.share_lambda
-        return after.statistics if self.asks_in(float(before.t)) and not shared else after.models
+        """As models in rounds that train; else as statistics, which in ``fresh`` may all have been discarded."""
+        if self.trains_in(float(before.t)):
+            return after.models.lam[inbox.clients]
+        lam = after.statistics.lam[inbox.clients]
+        return lam if self.schedule != "per_round" or bool(after.kappa > 0) else torch.zeros_like(lam)
 
     def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
-        weights = self.weights(before, after)
-        counting = weights.lam[weights.lam > 0]
-        found = {**told_of(counting), "weights/shrink": weights.shrink} if len(counting) else {}
+        found: dict[str, Tensor] = {}
+        if self.trains_in(float(before.t)):
+            found |= told_of_shrink("weights", after.models.shrink, self.shrink_rule, self.of_models)
+        if self.asks_in(float(before.t)):
+            found |= self.told_of_head(after)
         if self.schedule != "per_round":
             known = torch.where(after.registry.known, self.sizes.to(before.t.device), 0).sum()
             found["analytic/examples"] = known / inbox.examples
-        return found | {"law_afl/temperature": after.temperature, "law_afl/freedom": after.freedom}
+        return found
+
+    def told_of_head(self, after: Server) -> dict[str, Tensor]:
+        """The weights of statistics, and how much of the head that was solved with them is in the model."""
+        found = {"head/kappa": after.kappa}
+        found |= {"law_afl/temperature": after.temperature, "law_afl/freedom": after.freedom}
+        lam = after.statistics.lam[after.statistics.lam > 0]
+        if not len(lam):
+            return found
+        shrink = after.statistics.shrink
+        return found | {
+            "head/variance": lam.var(correction=0),
+            "head/effective": 1 / lam.square().sum(),
+            "head/largest": lam.max(),
+            "head/shrink": shrink,
+            "head/shrink_bounded": self.learning.bounds.reached(shrink),
+        }
 
 
 class Found(NamedTuple):

@@ -48,7 +48,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "hessian": ("hessian/top", "hessian/error", "hessian/iterations", "hessian/rows"),
     "hessian_weights": ("hessian/weights_top",),
     "variance": ("gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"),
-    "weights": ("weights/variance", "weights/effective", "weights/entropy"),
+    "weights": ("weights/variance", "weights/effective", "weights/entropy", "weights/largest"),
     "rho": (
         *("gamma/mean", "gamma/max", "gradients/norm", "gradients/variance_unweighted", "dissimilarity/B"),
         *("theory/L", "theory/L_estimate", "theory/L_minus_estimate"),
@@ -158,12 +158,18 @@ def variance(exp: Experiment, ids: Tensor, w: Tensor) -> dict[str, float]:
 
 
 def of_weights(weights: Tensor) -> dict[str, float]:
-    """How unequally the clients of a round counted: variance, 1 / sum of squares, entropy of weights with sum 1."""
+    """How unequally the clients of a round counted: variance, 1 / sum of squares, entropy of weights with sum 1.
+
+    Nothing where nobody counted.
+    """
+    if not bool(weights.sum() > 0):
+        return {}
     p = weights.double() / weights.double().sum()
     return {
         "weights/variance": float(p.var(correction=0)),
         "weights/effective": float(1 / p.square().sum()),
         "weights/entropy": float(-torch.special.xlogy(p, p).sum()),
+        "weights/largest": float(p.max()),
     }
 
 
@@ -426,7 +432,10 @@ def diagnose(
     kept = exp.task.buffers0 if buffers is None else buffers
     if "hessian" in wanted:
         found |= hessian(exp, exp.algorithm.judged(after), kept)
-    weights = exp.algorithm.counted(before, heard, after) if "hessian_weights" in wanted else None
+    # Where nobody trains there are no models that weights could mix.
+    trains = bool(exp.algorithm.phases()) and exp.algorithm.trains_in(heard.address[1])
+    mixed = "hessian_weights" in wanted and trains
+    weights = exp.algorithm.counted(before, heard, after) if mixed else None
     if weights is not None and bool(weights.sum() > 0):
         here = weights[torch.searchsorted(heard.clients, moves.ids.to(heard.clients.device))].to(w.device)
         shrink = exp.algorithm.told(before, heard, after).get("weights/shrink", torch.ones(()))

@@ -359,7 +359,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
     _refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
     found = fits.named(exp)
     if tally.total is None:  # nobody was on time
-        return Round(after, excluded, found, books.did)
+        return Round(after._replace(server=alg.unheard(state.server)), excluded, found, books.did)
     heard = inbox(tally, exp.federation.train.sizes, (exp.seed, state.round))
     heard = replaced(exp.aggregation, heard) if robust else heard
     if exp.guard is not None and exp.guard.weight is not None:
@@ -460,7 +460,7 @@ def _unheard(exp: Experiment, state: RunState) -> RunState:
     """The state after a round in which nobody took part: as it was, or moved by noise that hides just that."""
     guard = exp.guard
     if guard is None or guard.weight is None:
-        return state
+        return state._replace(server=exp.algorithm.unheard(state.server))
     address, sizes = (exp.seed, state.round), exp.federation.train.sizes
     total = silence(guard, specimen(exp, state), address)
     weight, senders, population, examples = torch.tensor(
