@@ -24,7 +24,7 @@ from fedloom.engine.topology import Topology
 from fedloom.errors import ConfigError
 from fedloom.models.net import Model, parameters
 from fedloom.report.catalogue import costs
-from fedloom.schema import kinds
+from fedloom.schema import explained, kinds
 
 HERE = Path(__file__).parent
 MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
@@ -60,14 +60,15 @@ $ fedloom run experiment.toml --print-config
 - A section that is chosen by name may be only that name: `model = "logistic"`, or `model=logistic` on the command line.
 - When the command line changes a section's kind, keys that the new kind does not know are left out, and the run says
   which.
+- A key that has no effect with the others is refused: "only with" says when it has one. When the command line takes
+  the effect of a key away that the file has, the key is left out, and the run says so.
 - An unknown key, a wrong type or a value out of bounds is an error that names the place, the value and the nearest
   valid name. The exit code is 2. Nothing has been written by then.
 - From Python the sections are keyword arguments: `fedloom.run("fedavg", rounds=20, local={{"lr": 0.05}})`.
 
-Some settings are valid alone and refused together: `local.steps` with `local.epochs`; `cohort.size` with
-`cohort.sampling = "all"`; a cohort larger than the number of clients; `cohort.sampling = "proportional"` with
-`algorithm.weighting = "samples"`, which would count data twice; a `cohort` for an algorithm without a server, which
-trains every node in every round; a `topology` for one with a server.
+Some settings are valid alone and refused together: a cohort larger than the number of clients;
+`cohort.sampling = "proportional"` with `algorithm.weighting = "samples"`, which would count data twice; a `cohort` for
+an algorithm without a server, which trains every node in every round; a `topology` for one with a server.
 """
 
 OWN = """## Your own
@@ -224,12 +225,12 @@ def _row(section: str, name: str, field: FieldInfo, kind: str = "") -> str:
 
 def _meaning(section: str, name: str, field: FieldInfo, kind: str) -> str:
     if field.description:
-        return field.description.replace("|", "\\|")
+        return explained(field).replace("|", "\\|")
     places = [f"{section}.{kind}.{name}", f"{section}.{name}", name if not section else ""]
     found = next((MEANING[place] for place in places if place in MEANING), "")
     if not found:
         raise SystemExit(f"docs/generate.py: {places[1]} has no meaning; describe it in its class, or in MEANING")
-    return found
+    return explained(field, found)
 
 
 def _type(field: FieldInfo) -> str:

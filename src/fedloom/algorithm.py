@@ -170,6 +170,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """A setting must not hide a function of the same name: a round would call a number."""
+        super().__pydantic_init_subclass__()
         hidden = [name for name in cls.model_fields if callable(getattr(Algorithm, name, None))]
         if hidden:
             raise TypeError(f"{cls.__name__}: the setting '{hidden[0]}' hides the function of that name; rename it")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedloom import record, tree
-from fedloom.config import Config, InMemory, as_toml, config_hash, override, parse, read_toml
+from fedloom.config import Config, InMemory, as_toml, config_hash, override, parse, read_toml, without_idle
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.data.sources import from_arrays, from_torch
@@ -174,7 +174,7 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
     """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
     if not (path / "config.toml").is_file():
         raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
-    table = read_toml(path / "config.toml")
+    table, _ = without_idle(read_toml(path / "config.toml"))  # which older versions wrote, too
     began = _environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
     notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []

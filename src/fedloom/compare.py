@@ -31,7 +31,18 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_val
 from fedloom import api, record, tree
 from fedloom.algorithm import Algorithm
 from fedloom.budget import Forecaster, stretched
-from fedloom.config import Config, InMemory, as_table, assign, config_hash, find_algorithm, parse, read_toml
+from fedloom.config import (
+    Config,
+    InMemory,
+    as_table,
+    assign,
+    config_hash,
+    find_algorithm,
+    idle,
+    parse,
+    read_toml,
+    without_idle,
+)
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
 from fedloom.engine.diagnose import RECORDED
@@ -524,6 +535,7 @@ def _cells(
     faults: dict[Fault, list[str]] = {}
     cells: list[Cell] = []
     used: set[str] = set()
+    in_vain: list[dict[str, str]] = []
     places = list(itertools.product(*(zip(a.labels, a.values, a.beside, strict=True) for a in axes)))
     for seed, place, method in itertools.product(spec.seeds, places, methods):
         labels = tuple(label for label, *_ in place)
@@ -531,7 +543,8 @@ def _cells(
         chosen |= {key: value for *_, beside in place for key, value in beside.items()} | method.beside
         try:
             used |= _known(method.kind)
-            table, said = _experiment(base, method, shared, chosen)
+            table, said, left_out = _experiment(base, method, shared, chosen)
+            in_vain.append(left_out)
             config = parse(table | {"seed": seed}, said)
             pick_device(config.engine.device)
         except ConfigError as error:
@@ -543,14 +556,17 @@ def _cells(
     set_by_axes = [key for a in axes for key in (a.key, *(k for given in a.beside for k in given))]
     keys = [*shared, *(key.removeprefix("algorithm.") for key in set_by_axes if _is_setting(key))]
     unknown = [] if faults else [Fault(f"algorithm.{k}", "no method has this setting") for k in keys if k not in used]
+    everywhere_idle = set(in_vain[0]).intersection(*in_vain) if in_vain and not faults else set()
+    unknown += [Fault(key, in_vain[0][key], "leave it out") for key in sorted(everywhere_idle)]
     everywhere = len(places) * len(methods)
     return cells, list(notes), [*unknown, *(_placed(f, list(dict.fromkeys(w)), everywhere) for f, w in faults.items())]
 
 
 def _experiment(
     base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], chosen: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """The experiment of a method at a place of the grid, and what had to be left out for it."""
+) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """The experiment of a method at a place of the grid, what had to be left out for it, and what of that which all
+    methods share has no effect here, and why."""
     known = _known(method.kind)
     table, said = assign(_fitting(base, method.kind), {k: v for k, v in chosen.items() if not _is_setting(k)})
     grid = {k.removeprefix("algorithm."): v for k, v in chosen.items() if _is_setting(k)}
@@ -560,7 +576,10 @@ def _experiment(
     # One thread, so that numbers do not depend on how many cells run side by side.
     if isinstance(table.setdefault("engine", {}), Mapping):
         table["engine"] = {"threads": 1, **table["engine"]}
-    return table, said
+    own = {*chosen, *(f"algorithm.{key}" for key in method.settings)}
+    in_vain = {key: why for key, why in idle(table).items() if key not in own}
+    table, _ = without_idle(table, keep=own)
+    return table, said, in_vain
 
 
 def _is_setting(key: str) -> bool:

@@ -13,6 +13,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -39,7 +40,7 @@ from fedloom.models.net import Model
 from fedloom.optim import Local
 from fedloom.privacy import Privacy
 from fedloom.robust import Aggregation
-from fedloom.schema import Spec, defined_in, kinds, load, load_module, modules, read
+from fedloom.schema import Lookup, Spec, defined_in, kinds, load, load_module, meant, modules, read, without_effect
 from fedloom.task import Precision
 
 USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
@@ -134,7 +135,7 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
     """``table`` with ``section.key=value`` settings applied, and what had to be left out for them.
 
     Where a setting changes a section's kind, the settings of the old kind that the new one does not
-    know are left out, and said to be.
+    know are left out, and said to be. So are those of the table that had an effect before, and have none any more.
     """
     faults: list[Fault] = []
     given: dict[str, Any] = {}
@@ -150,7 +151,9 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
         raise ConfigError(faults + error.faults) from error
     if faults:
         raise ConfigError(faults)
-    return out, notes + _unsuited(out, given)
+    notes += _unsuited(out, given)
+    out, left_out = without_idle(out, {*given, *idle(table)})
+    return out, notes + left_out
 
 
 def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -191,6 +194,59 @@ def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
     if faults:
         raise ConfigError(faults)
     return out, notes
+
+
+def without_idle(table: Mapping[str, Any], keep: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """``table`` without the settings that have no effect, unless they are to be kept, and what was left out."""
+    gone = {key: why for key, why in idle(table).items() if key not in keep}
+    out = {
+        section: {k: v for k, v in given.items() if f"{section}.{k}" not in gone}
+        if isinstance(given, Mapping)
+        else given
+        for section, given in table.items()
+    }
+    return out, [f"{key} {why}; it was left out" for key, why in gone.items()]
+
+
+def idle(table: Mapping[str, Any]) -> dict[str, str]:
+    """The written settings, as ``section.key``, that have no effect, and why; none of a section that cannot be read."""
+    return {
+        f"{section}.{key}": why
+        for section, given in table.items()
+        if isinstance(given, Mapping) and (cls := _class_of(section, given)) is not None
+        for key, why in without_effect(cls, meant(cls, given), given, _lookup(table)).items()
+    }
+
+
+def _class_of(section: str, given: Mapping[str, Any]) -> type[Spec] | None:
+    """The class whose settings the section has; None where there is no telling."""
+    if section not in _KEYS:
+        return SECTIONS.get(section)
+    try:
+        found: type[Spec] = _CHOOSE[section](str(given.get(_KEYS[section], _DEFAULTS[section])), section)
+    except ConfigError:
+        return None
+    return found
+
+
+def _lookup(table: Mapping[str, Any]) -> Lookup:
+    """Settings of other sections as they are written, and what the algorithm says of itself."""
+
+    def value(name: str) -> Any:
+        section, _, key = name.partition(".")
+        given = table.get(section, {})
+        given = {_KEYS[section]: given} if isinstance(given, str) and section in _KEYS else given
+        cls = _class_of(section, given) if isinstance(given, Mapping) else None
+        if cls is None:
+            raise KeyError(name)
+        if section == "algorithm":
+            spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, section)
+            if spec is None:
+                raise KeyError(name)
+            return getattr(spec, key)
+        return meant(cls, given).get(key, cls.model_fields[key].default)
+
+    return value
 
 
 def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str]]:
@@ -255,6 +311,8 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
         chosen[section], wrong = read(cls, given, section)
         faults += wrong
     faults += _contradictions(table, chosen)
+    if not faults:
+        faults = _idle_elsewhere(table, chosen)
     if faults:
         raise ConfigError(faults)
     assert basics is not None
@@ -263,6 +321,25 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     notes = [*notes, *algorithm.doubts(chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
     notes += corruption.idle(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
+    """Written settings that have no effect because of another section."""
+    found = []
+    for section, spec in chosen.items():
+        given = table.get(section, {})
+        written = spec.model_fields_set if isinstance(given, Spec) else given if isinstance(given, Mapping) else {}
+        for key, why in without_effect(type(spec), dict(spec), written, partial(_resolved, chosen)).items():
+            found.append(Fault(f"{section}.{key}", f"{why} (got {getattr(spec, key)!r})", "leave it out"))
+    return found
+
+
+def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
+    """A setting of any section, or what the algorithm says of itself."""
+    section, _, key = name.partition(".")
+    if chosen.get(section) is None:
+        raise KeyError(name)
+    return getattr(chosen[section], key)
 
 
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
@@ -324,7 +401,7 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
         own.pop("steps", None)
     if section == "cohort" and "size" in given and own.get("sampling") == "all":  # who says how many means not all
         own.pop("sampling")
-    return {**own, **given}
+    return {**{k: v for k, v in own.items() if not without_effect(SECTIONS[section], {**own, **given}, [k])}, **given}
 
 
 def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
@@ -344,10 +421,8 @@ def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
 def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
     """Settings that are each valid and cannot hold together."""
     local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
-    faults = _against_the_algorithm(alg, local, cohort) + _in_local(table.get("local"))
+    faults = _against_the_algorithm(alg, local, cohort)
     if cohort is not None and cohort.size is not None:
-        if cohort.sampling == "all":
-            faults.append(Fault("cohort.size", f"{cohort.size} contradicts sampling = 'all'", "keep one of them"))
         clients = partition.clients if partition is not None else _written(table, "partition", "clients", 20)
         if cohort.sampling in ("uniform", "poisson") and clients is not None and cohort.size > clients:
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
@@ -410,13 +485,6 @@ def _against_the_network(alg: Any, topology: Any) -> list[Fault]:
         fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
         faults.append(Fault("topology", why, fix))
     return faults
-
-
-def _in_local(written: Any) -> list[Fault]:
-    """Contradictions of the local section that only show in what was written."""
-    if isinstance(written, Mapping) and {"steps", "epochs"} <= set(written):
-        return [Fault("local", "steps and epochs are both given", "keep one of them")]
-    return []
 
 
 def _written(table: Mapping[str, Any], section: str, key: str, default: int) -> int | None:
@@ -602,18 +670,24 @@ _CHOOSE: dict[str, Callable[[str, str], Any]] = {
 
 # -- from settings back to text ------------------------------------------------------------------
 def as_table(config: Config) -> dict[str, Any]:
-    """The complete experiment, every default written out; parsing it gives the same config."""
+    """The complete experiment, every default that has an effect written out; parsing it gives the same config."""
     table: dict[str, Any] = _plain(config.basics)
     for section in (*_KEYS, *SECTIONS):
         spec = getattr(config, section)
         if spec is not None:
             name = {_KEYS[section]: config.kinds[section]} if section in _KEYS else {}
-            table[section] = name | _plain(spec)
-    if config.local.steps is not None:
-        table["local"].pop("epochs")
+            of_no_use = _idle_in(config, section)
+            table[section] = name | {k: v for k, v in _plain(spec).items() if k not in of_no_use}
     if config.algorithm.family == "gossip":
         table.pop("cohort")
     return table
+
+
+def _idle_in(config: Config, section: str) -> set[str]:
+    """The settings of a section that have no effect."""
+    spec = getattr(config, section)
+    lookup = partial(_resolved, config._asdict())
+    return set(without_effect(type(spec), dict(spec), type(spec).model_fields, lookup)) if spec is not None else set()
 
 
 def _plain(spec: Spec) -> dict[str, Any]:
@@ -627,7 +701,7 @@ def as_toml(config: Config) -> str:
         for section in (*_KEYS, *SECTIONS)
         if section != "cohort" or config.algorithm.family != "gossip"
         for key, value in (getattr(config, section) or Basics()).model_dump().items()
-        if value is None and (section != "local" or config.local.has(key))
+        if value is None and key not in _idle_in(config, section)
     ]
     note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
     return tomli_w.dumps(as_table(config)) + note

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from pydantic import (
@@ -23,12 +24,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom import tree
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.schema import Spec, load
+from fedloom.schema import Spec, When, again, load, over, when
 
 
 class Optimizer(NamedTuple):
@@ -250,7 +251,8 @@ def _moments(g: Any, old: Moments, beta1: float, beta2: float) -> Moments:
 Maker = Callable[..., Optimizer]
 
 
-def optimizers() -> dict[str, Maker]:
+@cache
+def optimizers() -> Mapping[str, Maker]:
     """Every optimiser of fedloom by name: the public functions of this module that return one."""
     here = [f for f in globals().values() if inspect.isfunction(f) and f.__module__ == __name__]
     return {f.__name__: f for f in here if f.__name__[0] != "_" and get_type_hints(f).get("return") is Optimizer}
@@ -280,6 +282,27 @@ def _defaults(setting: str) -> str:
     return ", ".join(f"{name} {has[setting].default:g}" for name, has in each.items() if setting in has)
 
 
+class Takes(NamedTuple):
+    """The chosen optimiser has this setting; where there is no such optimiser, another fault says so."""
+
+    setting: str
+
+    def holds(self, value: Any) -> bool:
+        try:
+            return not isinstance(value, str) or self.setting in takes(find_optimizer(value, "local.optimizer"))
+        except ConfigError:
+            return True
+
+    def words(self, name: str) -> str:
+        *others, last = [owner for owner, make in optimizers().items() if self.setting in takes(make)]
+        return f"{name} = {', '.join(others)} or {last}" if others else f"{name} = {last}"
+
+
+def of_optimizer(setting: str, **tests: Any) -> When:
+    """The setting has an effect where the chosen optimiser has it."""
+    return when(optimizer=Takes(setting), **tests)
+
+
 class Local(Spec):
     """How a client trains in one round."""
 
@@ -289,56 +312,64 @@ class Local(Spec):
         "sgd", description=f"the local optimiser: {', '.join(optimizers())}, or your own, as file.py:function"
     )
     lr: PositiveFloat = Field(0.1, description="learning rate of the first round")
-    momentum: float = Field(
+    momentum: Annotated[float, of_optimizer("momentum")] = Field(
         0.0, ge=0, lt=1, description="share of the last step's direction that is kept (sgd, rmsprop)"
     )
-    nesterov: bool = Field(False, description="look ahead along the momentum (sgd)")
-    weight_decay: NonNegativeFloat = Field(0.0, description="pull towards zero, added to the gradient")
-    clip: NonNegativeFloat = Field(0.0, description="largest norm of a gradient; 0 leaves gradients as they are")
-    beta1: float | None = Field(
+    nesterov: Annotated[bool, of_optimizer("nesterov", momentum=over(0))] = Field(
+        False, description="look ahead along the momentum (sgd)"
+    )
+    weight_decay: Annotated[NonNegativeFloat, of_optimizer("weight_decay")] = Field(
+        0.0, description="pull towards zero, added to the gradient"
+    )
+    clip: Annotated[NonNegativeFloat, of_optimizer("clip")] = Field(
+        0.0, description="largest norm of a gradient; 0 leaves gradients as they are"
+    )
+    beta1: Annotated[float | None, of_optimizer("beta1")] = Field(
         None, ge=0, lt=1, description=f"share of the mean gradient that a step keeps; unset: {_defaults('beta1')}"
     )
-    beta2: float | None = Field(
+    beta2: Annotated[float | None, of_optimizer("beta2")] = Field(
         None, ge=0, lt=1, description=f"likewise, of the mean squared gradient; unset: {_defaults('beta2')}"
     )
-    rho: float | None = Field(
+    rho: Annotated[float | None, of_optimizer("rho")] = Field(
         None, ge=0, lt=1, description=f"likewise, of the mean squared gradient; unset: {_defaults('rho')}"
     )
-    eps: PositiveFloat | None = Field(
+    eps: Annotated[PositiveFloat | None, of_optimizer("eps")] = Field(
         None, description=f"added to what a step is divided by, so that it is never 0; unset: {_defaults('eps')}"
     )
-    lambd: NonNegativeFloat | None = Field(
+    lambd: Annotated[NonNegativeFloat | None, of_optimizer("lambd")] = Field(
         None, description=f"pull towards zero and decay of the rate in ASGD; unset: {_defaults('lambd')}"
     )
-    power: NonNegativeFloat | None = Field(
+    power: Annotated[NonNegativeFloat | None, of_optimizer("power")] = Field(
         None, description=f"power of ASGD's rate, torch's alpha; unset: {_defaults('power')}"
     )
-    t0: NonNegativeFloat | None = Field(
+    t0: Annotated[NonNegativeFloat | None, of_optimizer("t0")] = Field(
         None, description=f"steps after which ASGD begins to average; unset: {_defaults('t0')}"
     )
-    lr_decay: NonNegativeFloat | None = Field(
+    lr_decay: Annotated[NonNegativeFloat | None, of_optimizer("lr_decay")] = Field(
         None, description=f"after t steps the rate is lr / (1 + lr_decay t); unset: {_defaults('lr_decay')}"
     )
-    initial_sum: NonNegativeFloat | None = Field(
+    initial_sum: Annotated[NonNegativeFloat | None, of_optimizer("initial_sum")] = Field(
         None, description=f"where the sum of squared gradients begins; unset: {_defaults('initial_sum')}"
     )
     state: Literal["reset", "persist"] = Field(
         "reset", description="the optimiser's memory: made anew in each round, or kept by each client between rounds"
     )
-    epochs: PositiveInt = Field(1, description="passes over the client's data; not used when steps is given")
+    epochs: Annotated[PositiveInt, when(steps=None)] = Field(1, description="passes over the client's data")
     steps: PositiveInt | None = Field(None, description="exact number of local steps, instead of epochs")
     batch: int = Field(10, ge=0, description="examples in a step; 0 takes all of the client's data")
-    drop_last: bool = Field(
+    drop_last: Annotated[bool, when(batch=over(0))] = Field(
         False, description="leave out a last batch that is not full, unless it is the client's only one"
     )
-    wrap_last: bool = Field(
+    wrap_last: Annotated[bool, when(batch=over(0))] = Field(
         False, description="instead of a last batch that is not full, begin a new pass over the data, as FLGo does"
     )
     schedule: Literal["constant", "exponential", "step", "cosine"] = Field(
         "constant", description="of the learning rate over rounds"
     )
-    decay: float = Field(0.99, gt=0, le=1, description="factor per round (exponential) or per step_every rounds (step)")
-    step_every: PositiveInt = Field(100, description="rounds between decays of the step schedule")
+    decay: Annotated[float, when(schedule=("exponential", "step"))] = Field(
+        0.99, gt=0, le=1, description="factor per round (exponential) or per step_every rounds (step)"
+    )
+    step_every: Annotated[PositiveInt, when(schedule="step")] = Field(100, description="rounds between decays")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -349,7 +380,7 @@ class Local(Spec):
             local = make(given)
             wrong += [] if wrong else _misfits(local)
         except ValidationError as error:
-            wrong = [_again(fault) for fault in error.errors()] + wrong
+            wrong = [again(fault) for fault in error.errors()] + wrong
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return local
@@ -357,11 +388,6 @@ class Local(Spec):
     def optimiser(self) -> Optimizer:
         make, given = find_optimizer(self.optimizer, "local.optimizer"), dict(self)
         return make(**{key: given[key] for key in takes(make) if given.get(key) is not None})
-
-    def has(self, key: str) -> bool:
-        """Whether the chosen optimiser has this setting; what is no optimiser's is everyone's."""
-        owned = any(key in takes(make) for make in optimizers().values())
-        return not owned or key in takes(find_optimizer(self.optimizer, "local.optimizer"))
 
     def lr_at(self, round_: int, rounds: int) -> float:
         """The learning rate of round ``round_`` (counted from 0) of ``rounds``."""
@@ -383,19 +409,10 @@ def _disagreements(given: Mapping[str, Any]) -> Iterator[InitErrorDetails]:
     except ConfigError as error:
         for fault in error.faults:
             yield _wrong(f"{fault.what} ({fault.fix})" if fault.fix else fault.what, name, "optimizer")
-    settings = {other: takes(make) for other, make in optimizers().items()}
     for key, value in given.items():
-        owners = [other for other, its in settings.items() if key in its]
-        if key not in Local.model_fields:
-            may_be_its_own = ":" in str(name) if has is None else key in has
-            if not may_be_its_own:
-                yield InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
-        elif owners and has is not None and key not in has and value != Local.model_fields[key].default:
-            *others, last = owners
-            who = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
-            yield _wrong(f"{who}; {name} has not", value, key)
-    if given.get("nesterov") is True and not given.get("momentum") and (has is None or "nesterov" in has):
-        yield _wrong("nesterov needs momentum > 0", given.get("momentum", 0.0))
+        may_be_its_own = ":" in str(name) if has is None else key in has
+        if key not in Local.model_fields and not may_be_its_own:
+            yield InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
     if given.get("drop_last") is True and given.get("wrap_last") is True:
         yield _wrong("drop_last and wrap_last are both set; keep one of them", True)
 
@@ -412,7 +429,3 @@ def _misfits(local: Local) -> list[InitErrorDetails]:
 
 def _wrong(what: str, got: Any, *at: str) -> InitErrorDetails:
     return InitErrorDetails(type=PydanticCustomError("disagreement", what), loc=at, input=got)
-
-
-def _again(fault: ErrorDetails) -> InitErrorDetails:
-    return InitErrorDetails(type=fault["type"], loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))

@@ -1,4 +1,8 @@
-"""The class is the schema: settings are typed fields, read strictly, and found by name without a registry."""
+"""The class is the schema: settings are typed fields, read strictly, and found by name without a registry.
+
+A field may say under which other settings it has an effect, as ``Annotated[float, when(rule=("adam", "yogi"))]``.
+Written where it has none, it is refused; presets and defaults are not what somebody wrote.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,127 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar, get_origin
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_origin
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from fedloom.errors import ConfigError, Fault, nearest
+
+
+# -- when a setting has an effect ------------------------------------------------------------------
+class Test(Protocol):
+    """What is asked of the value of a setting."""
+
+    def holds(self, value: Any) -> bool: ...
+
+    def words(self, name: str) -> str: ...
+
+
+class OneOf(NamedTuple):
+    """The setting has one of these values."""
+
+    values: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return value in self.values
+
+    def words(self, name: str) -> str:
+        return f"{name} unset" if self.values == (None,) else f"{name} = {_listed(self.values)}"
+
+
+class Other(NamedTuple):
+    """The setting has any value but these."""
+
+    values: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return value not in self.values
+
+    def words(self, name: str) -> str:
+        return f"{name} other than {_listed(self.values)}"
+
+
+class Over(NamedTuple):
+    """The setting is a number above this one."""
+
+    limit: float
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int | float) and value > self.limit
+
+    def words(self, name: str) -> str:
+        return f"{name} > {self.limit:g}"
+
+
+class Given(NamedTuple):
+    """The setting is neither unset nor empty."""
+
+    def holds(self, value: Any) -> bool:
+        return value is not None and value not in ((), "")
+
+    def words(self, name: str) -> str:
+        return f"{name} set"
+
+
+class When(NamedTuple):
+    """The settings under which a field has an effect: all that one of the alternatives asks for.
+
+    A name with a dot, such as ``algorithm.family``, is of another section. What has no effect itself fulfils nothing.
+    """
+
+    alternatives: tuple[Mapping[str, Test], ...]
+
+    def __or__(self, other: When) -> When:
+        return When(self.alternatives + other.alternatives)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for tests in self.alternatives for name in tests}
+
+    def words(self) -> str:
+        """The condition as a reader wants to know it, such as ``rule = adam or yogi``."""
+        each = [" and ".join(test.words(name) for name, test in tests.items()) for tests in self.alternatives]
+        return ", or with ".join(each)
+
+
+def when(others: Mapping[str, Any] | None = None, /, **tests: Any) -> When:
+    """The field has an effect only where each of these settings has its value, or one of a tuple of values.
+
+    Instead of a value there may be a test: ``other_than("none")``, ``over(0)`` or ``GIVEN``. ``others`` is for names
+    with a dot. ``when(...) | when(...)`` holds where either does.
+    """
+    return When(({name: _test(asked) for name, asked in {**(others or {}), **tests}.items()},))
+
+
+def other_than(*values: Any) -> Other:
+    return Other(values)
+
+
+def over(limit: float) -> Over:
+    return Over(limit)
+
+
+GIVEN = Given()
+
+
+def _test(asked: Any) -> Test:
+    if isinstance(asked, tuple) and type(asked) is not tuple:
+        return asked  # type: ignore[return-value]
+    return OneOf(asked if isinstance(asked, tuple) else (asked,))
+
+
+def _listed(values: Iterable[Any]) -> str:
+    *most, last = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in values]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyError where there is no telling
 
 
 class Spec(BaseModel):
@@ -24,14 +140,122 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {}
+    # setting -> value -> the settings that this value stands for, unless they are written
+
     @classmethod
-    def _as_python_has_it(cls, given: Any) -> Any:
-        """TOML has lists where settings are tuples, and NumPy has numbers of its own; nothing else is converted."""
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A condition names settings that there are."""
+        for name, condition in conditions(cls).items():
+            strangers = [other for other in condition.names if "." not in other and other not in cls.model_fields]
+            if strangers:
+                raise TypeError(f"{cls.__name__}: '{name}' is of use only with '{strangers[0]}', which is no setting")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _settled(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what presets stand for, and refuse what has no effect, together with whatever else is wrong."""
         if not isinstance(given, dict):
-            return given
-        tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
-        return {key: _plain(value, key in tuples) for key, value in given.items()}
+            return make(given)
+        written = as_python_has_it(cls, given)
+        filled = meant(cls, written)
+        wrong: list[InitErrorDetails] = []
+        try:
+            made = make(filled)
+            made.model_fields_set.intersection_update(written)
+        except ValidationError as error:
+            wrong = [again(fault) for fault in error.errors()]
+        doubtful = {fault["loc"][0] for fault in wrong if fault["loc"]}
+        for name, why in (overruled(cls, written) | without_effect(cls, filled, written)).items():
+            if not doubtful & {name, *(conditions(cls).get(name, When(())).names)}:
+                wrong.append(InitErrorDetails(type=_idle(why), loc=(name,), input=written[name]))
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        return made
+
+
+def conditions(cls: type[BaseModel]) -> dict[str, When]:
+    """When each setting that is not always of use has an effect."""
+    return {name: m for name, field in cls.model_fields.items() for m in field.metadata if isinstance(m, When)}
+
+
+def explained(field: FieldInfo, meaning: str = "") -> str:
+    """What a setting means, and with which others only."""
+    said = [field.description or meaning]
+    return "; ".join([*said, *(f"only with {m.words()}" for m in field.metadata if isinstance(m, When))])
+
+
+def meant(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
+    """What was written, with what its presets stand for."""
+    found: dict[str, Any] = {}
+    for setting, named in cls.presets.items():
+        value = written.get(setting)
+        found |= named.get(value, {}) if isinstance(value, str) else {}
+    return {**found, **written}
+
+
+def without_effect(
+    cls: type[Spec], settings: Mapping[str, Any], names: Iterable[str], lookup: Lookup | None = None
+) -> dict[str, str]:
+    """Of these settings those that have no effect, each with the reason; ``lookup`` tells of other sections."""
+    values = {name: field.default for name, field in cls.model_fields.items()} | dict(settings)
+    declared = conditions(cls)
+
+    def known(name: str) -> list[Any]:
+        """The value of a setting, or nothing where there is no telling."""
+        try:
+            return [values[name] if "." not in name else lookup(name) if lookup is not None else values[name]]
+        except KeyError:
+            return []
+
+    def holds(name: str, test: Test) -> bool:
+        return all(test.holds(value) for value in known(name)) and applies(name)
+
+    def applies(name: str) -> bool:
+        alternatives = declared[name].alternatives if name in declared else ({},)
+        return any(all(holds(other, test) for other, test in tests.items()) for tests in alternatives)
+
+    def reason(name: str) -> str:
+        asked = dict.fromkeys(other for tests in declared[name].alternatives for other in tests)
+        here = ", ".join(f"{other} is {_shown(value)}" for other in asked for value in known(other))
+        return f"has an effect only with {declared[name].words()}, and {here}"
+
+    return {name: reason(name) for name in names if name in declared and not applies(name)}
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def overruled(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
+    """Presets of which nothing is left, since everything they stand for was written otherwise."""
+    found = {}
+    for setting, named in cls.presets.items():
+        stands_for = named.get(written.get(setting, ""), {}) if isinstance(written.get(setting), str) else {}
+        if stands_for and all(name in written and written[name] != value for name, value in stands_for.items()):
+            found[setting] = (
+                f"stands for {_listed(f'{k} = {v}' for k, v in stands_for.items())}, which is set otherwise"
+            )
+    return found
+
+
+def again(fault: ErrorDetails) -> InitErrorDetails:
+    """The same fault, to be raised together with others."""
+    context = fault.get("ctx", {})
+    kind = PydanticCustomError(fault["type"], "{what}", context) if "what" in context else fault["type"]
+    return InitErrorDetails(type=kind, loc=fault["loc"], input=fault["input"], ctx=context)
+
+
+def _idle(why: str) -> PydanticCustomError:
+    return PydanticCustomError("without_effect", "{what}", {"what": why, "fix": "leave it out"})
+
+
+def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has lists where settings are tuples, and NumPy has numbers of its own; nothing else is converted."""
+    tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+    return {key: _plain(value, key in tuples) for key, value in given.items()}
 
 
 def _plain(value: Any, as_tuple: bool) -> Any:
@@ -137,4 +361,4 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return Fault(where, f"{message} (got {item['input']!r})")
+    return Fault(where, f"{message} (got {item['input']!r})", item.get("ctx", {}).get("fix", ""))

@@ -7,7 +7,7 @@ clients or on how many train side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fedloom import rng, tree
 from fedloom.algorithm import Phase, Work
 from fedloom.data.federation import Ranges
 from fedloom.optim import Local
-from fedloom.schema import Spec
+from fedloom.schema import Spec, other_than, when
 
 _LAST = torch.iinfo(torch.int64).max
 
@@ -26,7 +26,9 @@ _LAST = torch.iinfo(torch.int64).max
 class Cohort(Spec):
     """Who takes part in a round."""
 
-    size: PositiveInt | None = Field(None, description="clients of a round; unset: 10, or all where there are fewer")
+    size: Annotated[PositiveInt | None, when(sampling=other_than("all"))] = Field(
+        None, description="clients of a round; unset: 10, or all where there are fewer"
+    )
     sampling: Literal["uniform", "proportional", "poisson", "all"] = Field(
         "uniform",
         description="without replacement; by data, with replacement; each by itself, so that size is only the mean; "

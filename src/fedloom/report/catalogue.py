@@ -23,7 +23,7 @@ from fedloom.engine.topology import Topology
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.models.net import Model, Net
 from fedloom.optim import Local, optimizers, takes
-from fedloom.schema import kinds
+from fedloom.schema import explained, kinds
 from fedloom.task import Batch, Task
 
 
@@ -113,9 +113,7 @@ def describe(name: str) -> Page:
 def settings_of(cls: type[BaseModel]) -> list[Setting]:
     """The fields of a spec with their bounds, defaults and meaning."""
     return [
-        Setting(
-            name, _type(field), "required" if field.is_required() else _shown(field.default), field.description or ""
-        )
+        Setting(name, _type(field), "required" if field.is_required() else _shown(field.default), explained(field))
         for name, field in cls.model_fields.items()
     ]
 
