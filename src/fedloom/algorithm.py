@@ -166,6 +166,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     _proxy: Held | None = PrivateAttr(None)
     _hiding: Noise | None = PrivateAttr(None)
     _lr: float | None = PrivateAttr(None)
+    _seed: int = PrivateAttr(0)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -195,6 +196,17 @@ class Algorithm(Spec, Generic[S, C, U]):
         bound = self.model_copy()
         bound._lr = lr
         return bound
+
+    def seeded(self, seed: int) -> Algorithm[S, C, U]:
+        """The same algorithm, which knows the seed of the run, for clients that draw: see fedloom.rng."""
+        bound = self.model_copy()
+        bound._seed = seed
+        return bound
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._seed
 
     @property
     def task(self) -> Task:

@@ -128,7 +128,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
     algorithm = config.algorithm.bind(
         task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)
     )
-    algorithm = algorithm.paced(config.local.lr)
+    algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
     if guard is not None and guard.sums is not None:
         std = guard.deviation(guard.release.size)
         algorithm = algorithm.told_of_noise(Noise(guard.clip, std, std / guard.sums.cross_scale))

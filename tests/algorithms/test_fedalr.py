@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedalr import FedALR, Server
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA
-from fedloom.config import parse
+from fedloom.config import as_table, parse
 from fedloom.engine import checkpoint
 from fedloom.engine.plan import draw
 from fedloom.engine.run import advance, begin
@@ -186,8 +187,9 @@ def test_l14_a_client_that_did_not_move_is_as_good_as_absent() -> None:
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
 
 
-def test_nobody_moved_is_no_round() -> None:
-    states = rounds(FedALR(), [some(), torch.zeros(5, 7).double(), some(seed=1)])
+@pytest.mark.parametrize("apply", ["unit", "mean_norm", "median_norm", "raw"])
+def test_nobody_moved_is_no_round(apply) -> None:
+    states = rounds(FedALR(apply=apply), [some(), torch.zeros(5, 7).double(), some(seed=1)])
     assert all(torch.equal(a, b) for a, b in zip(states[2], states[1], strict=True))
     assert states[3].t == 2
 
@@ -413,3 +415,18 @@ def test_told_rates_are_those_that_were_used() -> None:
     told = alg.told(server, inbox, alg.update(server, inbox))
     assert float(told["fedalr/eta_min"]) == pytest.approx(math.exp(-1))
     assert float(told["fedalr/eta_max"]) == pytest.approx(math.exp(-1))
+
+
+@pytest.mark.parametrize(
+    ("preset", "other", "said"),
+    [
+        ("no_adapt", {"map": "exp"}, "preset = 'no_adapt' is map = 'const' (got 'exp'): leave map out"),
+        ("raw", {"apply": "unit"}, "preset = 'raw' is apply = 'raw' (got 'unit')"),
+        ("fedavg_scale", {"eta_norm": "none"}, "preset = 'fedavg_scale' is eta_norm = 'mean1' (got 'none')"),
+    ],
+)
+def test_a_run_is_the_reading_that_it_is_recorded_as(preset, other, said) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse({"algorithm": {"kind": "fedalr", "preset": preset, **other}})
+    whole = as_table(parse({"algorithm": {"kind": "fedalr", "preset": preset}}))
+    assert as_table(parse(whole)) == whole

@@ -54,6 +54,17 @@ def test_adam_first_step_by_hand() -> None:
     assert float(server.w) == pytest.approx(0.0297014, abs=1e-6)
 
 
+def test_adagrad_has_no_memory_of_the_direction_unless_it_is_given_one() -> None:
+    moves = np.random.default_rng(2).normal(size=(4, 3))
+    for rule, beta1 in (("adagrad", 0.0), ("adam", 0.9), ("yogi", 0.9), ("momentum", 0.9)):
+        plain, told = (FedOpt(rule=rule, lr=0.3, **more) for more in ({}, {"beta1": beta1}))
+        a, b = plain.init(torch.zeros(3)), told.init(torch.zeros(3))
+        for d in moves:
+            heard = Inbox(Update(torch.from_numpy(d)), *torch.ones(4))
+            a, b = plain.update(a, heard), told.update(b, heard)
+        assert torch.equal(a.w, b.w)
+
+
 def test_only_the_model_is_sent() -> None:
     alg = FedOpt()
     down = alg.send(alg.init(torch.zeros(5)))

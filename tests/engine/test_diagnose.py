@@ -284,6 +284,38 @@ def test_softmax_regression_with_a_proximal_term_has_rates_from_the_bound(world)
     assert found["theory/rho_fedprox"] == d.rho_fedprox(theory)
 
 
+def test_k_is_the_number_of_draws(world) -> None:
+    """Drawn by their data, two clients are drawn eight times: K is 8 and not 2."""
+    exp = world(
+        (4, 40),
+        algorithm={"kind": "relaxation", "mu": 2.0, "alpha": 0.3, "preset": "paper"},
+        cohort={"sampling": "proportional", "size": 8},
+        evaluate=RHO,
+    )
+    found = watched(exp)
+    theory = d.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], found["theory/L"], 0.0, 8, 0.3)
+    assert found["theory/applies"] == 1.0
+    assert found["theory/rho"] == d.rho_paper(theory) != d.rho_paper(theory._replace(K=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "algorithm", "more", "applies"),
+    [
+        ((4, 12, 7), {"weighting": "uniform"}, {"cohort": {"sampling": "proportional", "size": 2}}, 1.0),
+        ((4, 12, 7), {}, {"cohort": {"sampling": "all"}}, 1.0),
+        ((8, 8, 8), {}, {"cohort": {"size": 2}}, 1.0),
+        ((4, 12, 7), {}, {"cohort": {"size": 2}}, 0.0),  # the mean of some, weighed by data, is biased
+        ((4, 12, 7), {"weighting": "uniform"}, {"cohort": {"size": 2}}, 0.0),  # of another objective than B is
+        ((4, 12, 7), {"server_lr": 0.5}, {}, 0.0),
+        ((4, 12, 7), {}, {"system": {"deadline": 9.0}}, 0.0),
+    ],
+)
+def test_a_theorem_applies_only_to_what_it_is_stated_for(world, sizes, algorithm, more, applies) -> None:
+    found = watched(world(sizes, algorithm={"kind": "fedprox", "mu": 1.0, **algorithm}, evaluate=RHO, **more))
+    assert found["theory/applies"] == applies
+    assert bool(RATES & set(found)) == bool(applies)
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", {"kind": "fedprox", "mu": 0.0}])
 def test_without_a_proximal_term_no_theorem_applies(world, algorithm) -> None:
     found = watched(world(algorithm=algorithm, evaluate=RHO))

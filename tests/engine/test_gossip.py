@@ -62,7 +62,7 @@ def scattered(exp: Experiment, spread_: float = 1.0) -> RunState:
     """Nodes that do not agree yet."""
     state = begin(exp)
     noise = torch.randn(state.server.w.shape, generator=torch.Generator().manual_seed(1))
-    return state._replace(server=Model(state.server.w + spread_ * noise))
+    return state._replace(server=state.server._replace(w=state.server.w + spread_ * noise))
 
 
 def still(**more: Any) -> dict[str, Any]:
@@ -478,7 +478,7 @@ class Peer:
         given_ = given_._replace(down=alone.server, buffers=alone.buffers)
         done = train(self.exp.algorithm, self.exp.federation, group, given_)
         self.store.scatter(group.ids, tree.rebuild(_blank(self.exp), (done.states, (), ())))
-        upload, before = tree.take(done.uploads, 0), self.state
+        upload, before = tree.take(done.uploads, 0), Model(self.state.w)
         if self.mass != 1.0:
             upload = tree.tmap(lambda z, u: (z.double() + (self.mass - 1) * u.double()).to(z.dtype), upload, before)
         return Message(round_, 0, self.node, upload, done.buffers[0], self.mass)

@@ -126,13 +126,13 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
         return self.scheme in ("direct", "compensated", "choco")
 
     def quantised(self, v: Tensor, work: Work) -> Tensor:
-        """Q(v), tensor by tensor; chance goes by node, round and place."""
+        """Q(v), tensor by tensor; chance goes by seed, node, round and place."""
         if self.bits == 32:
             return v
         chance = torch.ones_like(v)  # never less than what is left
         if self.rounding == "stochastic":
             place = torch.arange(len(v), device=v.device)
-            chance = rng.uniform(0, "quantise", work.round.to(torch.int64), work.client, place).to(v.dtype)
+            chance = rng.uniform(self.seed, "quantise", work.round.to(torch.int64), work.client, place).to(v.dtype)
         whole = self.task.tensors(self.task.w0, self.task.buffers0)
         sizes = [whole[name].numel() for name in self.task.names]
         parts = zip(torch.split(v, sizes), torch.split(chance, sizes), strict=True)

@@ -1,6 +1,7 @@
 """DFedGAM: DFedAvg whose nodes look for flat minima by the length of the gradient.
 
-The paper's local step, with its indices repaired (the loop starts from x_i once, not in every step):
+Fang, Hu and Huang, A Decentralized Federated Learning Algorithm Based on Gradient Norm Aware Minimization, 2025,
+Algorithm 1. Its local step, with its indices repaired (the loop starts from x_i once, not in every step):
 
     g = grad F_i(y);   f = grad ||g|| = H g / ||g||;   y <- y - eta grad F_i(y + rho f / ||f||)      then as DFedAvg
 

@@ -8,10 +8,12 @@ Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, Ne
 
 The last two take the same steps, half a round apart: one shows its models after mixing, the other before. All nodes
 start alike, so that mix_then_train need not mix before its first step.
-A node's state is what the neighbours gave it, ``w``, and its ``own``: for ``lian`` its last move, x = w + own; for
-``mix_then_train`` its model, x = own.
-By definition a round is one step, ``local = step``; published code often trains for a whole epoch, which makes it
-DFedAvg: ``local = epoch``.
+A node's state is what it has mixed, ``w``, the ``mass`` with which that came (1, but for push-sum), and its ``own``:
+for ``lian`` its last move, x = w + own / mass, since push-sum divides moves by the mass, too; for ``mix_then_train``
+its model, x = own.
+By definition a round is one step, ``local = step``. Published code often trains for a whole epoch and mixes before it:
+``local = epoch`` with ``order = mix_then_train``. Like ``atc`` with ``local = epoch`` these are DFedAvg's steps, shown
+half a round apart. With ``lian``, where mixing goes beside training, it is another method.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
 
 
+class Node(NamedTuple):
+    w: Tensor  # [P] what a node has mixed
+    mass: Tensor  # [] with which that came
+
+
 class Mine(NamedTuple):
     own: Tensor  # [P] what the neighbours have not heard of
 
 
-class DPSGD(Algorithm[Model, Mine, Model]):
+class DPSGD(Algorithm[Node, Mine, Model]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
     columnwise: ClassVar[bool] = True
 
@@ -42,25 +49,24 @@ class DPSGD(Algorithm[Model, Mine, Model]):
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"steps": 1} if self.local == "step" else {"epochs": 1}}
 
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
+    def init(self, w: Tensor) -> Node:
+        return Node(w, torch.ones_like(w[0]))
 
-    def join(self, down: Model) -> Mine:
+    def join(self, down: Node) -> Mine:
         return Mine(down.w if self.order == "mix_then_train" else torch.zeros_like(down.w))
 
-    def start(self, down: Model, mine: Mine) -> Tensor:
-        return down.w + mine.own if self.order == "lian" else down.w
+    def start(self, down: Node, mine: Mine) -> Tensor:
+        return down.w + mine.own / down.mass if self.order == "lian" else down.w
 
-    def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Model, Mine]:
-        if self.order == "lian":
-            before = down.w + mine.own
-            return Model(before), Mine(x - before)
-        return Model(x), Mine(x) if self.order == "mix_then_train" else mine
-
-    def update(self, server: Model, inbox: Inbox[Model]) -> Model:
-        return Model(like(inbox.mean.w, server.w))
-
-    def serve(self, down: Model, mine: Mine) -> Tensor:
+    def finish(self, x: Tensor, down: Node, mine: Mine, work: Work) -> tuple[Model, Mine]:
+        if self.order == "lian":  # what is sent is what was mixed and the move since, as push-sum wants it
+            return Model(down.w + mine.own), Mine(x - self.start(down, mine))
         if self.order == "mix_then_train":
-            return mine.own
-        return down.w + mine.own if self.order == "lian" else down.w
+            return Model(x), Mine(x + (1 / down.mass - 1) * (x - down.w))
+        return Model(x), mine
+
+    def update(self, server: Node, inbox: Inbox[Model]) -> Node:
+        return Node(like(inbox.mean.w, server.w), like(inbox.weight, server.mass))
+
+    def serve(self, down: Node, mine: Mine) -> Tensor:
+        return mine.own if self.order == "mix_then_train" else self.start(down, mine)

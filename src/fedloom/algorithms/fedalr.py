@@ -81,6 +81,14 @@ class FedALR(Algorithm[Server, Nothing, Update]):
             return {**PRESETS.get(name, {}), **given}
         return given
 
+    @model_validator(mode="after")
+    def _is_that_reading(self) -> FedALR:
+        for name, value in PRESETS[self.preset].items():
+            if getattr(self, name) != value:
+                fix = f"leave {name} out, or take another preset"
+                raise ValueError(f"preset = '{self.preset}' is {name} = '{value}' (got '{getattr(self, name)}'): {fix}")
+        return self
+
     @property
     def weighs_examples(self) -> bool:
         return self.weight_by == "samples"
@@ -142,7 +150,10 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         if self.apply == "mean_norm":
             return (heard.share @ heard.r).expand_as(heard.r)
         if self.apply == "median_norm":
-            counts = (heard.share / heard.share[heard.share > 0].min()).round().long()
+            moved = heard.share > 0
+            if not bool(moved.any()):  # nobody moved, and nothing is summed
+                return heard.r
+            counts = (heard.share / heard.share[moved].min()).round().long()
             return heard.r.repeat_interleave(counts).quantile(0.5).expand_as(heard.r)
         return heard.r
 

@@ -10,6 +10,8 @@ Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum 
       adagrad: v <- v + d^2
       adam:    v <- beta2 v + (1 - beta2) d^2
       yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
+
+As in the paper's experiments, adagrad is without memory of the direction (beta1 = 0) unless it is given one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
 
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
-    beta1: float = Field(0.9, ge=0, lt=1, description="memory of the direction")
+    beta1: float | None = Field(None, ge=0, lt=1, description="memory of the direction; unset: 0 for adagrad, else 0.9")
     beta2: float = Field(0.99, ge=0, lt=1, description="memory of its size, for adam and yogi")
     tau: PositiveFloat = Field(1e-3, description="how much the adaptive rules adapt; larger is less")
 
@@ -56,10 +58,11 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
         lr = self.lr if self.lr is not None else 1.0 if self.rule in ("sgd", "momentum") else 0.03
         if self.rule == "sgd":
             return server._replace(w=server.w + lr * d)
+        beta1 = self.beta1 if self.beta1 is not None else 0.0 if self.rule == "adagrad" else 0.9
         if self.rule == "momentum":
-            m = self.beta1 * server.m + d
+            m = beta1 * server.m + d
             return server._replace(w=server.w + lr * m, m=m)
-        m = self.beta1 * server.m + (1 - self.beta1) * d
+        m = beta1 * server.m + (1 - beta1) * d
         v = self._second_moment(server.v, d.square())
         return Server(server.w + lr * m / (v.sqrt() + self.tau), m, v)
 

@@ -1,7 +1,8 @@
 """q-FedAvg: clients with a larger loss count for more, so that accuracy is spread more evenly.
 
 Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Algorithm 2:
-minimises sum_k p_k F_k^{q+1} / (q + 1).
+minimises sum_k p_k F_k^{q+1} / (q + 1), where p_k is the chance with which a client is drawn. That is n_k / n, as in
+the paper, with ``cohort.sampling = "proportional"``; drawn uniformly, all clients have the same p_k.
 
     client k:  F_k = mean loss of w on all its data;  u_k = w - SGD(w; D_k);  L = 1 / eta
                upload  F_k^q u_k  and  h_k = q F_k^{q-1} L ||u_k||^2 + F_k^q

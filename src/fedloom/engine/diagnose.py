@@ -262,7 +262,7 @@ class Theory(NamedTuple):
     B: float
     L: float  # the largest curvature of any client's loss, or an estimate of it
     L_minus: float  # how far curvature goes below zero; 0 for convex losses
-    K: int  # clients of a round
+    K: int  # draws of a round: a client that is drawn twice counts twice
     alpha: float = 0.0
 
     @property
@@ -423,7 +423,7 @@ def diagnose(
     if "dissimilarity" in wanted or "rho" in wanted:
         found |= dissimilarity(exp, w)
     if "rho" in wanted:
-        found |= _rho(exp, w, found, len(moves.ids))
+        found |= _rho(exp, w, found, int(heard.senders))
     if "variance" in wanted:
         found |= variance(exp, moves.ids, w)
     if "weights" in wanted:
@@ -443,15 +443,29 @@ def diagnose(
     return found
 
 
-def _rho(exp: Experiment, w: Tensor, found: dict[str, float], cohort: int) -> dict[str, float]:
+def _is_stated(exp: Experiment) -> bool:
+    """Whether the theorems are about runs like this: the mean step, over all draws, is the full sum_k p_k (w_k - w).
+
+    p_k = n_k / n, as in B. That is so where clients are drawn by p_k and count alike, as the theorems have it; where
+    all take part and count by p_k, without any chance; and where all clients have as much data.
+    """
+    alg, sampling, sizes = exp.algorithm, exp.cohort.sampling, exp.federation.train.sizes
+    plain = exp.guard is None and exp.aggregation.rule == "mean" and exp.system.deadline is None
+    if not plain or getattr(alg, "server_lr", 1.0) != 1:
+        return False
+    alike = bool((sizes == sizes[0]).all()) and sampling in ("uniform", "proportional", "all")
+    return alike or (sampling == "all" if alg.weighs_examples else sampling == "proportional")
+
+
+def _rho(exp: Experiment, w: Tensor, found: dict[str, float], draws: int) -> dict[str, float]:
     """The theorems' rates where they apply; where they do not, that, and what is needed to see why."""
     bound = smoothness(exp)
     L, L_minus = (bound, 0.0) if bound is not None else curvature(exp, w)
     known = {"theory/L": L} if bound is not None else {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}
     mu, B, g = exp.algorithm.proximal, found.get("dissimilarity/B"), found.get("gamma/max")
     rates: dict[str, float | None] = {}
-    if mu and B is not None and g is not None:
-        theory = Theory(mu, g, B, L, L_minus, cohort, float(getattr(exp.algorithm, "alpha", 0.0)))
+    if mu and B is not None and g is not None and _is_stated(exp):
+        theory = Theory(mu, g, B, L, L_minus, draws, float(getattr(exp.algorithm, "alpha", 0.0)))
         rates = {"theory/rho": rho_paper(theory), "theory/rho_direct": rho_direct(theory)}
         rates["theory/rho_fedprox"] = rho_fedprox(theory)
     applying = {name: value for name, value in rates.items() if value is not None}

@@ -62,7 +62,7 @@ def _network(exp: Experiment) -> Iterator[Spent]:
         present = exp.present(spent.rounds)
         offline = exp.topology.offline(count, Moment(exp.seed, spent.rounds))
         ends = np.concatenate(pulled(exp, spent.rounds, offline, away))
-        traffic += pulled_bytes(exp, start.server, start.buffers) * np.bincount(ends, minlength=count)
+        traffic += pulled_bytes(exp, start.server.w, start.buffers) * np.bincount(ends, minlength=count)
         away = np.where(offline, away + 1, 0)
         ok = np.zeros(count, dtype=bool)
         ok[present.drawn.ids.numpy()] = True

@@ -34,12 +34,13 @@ from torch import Tensor
 from fedloom import tree
 from fedloom.algorithm import Inbox
 from fedloom.data.arrays import Ints
-from fedloom.engine.evaluate import Judged, nodes_scored, over_nodes
+from fedloom.engine.evaluate import Judged, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
 from fedloom.engine.run import (
     Did,
     Experiment,
     Fits,
+    Kept,
     Nodes,
     Past,
     Round,
@@ -199,7 +200,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     offline, dead = topology.offline(count, at), topology.dead(count, at)
     if dead.all():
         raise SplitError(f"round {state.round + 1}: all nodes have died (try a lower topology.node_death)")
-    state = _rejoined(exp, state, offline)
+    state = _rejoined(exp, state, store, offline)
     present = exp.present(state.round)
     away = torch.where(torch.from_numpy(offline), state.nodes.away + 1, 0)
     if not len(present.drawn.ids):
@@ -250,24 +251,45 @@ def _topology(exp: Experiment) -> Topology:
     return exp.topology
 
 
-def _rejoined(exp: Experiment, state: RunState, offline: Mask) -> RunState:
-    """Nodes that come back after too long an absence start from the plain mean of their neighbours' models."""
+def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mask) -> RunState:
+    """Nodes that come back after too long an absence start from the plain mean of their neighbours' models.
+
+    A model is what its node would predict with, and not only what it has mixed; what the node that comes back had for
+    itself beside its old model goes with that.
+    """
     to, by = pulled(exp, state.round, offline, state.nodes.away.numpy())
     if not len(to):
         return state
     heard = np.bincount(to, minlength=len(offline))
     rows = np.flatnonzero(heard)
-    plain = Weights(len(offline), to, by, 1.0 / heard[to])
-    taken = tree.take(mix(plain, (state.server, state.buffers)), torch.from_numpy(rows).to(exp.device))
-    where = torch.from_numpy(rows).to(exp.device)
-    server, buffers = tree.tmap(
-        lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server, state.buffers), taken
+    asked = np.unique(by)
+    whose, where = torch.from_numpy(asked), torch.from_numpy(rows).to(exp.device)
+    models = torch.cat([part.w for part in everyones_models(exp, state, store, whose)])
+    plain = Weights(len(offline), to, np.searchsorted(asked, by), 1.0 / heard[to])
+    taken = tree.take(mix(plain, (models, state.buffers[whose.to(exp.device)])), where)
+    w, buffers = tree.tmap(
+        lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server.w, state.buffers), taken
     )
     # A model came over each of these links.
-    size = pulled_bytes(exp, tree.take(state.server, 0), state.buffers[0])
+    size = pulled_bytes(exp, w[0], buffers[0])
     ends = np.bincount(np.concatenate([to, by]), minlength=len(offline))
     nodes = state.nodes._replace(traffic=state.nodes.traffic + torch.from_numpy(size * ends))
-    return state._replace(server=server, buffers=buffers, nodes=nodes, up=state.up + size * len(to))
+    state = state._replace(
+        server=state.server._replace(w=w), buffers=buffers, nodes=nodes, up=state.up + size * len(to)
+    )
+    _joined_anew(exp, state, store, exp.ranks.own(torch.from_numpy(rows)))
+    return state
+
+
+def _joined_anew(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> None:
+    """Let the store keep for these nodes what the algorithm gives to one that joins with the model it has now."""
+    if not len(ids):
+        return
+    given = exp.given(state, store, ids)
+    if tree.leaves(given.mine):
+        mine = mapped(exp.algorithm.join, (0,))(given.down)
+        buffers = given.buffers if exp.keeps_buffers else ()
+        store.scatter(ids, Kept(mine, buffers, given.memory if exp.keeps_memory else ()))
 
 
 def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:
@@ -282,9 +304,9 @@ def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Int
     return weights.to[asked], weights.by[asked]
 
 
-def pulled_bytes(exp: Experiment, node: Any, buffers: Tensor) -> int:
+def pulled_bytes(exp: Experiment, w: Tensor, buffers: Tensor) -> int:
     """What it costs to take the model of a node."""
-    return tree.nbytes(node) + tree.nbytes(exp.travelling(buffers))
+    return tree.nbytes(w) + tree.nbytes(exp.travelling(buffers))
 
 
 def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
@@ -505,13 +527,15 @@ def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any,
     rows = Rows(store, len(ok))
     for part in _parts(len(ok), exp.lanes):
         down = mapped(exp.algorithm.send, (0,))(tree.take(state.server, part))
+        sent = tree.take(uploads, part)
+        mixed = type(sent)(*(getattr(down, name) for name in sent._fields))
 
         def one(z: Tensor, u: Tensor, part: slice = part) -> Tensor:
             column = (-1, *[1] * (z.dim() - 1))
             there = torch.where(moved[part].view(column), z, u).double()
             return (there + (scale[part].view(column) - 1) * u.double()).to(z.dtype)
 
-        rows.write(torch.arange(part.start, part.stop), tree.tmap(one, tree.take(uploads, part), down))
+        rows.write(torch.arange(part.start, part.stop), tree.tmap(one, sent, mixed))
     return rows.whole()
 
 

@@ -404,13 +404,18 @@ class Random(Redrawn):
     kind: ClassVar[str] = "random"
 
     max_degree: PositiveInt = Field(10, description="most neighbours of a node")
-    exact: bool = Field(False, description="exactly so many neighbours each, where that is possible")
+    exact: bool = Field(
+        False, description="exactly so many neighbours each; one node has one less where nodes and neighbours are odd"
+    )
 
     def drawn(self, nodes: int, at: Moment) -> Ints:
         if self.max_degree >= nodes - 1:
             return Full().drawn(nodes, at)
-        # With more than half of all edges in use there may be no way to mend one.
-        return _rings(nodes, self.max_degree, self.chance(at), exact=self.exact and 2 * self.max_degree <= nodes - 1)
+        chance = self.chance(at)
+        if self.exact and 2 * self.max_degree > nodes - 1:
+            # With more than half of all edges in use there may be no way to mend one; those that are not are fewer.
+            return _others(nodes, _rings(nodes, nodes - 1 - self.max_degree, chance, exact=True), self.max_degree)
+        return _rings(nodes, self.max_degree, chance, exact=self.exact)
 
 
 class RandomDirected(Redrawn):
@@ -592,6 +597,16 @@ def _rings(nodes: int, degree: int, chance: np.random.Generator, *, exact: bool)
             _mend(line, have, chance, closed=False)
         have.update(_pairs(line[::2], line[1::2]))
     return np.array(sorted(have), dtype=np.int64).reshape(-1, 2)
+
+
+def _others(nodes: int, edges: Ints, degree: int) -> Ints:
+    """All edges but these; where a node then has one neighbour more than ``degree``, it loses one."""
+    free = np.triu(np.ones((nodes, nodes), dtype=bool), 1)
+    free[edges[:, 0], edges[:, 1]] = False
+    for node in np.flatnonzero((free | free.T).sum(0) > degree):
+        other = np.flatnonzero(free[node] | free[:, node])[0]
+        free[node, other] = free[other, node] = False
+    return np.argwhere(free)
 
 
 def _pairs(a: Ints, b: Ints) -> list[tuple[int, int]]:
