@@ -106,12 +106,14 @@ class Phase(NamedTuple):
     enter: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), before the first pass
     passes: Callable[[Any, Work], Tensor] | None = None  # (mine, work) -> [] how many passes this client makes
     look: Callable[[Batch, Any, Any, Any], Any] | None = None  # (batch, x, down, mine), summed over all examples
+    look_gradients: float = 0.0  # that ``look`` takes for each batch of a pass
     after: Callable[[Carry, Any, Any, Any, Work], tuple[Carry, Tensor]] | None = None
     # (at, what ``look`` saw, down, mine, work) -> at, and whether to stop; after each pass
     leave: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), after the last pass
     keeps_statistics: bool = True  # False: running statistics do not move
-    cost: float = 1.0  # of a pass, in passes of plain training
+    cost: float = 1.0  # of a pass in time, in passes of plain training; the main phase costs ``gradients_per_step``
     waiting: bool = False  # done while the client waits for others, so that it takes no time of a round
+    rare: bool = False  # done in few rounds, so that neither simulated time nor a forecast counts it
 
     @property
     def is_main(self) -> bool:
@@ -274,8 +276,17 @@ class Algorithm(Spec, Generic[S, C, U]):
 
     @property
     def gradients_per_step(self) -> float:
-        """What one local step costs, in gradients of one batch; a Hessian-vector product counts as two."""
+        """What one local step costs, in gradients of one net on one batch; a Hessian-vector product counts as two.
+
+        It is what ``work/gradients`` counts and what a step takes in simulated time. A gradient on a part of a batch
+        counts as that part. Steps of phases beside the main one take one gradient each, or none if they cost nothing.
+        """
         return 1.0
+
+    @property
+    def survey_gradients(self) -> float:
+        """The same for ``survey``, in rounds in which clients train; 0 where it only evaluates."""
+        return 0.0
 
     @property
     def sends_once(self) -> bool:

@@ -162,7 +162,7 @@ class Aggregated(NamedTuple):
 
 def batches_of(exp, client: int, round_: int) -> list[Tensor]:
     """The rows of ALA's batches."""
-    (phase,) = exp.algorithm.ala()
+    phase = exp.algorithm.ala()[0]
     present = exp.present(round_)
     groups = groups_of(exp, round_, present, look_ahead(exp, begin(exp), present, 0).extra)
     group = next(g for g in groups if client in g.ids.tolist())

@@ -13,9 +13,9 @@ Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Lear
 In a client's first round there is no v_k and it starts from w. W_k stays with the client and is learned with
 plain steps, whatever the local optimiser. It moves little, so where it begins decides what the method is:
 w_init = 1 begins as FedAvg, w_init = 0 with all layers is close to training alone. ``profile = "reference"``
-is the authors' (1, 80 % of the data, the last layer), ``profile = "paper"`` what the paper on pFedALA states
-(0, 1 % of the data, all layers). In simulated time every round counts one pass of ALA: the first phase, which is
-longer, is known only after it has run.
+is the authors' (1, 80 % of the data, the last layer, one pass in later rounds), ``profile = "paper"`` what the paper on
+pFedALA states (0, 1 % of the data, all layers, and W updated "once" in later rounds, which is one batch). In simulated
+time every round counts one pass of ALA, or one batch: the start phase, which is longer, is known only after it has run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
 from fedloom.task import Batch
 
-_PAPER = {"w_init": 0.0, "sample_percent": 1.0, "layers": "all"}
+_PAPER = {"w_init": 0.0, "sample_percent": 1.0, "layers": "all", "later_passes": "step"}
 
 
 class Mine(NamedTuple):
@@ -103,26 +103,36 @@ class FedALA(Algorithm[Model, Mine, Update]):
     def ala(self) -> tuple[Phase, ...]:
         if self.low == self.task.size:
             return ()
-        share = self.sample_percent / 100
-        return (
-            Phase(
-                self.aggregate,
-                name="ala",
-                epochs=1,
-                share=share,
-                sampling=self.sampling,
-                repeat=True,
-                passes=self.ala_passes,
-                after=self.settled,
-                leave=self.arrived,
-                keeps_statistics=False,
-                cost=share * (1 + 2 * self.task.work_above(self.low)) / 3,  # backward costs two forwards, on top only
-            ),
+        share, each = self.sample_percent / 100, (1 + 2 * self.task.work_above(self.low)) / 3
+        whole = Phase(
+            self.aggregate,
+            name="ala",
+            epochs=1,
+            share=share,
+            sampling=self.sampling,
+            repeat=True,
+            passes=self.ala_passes,
+            after=self.settled,
+            leave=self.arrived,
+            keeps_statistics=False,
+            cost=share * each,  # backward costs two forwards, on top only
         )
+        if self.later_passes == "epoch":
+            return (whole,)
+        first = whole._replace(passes=self.start_passes, rare=True)
+        return first, whole._replace(epochs=None, steps=1, passes=self.later_steps, cost=each)
 
     def ala_passes(self, mine: Mine, work: Work) -> Tensor:
         """None in a client's first round, until it settles in its second, and one afterwards."""
-        return mine.seen * torch.where(mine.started > 0, 1.0, float(self.max_start_passes))
+        return self.start_passes(mine, work) + self.later_steps(mine, work)
+
+    def start_passes(self, mine: Mine, work: Work) -> Tensor:
+        """At most so many, in a client's second round."""
+        return mine.seen * (1 - mine.started) * self.max_start_passes
+
+    def later_steps(self, mine: Mine, work: Work) -> Tensor:
+        """One, after that."""
+        return mine.seen * mine.started
 
     def aggregate(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
         """One step of W along the gradient of the loss at the point it stands for."""
@@ -133,8 +143,6 @@ class FedALA(Algorithm[Model, Mine, Update]):
             lambda top: self.task.loss((down.w[:low], top), batch, training=training), torch.lerp(own, theirs, x.W)
         )
         W = (x.W - self.eta * g * (theirs - own)).clamp(0, 1)
-        if self.later_passes == "step":
-            W = torch.where((mine.started > 0) & (batch.progress > 0), x.W, W)
         return at._replace(x=x._replace(W=W, loss=loss))
 
     def settled(self, at: Carry, seen: Any, down: Model, mine: Mine, work: Work) -> tuple[Carry, Tensor]:

@@ -75,6 +75,11 @@ class FedKD(Algorithm[Server, Mine, Factored]):
         return False
 
     @property
+    def gradients_per_step(self) -> float:
+        """Of the mentor and of the mentee."""
+        return 2.0
+
+    @property
     def sends_to_all(self) -> bool:
         return True
 

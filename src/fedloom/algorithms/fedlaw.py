@@ -139,6 +139,10 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
     def surveys(self) -> bool:
         return self.shrink_rule == "eq5"
 
+    @property
+    def survey_gradients(self) -> float:
+        return float(self.surveys)
+
     def survey(self, batch: Batch, down: Server, mine: Nothing) -> Tensor:
         """grad F_i(w), once it is divided by the number of examples."""
         return self.task.grad(down.w, batch) * batch.mask.sum()

@@ -258,6 +258,10 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return True
 
     @property
+    def survey_gradients(self) -> float:
+        return float(self.shrink_rule == "eq5")
+
+    @property
     def classes(self) -> int:
         return self.task.linear_head.out_features
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Update, Work, like
 from fedloom.task import Batch
 
 
@@ -71,8 +71,9 @@ class PFedMe(Algorithm[Model, Mine, Update]):
     def memory(self, x: Pair) -> Any:
         return self.optimizer.init(x.w)
 
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase(self.step, cost=self.inner_steps),)
+    @property
+    def gradients_per_step(self) -> float:
+        return float(self.inner_steps)
 
     def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
         w, theta = at.x

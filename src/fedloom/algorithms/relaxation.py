@@ -53,6 +53,10 @@ class Relaxation(FedProx):
     def surveys(self) -> bool:
         return self.gamma_target is not None
 
+    @property
+    def survey_gradients(self) -> float:
+        return float(self.surveys)
+
     def survey(self, batch: Batch, down: Model, mine: Nothing) -> Tensor:
         """grad F_k(w), once it is divided by the number of examples."""
         return self.slope(batch, down.w, down, mine)
@@ -64,7 +68,7 @@ class Relaxation(FedProx):
     def phases(self) -> tuple[Phase, ...]:
         if self.gamma_target is None:
             return super().phases()
-        return (Phase(self.step, look=self.slope, after=self.solved),)
+        return (Phase(self.step, look=self.slope, look_gradients=1.0, after=self.solved),)
 
     def solved(self, at: Carry, slope: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
         """Whether the local problem is solved as exactly as was asked."""

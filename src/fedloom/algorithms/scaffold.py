@@ -50,6 +50,10 @@ class Scaffold(Algorithm[Server, Mine, Moved]):
         return self.option == "I"
 
     @property
+    def survey_gradients(self) -> float:
+        return float(self.surveys)
+
+    @property
     def weighs_examples(self) -> bool:
         return self.weighting == "samples"
 

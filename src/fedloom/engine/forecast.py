@@ -2,12 +2,12 @@
 
 Who takes part, how many steps each takes and who hears whom follow from the settings and the seed, so that gradients
 and bytes can be counted beforehand. Of what only training decides, the most that the settings allow is counted for
-local steps that may end early, and nothing for what clients do while they wait.
+local steps that may end early, and one pass for phases that each client repeats until it has had enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
-from fedloom.engine.plan import extent
-from fedloom.engine.run import Experiment, RunState, look_ahead, specimen
+from fedloom.engine.plan import amounts, extent
+from fedloom.engine.run import Ahead, Experiment, RunState, look_ahead, specimen
 from fedloom.engine.topology import Moment
 
 
@@ -45,10 +45,11 @@ def _star(exp: Experiment) -> Iterator[Spent]:
         present = exp.present(state.round)
         ids = present.drawn.ids
         moved = 0
+        ahead = look_ahead(exp, state, present, down) if len(ids) else Ahead(ids)
         if alg.communicates:
-            sent = len(ids) - len(look_ahead(exp, state, present, down).late) if len(ids) else 0
+            sent = len(ids) - len(ahead.late)
             moved = down * (exp.federation.clients if alg.sends_to_all else present.called) + up * sent
-        gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps)
+        gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps, ahead.extra)
         spent = Spent(spent.rounds + 1, gradients, spent.bytes + moved, spent.busiest + moved)
         yield spent
 
@@ -82,13 +83,21 @@ def _upload(exp: Experiment, start: RunState) -> int:
     return exp.algorithm.upload_bytes(tree.tmap(lambda x: x[None], specimen(exp, start)))
 
 
-def _gradients(exp: Experiment, round_: int, ids: Tensor, steps: Tensor) -> float:
-    """The gradients that these clients take in a round of so many ``steps`` [K] each."""
+def _gradients(
+    exp: Experiment, round_: int, ids: Tensor, steps: Tensor, extra: Mapping[int, int] | None = None
+) -> float:
+    """The gradients that these clients take in a round of so many ``steps`` [K] each; ``extra``: epochs while they
+    wait."""
     alg, sizes = exp.algorithm, exp.federation.train.sizes[ids]
-    total = 0.0
+    per_epoch, trains = amounts(exp.local, sizes).per_epoch, alg.trains_in(round_)
+    total = float(per_epoch.sum()) * alg.survey_gradients if trains else 0.0
     for phase in alg.phases():
         if phase.is_main:
-            total += alg.gradients_per_step * float(steps.sum()) if alg.trains_in(round_) else 0.0
-        elif phase.passes is None and phase.cost > 0:
+            whole = torch.ceil(steps / per_epoch.clamp(min=1)) * per_epoch
+            total += float((alg.gradients_per_step * steps + phase.look_gradients * whole).sum()) if trains else 0.0
+        elif phase.waiting:
+            epochs = torch.tensor([(extra or {}).get(i, 0) for i in ids.tolist()], dtype=torch.int64)
+            total += float((epochs * extent(exp.local, sizes, phase, 1).steps).sum())
+        elif phase.cost > 0 and not phase.rare:
             total += float(torch.sum(extent(exp.local, sizes, phase).steps))
     return total

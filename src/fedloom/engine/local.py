@@ -144,6 +144,8 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
         return over(lambda x, _: alg.model(x), (0, 0))(at.x, group.work) if watched else ()
 
     now, begun, prelude = _begin(alg, group, given), None, {phase.name for phase in alg.fitting()}
+    if alg.survey_gradients and alg.trains_in(group.plan.address.round):
+        now = now._replace(gradients=_passed(now.gradients, alg.survey_gradients, group.per_epoch))
     phases = alg.phases()
     if not phases:  # nobody trains, so that there are no steps of training
         now = now._replace(group=group._replace(work=group.work._replace(steps=torch.zeros_like(group.work.steps))))
@@ -183,8 +185,12 @@ class Now(NamedTuple):
 
     def spent(self, alg: AnyAlgorithm, phase: Phase, steps: list[int]) -> Tensor:
         """The gradients that were evaluated after so many more steps [K] of a phase."""
-        each = alg.gradients_per_step if phase.is_main else float(phase.cost > 0)
-        return self.gradients + each * tree.moved(torch.tensor(steps, dtype=torch.float64), self.gradients.device)
+        return _passed(self.gradients, alg.gradients_per_step if phase.is_main else float(phase.cost > 0), steps)
+
+
+def _passed(gradients: Tensor, each: float, batches: list[int]) -> Tensor:
+    """The gradients [K] after so many more batches [K], with ``each`` of them."""
+    return gradients + each * tree.moved(torch.tensor(batches, dtype=torch.float64), gradients.device)
 
 
 def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
@@ -232,7 +238,7 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
         # Never longer than ``local``, or the phase, says: beyond that there are no batches.
         whole = [-(-steps // each) for steps, each in zip(plan.steps, plan.per_epoch, strict=True)]
         limits = whole if phase.passes is None else [min(pair) for pair in zip(wanted, whole, strict=True)]
-    taken, done = [0] * len(limits), 0
+    taken, looked, done = [0] * len(limits), [0] * len(limits), 0
     alive = [k for k, limit in enumerate(limits) if limit]
     while alive:
         part = plan.pick(alive, 0 if phase.repeat else done)
@@ -244,6 +250,7 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
         stop = [False] * len(alive)
         if phase.after is not None:
             seen = () if phase.look is None else _looks(alg.task, phase.look, fed, part.ids, here.x, some)
+            looked = [n + (plan.per_epoch[k] if k in alive else 0) for k, n in enumerate(looked)]
             work = tree.take(group.work, rows)
             here, enough = over(phase.after, (0, 0, given.down_dim, 0, 0))(here, seen, some.down, some.mine, work)
             stop = enough.tolist()
@@ -254,7 +261,7 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
     if phase.is_main:
         actual = torch.tensor(taken, dtype=torch.float32, device=group.work.steps.device)
         group = group._replace(work=group.work._replace(steps=actual))
-    return Now(group, at, buffers, now.spent(alg, phase, taken))
+    return Now(group, at, buffers, _passed(now.spent(alg, phase, taken), phase.look_gradients, looked))
 
 
 def _descend(

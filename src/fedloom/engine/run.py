@@ -198,10 +198,12 @@ class Experiment:
         amount = amounts(self.local, self.federation.train.sizes[ids])
         epoch = amount.size.double()
         phases = self.algorithm.phases()
-        beside = [p for p in phases if not p.waiting and not p.is_main]
-        passes = sum(p.cost * (p.epochs or 0) for p in beside)
+        beside = [p for p in phases if not p.waiting and not p.is_main and not p.rare]
+        trains = self.algorithm.trains_in(round_)
+        passes = sum(p.cost * (p.epochs or 0) for p in beside) + trains * self.algorithm.survey_gradients
         steps = sum(p.cost * (p.steps or 0) for p in beside)
-        cost = next((p.cost for p in phases if p.is_main and self.algorithm.trains_in(round_)), 0.0)
+        each = self.algorithm.gradients_per_step
+        cost = next((each + p.look_gradients for p in phases if p.is_main and trains), 0.0)
         main = cost * epoch * present.steps / amount.per_epoch.clamp(min=1)
         load = Load(main, cost * epoch, passes * epoch + steps * amount.width)
         return timetable(self.system, ids, load, self.speeds[ids], up, down, (self.seed, round_))
