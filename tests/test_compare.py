@@ -676,6 +676,61 @@ def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
     assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
+def test_the_gain_over_the_best_of_the_others_is_a_row_of_every_table() -> None:
+    runs = [result(m, s, [0.1, v, v - 0.02]) for m, v in (("a", 0.5), ("b", 0.62), ("c", 0.7)) for s in (0, 1)]
+    paper = {((), "a"): 0.6391, ((), "c"): 0.7215}
+    asked = question(("a", "b", "c"), 2, gain=report.Versus("c", ("a", "b")), paper=paper)
+    table = report.rows(asked, runs)
+    (section,) = report.sections(asked, table)
+    line = dict(zip(section.header, section.lines[-1], strict=True))
+    assert len(section.lines) == 4
+    assert line["algorithm"] == "gain of c"
+    assert (line["last (%)"], line["best (%)"]) == (
+        f"{100 * (0.68 / 0.6 - 1):+.2f}%",
+        f"{100 * (0.7 / 0.62 - 1):+.2f}%",
+    )
+    assert (line["paper (%)"], line["p"], line["rank"]) == ("+12.89%", "", "")
+    assert "| gain of c | +13.33% | +12.90% |" in report.markdown(asked, table)
+    assert "gain of c & +13.33\\% & +12.90\\% &" in report.latex(asked, table)
+    last = list(csv.DictReader(io.StringIO(report.table_csv(asked, table))))[-1]
+    assert (last["algorithm"], float(last["last"]), last["rank"]) == ("gain of c", pytest.approx(0.68 / 0.6 - 1), "")
+    assert float(last["paper"]) == pytest.approx(0.7215 / 0.6391 - 1)
+    assert "gain of c: relative to the best of a, b in the same column." in report.notes(asked, table)
+
+
+def test_a_gain_is_of_whole_methods_and_for_a_loss_of_less() -> None:
+    runs = [result("a", 0, [0.1, 0.5]), result("b", 0, [0.1], "diverged"), result("c", 0, [0.1, 0.6])]
+    asked = question(("a", "b", "c"), 1, gain=report.Versus("c", ("a", "b")))
+    (found,) = report.gains(asked, report.rows(asked, runs))
+    assert found.last == pytest.approx(0.2)
+    (nothing,) = report.gains(asked._replace(gain=report.Versus("b", ("a", "c"))), report.rows(asked, runs))
+    assert nothing[1:] == (None, None, None, None)
+    assert report.relative_gain("global/test/loss", 0.5, [2.0, 1.0]) == 0.5
+    assert report.relative_gain("global/test/accuracy", 0.5, []) is None
+    assert report.relative_gain("global/test/accuracy", 0.5, [0.0]) is None
+
+
+def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:
+    methods = [
+        {"kind": "fedavg"},
+        {"kind": "fedopt", "rule": "sgd"},
+        {"kind": "fedavg", "server_lr": 0.5, "label": "half"},
+    ]
+    planned = compare.plan(table(algorithms=methods, gain="half", seeds=[0], baseline="fedopt"))
+    assert compare._versus(planned.spec.gain, planned.methods) == (
+        "half",
+        ("fedopt",),
+    )  # no variant of its own
+    assert tomllib.loads(planned.as_toml())["compare"]["gain"] == {"of": "half"}
+    for gain, said in (
+        ("halve", "compare.gain.of: 'halve' is not one of the methods (did you mean 'half'?)"),
+        ({"of": "half", "over": ["fedprox"]}, "compare.gain.over: 'fedprox' is not one of the methods"),
+        ({"of": "half", "over": ["half"]}, "compare.gain: needs another method than 'half' to be better than"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            compare.plan(table(algorithms=methods, gain=gain))
+
+
 def test_latex_escapes_what_it_must() -> None:
     label = "50% & a_b #1 ~ {x}"
     asked = question((label,), 1)

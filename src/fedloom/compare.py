@@ -105,12 +105,20 @@ class Doubt(Claim):
     why: str = Field(min_length=1)
 
 
+class Gain(Spec):
+    """The method whose gain is shown, and over the best of which others; of none: of all of other kinds."""
+
+    of: str
+    over: list[str] = Field(default_factory=list)
+
+
 class Compare(Spec):
     """The settings of a comparison."""
 
     algorithms: list[Entry] = Field(min_length=1)
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     baseline: str = ""
+    gain: Gain | None = None
     metric: str = ""
     target: float | None = None
     x: Along | None = None
@@ -128,6 +136,11 @@ class Compare(Spec):
     @classmethod
     def _named(cls, given: Any) -> Any:
         return [{"kind": x} if isinstance(x, str) else x for x in given] if isinstance(given, list) else given
+
+    @field_validator("gain", mode="before")
+    @classmethod
+    def _of_one(cls, given: Any) -> Any:
+        return {"of": given} if isinstance(given, str) else given
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -432,6 +445,25 @@ def _named(name: str, methods: Sequence[Method]) -> list[str]:
     return [m.label for m in methods if m.label == name] or [m.label for m in methods if m.kind == name]
 
 
+def _without_gain(gain: Gain, methods: Sequence[Method]) -> list[Fault]:
+    """Why there is no such gain."""
+    known = {*(m.label for m in methods), *(m.kind for m in methods)}
+    named = [("compare.gain.of", gain.of), *(("compare.gain.over", name) for name in gain.over)]
+    strange = [(at, name) for at, name in named if len(_named(name, methods)) != 1]
+    faults = [Fault(at, f"'{name}' is not one of the methods", nearest(name, known)) for at, name in strange]
+    if (not faults and gain.of in _versus(gain, methods).over) or len(methods) == 1:
+        faults.append(Fault("compare.gain", f"needs another method than '{gain.of}' to be better than"))
+    return faults
+
+
+def _versus(gain: Gain, methods: Sequence[Method]) -> report.Versus:
+    """The labels of these methods: variants of the one that gains are no baselines, unless they are named."""
+    (of,) = _named(gain.of, methods)
+    kind = next(m.kind for m in methods if m.label == of)
+    others = [m.label for m in methods if m.kind != kind] or [m.label for m in methods if m.label != of]
+    return report.Versus(of, tuple(_named(name, methods)[0] for name in gain.over) or tuple(others))
+
+
 def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Axis]) -> list[Fault]:
     labels = [m.label for m in methods]
     known = {*labels, *(m.kind for m in methods)}
@@ -443,6 +475,7 @@ def _inconsistencies(spec: Compare, methods: Sequence[Method], axes: Sequence[Ax
         faults.append(
             Fault("compare.baseline", f"'{spec.baseline}' is not one of the methods", nearest(spec.baseline, known))
         )
+    faults += _without_gain(spec.gain, methods) if spec.gain is not None else []
     faults += _unequal(spec, methods)
     for axis in axes:
         at = f"compare.grid.{axis.key}"
@@ -667,7 +700,7 @@ class Comparison(NamedTuple):
                 "cells": len(self.results),
                 "diverged": sum(r.state == "diverged" for r in self.results),
                 "failed": sum(r.state == "failed" for r in self.results),
-                "table": [report.as_dict(q, row) for row in self.rows],
+                "table": report.as_dicts(q, self.rows),
                 "notes": report.notes(q, self.rows),
             }
             | (terms if q.equal != "rounds" else {})
@@ -1130,6 +1163,7 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         doubts=tuple(report.Doubt(frozenset(_spots(planned, d)), d.metric, d.why) for d in planned.spec.doubts),
         equal=planned.spec.equal,
         budgets=planned.budgets,
+        gain=_versus(planned.spec.gain, planned.methods) if planned.spec.gain is not None else None,
     )
 
 

@@ -15,7 +15,7 @@ from fedloom import compare, record
 from fedloom.errors import ConfigError
 from fedloom.report import compare as report
 from fedloom.report import grid
-from fedloom.report.compare import Question, Result
+from fedloom.report.compare import Question, Result, Versus
 from fedloom.report.grid import Layout
 from terminal import fedloom
 
@@ -345,7 +345,7 @@ def test_curves_against_rounds_seconds_and_bytes(tmp_path: Path) -> None:
         assert mean == pytest.approx([0.1, 0.8])
         assert deviation == pytest.approx([0.0, np.std([0.3, 1.3], ddof=1)])
     assert [len(part) for part in report.band([], "a/accuracy", "bytes")] == [0, 0, 0]
-    words = {"rounds": "round", "seconds": "simulated seconds", "bytes": "MB sent and received"}
+    words = {"rounds": "round", "seconds": "simulated seconds", "bytes": "MB sent"}
     for x, word in words.items():
         report.draw(asked(("a",), axes=(), places=((),), x=x), runs, tmp_path / "c.svg")
         assert f"<!-- {word} -->" in (tmp_path / "c.svg").read_text()
@@ -367,3 +367,24 @@ def test_an_unknown_x_is_refused(tmp_path: Path) -> None:
     done = fedloom("compare", "fedavg", "--x", "days", cwd=tmp_path)
     assert done.code == 2
     assert "seconds" in done.err
+
+
+def test_the_row_of_gains_is_that_of_the_papers_table() -> None:
+    """FedALR's Table 1, CIFAR-10: 72.15 over 63.91 and 68.68 over 52.53, printed as 12.89 and 30.74 %."""
+    runs = everywhere("a", 0.5) + everywhere("b", 0.6)
+    layout = Layout.model_validate({"rows": "algorithm", "columns": ["data", "lr"], "cell": [{"metric": "a/accuracy"}]})
+    papers = {(("x", "1"), "a"): [0.6391], (("x", "1"), "b"): [0.7215], (("x", "2"), "a"): [0.5253]}
+    papers |= {(("x", "2"), "b"): [0.6868]}
+    found = grid.sheet(asked(("a", "b"), gain=Versus("b", ("a",))), layout, runs, papers)
+    *_, ours, theirs = grid.lines(found, found.blocks[0])
+    assert (ours.label, grid.joined(ours.cells[0])) == ("gain of b", "+20.00%")
+    assert [grid.joined(words) for words in theirs.cells] == ["+12.89%", "+30.74%", "-", "-"]
+    assert "| gain of b | +20.00% |" in grid.markdown(found)
+    assert "gain of b & +20.00\\% &" in grid.latex(found)
+    rows = grid.as_dicts(found)[-4:]
+    assert [row["algorithm"] for row in rows] == ["gain of b"] * 4
+    assert rows[0]["mean"] == pytest.approx(0.2)
+    assert grid.table_csv(found).count("gain of b") == 4
+    assert "gain of b: relative to the best of a in the same column." in grid.legend(found)
+    across = layout.model_copy(update={"rows": "lr", "columns": ["data", "algorithm"]})
+    assert not grid.sheet(asked(("a", "b"), gain=Versus("b", ("a",))), across, runs, papers).blocks[0].gains

@@ -61,6 +61,13 @@ class Doubt(NamedTuple):
     why: str
 
 
+class Versus(NamedTuple):
+    """A method, and those with the best of which it is compared."""
+
+    of: str
+    over: tuple[str, ...]
+
+
 class Question(NamedTuple):
     """What is compared, and how it is judged."""
 
@@ -78,6 +85,7 @@ class Question(NamedTuple):
     doubts: tuple[Doubt, ...] = ()
     equal: Equal = "rounds"  # what every method may spend as much of
     budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
+    gain: Versus | None = None  # whose relative gain is a row of the tables
 
     @property
     def metric(self) -> str:
@@ -143,6 +151,16 @@ class Row(NamedTuple):
     p: float | None
     paper: float | None
     spent: Cost | None = None
+
+
+class Gain(NamedTuple):
+    """How much better than the best of the others a method is at a place, as a share of that; None: unknown."""
+
+    place: Place
+    last: float | None
+    best: float | None
+    tail: float | None
+    paper: float | None  # by what the paper reports
 
 
 _PERSONAL = "personal/*/test/accuracy"
@@ -280,6 +298,39 @@ def _row(
     )
 
 
+def gains(question: Question, table: Sequence[Row]) -> list[Gain]:
+    """The relative gains at each place, where they are asked for; who did not finish with every seed has none."""
+    if question.gain is None:
+        return []
+    of, over = question.gain
+    out = []
+    for place in question.places:
+        here = {row.method: row for row in table if row.place == place}
+        whole = {m for m, r in here.items() if r.seeds == len(question.seeds) and question.is_ranked(r.metric)}
+        columns = [
+            {m: mean.mean for m in whole if (mean := getattr(here[m], name)) is not None}
+            for name in ("last", "best", "tail")
+        ]
+        columns.append({m: row.paper for m, row in here.items() if row.paper is not None})
+        found = [relative_gain(question.metric, c.get(of), [c[m] for m in over if m in c]) for c in columns]
+        out.append(Gain(place, *found))
+    return out
+
+
+def relative_gain(metric: str, ours: float | None, others: Sequence[float]) -> float | None:
+    """How much better than the best of the others, as a share of that; for a loss, how much less."""
+    lower = lower_is_better(metric)
+    best = (min if lower else max)(others) if others else 0.0
+    if ours is None or best <= 0:
+        return None
+    return 1 - ours / best if lower else ours / best - 1
+
+
+def percent(gain: float | None) -> str:
+    """A relative gain as tables have it."""
+    return "-" if gain is None else f"{100 * gain:+.2f}%"
+
+
 def _spent(ends: Sequence[dict[str, Any]]) -> Cost | None:
     """What runs took, by their last records."""
     columns = [[float(_along(x, line)) for line in ends] for x in get_args(Equal)]
@@ -317,14 +368,35 @@ def is_share(metric: str) -> bool:
 
 def sections(question: Question, table: Sequence[Row]) -> list[Section]:
     """The table as words, a section for each place of the grid."""
-    columns = _columns(question, table)
+    columns, better = _columns(question, table), {gain.place: gain for gain in gains(question, table)}
     out = []
     for place in question.places:
         here = [row for row in table if row.place == place]
         lines = [[show(row) for _, show in columns] for row in here]
+        if place in better:
+            lines.append(_gain_line(question, [name for name, _ in columns], better[place]))
         best = next((i for i, row in enumerate(here) if row.rank == 1), None)
         out.append(Section(question.title(place), [name for name, _ in columns], lines, best))
     return out
+
+
+def _gain_line(question: Question, header: Sequence[str], gain: Gain) -> list[str]:
+    """The words of a gain below those of the methods; columns in which there can be none are empty."""
+    known = {"last": gain.last, "best": gain.best, "mean of last 10": gain.tail, "paper": gain.paper}
+    stems = [name.removesuffix(" (%)") for name in header[1:]]
+    return [gain_label(question), *(percent(known[stem]) if stem in known else "" for stem in stems)]
+
+
+def gain_label(question: Question) -> str:
+    """What the row of gains is called."""
+    return f"gain of {question.gain.of}" if question.gain is not None else ""
+
+
+def gain_note(question: Question) -> list[str]:
+    """What the row of gains says, where there is one."""
+    if question.gain is None:
+        return []
+    return [f"{gain_label(question)}: relative to the best of {', '.join(question.gain.over)} in the same column."]
 
 
 def _columns(question: Question, table: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
@@ -452,6 +524,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
         out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
+    out += gain_note(question)
     out += reasons(question.doubts, {number for row in table for number in _doubts(question, row)})
     return [*out, *question.remarks]
 
@@ -558,9 +631,25 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     return out | {f"{k}_spent": v.mean * scale.get(k, 1.0) if v else None for k, v in spent.items()}
 
 
+def as_dicts(question: Question, table: Sequence[Row]) -> list[dict[str, Any]]:
+    """All rows, and the gain of each place below those of its methods."""
+    out, better = [], {gain.place: gain for gain in gains(question, table)}
+    for place in question.places:
+        here = [as_dict(question, row) for row in table if row.place == place]
+        out += here
+        if place in better:
+            gain = better[place]
+            blank = dict.fromkeys(here[0]) | dict(zip(question.axes, place, strict=True))
+            what = {"algorithm": gain_label(question), "metric": f"relative gain, {question.metric}"}
+            out.append(
+                blank | what | {"last": gain.last, "best": gain.best, "mean_last_10": gain.tail, "paper": gain.paper}
+            )
+    return out
+
+
 def table_csv(question: Question, table: Sequence[Row]) -> str:
     """The table with every number in a column of its own."""
-    return csv_text([as_dict(question, row) for row in table])
+    return csv_text(as_dicts(question, table))
 
 
 def cells_csv(question: Question, results: Sequence[Result], folder: str) -> str:

@@ -72,11 +72,19 @@ class Number(NamedTuple):
     best: bool = False  # of its column
 
 
+class Gained(NamedTuple):
+    """A relative gain over the best of other rows, as a share of that; None: unknown."""
+
+    value: float | None
+    paper: float | None
+
+
 class Block(NamedTuple):
     """One of the tables: what it is about, and its numbers by row, column and part."""
 
     where: dict[str, str]
     cells: list[list[list[Number]]]
+    gains: list[list[Gained]]  # by column and part; empty where none are asked for
 
     @property
     def title(self) -> str:
@@ -94,6 +102,8 @@ class Sheet(NamedTuple):
     seeds: int
     remarks: tuple[str, ...]
     doubts: tuple[report.Doubt, ...]
+    gain: str = ""  # what the row of gains is called
+    about_gain: tuple[str, ...] = ()  # and what it says
 
 
 Papers = Mapping[tuple[Place, str], Sequence[float | None]]  # of each part of the cell at a place, by method
@@ -109,7 +119,7 @@ def sheet(question: Question, layout: Layout, results: Sequence[Result], papers:
         for row in values[layout.rows]:
             at = [where | {layout.rows: row} | dict(zip(layout.columns, column, strict=True)) for column in columns]
             cells.append([_numbers(question, layout, results, papers, spot) for spot in at])
-        blocks.append(Block(where, _with_best(layout, cells)))
+        blocks.append(Block(where, _with_best(layout, cells), _gains(question, layout, values[layout.rows], cells)))
     return Sheet(
         layout=layout,
         rows=values[layout.rows],
@@ -119,6 +129,8 @@ def sheet(question: Question, layout: Layout, results: Sequence[Result], papers:
         seeds=len(question.seeds),
         remarks=question.remarks,
         doubts=question.doubts,
+        gain=report.gain_label(question),
+        about_gain=tuple(report.gain_note(question)) if any(block.gains for block in blocks) else (),
     )
 
 
@@ -183,6 +195,28 @@ def _with_best(layout: Layout, cells: list[list[list[Number]]]) -> list[list[lis
     return out
 
 
+def _gains(
+    question: Question, layout: Layout, rows: Sequence[str], cells: Sequence[Sequence[Sequence[Number]]]
+) -> list[list[Gained]]:
+    """The relative gain in each column, where methods are the rows and it is asked for."""
+    if question.gain is None or layout.rows != "algorithm":
+        return []
+    at = {row: index for index, row in enumerate(rows)}
+    ours, others = at[question.gain.of], [at[method] for method in question.gain.over]
+
+    def gained(column: int, k: int) -> Gained:
+        metric, here = layout.cell[k].metric, [line[column][k] for line in cells]
+        means = [n.value.mean if n.value and not n.diverged + n.failed else None for n in here]
+        papers = [n.paper for n in here]
+        value, paper = (
+            report.relative_gain(metric, v[ours], [x for i in others if (x := v[i]) is not None])
+            for v in (means, papers)
+        )
+        return Gained(value, paper)
+
+    return [[gained(column, k) for k in range(len(layout.cell))] for column in range(len(cells[0]))]
+
+
 def _recorded(metric: str, question: Question, results: Sequence[Result]) -> list[str]:
     """Under which names the methods recorded this metric, where that can differ."""
     if "*" not in metric:
@@ -214,6 +248,11 @@ def lines(found: Sheet, block: Block) -> list[Line]:
         out.append(Line(label, [_ours(found.layout, numbers) for numbers in cells], False))
         if any(number.paper is not None for numbers in cells for number in numbers):
             out.append(Line("paper", [_theirs(found.layout, numbers) for numbers in cells], True))
+    if block.gains:
+        out.append(Line(found.gain, [[Word(report.percent(g.value)) for g in parts] for parts in block.gains], False))
+        if any(g.paper is not None for parts in block.gains for g in parts):
+            words = [[Word(report.percent(g.paper)) for g in parts] for parts in block.gains]
+            out.append(Line("paper", words, True))
     return out
 
 
@@ -282,6 +321,7 @@ def legend(found: Sheet) -> list[str]:
         if any(report.is_share(part.metric) for part in cell):
             limit += f" ({100 * found.layout.tolerance:g} points of accuracy)"
         out.append(f"paper: what the paper reports; ↓ and ↑: more than {limit} below or above it.")
+    out += found.about_gain
     out += report.reasons(found.doubts, {number for n in _all(found) for number in n.doubts})
     if any(n.diverged or n.failed for n in _all(found)):
         out.append("A cell that did not finish with every seed has the values of the others, and is never bold.")
@@ -353,6 +393,11 @@ def as_dicts(found: Sheet) -> list[dict[str, Any]]:
             for column, numbers in zip(found.columns, cells, strict=True):
                 spot = {**block.where, found.layout.rows: row, **dict(zip(found.layout.columns, column, strict=True))}
                 out += [spot | _as_dict(found, part, n) for part, n in zip(found.layout.cell, numbers, strict=True)]
+        for column, parts in zip(found.columns, block.gains, strict=False):
+            spot = {**block.where, "algorithm": found.gain, **dict(zip(found.layout.columns, column, strict=True))}
+            for part, gained in zip(found.layout.cell, parts, strict=True):
+                what = {"metric": f"relative gain, {part.metric}", "statistic": part.statistic}
+                out.append(dict.fromkeys(out[0]) | spot | what | {"mean": gained.value, "paper": gained.paper})
     return out
 
 
