@@ -875,3 +875,39 @@ def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
     )
     assert any("partition.clients = 5 is in no cell" in note for note in planned.notes)
     assert any("fedprox draws other clients than fedavg" in note for note in planned.notes)
+
+
+# -- privacy ---------------------------------------------------------------------------------------
+def private(seed: int, method: str = "a", *, data: str = "d", partition: str = "p", **more: Any) -> Result:
+    spent = report.Spent(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)
+    return Result((), method, method, seed, f"{method}{seed}{data}", "done", [], partition, spent)
+
+
+def test_what_cells_on_the_same_data_tell_adds_up() -> None:
+    assert report.composed([private(0)._replace(spent=None)]) == []
+    assert report.composed([private(0)]) == [
+        "epsilon: a (seed 0) 2 at delta 1e-05, for each client (add or remove one)."
+    ]
+    same = [private(0), private(0, "b", epsilon=3.5), private(0)]  # of which the last is the first
+    assert report.composed(same) == [
+        "epsilon: a (seed 0) 2, b (seed 0) 3.5; 2 cells on the same data add up to epsilon 5.5 at delta 2e-05, "
+        "for each client (add or remove one)."
+    ]
+    assert len(report.composed([private(0), private(0, data="e")])) == 2
+    other = report.composed([private(0), private(1, partition="q")])
+    assert len(other) == 3
+    assert "of an example, they all tell something" in other[-1]
+    assert "epsilon inf" in report.composed([private(0), private(0, "b", epsilon=math.inf)])[0]
+    assert report.composed([private(0, warning="simulated")])[0].endswith("(add or remove one) (simulated).")
+
+
+def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> None:
+    settings = SMALL | {"rounds": 2, "privacy": {"clip": 1.0, "noise": 1.0}, "cohort": {"sampling": "all"}}
+    methods = [{"kind": "fedavg", "weighting": "uniform"}, {"kind": "fedprox", "weighting": "uniform"}]
+    done = compare.run({**settings, "compare": {"algorithms": methods, "seeds": [0]}}, tmp_path / "out", jobs=1)
+    homes = [done.cells / result.hash for result in done.results]
+    assert len({(home / "noise.key").read_text() for home in homes}) == 2
+    each = [record.read_metrics(home)[-1]["privacy/epsilon"] for home in homes]
+    note = next(note for note in done.summary()["notes"] if note.startswith("epsilon"))
+    assert f"2 cells on the same data add up to epsilon {sum(each):.4g} at delta 2e-05" in note
+    assert note in (tmp_path / "out" / "table.md").read_text()

@@ -1,6 +1,6 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-tree rng errors · schema  <-  task optim metrics analytic  <-  algorithm law distill sharpness
+tree rng noise errors · schema  <-  task optim metrics analytic  <-  algorithm law distill sharpness
   <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 
 # Modules of one line may import each other only where they are a package; a folder stands for all in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("tree", "rng", "errors"),
+    ("tree", "rng", "noise", "errors"),
     ("schema",),
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),

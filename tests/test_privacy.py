@@ -25,6 +25,7 @@ from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.errors import ConfigError, DivergedError
 from fedloom.experiment import prepare
+from fedloom.noise import seeded
 from fedloom.privacy import (
     Privacy,
     Release,
@@ -39,6 +40,7 @@ from fedloom.privacy import (
 )
 
 DELTA = 1e-5
+KEY = seeded(1)
 SIZES = (20, 12, 7, 9, 30, 11)
 UNIFORM = {"kind": "fedavg", "weighting": "uniform"}
 
@@ -80,7 +82,7 @@ def test_an_upload_of_zeros_stays() -> None:
 def test_noise_has_the_stated_scale() -> None:
     """D2: the deviation of a million draws is within 1 % of what it should be, and they are normal."""
     x = Update(torch.ones(4, 250_000))
-    drawn = noised(x, torch.tensor([0.5, 0.5, 2.0, 0.0]), torch.arange(4), (1, 2)).dw - 1
+    drawn = noised(x, torch.tensor([0.5, 0.5, 2.0, 0.0]), torch.arange(4), KEY, 2).dw - 1
     assert float(drawn[:2].std()) == pytest.approx(0.5, rel=0.01)
     assert float(drawn[2].std()) == pytest.approx(2.0, rel=0.01)
     assert not drawn[3].any()
@@ -92,12 +94,15 @@ def test_noise_has_the_stated_scale() -> None:
 def test_noise_has_an_address() -> None:
     x = Update(torch.zeros(3, 50))
     std, ids = torch.ones(3), torch.tensor([4, 1, 9])
-    drawn = noised(x, std, ids, (1, 2)).dw
+    drawn = noised(x, std, ids, KEY, 2).dw
     order = torch.tensor([2, 0, 1])
-    assert torch.equal(noised(x, std, ids[order], (1, 2)).dw, drawn[order])
-    assert torch.equal(noised(Update(x.dw[:1]), std[:1], ids[:1], (1, 2)).dw, drawn[:1])
-    for other in ((1, 3), (2, 2)):
-        assert not torch.isclose(noised(x, std, ids, other).dw, drawn).any()
+    assert torch.equal(noised(x, std, ids[order], KEY, 2).dw, drawn[order])
+    assert torch.equal(noised(Update(x.dw[:1]), std[:1], ids[:1], KEY, 2).dw, drawn[:1])
+    for other in ((KEY, 3), (seeded(2), 2)):
+        assert not torch.isclose(noised(x, std, ids, *other).dw, drawn).any()
+    both = noised(Two(torch.zeros(3, 50), torch.zeros(3, 50)), std, ids, KEY, 2)
+    assert torch.equal(both.dw, drawn)
+    assert not torch.isclose(both.dw, both.dc).any()
 
 
 @pytest.mark.parametrize(("mechanism", "each"), [("distributed", 1 / math.sqrt(6)), ("local", 1.0)])
@@ -228,10 +233,10 @@ def test_a_factor_is_never_below_one() -> None:
     for kind in ("alpha", "entropy"):
         for cost in (0.1, 1.0, 1000.0):
             how = Privacy(clip=1.0, noise=1.0, heterogeneity=kind, histogram_epsilon=cost, most=3.0, slope=5.0)  # type: ignore[arg-type]
-            f = factors(how, counts, seed=1)
+            f = factors(how, counts, KEY)
             assert float(f.min()) >= 1
             assert float(f.max()) <= 3
-            assert torch.equal(f, factors(how, counts, seed=1))
+            assert torch.equal(f, factors(how, counts, KEY))
 
 
 def test_factors_of_known_clients() -> None:
@@ -239,8 +244,8 @@ def test_factors_of_known_clients() -> None:
     counts = np.array([[10.0] * 10, [100.0] + [0.0] * 9])
     for kind, most in (("alpha", 4.0), ("entropy", 2.0)):
         how = Privacy(clip=1.0, noise=1.0, heterogeneity=kind, histogram_epsilon=1e9)  # type: ignore[arg-type]
-        assert factors(how, counts, seed=0).tolist() == pytest.approx([1.0, most], rel=1e-3)
-    assert factors(Privacy(clip=1.0, noise=1.0), counts, seed=0).tolist() == [1, 1]
+        assert factors(how, counts, KEY).tolist() == pytest.approx([1.0, most], rel=1e-3)
+    assert factors(Privacy(clip=1.0, noise=1.0), counts, KEY).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("alpha", "factor"), [(0.1, 1.0), (0.05, 2.0), (0.025, 4.0), (0.01, 4.0), (1.0, 1.0)])
@@ -418,7 +423,7 @@ def test_a_budget_is_kept_to_the_last_round(tmp_path: Path) -> None:
 def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "cohort": {"sampling": "poisson", "size": 5},
-        "privacy": {"clip": 1.0, "noise": 1.0, "heterogeneity": "alpha"},
+        "privacy": {"clip": 1.0, "noise": 1.0, "heterogeneity": "alpha", "noise_from": "seed"},
         "model": {"kind": "logistic"},
     }
     fedloom.run(UNIFORM, rounds=4, out=tmp_path / "whole", **settings)

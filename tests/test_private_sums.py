@@ -27,6 +27,7 @@ SIZES = (20, 12, 7, 9, 30, 11)
 WIDE = {"kind": "random_features", "width": 300}
 ON = {"feature_clip": 0.5, "noise": 3.0}
 LOCAL = ON | {"mechanism": "local"}
+SEEDED = LOCAL | {"noise_from": "seed"}
 
 
 def rounds(exp: Any, count: int = 1) -> Any:
@@ -114,7 +115,7 @@ def test_counts_are_noised_where_the_server_needs_them_and_else_not_sent(world: 
 def test_the_noise_of_a_client_has_an_address(world: Any) -> None:
     """Whoever comes beside it, in whatever round; so that one who is forgotten tells nothing new."""
     settings = {"algorithm": {"kind": "analytic", "forget": [1]}, "model": {"kind": "random_features", "width": 40}}
-    exp = world(SIZES, privacy=LOCAL, **settings)
+    exp = world(SIZES, privacy=SEEDED, **settings)
     first, second, later = rounds(exp, 1), rounds(exp, 2), rounds(exp, 4)
     others = second.rows - exact(exp, [0, 2, 3, 4, 5], 0.5)
     std = 3.0 * math.sqrt(0.5**4 + 0.5**2)
@@ -122,13 +123,13 @@ def test_the_noise_of_a_client_has_an_address(world: Any) -> None:
     assert float((first.rows - second.rows - exact(exp, [1], 0.5)).std()) == pytest.approx(std, rel=0.1)
     assert torch.equal(later.rows, second.rows)
     assert exp.guard.releases[-1] == 1
-    alone = world(SIZES, privacy=LOCAL, cohort={"size": 1}, **settings)
-    together = rounds(world(SIZES, privacy=LOCAL, cohort={"size": 3}, **settings), 9)
+    alone = world(SIZES, privacy=SEEDED, cohort={"size": 1}, **settings)
+    together = rounds(world(SIZES, privacy=SEEDED, cohort={"size": 3}, **settings), 9)
     assert int((together.standing == 1).sum()) > 3
     one = rounds(alone, 1)
     client = int(one.standing.argmax())
     noise = one.rows - exact(alone, [client], 0.5)
-    everybody = rounds(world(SIZES, privacy=LOCAL, **settings)).rows - exact(exp, list(range(6)), 0.5)
+    everybody = rounds(world(SIZES, privacy=SEEDED, **settings)).rows - exact(exp, list(range(6)), 0.5)
     rest = [i for i in range(6) if i != client]
     assert float((everybody - noise).std()) == pytest.approx(std * math.sqrt(len(rest)), rel=0.1)
 
@@ -210,7 +211,7 @@ def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some
 
 
 def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"model": "logistic", "cohort": {"size": 6}, "privacy": LOCAL}
+    settings: dict[str, Any] = {"model": "logistic", "cohort": {"size": 6}, "privacy": SEEDED}
     for kind in ("analytic", "law_afl"):
         fedloom.run(kind, rounds=3, out=tmp_path / kind, **settings)
         fedloom.run(kind, rounds=1, out=tmp_path / f"{kind}-part", **settings)

@@ -19,8 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedloom import record, tree
-from fedloom.config import Config, InMemory, as_toml, config_hash, override, parse, read_toml, without_idle
+from fedloom import noise, record, tree
+from fedloom.config import (
+    Config,
+    InMemory,
+    as_table,
+    as_toml,
+    config_hash,
+    override,
+    parse,
+    read_toml,
+    without_idle,
+)
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.data.sources import from_arrays, from_torch
@@ -34,6 +44,7 @@ from fedloom.engine.topology import Grid, Moment, Topology, facts, shape_of
 from fedloom.errors import CheckpointError, ConfigError, DataError, DivergedError, Fault, LostRankError, StorageError
 from fedloom.experiment import Prepared, pick_device, prepare
 from fedloom.history import History
+from fedloom.noise import Key
 from fedloom.record import RunFolder, Timing
 
 _ONE_SIGNAL = 2.0  # seconds within which several ranks may be told of one signal more than once
@@ -146,12 +157,14 @@ def resume(
     path, ranks = Path(run_dir), joined()
     with ranks.agreed():
         config = _resumed_config(path, data, at, rounds, forget)
+        _refuse_other_noise(path, config)
+        key = _key_of(path, config)
     root, arrays = _root(data_root), _as_arrays(data, config.basics.seed)
-    prepared = _prepared(config, root, arrays)
+    prepared = _prepared(config, root, arrays, key)
     if forget:
         with ranks.agreed():
             config = _until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
-        prepared = _prepared(config, root, arrays)
+        prepared = _prepared(config, root, arrays, key)
     with ranks.agreed():
         laid_out = (path / "partition.json").is_file()
         if laid_out:
@@ -166,7 +179,7 @@ def resume(
                 record.write_text(path / "config.toml", as_toml(config))
                 folder.write("environment.json", _environment(path) | {"config_hash": config_hash(config)})
                 if prepared.experiment.guard is not None:
-                    folder.write("privacy.json", prepared.experiment.guard.described())
+                    folder.write("privacy.json", _privacy(prepared))
     return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
 
 
@@ -196,6 +209,72 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
     if not _is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
     return parse(table, notes)
+
+
+_BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "algorithm.forget")  # on which no upload depends
+
+
+def _promised(config: Config) -> dict[str, Any]:
+    """The settings on which depends what the clients of a private run send, and so what its noise is worth."""
+    table = as_table(config)
+    flat = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    sections = {name: part for name, part in table.items() if isinstance(part, dict)}
+    flat |= {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
+    beside = {key for key in flat if key in _BESIDE or key.partition(".")[0] in _BESIDE}
+    if config.privacy.epsilon is not None and config.privacy.feature_clip is None:
+        beside.discard("rounds")  # for which the noise was calibrated
+    return {key: value for key, value in flat.items() if key not in beside}
+
+
+def _refuse_other_noise(path: Path, config: Config) -> None:
+    """A private run goes on as it began.
+
+    What was released cannot be taken back. With other settings the same noise would be added to other numbers, and the
+    difference of the two would have none.
+    """
+    began, private = path / "privacy.json", config.privacy.on
+    if not (path / "partition.json").is_file():  # killed before the first round: nothing was released
+        return
+    if not began.is_file():
+        if private:
+            what = "this run began without privacy, and has released what no noise can hide any more"
+            raise ConfigError([Fault("privacy", what, "start a new run")])
+        return
+    try:
+        then = dict(json.loads(began.read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "does not say with which settings this run began; it is damaged, or of an earlier version"
+        raise CheckpointError(f"{began}: {what}: start a new run") from error
+    now = _promised(config)
+    faults = []
+    for key in sorted(then.keys() | now.keys()):
+        old, new = (found.get(key, "unset") for found in (then, now))
+        if old != new:
+            what = f"was {_worded(old)} when this private run began, and is {_worded(new)} now"
+            faults.append(Fault(key, what, f"set it back to {_worded(old)}, or start a new run"))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _worded(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _key_of(path: Path, config: Config) -> Key | None:
+    """The key from which the noise of this run is drawn, where that is a secret."""
+    if not config.privacy.on or config.privacy.noise_from != "secret":
+        return None
+    key = record.read_key(path)
+    if key is None and (path / "partition.json").is_file():
+        what = "is gone, and with it the noise of this private run: no other noise may be added to the same numbers"
+        raise CheckpointError(f"{path / 'noise.key'}: {what}; put it back, or start a new run")
+    return key
+
+
+def _privacy(prepared: Prepared) -> dict[str, Any]:
+    """What a run folder says of its privacy, and the settings with which it must go on."""
+    assert prepared.experiment.guard is not None
+    return prepared.experiment.guard.described() | {"settings": _promised(prepared.config)}
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -241,14 +320,15 @@ def _until_forgotten(
     return config._replace(basics=config.basics.model_copy(update={"rounds": rounds}))
 
 
-def _prepared(config: Config, root: Path, arrays: Arrays | None) -> Prepared:
-    """The experiment, ready to run, as one of however many ranks there are."""
+def _prepared(config: Config, root: Path, arrays: Arrays | None, key: Key | None = None) -> Prepared:
+    """The experiment, ready to run, as one of however many ranks there are; ``key``: of its noise, if it has one."""
     ranks = joined()
     if ranks.size == 1:
-        return prepare(config, root, arrays)
+        return prepare(config, root, arrays, key)
+    key = noise.from_text(ranks.told(noise.as_text(key or noise.drawn())))
     with ranks.agreed():
         take_device(pick_device(config.engine.device))
-        prepared = prepare(config, root, arrays)
+        prepared = prepare(config, root, arrays, key)
         exp = replace(prepared.experiment, ranks=ranks)
         if config.engine.store == "disk" and exp.keeps_state(begin(exp)):
             what = f"'disk' is for one process: each of {ranks.size} ranks keeps the states of its own clients"
@@ -347,10 +427,26 @@ def _entry(
         if at != -1 or checkpoint.rounds(path / "checkpoints"):
             place = path / "checkpoints"
             loaded = checkpoint.load(place, state, store, at=None if at == -1 else at, ranks=exp.ranks)
+            _same_ledger(path, exp, loaded.state)
     with exp.ranks.agreed():
         if folder is not None:
             records = _rewound(exp, folder, loaded)
     return loaded.state, list(exp.ranks.told(records))
+
+
+def _same_ledger(path: Path, exp: Experiment, state: RunState) -> None:
+    """Refuse a run whose rounds to come are not of the kind of those that have been accounted for."""
+    then, now = state.ledger, None if exp.guard is None else exp.guard.opened()
+    if then is None and now is None:
+        return
+    if then is None or now is None or len(then.uses) != len(now.uses):
+        raise CheckpointError(f"{path}: its checkpoint has no ledger of what this privacy has spent; start a new run")
+    old = {**then.release._asdict(), "delta": then.delta, "reach": then.reach}
+    new = {**now.release._asdict(), "delta": now.delta, "reach": now.reach}
+    for name, value in old.items():
+        if value != new[name]:
+            what = f"{name} of its noise was {value}, and would be {new[name]} now"
+            raise CheckpointError(f"{path}: {what}; go on with the settings and the dp-accounting it began with")
 
 
 def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> list[dict[str, Any]]:
@@ -395,15 +491,17 @@ def _evaluated(
         "bytes/busiest": state.busiest,
         "work/gradients": state.gradients,
         "time/simulated": state.seconds,
-        **_spent(exp, state.round),
+        **_spent(exp, state),
     }
     return line | dict(found) | ({"excluded": list(excluded)} if excluded else {})
 
 
-def _spent(exp: Experiment, round_: int) -> dict[str, float]:
-    """Epsilon after so many rounds, where uploads are private; infinity, for which JSON has no word, is left out."""
-    spent = exp.guard.epsilon(round_) if exp.guard is not None else math.inf
-    return {"privacy/epsilon": spent} if math.isfinite(spent) else {}
+def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
+    """Epsilon so far, where uploads are private; infinity, for which JSON has no word, is left out."""
+    if exp.guard is None or state.ledger is None:
+        return {}
+    spent = state.ledger.epsilon()
+    return {exp.guard.metric: spent} if math.isfinite(spent) else {}
 
 
 def _lines(
@@ -483,7 +581,9 @@ def _lay_out(folder: RunFolder, prepared: Prepared) -> None:
     folder.write("environment.json", record.environment(prepared.experiment.device) | _choices(prepared))
     shared, topology, exp = prepared.shared, prepared.config.topology, prepared.experiment
     if exp.guard is not None:
-        folder.write("privacy.json", exp.guard.described())
+        if not exp.guard.key.public:
+            record.write_key(folder.path, exp.guard.key)
+        folder.write("privacy.json", _privacy(prepared))
     if topology is not None:
         folder.write(
             "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())

@@ -823,7 +823,8 @@ def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
     """The loss and accuracy that stand for a run, the common model's first, and what privacy was spent."""
     names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
     first = names[0].rpartition("/")[0] if names else ""
-    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", "privacy/epsilon") if n in metrics]
+    spent = [n for n in metrics if n.startswith("privacy/")]
+    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", *spent) if n in metrics]
 
 
 def _brief(value: float) -> str:

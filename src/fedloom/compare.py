@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 import queue
 import subprocess
@@ -19,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, Protocol, get_args
@@ -52,7 +52,7 @@ from fedloom.experiment import pick_device
 from fedloom.metrics import Auc
 from fedloom.report import compare as report
 from fedloom.report import grid as layouts
-from fedloom.report.compare import Along, Equal, Place, Question, Result, Row
+from fedloom.report.compare import Along, Equal, Place, Question, Result, Row, Spent
 from fedloom.report.grid import Layout, Sheet
 from fedloom.schema import Spec, read
 from fedloom.task import Task
@@ -294,7 +294,8 @@ def metric_names(config: Config) -> set[str]:
     judged = plain + [f"auc_{variant}" for variant in evaluate.auc]
     spread = [f"{name}{end}" for name in judged for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
     found = {"bytes": ["up", "down", "busiest"], "work": ["gradients"], "time": ["simulated"]}
-    found |= {"privacy": ["epsilon"]} if config.privacy.on else {}
+    simulated = config.privacy.noise_from == "seed"
+    found |= {"privacy": ["epsilon_simulated" if simulated else "epsilon"]} if config.privacy.on else {}
     found |= {"bad_clients": ["weight_mean", "weight_total", "weight_ratio"]} if config.corruption.any else {}
     if alg.family == "gossip":
         nodes = [*plain, "accuracy_min", "accuracy_std"]
@@ -872,7 +873,7 @@ def _extent(source: Source) -> Extent:
     if isinstance(source, PublishedSet):
         layout = source.layout
         rows = sum(part.rows for part in layout.parts)
-        return Extent(rows * prod(layout.shape), layout.shape, max(map(len, layout.classes)))
+        return Extent(rows * math.prod(layout.shape), layout.shape, max(map(len, layout.classes)))
     if isinstance(source, Synthetic):
         rows = 450 * source.devices  # the mean of its lognormal sizes
         return Extent(4 * rows * source.features, (source.features,), source.classes)
@@ -1134,8 +1135,21 @@ def _result(cell: Cell, home: Path) -> Result:
     state = _state(home) or "failed"
     records = record.read_metrics(home) if (home / "metrics.jsonl").is_file() else []
     described = home / "partition.json"
-    partition = json.loads(described.read_text())["sha256"] if described.is_file() else ""
-    return Result(cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash, state, records, partition)
+    shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
+    own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
+    return Result(*own, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
+
+
+def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | None:
+    """What the privacy of a cell has cost so far, where there is any."""
+    path = home / "privacy.json"
+    if not path.is_file() or not records:
+        return None
+    told = json.loads(path.read_text())
+    newest: dict[str, Any] = next((line for line in reversed(records) if "bytes/up" in line), {})
+    found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
+    epsilon = found[0] if found else math.inf  # for which JSON has no word
+    return Spent(data, told["unit"], told["relation"], epsilon, told["delta"], told.get("warning", ""))
 
 
 def _question(planned: Plan, results: Sequence[Result]) -> Question:
@@ -1159,7 +1173,7 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         paper=_paper(planned, share),
         wanted=metric,
         x=planned.spec.x or planned.spec.equal,
-        remarks=tuple(planned.spec.notes),
+        remarks=(*report.composed(results), *planned.spec.notes),
         doubts=tuple(report.Doubt(frozenset(_spots(planned, d)), d.metric, d.why) for d in planned.spec.doubts),
         equal=planned.spec.equal,
         budgets=planned.budgets,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom import corruption, privacy, rng, robust
+from fedloom import corruption, noise, privacy, rng, robust
 from fedloom.algorithm import Held, Noise
 from fedloom.analytic import sensitivity
 from fedloom.config import Config
@@ -26,6 +26,7 @@ from fedloom.engine.run import Experiment, begin, specimen
 from fedloom.engine.topology import faults as topology_faults
 from fedloom.errors import ConfigError, Fault
 from fedloom.models.net import Model
+from fedloom.noise import Key
 from fedloom.privacy import Guard, Release, Sums, calibrated, factors
 from fedloom.task import Task
 
@@ -95,8 +96,8 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     )
 
 
-def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepared:
-    """Everything that the first round needs."""
+def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
+    """Everything that the first round needs; ``key``: of noise that is a secret, where there is one already."""
     reuse_memory()
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -124,7 +125,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None) -> Prepare
     if config.engine.compile == "on" and capture != "compiled":
         note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
         config = config._replace(notes=(*config.notes, note))
-    guard = _guard(config, federation)
+    guard = _guard(config, federation, key)
     algorithm = config.algorithm.bind(
         task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)
     )
@@ -174,11 +175,12 @@ def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) 
     return fed._replace(x=x, y=y)
 
 
-def _guard(config: Config, fed: Federation) -> Guard | None:
+def _guard(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     """Privacy as it is in this run: for its sampling, its rounds and its clients."""
     how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
+    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
     if how.feature_clip is not None:
-        return _guard_of_sums(config, fed, how.feature_clip)
+        return _guard_of_sums(config, fed, how.feature_clip, key)
     if how.clip is None or cohort.sampling == "proportional":
         return None
     sizes = fed.train.sizes
@@ -198,10 +200,11 @@ def _guard(config: Config, fed: Federation) -> Guard | None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
     # A sum over who happens to be there is only divided by a number that does not tell how many these are.
     fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
-    return Guard(how.clip, factors(how, counts, seed), release, uses, how.delta, float(size) if fixed else None)
+    weight = float(size) if fixed else None
+    return Guard(key, how.clip, factors(how, counts, key), release, uses, how.delta, weight)
 
 
-def _guard_of_sums(config: Config, fed: Federation, norm: float) -> Guard:
+def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
     """The same of sums over examples, each of which is in one sum of one client, and is released once."""
     how, able, counts = config.privacy, int((fed.train.sizes > 0).sum()), config.algorithm.needs_counts
     sums = Sums(sensitivity(norm, cross_scale=how.cross_scale, counts=counts), how.cross_scale, counts)
@@ -209,7 +212,7 @@ def _guard_of_sums(config: Config, fed: Federation, norm: float) -> Guard:
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
     uses = (0, *[1] * config.basics.rounds)
-    return Guard(norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
+    return Guard(key, norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
 
 
 def _check_uploads(config: Config, experiment: Experiment) -> None:

@@ -13,7 +13,7 @@ Clients of a closed form send sums over examples instead, once. There the unit i
     x <- x min(1, R / ||x||) before it is summed: one example moves (G, B) by D = sqrt(R^4 + R^2) at most, in which
     S above is replaced by D; and by sqrt(R^4 + R^2 + 1) where counts of classes are sent, too
 
-Their noise has the address (seed, client): who is to be forgotten sends the same numbers again, and tells nothing new.
+Their noise has the address (client): who is to be forgotten sends the same numbers again, and tells nothing new.
 Who has no examples does not come: that a client has any at all is not hidden.
 
 Every client counts alike, since a weight would tell how much data it has. Noise may grow with how unequal a
@@ -22,8 +22,11 @@ guarantee stays that of f_i = 1, and the histogram is charged once. As printed (
 / (alpha + eps) with the alpha of the experiment, which no client knows and which is the same for all: noise is
 z sigma_ref / alpha for everybody, less than z where alpha is large, and epsilon is told for what it comes to.
 
-Noise has an address (seed, round, client), so that a resumed run adds the same. Epsilon is computed by Google's
-dp-accounting, through Renyi divergences, for the sampling that the run uses::
+Noise is drawn from a secret key of the run at an address (round, client, tensor): a resumed run adds the same, and
+nobody else can subtract it (see ``fedloom.noise``). Who takes part is drawn from the key, too, where epsilon counts on
+that being unknown. What was released is kept in a ledger, which only grows, and from which alone epsilon is told.
+
+Epsilon is computed by Google's dp-accounting, through Renyi divergences, for the sampling that the run uses::
 
     all      no sampling; neighbours differ by one client that is there or not
     poisson  each client by itself with probability q; likewise
@@ -45,9 +48,10 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom import analytic, rng, tree
+from fedloom import analytic, noise, tree
 from fedloom.algorithm import Algorithm
 from fedloom.errors import ConfigError, Fault
+from fedloom.noise import SIMULATED, Key
 from fedloom.schema import Spec
 
 Sampling: TypeAlias = Literal["all", "poisson", "uniform"]
@@ -70,6 +74,11 @@ class Privacy(Spec):
     )
     noise: NonNegativeFloat | None = Field(
         None, description="z: deviation of the noise, in units of S, or of what one example can move; 0: only clip"
+    )
+    noise_from: Literal["secret", "seed"] = Field(
+        "secret",
+        description="what noise is drawn from: a key that is drawn for the run and kept in its folder; or the seed, so "
+        "that the run can be repeated and its noise subtracted, which is a simulation of privacy and gives none",
     )
     epsilon: PositiveFloat | None = Field(None, description="the budget of all rounds, from which z is calibrated")
     delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
@@ -237,13 +246,27 @@ class Sums(NamedTuple):
     counts: bool  # whether counts of classes are sent, with noise; else they are not sent
 
 
+class Ledger(NamedTuple):
+    """What has been released so far: it only grows, and is kept with the state of the run."""
+
+    release: Release  # what one use of the mechanism was
+    delta: float
+    reach: float  # S, or what one example can move: the noise was release.noise times this
+    uses: tuple[int, ...]  # [N] on each client, where the mechanism is local; else one number for all of them
+
+    def epsilon(self) -> float:
+        """What was spent on whom most was spent on."""
+        return epsilon(self.release, max(self.uses), self.delta)
+
+
 class Guard(NamedTuple):
     """Privacy as it is in one run: every number resolved."""
 
+    key: Key
     clip: float  # S; of sums R
     factors: Tensor  # [N] f_i
     release: Release
-    releases: tuple[int, ...]  # [rounds + 1] how often the mechanism was used on a client, at most, after each round
+    releases: tuple[int, ...]  # [rounds + 1] how often the mechanism is to be used on a client, at most, by each round
     delta: float
     weight: float | None  # what the sum of a round is divided by; None: by how many sent
     sums: Sums | None = None  # where it is sums over examples that are hidden
@@ -271,10 +294,37 @@ class Guard(NamedTuple):
             what = f"features clipped to {self.clip:g} · one example moves sums by {self.reach:.4g} at most · noise "
             what += f"{self.release.noise:.4g} times that in {where}"
         spent = f"{self.epsilon(rounds):.4g}" if self.release.noise else "infinite: there is no noise"
-        return f"{what} · after {rounds} rounds epsilon {spent} at delta {self.delta:g}, for each {self.unit}"
+        simulated = f" ({SIMULATED})" if self.key.public else ""
+        return (
+            f"{what} · after {rounds} rounds epsilon {spent} at delta {self.delta:g}, for each {self.unit}{simulated}"
+        )
+
+    @property
+    def metric(self) -> str:
+        """Under which name epsilon is recorded."""
+        return "privacy/epsilon_simulated" if self.key.public else "privacy/epsilon"
+
+    def lottery(self, seed: int) -> int:
+        """The seed from which clients are drawn: a secret one where epsilon counts on nobody knowing who was drawn."""
+        counts = self.release.sampled and self.release.noise > 0
+        return self.key.number("privacy/cohort") if counts and not self.key.public else seed
+
+    def opened(self) -> Ledger:
+        """A ledger before the first round."""
+        return Ledger(self.release, self.delta, self.reach, (0,) * (len(self.factors) if self.release.local else 1))
+
+    def charged(self, ledger: Ledger, ids: Tensor) -> Ledger:
+        """The ledger after a round in which these clients sent what the guard has hidden.
+
+        Sums over examples have the same noise whenever they are sent: only the first time counts.
+        """
+        whom = set(ids.tolist()) if self.release.local else {0}
+        first = self.sums is not None
+        uses = ((max(n, 1) if first else n + 1) if k in whom else n for k, n in enumerate(ledger.uses))
+        return ledger._replace(uses=tuple(uses))
 
     def epsilon(self, round_: int) -> float:
-        """What was spent after so many rounds."""
+        """What is to be spent after so many rounds."""
         return epsilon(self.release, self.releases[min(round_, len(self.releases) - 1)], self.delta)
 
     def described(self) -> dict[str, Any]:
@@ -297,17 +347,20 @@ class Guard(NamedTuple):
             "releases": self.releases[-1],
             "epsilon": spent if math.isfinite(spent) else None,
             "accountant": "dp-accounting, Renyi",
+            "noise_from": "seed" if self.key.public else "secret",
+            **({"warning": SIMULATED} if self.key.public else {}),
         }
 
 
-def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, address: tuple[int, int]) -> Any:
-    """The uploads [K, ...] as these clients send them, among so many of the round; ``address``: seed and round."""
+def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, round_: int) -> Any:
+    """The uploads [K, ...] as these clients send them, among so many of the round."""
     if guard.sums is not None:
-        return hidden(guard.sums, guard.deviation(senders), uploads, ids, address[0])
-    return noised(clipped(uploads, guard.clip), guard.deviation(senders) * guard.factors[ids], ids, address)
+        return hidden(guard.sums, guard.deviation(senders), uploads, ids, guard.key)
+    std = guard.deviation(senders) * guard.factors[ids]
+    return noised(clipped(uploads, guard.clip), std, ids, guard.key, round_)
 
 
-def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, seed: int) -> Any:
+def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, key: Key) -> Any:
     """Sums G and B [K, ...] as these clients send them, with the same noise whenever one sends them.
 
     Who is not asked sends zeros, and no noise; who is to be forgotten sends the negative of all, noise included.
@@ -320,18 +373,18 @@ def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, seed: int) -> Any:
     if not std:
         return uploads._replace(counts=shown)
     width = rows.shape[-1] + counts.shape[-1]
-    drawn = np.stack([rng.stream(seed, "privacy/sums", client).standard_normal(width) for client in ids.tolist()])
+    drawn = np.stack([noise.normals(key, width, "privacy/sums", client) for client in ids.tolist()])
     normals = turn * torch.from_numpy(drawn).to(rows)
     rows = analytic.noised(rows, std, normals[:, : rows.shape[-1]], counts.shape[-1], how.cross_scale)
     return uploads._replace(rows=rows, counts=shown + std * normals[:, rows.shape[-1] :] * how.counts)
 
 
-def silence(guard: Guard, upload: Any, address: tuple[int, int]) -> Any:
+def silence(guard: Guard, upload: Any, round_: int) -> Any:
     """What the server of a round without clients takes for their sum: noise alone, as the accounting has it."""
     nobody = torch.tensor([len(guard.factors)])
     none = tree.tmap(lambda x: torch.zeros_like(x)[None], upload)
     std = torch.tensor([guard.release.noise * guard.clip])
-    return tree.tmap(lambda x: x[0].double(), noised(none, std, nobody, address))
+    return tree.tmap(lambda x: x[0].double(), noised(none, std, nobody, guard.key, round_))
 
 
 def clipped(uploads: Any, clip: float) -> Any:
@@ -341,23 +394,22 @@ def clipped(uploads: Any, clip: float) -> Any:
     return tree.tmap(lambda x: x * factor.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), uploads)
 
 
-def noised(uploads: Any, std: Tensor, ids: Tensor, address: tuple[int, int]) -> Any:
-    """The uploads [K, ...] with noise of deviation ``std`` [K], drawn at the address of each client."""
+def noised(uploads: Any, std: Tensor, ids: Tensor, key: Key, round_: int) -> Any:
+    """The uploads [K, ...] with noise of deviation ``std`` [K], drawn at the address of each client and tensor."""
     if not bool(std.any()):
         return uploads
-    seed, round_ = address
-    streams = [rng.stream(seed, "privacy", round_, client) for client in ids.tolist()]
 
-    def add(x: Tensor) -> Tensor:
-        drawn = np.stack([s.standard_normal(tuple(x.shape[1:]), dtype=np.float32) for s in streams])
+    def add(x: Tensor, tensor: int) -> Tensor:
+        shape = tuple(x.shape[1:])
+        drawn = [noise.normals(key, math.prod(shape), "privacy", round_, client, tensor) for client in ids.tolist()]
         scale = std.to(x).view(-1, *[1] * (x.dim() - 1))
-        return x + scale * torch.from_numpy(drawn).to(x)
+        return x + scale * torch.from_numpy(np.stack(drawn)).view(len(drawn), *shape).to(x)
 
-    return tree.tmap(add, uploads)
+    return tree.unflatten(uploads, [add(x, k) for k, x in enumerate(tree.leaves(uploads))])
 
 
 # -- noise by heterogeneity ------------------------------------------------------------------------
-def factors(how: Privacy, counts: NDArray[np.float64], seed: int) -> Tensor:
+def factors(how: Privacy, counts: NDArray[np.float64], key: Key) -> Tensor:
     """f_i >= 1 of every client from the labels that it has: ``counts`` [N, C].  ``[N]``
 
     A histogram is released as shares of 1: so the whole client, and not only one of its rows, is hidden by Laplace
@@ -367,8 +419,8 @@ def factors(how: Privacy, counts: NDArray[np.float64], seed: int) -> Tensor:
     if not how.asks_for_labels or classes < 2:
         return torch.ones(clients)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    noise = rng.stream(seed, "privacy/histogram").laplace(0.0, 1.0 / how.histogram_epsilon, counts.shape)
-    even = entropies(shares + noise)
+    drawn = noise.laplace(key, counts.size, "privacy/histogram").reshape(counts.shape)
+    even = entropies(shares + drawn / how.histogram_epsilon)
     if how.heterogeneity == "entropy":
         return torch.from_numpy(np.clip(1 + how.slope * (1 - even), 1, how.most)).float()
     alpha = concentrations(even, classes)

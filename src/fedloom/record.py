@@ -5,6 +5,7 @@ metrics.jsonl   one line for each evaluation; the same bytes whenever the run is
 timings.jsonl   how long rounds took; never the same twice, hence apart
 work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
 checkpoints/    model.safetensors  curves.png  summary.json
+noise.key       of a private run, for its owner alone: who has it can subtract the noise
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom import __version__
+from fedloom import __version__, noise
 from fedloom.data.arrays import Ints
 from fedloom.engine.checkpoint import write_tensors
 from fedloom.errors import CheckpointError, ConfigError, Fault
+from fedloom.noise import Key
 
 _STREAMS = ("metrics.jsonl", "timings.jsonl")
 
@@ -163,6 +165,33 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+_KEY = "noise.key"
+
+
+def write_key(folder: Path, key: Key) -> None:
+    """Keep the key of a run's noise, where only its owner can read it; one that is there stays."""
+    if (folder / _KEY).exists():
+        return
+    part = folder / f"{_KEY}.part"
+    part.unlink(missing_ok=True)  # of a start that was cut short
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(noise.as_text(key))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / _KEY)
+
+
+def read_key(folder: Path) -> Key | None:
+    """The key of a run's noise, if it has been written."""
+    path = folder / _KEY
+    try:
+        return noise.from_text(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # without what stands there
+        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}): the noise of this run is lost") from None
 
 
 def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], described: dict[str, Any]) -> None:

@@ -59,7 +59,9 @@ FEATURES: dict[str, crew.Job] = {
     "bad clients and a robust rule": job(
         corruption={"kind": "model_sign_flip", "share": 0.3}, aggregation={"rule": "median"}
     ),
-    "privacy": job({"kind": "fedavg", "weighting": "uniform"}, privacy={"clip": 0.5, "noise": 0.5}),
+    "privacy": job(
+        {"kind": "fedavg", "weighting": "uniform"}, privacy={"clip": 0.5, "noise": 0.5, "noise_from": "seed"}
+    ),
     "a network": job("dfedavgm", topology={"kind": "ring"}, evaluate={"participants": True, "nodes": 3}),
     "a network that fails": job("dfedavg", topology={"kind": "ring", "node_loss": 0.3, "mixing": "push_sum"}),
     "nodes that keep memory": job("dfedavg", local={"lr": 0.05, "batch": 4, "momentum": 0.9, "state": "persist"}),
@@ -114,6 +116,20 @@ def same(jobs: dict[str, crew.Job], folder: Path, crews: list[dict[str, crew.Job
         assert "error" not in want[name], name
         for rank, got in enumerate(crews):
             assert got[name] == want[name] | ({"files": {}} if rank else {}), (name, rank)
+
+
+def test_ranks_share_a_secret_key(tmp_path: Path) -> None:
+    """Where noise is no seed's, all ranks draw it, and who takes part, from the key of rank 0."""
+    private = {"clip": 0.5, "noise": 0.5}
+    jobs = {
+        name: job(
+            {"kind": "fedavg", "weighting": "uniform"}, privacy=private, cohort={"size": 4, "sampling": "poisson"}
+        )
+        for name in ("one", "two")
+    }
+    first, second = crew.together(2, jobs, tmp_path / "crew")
+    assert first == second
+    assert first["one"]["model"] != first["two"]["model"]  # each run has its own
 
 
 # -- strangers -------------------------------------------------------------------------------------

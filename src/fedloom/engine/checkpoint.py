@@ -25,6 +25,7 @@ from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.run import RunState
 from fedloom.engine.store import ClientStore, Memo
 from fedloom.errors import CheckpointError
+from fedloom.privacy import Ledger, Release
 
 KEEP = 2  # the newest, and one to fall back on
 
@@ -64,6 +65,9 @@ def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor]
         "down": state.down,
         "seconds": state.seconds.hex(),
         "gradients": state.gradients,
+        "ledger": None
+        if state.ledger is None
+        else state.ledger._asdict() | {"release": state.ledger.release._asdict()},
         "store": memo,
         "lengths": lengths,
         "sha256": {p.name: _digest(p) for p in sorted(scratch.glob("*.safetensors"))},
@@ -233,7 +237,16 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
         float.fromhex(meta["seconds"]),
         meta.get("gradients", 0.0),  # runs of earlier versions did not count them
         nodes,
+        _ledger(meta.get("ledger")),
     )
+
+
+def _ledger(written: dict[str, Any] | None) -> Ledger | None:
+    """What a checkpoint says was released."""
+    if written is None:
+        return None
+    release = Release(**written["release"])
+    return Ledger(release, written["delta"], written["reach"], tuple(written["uses"]))
 
 
 def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:

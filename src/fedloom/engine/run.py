@@ -28,7 +28,7 @@ from fedloom.engine.topology import Moment, Topology
 from fedloom.errors import ConfigError, DivergedError, Fault
 from fedloom.metrics import Verdicts, summary
 from fedloom.optim import Local
-from fedloom.privacy import Guard, protected, silence
+from fedloom.privacy import Guard, Ledger, protected, silence
 from fedloom.robust import Aggregation, replaced
 from fedloom.task import Task
 
@@ -44,6 +44,7 @@ class RunState(NamedTuple):
     seconds: float = 0.0  # that the rounds would have taken on the devices described
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
+    ledger: Ledger | None = None  # what has been released of clients, where that is private
 
     @property
     def busiest(self) -> int:
@@ -186,7 +187,8 @@ class Experiment:
             if self.topology is not None:
                 ids = ids[torch.from_numpy(~self.topology.resting(len(sizes), Moment(self.seed, round_)))]
             return Present(Drawn(ids, torch.ones(len(ids))), amounts(self.local, sizes[ids]).steps, len(ids))
-        drawn = draw(self.cohort, sizes, self.seed, round_)
+        chance = self.seed if self.guard is None else self.guard.lottery(self.seed)
+        drawn = draw(self.cohort, sizes, chance, round_)
         amount = amounts(self.local, sizes[drawn.ids])
         epochs = self.local.epochs if self.local.steps is None else 1
         partial = self.algorithm.partial_work
@@ -224,7 +226,7 @@ def begin(exp: Experiment) -> RunState:
         zero = torch.zeros(n, dtype=torch.int64)
         nodes = Nodes(zero, zero, torch.ones(n, dtype=torch.float64), _past(exp))
         return RunState(0, server, buffers, 0, 0, nodes=nodes)
-    return RunState(0, server, buffers, 0, 0)
+    return RunState(0, server, buffers, 0, 0, ledger=None if exp.guard is None else exp.guard.opened())
 
 
 def _past(exp: Experiment) -> Any:
@@ -356,6 +358,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
         down=received,
         seconds=state.seconds + exp.timetable(state.round, present, each, down).next_,
         gradients=state.gradients + books.gradients,
+        ledger=_charged(exp, state, drawn.ids),
     )
     excluded = tuple(sorted(tally.excluded))
     _refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
@@ -455,7 +458,14 @@ def _sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: 
     elif not bool((weights == 1).all()):
         what = f"{type(exp.algorithm).__name__} weighs clients by what they did, which the weights would tell"
         raise ConfigError([Fault("privacy.clip", f"{what} (got {exp.guard.clip:g})", "let it count clients alike")])
-    return outcome._replace(uploads=protected(exp.guard, outcome.uploads, ids, senders, address), weights=weights)
+    return outcome._replace(uploads=protected(exp.guard, outcome.uploads, ids, senders, round_), weights=weights)
+
+
+def _charged(exp: Experiment, state: RunState, ids: Tensor) -> Ledger | None:
+    """The ledger after a round in which these clients were heard."""
+    if exp.guard is None or state.ledger is None:
+        return None
+    return exp.guard.charged(state.ledger, ids)
 
 
 def _unheard(exp: Experiment, state: RunState) -> RunState:
@@ -464,13 +474,13 @@ def _unheard(exp: Experiment, state: RunState) -> RunState:
     if guard is None or guard.weight is None:
         return state._replace(server=exp.algorithm.unheard(state.server))
     address, sizes = (exp.seed, state.round), exp.federation.train.sizes
-    total = silence(guard, specimen(exp, state), address)
+    total = silence(guard, specimen(exp, state), state.round)
     weight, senders, population, examples = torch.tensor(
         [guard.weight, 0, len(sizes), int(sizes.sum())], dtype=torch.float64, device=exp.device
     )
     nobody = torch.zeros(0, dtype=torch.int64, device=exp.device)
     heard = Inbox(total, weight, senders, population, examples, address=address, clients=nobody)
-    return state._replace(server=exp.algorithm.update(state.server, heard))
+    return state._replace(server=exp.algorithm.update(state.server, heard), ledger=_charged(exp, state, nobody))
 
 
 def _bad_weights(exp: Experiment, before: Any, heard: Inbox[Any], after: Any) -> dict[str, float]:

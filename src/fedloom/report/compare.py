@@ -40,6 +40,17 @@ _X_NAMES: dict[Along, str] = {
 }
 
 
+class Spent(NamedTuple):
+    """What the privacy of one cell's clients cost."""
+
+    data: str  # the fingerprint of the data
+    unit: str  # what is hidden: client or example
+    relation: str  # how neighbours differ
+    epsilon: float
+    delta: float
+    warning: str = ""  # what must be told beside it
+
+
 class Result(NamedTuple):
     """One cell: a method at a place of the grid with a seed, and what its run folder holds."""
 
@@ -51,6 +62,7 @@ class Result(NamedTuple):
     state: str  # done, diverged or failed
     records: list[dict[str, Any]]
     partition: str  # the fingerprint of who has which row
+    spent: Spent | None = None  # where it is private
 
 
 class Doubt(NamedTuple):
@@ -527,6 +539,32 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
     out += gain_note(question)
     out += reasons(question.doubts, {number for row in table for number in _doubts(question, row)})
     return [*out, *question.remarks]
+
+
+def composed(results: Sequence[Result]) -> list[str]:
+    """What private cells have spent by themselves, and together where they read the same data.
+
+    By basic composition: whoever sees all of them learns as much of a client, or of an example, as the sum allows. A
+    cell counts once, however often it stands in the table; clients are the same only where the partition is.
+    """
+    private = {r.hash: (r, r.spent) for r in results if r.spent is not None}
+    groups: dict[tuple[str, ...], list[tuple[Result, Spent]]] = {}
+    for result, spent in private.values():
+        shared = result.partition if spent.unit == "client" else ""
+        groups.setdefault((spent.data, shared, spent.unit, spent.relation), []).append((result, spent))
+    out = []
+    for (_, _, unit, relation), cells in groups.items():
+        each = ", ".join(f"{r.method} (seed {r.seed}) {s.epsilon:.4g}" for r, s in cells)
+        total, delta = sum(s.epsilon for _, s in cells), sum(s.delta for _, s in cells)
+        many = f"; {len(cells)} cells on the same data add up to epsilon {total:.4g} at delta {delta:.2g}"
+        warning = "".join(f" ({text})" for text in dict.fromkeys(s.warning for _, s in cells) if text)
+        added = many if len(cells) > 1 else f" at delta {delta:.2g}"
+        out.append(f"epsilon: {each}{added}, for each {unit} ({relation.replace('_', ' ')}){warning}.")
+    if len({(data, partition) for data, partition, _, _ in groups}) > len({data for data, *_ in groups}):
+        out.append(
+            "epsilon: other seeds share the same data out to other clients; of an example, they all tell something."
+        )
+    return out
 
 
 _UNITS: dict[Equal, str] = {
