@@ -169,6 +169,7 @@ def resume(
         laid_out = (path / "partition.json").is_file()
         if laid_out:
             _same_data(path, prepared)
+            _same_net(path, prepared)
     folder = None
     with ranks.agreed(), _storage(path):
         if ranks.leads:
@@ -334,10 +335,10 @@ def _prepared(config: Config, root: Path, arrays: Arrays | None, key: Key | None
             what = f"'disk' is for one process: each of {ranks.size} ranks keeps the states of its own clients"
             raise ConfigError([Fault("engine.store", what, "set engine.store=ram, or run without ranks")])
         shared = prepared.shared.described()
-        here = [config_hash(config), shared["data_sha256"], shared["sha256"]]
+        here = [config_hash(config), shared["data_sha256"], shared["sha256"], prepared.net_sha256]
     there = ranks.told(here)
     with ranks.agreed():
-        for mine, first, what in zip(here, there, ("experiment", "data", "partition"), strict=True):
+        for mine, first, what in zip(here, there, ("experiment", "data", "partition", "net"), strict=True):
             if mine != first:
                 raise DataError(f"the {what} is not that of rank 0 ({mine[:12]}, there {first[:12]})")
     return prepared._replace(experiment=exp)
@@ -620,6 +621,8 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
         "ranks": exp.ranks.size,
         "message_bytes": _message(exp),
         "parameters": exp.task.size,
+        "parameters_whole": exp.task.whole,
+        "net_sha256": prepared.net_sha256,
         "config_hash": config_hash(prepared.config),
     }
 
@@ -655,6 +658,14 @@ def _same_data(path: Path, prepared: Prepared) -> None:
         old, new = pairs[key]
         if old != new:
             raise CheckpointError(f"{path}: {what} is not what this run began with ({old[:12]}, now {new[:12]})")
+
+
+def _same_net(path: Path, prepared: Prepared) -> None:
+    """Refuse to go on with another net than the run began with, where parts of it are not in the checkpoint."""
+    model, old, new = prepared.config.model, _environment(path).get("net_sha256"), prepared.net_sha256
+    if (model.weights or model.freeze) and old is not None and old != new:
+        where = f" (model.weights: {model.weights})" if model.weights else ""
+        raise CheckpointError(f"{path}: the net{where} is not what this run began with ({old[:12]}, now {new[:12]})")
 
 
 def _is_handed_over(data: Any) -> bool:

@@ -589,10 +589,12 @@ class Watch:
         how = f"{exp.executor} ({prepared.reason}){steps}"
         self.say(f"fedloom {__version__} · {device} · {how} · seed {exp.seed}{place}")
         s = shared.summary()
+        trained, whole = exp.task.size, exp.task.whole
+        parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
         self.say(
             f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
             f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
-            f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {exp.task.size:,} parameters"
+            f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
         )
         for note in shared.notes:
             self.say(f"partition: {note}")

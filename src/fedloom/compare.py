@@ -55,7 +55,6 @@ from fedloom.report import grid as layouts
 from fedloom.report.compare import Along, Equal, Place, Question, Result, Row, Spent
 from fedloom.report.grid import Layout, Sheet
 from fedloom.schema import Spec, read
-from fedloom.task import Task
 
 # How names begin that are the evaluation's own, and not an algorithm's.
 _JUDGED = ("global", "personal", "participants", "consensus", "nodes", "network", "bytes", "work", "time")
@@ -849,7 +848,7 @@ def memory_of(config: Config) -> float:
         return unknown
     try:
         with torch.random.fork_rng(devices=[]):
-            task = Task(config.model.net(data.shape, data.classes))
+            task = config.model.task(data.shape, data.classes)
         alg = config.algorithm.bind(task, config.local.optimiser(), torch.ones(clients))
         state = tree.nbytes(alg.join(alg.send(alg.init(task.w0))))
     except Exception:  # a fault of the config or of a user's code, which the cell itself will tell

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedloom import corruption, noise, privacy, rng, robust
 from fedloom.algorithm import Held, Noise
@@ -25,10 +27,13 @@ from fedloom.engine.plan import amounts, draw
 from fedloom.engine.run import Experiment, begin, specimen
 from fedloom.engine.topology import faults as topology_faults
 from fedloom.errors import ConfigError, Fault
-from fedloom.models.net import Model
+from fedloom.models.net import Model, Net
 from fedloom.noise import Key
 from fedloom.privacy import Guard, Release, Sums, calibrated, factors
 from fedloom.task import Task
+
+
+_CHUNK = 512  # examples of one forward pass
 
 
 class Shared(NamedTuple):
@@ -54,7 +59,7 @@ class Shared(NamedTuple):
         """What a run folder says of its partition."""
         return {
             "sha256": fingerprint(self.owner, self.held_out),
-            "data_sha256": _digest(self.arrays),
+            "data_sha256": _digest((self.arrays.x, self.arrays.y, self.arrays.test)),
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
             **self.summary()._asdict(),
@@ -68,6 +73,12 @@ class Prepared(NamedTuple):
     shared: Shared
     config: Config
     reason: str  # why the executor is what it is
+
+    @property
+    def net_sha256(self) -> str:
+        """Which net the run starts with, frozen parts included."""
+        task = self.experiment.task
+        return _digest(x.cpu().numpy() for x in task.tensors(task.w0, task.buffers0).values())
 
 
 def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
@@ -116,6 +127,12 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
     _check_fit(config, shared, len(federation.common))
     task = initial_task(config.model, shared.arrays, config.basics.seed)
+    held = _held(shared.proxy, federation)
+    if has_fixed_features(task, federation):
+        wide = task.linear_head.in_features
+        note = f"the body is frozen: its {wide:,} features of each of {len(federation.x):,} rows are computed once"
+        config = config._replace(notes=(*config.notes, note))
+        task, federation, held = on_features(task, federation, held)
     cohort = shared.clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, shared.clients)
     executor, reason = _executor(config, task, device, cohort)
     steps = amounts(config.local, federation.train.sizes).steps.double().mean()
@@ -126,9 +143,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
         note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
         config = config._replace(notes=(*config.notes, note))
     guard = _guard(config, federation, key)
-    algorithm = config.algorithm.bind(
-        task, config.local.optimiser(), federation.train.sizes, _held(shared.proxy, federation)
-    )
+    algorithm = config.algorithm.bind(task, config.local.optimiser(), federation.train.sizes, held)
     algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
     if guard is not None and guard.sums is not None:
         std = guard.deviation(guard.release.size)
@@ -236,11 +251,34 @@ def _held(proxy: Arrays, federation: Federation) -> Held | None:
     return Held(*federation._replace(x=x, y=y).examples(torch.arange(len(y), device=x.device)))
 
 
+def has_fixed_features(task: Task, fed: Federation) -> bool:
+    """Whether what the body makes of an example is the same whenever it is read."""
+    if not task.is_headed or fed.augment != "none":
+        return False
+    return type(task.module(task.w0, task.buffers0)).forward is Net.forward
+
+
+def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, Federation, Held | None]:
+    """The task of the head alone, and the features of all examples instead of these."""
+    body, rows = task.to(fed.x.device, lanes=False), torch.arange(len(fed.x), device=fed.x.device)
+
+    def features(x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        return body.features(body.w0, x, body.buffers0)
+
+    with torch.no_grad():
+        seen = torch.cat([features(fed.examples(some)[0]) for some in torch.split(rows, _CHUNK)])
+        if held is not None:
+            held = held._replace(x=torch.cat([features(x) for x in torch.split(held.x, _CHUNK)]))
+    one = torch.ones(1, device=seen.device)
+    return task.on_features(), fed._replace(x=seen, scale=one, shift=0 * one), held
+
+
 def initial_task(model: Model, arrays: Arrays, seed: int) -> Task:
     """The net with the initial parameters of this seed; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init").integers(1 << 62)))
-        return Task(model.net(arrays.shape, arrays.classes), shape=arrays.shape)
+        return model.task(arrays.shape, arrays.classes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -283,8 +321,8 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
         raise ConfigError(faults)
 
 
-def _digest(arrays: Arrays) -> str:
+def _digest(arrays: Iterable[NDArray[Any]]) -> str:
     sha = hashlib.sha256()
-    for part in (arrays.x, arrays.y, arrays.test):
-        sha.update(np.ascontiguousarray(part).view(np.uint8).data)
+    for part in arrays:
+        sha.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return sha.hexdigest()

@@ -29,6 +29,7 @@ from fedloom.engine.plan import Address, Cohort, Group, plans
 from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Full
+from fedloom.errors import ConfigError
 from fedloom.models.net import Net
 from fedloom.optim import Local
 from fedloom.task import Batch, Capture, Task
@@ -182,6 +183,21 @@ def training_changes_something(cls: type[AnyAlgorithm]) -> None:
         raise BrokenLawError("no metric moved in a whole round of training")
 
 
+def frozen_parts_stay(cls: type[AnyAlgorithm]) -> None:
+    """With a frozen body the algorithm trains the rest of the net, and only that; or it says that it cannot."""
+    try:
+        world = _world(cls, frozen=("body",))
+    except ConfigError:
+        return
+    state, store = begin(world), _store(world)
+    before, metrics = tuple(x.clone() for x in world.task.fixed), evaluate(world, state, store)
+    for _ in range(2):
+        state, _ = advance(world, state, store)
+    _agree(before, tuple(world.task.fixed), "the frozen body before and after training", exactly=True)
+    if metrics == evaluate(world, state, store):
+        raise BrokenLawError("no metric moved in two rounds of training with a frozen body")
+
+
 LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     batched_is_alone,
     replayed_is_alone,
@@ -195,6 +211,7 @@ LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     state_keeps_its_shape,
     neutral_is_fedavg,
     training_changes_something,
+    frozen_parts_stay,
 )
 
 
@@ -224,6 +241,7 @@ def _world(
     settings: dict[str, Any] | None = None,
     system: System | None = None,
     cohort: Cohort | None = None,
+    frozen: tuple[str, ...] = (),
 ) -> Experiment:
     """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
     rng = np.random.default_rng(5)
@@ -238,7 +256,7 @@ def _world(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         net = Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), 6, 3)
-    task = Task(net).to(device, lanes=executor == "lanes", capture=capture)
+    task = Task(net, frozen=frozen).to(device, lanes=executor == "lanes", capture=capture)
     local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(_SIZES), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, grad_and_value, jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom import rng, tree
-from fedloom.errors import ConfigError, Fault
+from fedloom.errors import ConfigError, Fault, nearest
 
 X = TypeVar("X")
 # All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
@@ -78,38 +78,76 @@ class Task:
 
     ``lanes`` says who will call: torch.func's transforms (which nest in vmap) or plain autograd
     (which costs less when one client trains at a time). Both compute the same function.
+
+    ``frozen`` names parts of the net that are not trained. Their parameters and statistics stay in the net, once for
+    all clients, and are neither in ``w`` nor in the buffers; these parts are in evaluation mode during training, too.
     """
 
-    def __init__(self, net: nn.Module, *, lanes: bool = False, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        lanes: bool = False,
+        shape: tuple[int, ...] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
         net = _with_keyed_dropout(copy.deepcopy(net))
         _refuse_hidden_state(net)
+        _freeze(net, frozen)
         self.lanes, self._shape = lanes, shape
         self.precision: Precision = "fp32"
         self.capture: Capture = "eager"
         self._shares: dict[int, float] = {}
+        self._frozen = tuple(name.removesuffix(".") for name in frozen)
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
+        for name, part in self._train.named_modules():
+            if self._is_frozen(name):
+                part.eval()
+        self._whole = self._eval  # with the body, also where inputs are what the body has made of them
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
         self._shapes = [p.shape for p in parameters.values()]
         self._sizes = [p.numel() for p in parameters.values()]
         self.w0 = _flat(p.detach() for p in parameters.values())  # [P]
-        floats = {n: b for n, b in net.named_buffers() if b.is_floating_point()}
+        moving = {n: b for n, b in net.named_buffers() if not self._is_frozen(n)}
+        floats = {n: b for n, b in moving.items() if b.is_floating_point()}
         self._buffer_names, self._buffer_shapes = tuple(floats), [b.shape for b in floats.values()]
         self._buffer_sizes = [b.numel() for b in floats.values()]
         self.buffers0 = _flat(floats.values())  # [Q]
-        self._dropouts = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
+        drops = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
+        self._dropouts = [n for n in drops if not self._is_frozen(n)]
         keys = {_key(n) for n in self._dropouts}
-        self._counters = [n for n, b in net.named_buffers() if not b.is_floating_point() and n not in keys]
+        self._counters = [n for n, b in moving.items() if not b.is_floating_point() and n not in keys]
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether the module, parameter or buffer of this name belongs to a frozen part."""
+        return any(_within(name, part) for part in self._frozen)
 
     @property
     def size(self) -> int:
-        """P, the number of trainable parameters."""
+        """P, the number of parameters that are trained."""
         return self.w0.numel()
 
     @property
+    def whole(self) -> int:
+        """The number of all parameters of the net, those that are not trained among them."""
+        return sum(p.numel() for p in self._whole.parameters())
+
+    @property
+    def passed(self) -> int:
+        """The number of parameters that an example meets on its way through what is computed in training."""
+        return sum(p.numel() for p in self._train.parameters())
+
+    @property
+    def fixed(self) -> list[Tensor]:
+        """The tensors of the net that training never changes: what is frozen, parameters and statistics, in order."""
+        return [x for name, x in self._whole.state_dict().items() if self._is_frozen(name)]
+
+    @property
     def has_statistics(self) -> bool:
-        """Whether examples of one batch influence each other, as in BatchNorm."""
-        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._train.modules())
+        """Whether examples of one batch influence each other in training, as in BatchNorm."""
+        layers = self._train.named_modules()
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not self._is_frozen(n) for n, m in layers)
 
     @property
     def has_convolutions(self) -> bool:
@@ -122,9 +160,31 @@ class Task:
         other = copy.copy(self)
         other.lanes, other.precision, other.capture = lanes, precision, capture
         other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
+        other._whole = other._eval if self._whole is self._eval else self._whole
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
+        for name, layer in other._train.named_modules():
+            # BatchNorm takes inputs of 16 bits with statistics of 32, which then its parameters have to be, too.
+            if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                for parameter in layer.parameters(recurse=False):
+                    parameter.data = other._short(parameter.data)
         if lanes and device.type == "cuda" and capture == "compiled":
             _with_patches(other._train)
+        return other
+
+    @property
+    def is_headed(self) -> bool:
+        """Whether the whole body is frozen, so that its features of an example are always the same."""
+        return self._is_frozen("body") and not any(name.startswith("body.") for name in self.names)
+
+    def on_features(self) -> Task:
+        """The same task for inputs that are features of the body: what is left of the net is its head.
+
+        For nets that are ``head(body(x))`` with a frozen body. Saved nets are whole all the same.
+        """
+        other = copy.copy(self)
+        other._train, other._eval = copy.deepcopy(self._train), copy.deepcopy(self._eval)
+        other._train.body, other._eval.body = nn.Identity(), nn.Identity()
+        other._shape, other._shares = (self.linear_head.in_features,), {}
         return other
 
     def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
@@ -148,7 +208,7 @@ class Task:
         body = getattr(self._eval if frozen else self._train, "body", None)
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
-        if not any(name.startswith("body.") for name in self.names):
+        if next(self._whole.get_submodule("body").parameters(), None) is None:
             what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
             raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
         inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
@@ -254,12 +314,12 @@ class Task:
 
     def tensors(self, w: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """The parameters and statistics under their own names, as ``nn.Module.load_state_dict`` wants them."""
-        flat = {**self._eval.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
+        flat = {**self._whole.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
         return {name: value.detach().clone().contiguous() for name, value in flat.items()}
 
     def module(self, w: Tensor, buffers: Tensor) -> nn.Module:
         """A plain module in evaluation mode that holds these parameters."""
-        net = copy.deepcopy(self._eval)
+        net = copy.deepcopy(self._whole)
         net.load_state_dict(self.tensors(w, buffers), strict=False)
         return net
 
@@ -334,10 +394,37 @@ def _with_keyed_dropout(net: nn.Module) -> nn.Module:
     return net
 
 
+def _within(name: str, part: str) -> bool:
+    """Whether the thing of this dotted name is ``part`` of a net, or lies in it."""
+    return name == part or name.startswith(f"{part}.")
+
+
+def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
+    """Take the parameters of these parts out of training; refuse names of nothing, and to leave nothing to train."""
+    at, faults = "model.freeze", []
+    names = [name for name, p in net.named_parameters() if p.requires_grad]
+    parts = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
+    for part in frozen:
+        inside = [name for name in names if _within(name, part.removesuffix("."))]
+        if not inside:
+            exists = part.removesuffix(".") in dict(net.named_modules())
+            what = f"'{part}' has no parameters that could be trained" if exists else f"the net has no part '{part}'"
+            faults.append(Fault(at, what, "leave it out" if exists else nearest(part, parts)))
+        for name in inside:
+            net.get_parameter(name).requires_grad_(False)
+    if not faults and frozen and not any(p.requires_grad for p in net.parameters()):
+        what = f"all {len(names)} parameters of the net would be frozen, and nothing would be trained"
+        faults.append(Fault(at, f"{what} (got {list(frozen)})", "leave out the head, as freeze = 'body' does"))
+    if faults:
+        raise ConfigError(faults)
+
+
 def _with_patches(net: nn.Module) -> None:
     """Turn convolutions over pictures into products, where these were measured to be faster (ADR 10)."""
     for layer in net.modules():
         if type(layer) is not nn.Conv2d or layer.in_channels > 4 or layer.out_channels < 32:
+            continue
+        if not layer.weight.requires_grad:  # the same for all clients, and so one plain convolution
             continue
         if layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros":
             layer.__class__ = PatchConv2d  # which has the same parameters, under the same names

@@ -57,11 +57,12 @@ def experiment(
     capture: Capture = "eager",
     lanes: int = 64,
     local: Local | None = None,
+    frozen: Sequence[str] = (),
     **settings: Any,
 ) -> Experiment:
     """An experiment on ``fed``; the net's parameters are taken as they are."""
     local = local or Local(batch=10, lr=0.05)
-    task = Task(net).to(CPU, lanes=executor == "lanes", capture=capture)
+    task = Task(net, frozen=frozen).to(CPU, lanes=executor == "lanes", capture=capture)
     chosen = {"cohort": Cohort(sampling="all"), "evaluate": Evaluate(), "rounds": 4, "seed": 3, **settings}
     return Experiment(
         algorithm=(algorithm or FedAvg()).bind(task, local.optimiser(), fed.train.sizes),

@@ -588,7 +588,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """
         if self.trains:
             return min(int(t), self.warmup)
-        return analytic.fingerprint([w[self.task.mask("body.").bool()], self.task.buffers0])
+        return analytic.fingerprint([w[self.task.mask("body.").bool()], self.task.buffers0, *self.task.fixed])
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return mean if self.trains else before

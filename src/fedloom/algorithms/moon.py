@@ -23,8 +23,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Update, Work, like
-from fedloom.task import Batch
+from fedloom.algorithm import Algorithm, Held, Inbox, Model, Update, Work, like
+from fedloom.errors import ConfigError, Fault
+from fedloom.optim import Optimizer
+from fedloom.task import Batch, Task
 
 
 class Mine(NamedTuple):
@@ -46,6 +48,14 @@ class Moon(Algorithm[Model, Mine, Update]):
     @property
     def weighs_examples(self) -> bool:
         return self.weighting == "samples"
+
+    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> Moon:
+        bound = super().bind(task, optimizer, sizes, proxy)
+        assert isinstance(bound, Moon)
+        if self.mu and task.fixed and not any(name.startswith("body.") for name in task.names):
+            what = "MOON compares what the body makes before and after training, which is the same if it is frozen"
+            raise ConfigError([Fault("model.freeze", what, "set algorithm.mu=0, or freeze less than the body")])
+        return bound
 
     def init(self, w: Tensor) -> Model:
         return Model(w)

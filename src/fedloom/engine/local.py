@@ -93,9 +93,10 @@ def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str
 def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
     """How many clients may train side by side; fixed by the net's size, never by what memory is free.
 
-    ``beside``: the numbers that a client holds beside models, such as the moments of its features.
+    ``beside``: the numbers that a client holds beside models, such as the moments of its features. What is frozen
+    counts, too: it lies there once, but every client's batch passes through it.
     """
-    return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.size, beside, 1)))
+    return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.passed, beside, 1)))
 
 
 def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:

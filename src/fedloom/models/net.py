@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.schema import Kind
+from fedloom.task import Task
 
 
 class Net(nn.Module):
@@ -40,13 +41,30 @@ class Model(Kind):
         "", description="a safetensors file to start from, such as a run's model.safetensors; it may lack the head"
     )
 
+    weights_part: Literal["all", "body"] = Field(
+        "all", description="what to take from weights; body leaves its head out, as for data with other classes"
+    )
+    freeze: tuple[str, ...] = Field(
+        (), description="parts of the net that stay as they start, such as 'body' or ['body.conv1', 'body.conv2']"
+    )
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> Model:
+        if self.weights_part != "all" and not self.weights:
+            raise ValueError("weights_part is of the file that weights names, and there is none")
+        return self
+
     def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """The net that is trained: what ``build`` gives, with the projection head and the weights that the settings
         ask for."""
         net = self._projected(self.build(shape, classes), classes)
         if self.weights:
-            start_from(net, self.weights)
+            start_from(net, self.weights, headless=self.weights_part == "body")
         return net
+
+    def task(self, shape: tuple[int, ...], classes: int) -> Task:
+        """The same as a task, whose frozen parts are not trained."""
+        return Task(self.net(shape, classes), shape=shape, frozen=self.freeze)
 
     def _projected(self, net: nn.Module, classes: int) -> nn.Module:
         if not self.projection:
@@ -124,17 +142,26 @@ def image(kind: str, shape: tuple[int, ...], least: int, fix: str = "") -> tuple
     return channels, height, width
 
 
-def start_from(net: nn.Module, path: str) -> None:
-    """Give the net the tensors of a safetensors file, all of which must fit; only those of a head may be missing."""
+def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
+    """Give the net the tensors of a safetensors file, all of which must fit; only those of a head may be missing.
+
+    ``headless``: leave out the head that is in the file.
+    """
     at = "model.weights"
     try:
         given = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError([Fault(at, f"{path}: not readable as safetensors: {error}")]) from error
+    if headless:
+        given = {name: x for name, x in given.items() if not name.startswith("head.")}
     own = net.state_dict()
     faults = [Fault(at, f"{path} has '{n}', the net has not", nearest(n, own)) for n in given if n not in own]
     faults += [
-        Fault(at, f"'{n}' is {_size(given[n])} in {path}, {_size(x)} in the net")
+        Fault(
+            at,
+            f"'{n}' is {_size(given[n])} in {path}, {_size(x)} in the net",
+            "model.weights_part=body leaves it out" if n.startswith("head.") else "",
+        )
         for n, x in own.items()
         if n in given and given[n].shape != x.shape
     ]
