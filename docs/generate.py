@@ -97,7 +97,13 @@ PARTITION = """Rows that are not test rows are dealt to clients. Every way ends 
 repairs what breaks a promise (such as a client below `min_size`), and the repair is printed and recorded."""
 
 MODEL = """Nets fit themselves to the shape of the data. This is how many parameters they have with ten classes and
-their default settings; a dash means that the image is too small for the net."""
+their default settings; a dash means that the image is too small for the net.
+
+`freeze` names parts of the net that stay as they start: a child such as `body`, or `body.conv1`, or one parameter. What
+is frozen is not trained, sent, counted in bytes or noised, with any algorithm, and is in evaluation mode (BatchNorm
+does not move, dropout does nothing). The net that a run saves is whole. With `freeze = "body"` and no augmentation,
+features are computed once, before the first round. `weights` is then where the body comes from, and
+`weights_part = "body"` leaves out a head that is for other classes."""
 
 SHAPES = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fedloom.api import start
 from fedloom.compare import equalised, plan
@@ -84,6 +85,7 @@ def test_there_is_a_recipe_for_every_table_and_figure() -> None:
         "law_afl/tables3to6_shrink", "law_afl/table7", "law_afl/table8_malicious", "law_afl/table9_sharpness",
         "law_afl/table10_alpha01", "law_afl/table11_alpha005", "law_afl/table12_bytes", "law_afl/figure1_shrink",
         "law_afl/figures_curves", "law_afl/figure11_corrupted", "law_afl/figure12_hessian", "law_afl/figure13_time",
+        "law_afl/pretrain", "law_afl/extractor",
     }  # fmt: skip
 
 
@@ -271,6 +273,29 @@ def test_a_small_relaxation_recipe_runs(name: str) -> None:
         last[label(entry)] = float(history.metrics[compare["metric"]][-1])
     assert all(np.isfinite(value) for value in last.values())
     assert len(set(last.values())) > 1  # the methods differ
+
+
+def test_an_extractor_is_trained_and_all_methods_train_heads_on_it(tmp_path: Path) -> None:
+    """Digits and a narrow ResNet-20 stand for the data and for ResNet-50: the flow is that of the two recipes."""
+    small = {"data": {"source": "digits"}, "rounds": 1}
+    net = {"kind": "resnet20", "width": 4}
+    pretrained, _ = split(ROOT / "law_afl" / "pretrain.toml")
+    start(parse(pretrained | small | {"model": pretrained["model"] | net}), out=tmp_path / "pre", root=Path("unused"))
+    file = tmp_path / "pre" / "model.safetensors"
+    body = {name: x for name, x in load_file(file).items() if name.startswith("body.")}
+    assert any("running_mean" in name for name in body)
+    base, compare = split(ROOT / "law_afl" / "extractor.toml")
+    base |= small | {"model": base["model"] | net | {"weights": str(file)}, "proxy": {"size": 100}}
+    base |= {"partition": base["partition"] | {"clients": 10}, "cohort": {"size": 5}}
+    found = {}
+    for entry in compare["algorithms"]:
+        out = tmp_path / label(entry)
+        history = start(parse(applied(base, "algorithm", entry)), out=out, root=Path("unused"))
+        held = load_file(out / "model.safetensors")
+        assert all(np.array_equal(x, held[name]) for name, x in body.items()), label(entry)
+        assert not np.array_equal(held["head.weight"], load_file(file)["head.weight"])
+        found[label(entry)] = float(history.metrics[compare["metric"]][-1])
+    assert len(set(found.values())) > 5  # the methods differ
 
 
 @pytest.mark.parametrize("path", COMPARED, ids=named)

@@ -32,7 +32,6 @@ from fedloom.noise import Key
 from fedloom.privacy import Guard, Release, Sums, calibrated, factors
 from fedloom.task import Task
 
-
 _CHUNK = 512  # examples of one forward pass
 
 

@@ -72,6 +72,15 @@ class Undeclared(Scaffold):
     mirrored = False
 
 
+class Thaws(FedAvg):
+    """Breaks the law of frozen parts: its server writes into them."""
+
+    def update(self, server: Model, inbox: Inbox) -> Model:
+        for x in self.task.fixed:
+            x.mul_(0.9)
+        return super().update(server, inbox)
+
+
 _memory: dict[str, int] = {}
 
 
@@ -85,6 +94,7 @@ _memory: dict[str, int] = {}
         (Biased, laws.neutral_is_fedavg),
         (Branches, laws.batched_is_alone),
         (Undeclared, laws.mirrors_are_declared),
+        (Thaws, laws.frozen_parts_stay),
     ],
 )
 def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:

@@ -6,15 +6,15 @@ starts them, except that the convolutions of the deep nets start as He et al. (2
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.schema import Kind
+from fedloom.schema import GIVEN, Kind, when
 from fedloom.task import Task
 
 
@@ -41,18 +41,12 @@ class Model(Kind):
         "", description="a safetensors file to start from, such as a run's model.safetensors; it may lack the head"
     )
 
-    weights_part: Literal["all", "body"] = Field(
+    weights_part: Annotated[Literal["all", "body"], when(weights=GIVEN)] = Field(
         "all", description="what to take from weights; body leaves its head out, as for data with other classes"
     )
     freeze: tuple[str, ...] = Field(
         (), description="parts of the net that stay as they start, such as 'body' or ['body.conv1', 'body.conv2']"
     )
-
-    @model_validator(mode="after")
-    def _has_weights(self) -> Model:
-        if self.weights_part != "all" and not self.weights:
-            raise ValueError("weights_part is of the file that weights names, and there is none")
-        return self
 
     def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """The net that is trained: what ``build`` gives, with the projection head and the weights that the settings
