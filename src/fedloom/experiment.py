@@ -161,6 +161,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
         executor=executor,
         lanes=lanes,
         topology=config.topology,
+        starts=_starts(config, shared, device),
         system=config.system,
         corruption=config.corruption,
         bad=shared.bad,
@@ -242,6 +243,15 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
         raise ConfigError(faults)
 
 
+def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
+    """The models with which the nodes of a network begin, where each has one of its own; what is frozen is common to
+    all, and no part of them.  ``[N, P]``"""
+    if config.topology is None or config.topology.start == "common":
+        return None
+    seed, nodes = config.basics.seed, range(shared.clients)
+    return torch.stack([initial_task(config.model, shared.arrays, seed, node).w0 for node in nodes]).to(device)
+
+
 def _held(proxy: Arrays, federation: Federation) -> Held | None:
     """The server's own examples, as clients' are: normalised, on the device."""
     if not len(proxy.y):
@@ -273,10 +283,10 @@ def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, F
     return task.on_features(), fed._replace(x=seen, scale=one, shift=0 * one), held
 
 
-def initial_task(model: Model, arrays: Arrays, seed: int) -> Task:
-    """The net with the initial parameters of this seed; the caller's random state is left as it was."""
+def initial_task(model: Model, arrays: Arrays, seed: int, *node: int) -> Task:
+    """The net with the initial parameters of this seed, or of a node; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng.stream(seed, "init").integers(1 << 62)))
+        torch.manual_seed(int(rng.stream(seed, "init", *node).integers(1 << 62)))
         return model.task(arrays.shape, arrays.classes)
 
 

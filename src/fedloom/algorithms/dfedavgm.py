@@ -86,7 +86,7 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
 
     def join(self, down: Model) -> Mine:
         w0 = self.task.w0  # which everybody knows
-        own = (1 - self.gamma) * w0 if self._keeps else w0[:0]
+        own = (1 - self.gamma) * down.w if self._keeps else w0[:0]
         return Mine(own, w0 if self.scheme == "choco" else w0[:0])
 
     def start(self, down: Model, mine: Mine) -> Tensor:

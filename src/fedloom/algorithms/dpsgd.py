@@ -7,7 +7,8 @@ Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, Ne
     mix_then_train:  u_i = sum_l W_il x_l;  x_i <- u_i - eta g_i(u_i)     combine, then adapt, as other code has it
 
 The last two take the same steps, half a round apart: one shows its models after mixing, the other before. All nodes
-start alike, so that mix_then_train need not mix before its first step.
+start alike, so that mix_then_train need not mix before its first step; where they do not (``topology.start``), it takes
+that step at each node's own start.
 A node's state is what it has mixed, ``w``, the ``mass`` with which that came (1, but for push-sum), and its ``own``:
 for ``lian`` its last move, x = w + own / mass, since push-sum divides moves by the mass, too; for ``mix_then_train``
 its model, x = own.

@@ -105,6 +105,7 @@ class Experiment:
     aggregation: Aggregation = field(default_factory=Aggregation)
     guard: Guard | None = None  # of what clients send, where it is private
     buffers: Literal["average", "local"] = "average"
+    starts: Tensor | None = None  # [N, P] the models with which nodes begin, where each has one of its own
     ranks: Ranks = ALONE  # which of how many processes this is; no result depends on it
 
     @property
@@ -148,17 +149,22 @@ class Experiment:
             at = ids.to(self.device)
             nodes = tree.take(state.server, at)
             down, buffers = mapped(self.algorithm.send, (0,))(nodes), state.buffers[at]
-            fresh = self.algorithm.join(self.algorithm.send(self.algorithm.init(self.task.w0)))  # as all began
         else:
             down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
-            fresh = self.algorithm.join(down)
-        blank = Kept(fresh, self.task.buffers0 if self.keeps_buffers else (), ())
-        if self.keeps_memory:
-            start = self.algorithm.start(tree.take(down, 0) if self.is_network else down, fresh)
-            blank = blank._replace(memory=self.algorithm.memory(start))
-        kept = store.gather(ids, blank)
+        if self.is_network and self.starts is not None:
+            first = [self.algorithm.send(self.algorithm.init(self.starts[node])) for node in ids.tolist()]
+            kept = tree.cat([store.gather(ids[k : k + 1], self._blank(one)) for k, one in enumerate(first)])
+        else:
+            first = self.algorithm.send(self.algorithm.init(self.task.w0)) if self.is_network else down
+            kept = store.gather(ids, self._blank(first))
         buffers = kept.buffers if self.keeps_buffers else buffers
         return Given(down, kept.mine, buffers, not self.is_network, kept.memory if self.keeps_memory else None)
+
+    def _blank(self, down: Any) -> Kept:
+        """What is kept of a client that was sent ``down`` and has not trained yet."""
+        mine = self.algorithm.join(down)
+        memory = self.algorithm.memory(self.algorithm.start(down, mine)) if self.keeps_memory else ()
+        return Kept(mine, self.task.buffers0 if self.keeps_buffers else (), memory)
 
     @cached_property
     def made_ahead(self) -> dict[int, Made]:
@@ -217,11 +223,14 @@ class Experiment:
 
 
 def begin(exp: Experiment) -> RunState:
-    """The state before the first round: every node of a network starts from the same model."""
+    """The state before the first round: every node of a network starts from the same model, or from its own."""
     server, buffers = exp.algorithm.init(exp.task.w0), exp.task.buffers0
     if exp.is_network:
         n = exp.federation.clients
-        server = tree.tmap(lambda x: x.expand(n, *x.shape), server)  # as many rows as there are nodes, all in one place
+        if exp.starts is not None:
+            server = mapped(exp.algorithm.init, (0,))(exp.starts)
+        else:  # as many rows as there are nodes, all in one place
+            server = tree.tmap(lambda x: x.expand(n, *x.shape), server)
         buffers = buffers.expand(n, -1)
         zero = torch.zeros(n, dtype=torch.int64)
         nodes = Nodes(zero, zero, torch.ones(n, dtype=torch.float64), _past(exp))

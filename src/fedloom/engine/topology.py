@@ -112,6 +112,9 @@ class Topology(Kind):
         le=1,
         description="share of the nodes that exchange in a round, drawn anew; all of them train",
     )
+    start: Literal["common", "independent"] = Field(
+        "common", description="the model with which nodes begin: the same for all, or one of its own for each"
+    )
     mixing: Literal["average", "push_sum"] = Field(
         "average", description="push_sum: senders split what they have, and mass travels with it, for directed graphs"
     )
