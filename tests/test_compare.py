@@ -877,6 +877,21 @@ def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
     assert any("fedprox draws other clients than fedavg" in note for note in planned.notes)
 
 
+def test_policies_that_differ_by_definition_are_told() -> None:
+    """FedALA's clients keep their optimisers' memory, others do not: with Adam that is half of a difference."""
+    table = {"compare": {"algorithms": ["fedavg", "fedala"], "seeds": 1}, "local": {"optimizer": "adam"}}
+    said = "local.state differs by the methods' own definitions: reset for fedavg; persist for fedala"
+    assert any(said in note for note in compare.plan(table).notes)
+    for state in ("reset", "persist"):
+        agreed = {**table, "local": {"optimizer": "adam", "state": state}}
+        assert not any("own definitions" in note for note in compare.plan(agreed).notes)
+    meant = {"kind": "fedala", "with": {"local.state": "persist"}}
+    told = compare.plan({**table, "compare": {"algorithms": ["fedavg", meant], "seeds": 1}}).notes
+    assert not any("own definitions" in note for note in told)
+    plain = {**table, "local": {"optimizer": "sgd"}}  # which has no memory to keep
+    assert not any("own definitions" in note for note in compare.plan(plain).notes)
+
+
 # -- privacy ---------------------------------------------------------------------------------------
 def private(seed: int, method: str = "a", *, data: str = "d", partition: str = "p", **more: Any) -> Result:
     spent = report.Spent(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)

@@ -249,7 +249,7 @@ def plan(table: Mapping[str, Any]) -> Plan:
         raise ConfigError(faults)
     baseline = _named(spec.baseline, methods)[0] if spec.baseline else methods[0].label
     cells, kept = _with_one_proxy(cells)
-    notes += _unused(base, axes) + _unpaired(cells, baseline) + kept
+    notes += _unused(base, axes) + _unpaired(cells, baseline) + _unlike(cells) + kept
     planned = Plan(base, spec, methods, axes, baseline, tuple(cells), tuple(notes))
     reported = {spot for paper in spec.paper for spot in _spots(planned, paper)}
     vain = [k for k, doubt in enumerate(spec.doubts) if reported.isdisjoint(_spots(planned, doubt))]
@@ -370,6 +370,37 @@ def _unpaired(cells: Sequence[Cell], baseline: str) -> list[str]:
         if cohort != cohorts.get((baseline, place), cohort)
     }
     return [f"{m} draws other clients than {baseline} (cohort.sampling = {s})" for m, s in other.items()]
+
+
+def _unlike(cells: Sequence[Cell]) -> list[str]:
+    """Settings of training in which methods differ by their own definitions, and not because the user said so."""
+    found: dict[str, None] = {}
+    for place in dict.fromkeys(cell.place for cell in cells):
+        here = {cell.method.label: cell for cell in reversed(cells) if cell.place == place}
+        for section in ("local", "model"):
+            keys = {key for cell in here.values() for key in cell.config.algorithm.defaults().get(section, {})}
+            for key in sorted(keys):
+                found |= dict.fromkeys(_apart(f"{section}.{key}", [here[label] for label in reversed(here)]))
+    return list(found)
+
+
+def _apart(name: str, cells: Sequence[Cell]) -> list[str]:
+    """What is to be said of a setting that these cells do not share; who sets it for a method means it."""
+    section, _, key = name.partition(".")
+    by_value: dict[str, list[str]] = {}
+    for cell in cells:
+        if name not in cell.method.beside and (name != "local.state" or _remembers(cell.config)):
+            value = getattr(getattr(cell.config, section), key, None)
+            by_value.setdefault("unset" if value is None else str(value), []).append(cell.method.label)
+    if len(by_value) < 2:
+        return []
+    said = "; ".join(f"{value} for {', '.join(labels)}" for value, labels in by_value.items())
+    return [f"{name} differs by the methods' own definitions: {said}; set {name} to compare under one policy"]
+
+
+def _remembers(config: Config) -> bool:
+    """Whether the local optimiser has a memory that could be kept or reset; plain SGD has none."""
+    return bool(tree.leaves(config.local.optimiser().init(torch.zeros(1))))
 
 
 def _with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:

@@ -254,3 +254,28 @@ def test_it_learns_whom_to_listen_to() -> None:
 def test_it_learns_digits() -> None:
     history = fedloom.run("apple", data="digits", rounds=12, partition=TWINS, cohort={"sampling": "all"})
     assert history.summary["personal/pre_fit/test/accuracy"].last > 0.97
+
+
+# -- a limit on downloads --------------------------------------------------------------------------
+def test_a_client_receives_the_cores_of_which_it_takes_the_most() -> None:
+    alg = bound(sizes=(1, 1, 1, 1), downloads=2)
+    down = Server(vec(10, 20, 30, 40)[:, None], vec(0.25, 0.25, 0.25, 0.25))
+    mine = Mine(vec(0.9, -0.5, 0.1, 0.2), vec(1, 0, 0, 0), vec(1, 2, 3, 4)[:, None])
+    # its own it has, and of the others the second and the fourth count most; the third is as it was
+    assert alg.held(down, mine)[:, 0].tolist() == [10, 20, 3, 40]
+    assert alg.serve(down, mine).item() == pytest.approx(0.9 * 10 - 0.5 * 20 + 0.1 * 3 + 0.2 * 40)
+    _, after = alg.finish(called(alg, down, mine, 0).x, down, mine, work()._replace(client=torch.tensor(0)))
+    assert after.cores[:, 0].tolist() == [10, 20, 3, 40]
+
+
+@pytest.mark.parametrize("executor", ["lanes", "loop"])
+def test_limited_downloads_cost_so_many_bytes_and_all_of_them_change_nothing(world, executor) -> None:
+    table = {"local": RAGGED, "engine": {"executor": executor}}
+    free, all_, one = (
+        world(algorithm={"kind": "apple", "p_lr": 0.1, **own}, **table)
+        for own in ({}, {"downloads": 3}, {"downloads": 1})
+    )
+    (plain, _), (whole, _), (limited, _) = (run(exp, 3) for exp in (free, all_, one))
+    torch.testing.assert_close(plain.server.cores, whole.server.cores)
+    assert not torch.allclose(plain.server.cores, limited.server.cores)
+    assert plain.down == whole.down == 3 * limited.down == 3 * 3 * 3 * 4 * free.task.size

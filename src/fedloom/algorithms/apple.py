@@ -10,7 +10,9 @@ Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federat
     server:    puts each core that it hears in its place;  a core that it does not hear stays
     served:    w_i with the cores as they now are
 
-A round costs a client N models down and one up. The local optimiser moves the core; p takes plain steps.
+A round costs a client N models down and one up. With ``downloads = M`` it receives only the M cores of which it takes
+the most, by |p_ij|; of the others it uses what it received last, at first w0. Its own it has anyway. The local
+optimiser moves the core; p takes plain steps.
 PFLlib multiplies lr by N, takes means for inner products, has p_lr = 0 and uploads the mixture as core.
 """
 
@@ -41,6 +43,7 @@ class Server(NamedTuple):
 class Mine(NamedTuple):
     p: Tensor  # [N] how much it takes of whose core
     me: Tensor  # [N] 1 at its own place; all 0 until it has taken part once
+    cores: Any = ()  # [N, P] as it received them last; only where downloads are limited
 
 
 class Core(NamedTuple):
@@ -68,20 +71,35 @@ class Apple(Algorithm[Server, Mine, Core]):
     mu: NonNegativeFloat = Field(0.1, description="strength of the pull of p towards the shares of the data")
     pull_rounds: PositiveInt = Field(10, description="L: rounds in which the pull fades away; a fifth of all, say")
     p_init: Literal["size", "own"] = Field("size", description="p at first: the shares of the data, or all one's own")
+    downloads: PositiveInt | None = Field(None, description="M: most cores that a client receives a round; unset: all")
 
     def init(self, w: Tensor) -> Server:
         sizes = self.sizes.to(w)
         return Server(w.repeat(len(sizes), 1), sizes / sizes.sum())
 
     def sent_bytes(self, down: Server) -> int:
-        return tree.nbytes(down.cores)  # who has how much data was said once, before the first round
+        return tree.nbytes(down.cores[: self.downloads])  # who has how much data was said once, before the first round
+
+    @property
+    def lane_size(self) -> int:
+        return 0 if self.downloads is None else len(self.sizes) * self.task.size
 
     def upload_bytes(self, uploads: Core) -> int:
         return tree.nbytes(uploads.core)  # the server knows whom it hears
 
     def join(self, down: Server) -> Mine:
         nobody = torch.zeros_like(down.p0)
-        return Mine(self.first(down, nobody), nobody)
+        first = self.first(down, nobody)
+        return Mine(first, nobody, () if self.downloads is None else self.task.w0.repeat(len(down.p0), 1))
+
+    def held(self, down: Server, mine: Mine) -> Tensor:
+        """The cores that a client mixes: received in this round, or as it has them from before.  ``[N, P]``"""
+        if self.downloads is None:
+            return down.cores
+        wanted = torch.where(mine.me > 0, -1.0, mine.p.abs())
+        top = wanted.argsort(descending=True, stable=True)[: self.downloads]
+        received = torch.zeros_like(wanted).scatter(0, top, 1.0) + mine.me
+        return torch.where(received[:, None] > 0, down.cores, mine.cores)
 
     def start(self, down: Server, mine: Mine) -> Mixture:
         # The core of who has not trained yet is still the initial model.
@@ -109,22 +127,24 @@ class Apple(Algorithm[Server, Mine, Core]):
         me = (torch.arange(len(down.p0), device=down.p0.device) == work.client).to(down.p0)
         p = torch.where(mine.me.any(), mine.p, self.first(down, me))
         pull = (self.mu * scheduled(work.round, self.pull_rounds)).to(p)
-        x = Mixture(p @ down.cores, me @ down.cores, p, me, pull)
+        cores = self.held(down, mine)
+        x = Mixture(p @ cores, me @ cores, p, me, pull)
         return Carry(x, at.memory), torch.ones_like(work.client, dtype=torch.bool)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Mine) -> Carry:
         _, core, p, me, pull = at.x
-        g = self.task.grad(at.x.w, batch)
-        slope = (1 - me) * (down.cores @ g) + me * (core @ g)
+        g, cores = self.task.grad(at.x.w, batch), self.held(down, mine)
+        slope = (1 - me) * (cores @ g) + me * (core @ g)
         own, memory = self.optimizer.update((p @ me) * g, at.memory, core, batch.lr)
         p = p - self.p_lr * (slope + pull * (p - down.p0))
-        return Carry(Mixture(mixed(p, me, own, down.cores), own, p, me, pull), memory)
+        return Carry(Mixture(mixed(p, me, own, cores), own, p, me, pull), memory)
 
     def memory(self, x: Mixture) -> Any:
         return self.optimizer.init(x.core)
 
     def finish(self, x: Mixture, down: Server, mine: Mine, work: Work) -> tuple[Core, Mine]:
-        return Core(x.core, work.client), Mine(x.p, x.me)
+        kept = () if self.downloads is None else self.held(down, mine)
+        return Core(x.core, work.client), Mine(x.p, x.me, kept)
 
     def update(self, server: Server, inbox: Inbox[Core]) -> Server:
         heard = inbox.uploads
@@ -132,8 +152,8 @@ class Apple(Algorithm[Server, Mine, Core]):
 
     def serve(self, down: Server, mine: Mine) -> Tensor:
         if self.p_init == "own":  # who has not trained yet is all its own, wherever its place is
-            return torch.where(mine.me.any(), mine.p @ down.cores, self.task.w0)
-        return mine.p @ down.cores
+            return torch.where(mine.me.any(), mine.p @ self.held(down, mine), self.task.w0)
+        return mine.p @ self.held(down, mine)
 
     def first(self, down: Server, me: Tensor) -> Tensor:
         """The relationships of a client that takes part for the first time.  ``[N]``"""

@@ -8,7 +8,8 @@ Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Lear
                pass after pass until the loss is steady when it is done first, and one pass in later rounds
     client k:  x <- SGD(x; D_k);   v_k <- x               upload  x - w
     server:    as FedAvg
-    users:     predict with x as it is after ALA, before training
+    users:     predict with x as it is after ALA, before training (``personal/pre_fit``); as it is after training, the
+               other reading, with ``evaluate.participants`` (``participants/post_fit``)
 
 In a client's first round there is no v_k and it starts from w. W_k stays with the client and is learned with
 plain steps, whatever the local optimiser. It moves little, so where it begins decides what the method is:
