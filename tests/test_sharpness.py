@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import hessian, vmap
 
-from fedloom.sharpness import Gam, Surface, cost, gam, sam, steepest, toward
+from fedloom.sharpness import Gam, Landscape, Surface, cost, flatness, gam, sam, steepest, toward
 from fedloom.task import Batch, Task
 
 RULES = ("paper", "gam_exact", "gam_fd", "gam_repo")
@@ -381,3 +381,41 @@ def test_g14_the_loss_rises_by_no_more_than_rho_times_the_longest_gradient() -> 
         losses = torch.stack([task.loss(w + t * way, batch) for t in at])
         slopes = torch.stack([task.grad(w + t * way, batch) @ way for t in at])
         assert losses.max() - task.loss(w, batch) <= rho * slopes.abs().max() + 1e-12
+
+
+# -- how flat a minimum is -------------------------------------------------------------------------
+def quadratic(H: torch.Tensor, b: torch.Tensor) -> Landscape:
+    """F = 1/2 y'Hy + b'y."""
+    return Landscape(lambda y: (0.5 * y @ H @ y + b @ y, H @ y + b), lambda _, v: H @ v)
+
+
+def test_at_the_minimum_of_a_quadratic_flatness_is_its_largest_curvature() -> None:
+    """Without a gradient to follow: R0 = rho^2 lambda / 2 and R1 = rho^2 lambda."""
+    H = torch.diag(torch.tensor([4.0, 1.0, 0.5])).double()
+    found = flatness(quadratic(H, torch.zeros(3).double()), torch.zeros(3).double(), 0.3)
+    assert found.r0 == pytest.approx(0.5 * 0.3**2 * 4, rel=1e-6)
+    assert found.r1 == pytest.approx(0.3**2 * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("rho", [0.05, 0.5, 2.0])
+def test_flatness_is_the_largest_value_in_the_ball(rho: float) -> None:
+    """Against all points of a fine grid, in two dimensions; R0 is never above R1."""
+    H, b = torch.tensor([[3.0, 0.4], [0.4, 0.7]]).double(), torch.tensor([0.3, -1.0]).double()
+    y = torch.tensor([0.2, 0.5]).double()
+    angle = torch.linspace(0, 2 * math.pi, 4001).double()
+    ball = torch.cat([s * rho * torch.stack([angle.cos(), angle.sin()], 1) for s in (0.25, 0.5, 0.75, 1.0)]) + y
+    rise = (0.5 * ((ball @ H) * ball).sum(1) + ball @ b).max() - (0.5 * y @ H @ y + b @ y)
+    found = flatness(quadratic(H, b), y, rho)
+    assert found.r0 == pytest.approx(float(rise), rel=1e-4)
+    assert found.r1 == pytest.approx(rho * float((ball @ H + b).norm(dim=1).max()), rel=1e-4)
+    assert 0 < found.r0 <= found.r1
+
+
+def test_a_wave_is_steep_although_it_does_not_rise() -> None:
+    """What R0 does not see and R1 does: F = sin(20 y) / 20 in one dimension, by a dense scan."""
+    wave = Landscape(lambda y: ((20 * y).sin().sum() / 20, (20 * y).cos()), lambda y, v: -20 * (20 * y).sin() * v)
+    found = flatness(wave, torch.tensor([0.1]).double(), 0.05)
+    scan = torch.linspace(0.05, 0.15, 100_001).double()
+    assert found.r0 <= float((20 * scan).sin().max() - math.sin(2.0)) / 20 + 1e-12
+    assert found.r1 <= 0.05 * float((20 * scan).cos().abs().max()) + 1e-12
+    assert found.r1 > 3 * found.r0

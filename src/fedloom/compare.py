@@ -304,6 +304,8 @@ def metric_names(config: Config) -> set[str]:
         found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
     elif alg.communicates and alg.common:
         found |= {"global/test": judged} | ({"global/train": plain} if evaluate.train else {})
+    if evaluate.flatness is not None:
+        found |= {f"{'consensus' if alg.family == 'gossip' else 'global'}/flatness": ["R0", "R1"]}
     if _may_have_own_rows(config) and evaluate.personal:
         found |= {f"personal/{alg.served}/test": spread}
     if _may_have_own_rows(config) and evaluate.participants:

@@ -445,6 +445,9 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         if evaluate is not None and evaluate.diagnostics and not (alg.communicates and alg.common):
             what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"
             faults.append(Fault("evaluate.diagnostics", f"{what} (got {list(evaluate.diagnostics)})", "leave them out"))
+        if evaluate is not None and evaluate.flatness and not (alg.communicates and alg.common):
+            what = f"there is no common model with {type(alg).__name__} whose loss could be flat"
+            faults.append(Fault("evaluate.flatness", f"{what} (got {evaluate.flatness:g})", "leave it out"))
         faults += _against_trust(alg, cohort, chosen) + _against_the_network(alg, chosen.get("topology"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))

@@ -189,7 +189,7 @@ def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     leaf = name.rsplit("/", 1)[-1]
     costs = ("up", "down", "busiest", "gradients", "simulated")
-    apart = ("distance", "relative", "contraction", "psi", "epsilon", "weight_")
+    apart = ("R0", "R1", "distance", "relative", "contraction", "psi", "epsilon", "weight_")
     return leaf.startswith(("loss", "diverged", *costs, *apart)) or leaf.endswith("_std")
 
 

@@ -5,15 +5,21 @@
 
 All gradients of one step see the same batch, with the same augmentation and the same dropout. The optimiser's weight
 decay is not in F: it acts after the step has looked around. ``decay`` puts it there instead, into every gradient.
+
+How flat a minimum is, is measured by what these look for (DFedGAM, eq. 4 and Lemma 3.1), over all ||d|| <= rho:
+
+    R0 = max F(y + d) - F(y)              R1 = rho max ||grad F(y + d)||              R0 <= R1
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fedloom import rng
 from fedloom.task import Batch, Task
 
 Rule: TypeAlias = Literal["paper", "gam_exact", "gam_fd", "gam_repo"]
@@ -21,6 +27,7 @@ Product: TypeAlias = Literal["fd", "central", "exact"]
 RhoSchedule: TypeAlias = Literal["const", "prop_lr"]
 
 _NOTHING = 1e-12  # a gradient no longer than this has no direction
+_CLIMBS = 10  # steps in which a largest value is looked for
 
 
 class Gam(NamedTuple):
@@ -137,3 +144,47 @@ def cost(how: Gam) -> float:
     if how.rule == "paper":
         return {"fd": 3.0, "central": 4.0, "exact": 4.0}[how.product]
     return 6.0 if how.rule == "gam_exact" else 4.0
+
+
+# -- how flat a minimum is -------------------------------------------------------------------------
+class Flatness(NamedTuple):
+    """The largest values that were found; the true ones are no smaller."""
+
+    r0: float
+    r1: float
+
+
+class Landscape(NamedTuple):
+    """A function whose flatness is measured."""
+
+    slope: Callable[[Tensor], tuple[Tensor, Tensor]]  # its value and its gradient
+    bend: Callable[[Tensor, Tensor], Tensor]  # (at, v) -> H v
+
+
+def flatness(f: Landscape, y: Tensor, rho: float) -> Flatness:
+    """R0 and R1 at ``y``, by climbing on the sphere: d <- rho s / ||s||, s the gradient at y + d of what is to grow.
+
+    From d = 0 the first step is SAM's for R0, and DFedGAM's for R1. A minimum, where there is no gradient, needs a
+    second start: a direction by chance, always the same. Where what grows is convex, no step goes down; on a quadratic
+    the climb is the power method.
+    """
+    value, _ = f.slope(y)
+    chance = rng.uniform(0, "flatness", torch.arange(len(y), device=y.device)).to(y) - 0.5
+    starts = (torch.zeros_like(y), toward(chance, rho))
+    seen: list[tuple[float, float]] = []
+
+    def look(d: Tensor) -> Tensor:
+        there, g = f.slope(y + d)
+        seen.append((float(there - value), float(torch.linalg.vector_norm(g))))
+        return g
+
+    def climb(d: Tensor, upward: Callable[[Tensor], Tensor]) -> None:
+        for _ in range(_CLIMBS):
+            d = toward(upward(d), rho)
+        look(d)
+
+    for start in starts:
+        climb(start, look)
+        climb(start, lambda d: f.bend(y + d, toward(look(d), 1.0)))
+    rises, lengths = zip(*seen, strict=True)
+    return Flatness(max(rises), rho * max(lengths))

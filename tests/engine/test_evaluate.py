@@ -21,6 +21,8 @@ from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT
 from fedloom.algorithms.local_only import LocalOnly
+from fedloom.compare import metric_names
+from fedloom.config import parse
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
 from fedloom.engine.evaluate import _HELD, Evaluate, Judged, _batches, evaluate, judge
@@ -254,3 +256,41 @@ def test_a_run_in_which_a_client_s_model_is_not_finite_goes_on() -> None:
 def test_a_run_in_which_no_client_s_model_is_finite_ends() -> None:
     with pytest.raises(DivergedError, match=r"the evaluation is not finite \(personal/post_fit/test/loss"):
         run(Doomed())
+
+
+@pytest.mark.parametrize(("algorithm", "name"), [("fedavg", "global"), ("dfedgam", "consensus")])
+def test_flatness_is_no_less_than_at_any_point_of_the_ball(world, algorithm, name) -> None:
+    """R0 and R1 of the mean loss on all training rows, against random points of the ball around the common model."""
+    more = {"topology": "ring"} if name == "consensus" else {}
+    rho = 0.2
+    exp = world((6, 9, 7), algorithm=algorithm, evaluate={"flatness": rho}, **more)
+    state, store = begin(exp), RamStore(3)
+    state, _ = advance(exp, state, store)
+    found = evaluate(exp, state, store)
+    w = state.server.w.mean(0) if name == "consensus" else state.server.w
+    x, y = exp.federation.examples(exp.federation.train.rows)
+
+    def loss(at):
+        return torch.nn.functional.cross_entropy(exp.task.apply(at, x, exp.task.buffers0), y)
+
+    g = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        d = torch.randn(w.shape, generator=g)
+        there = (w + rho * d / d.norm()).requires_grad_()
+        (slope,) = torch.autograd.grad(loss(there), there)
+        assert float(loss(there) - loss(w)) <= found[f"{name}/flatness/R0"] + 1e-6
+        assert rho * float(slope.norm()) <= found[f"{name}/flatness/R1"] + 1e-6
+    assert 0 < found[f"{name}/flatness/R0"] <= found[f"{name}/flatness/R1"]
+    plain = world((6, 9, 7), algorithm=algorithm, **more)
+    assert "flatness" not in "".join(evaluate(plain, state, store))
+    assert {k for k in found if "flatness" in k} <= metric_names_of(algorithm, rho, more)
+
+
+def metric_names_of(algorithm, rho, more):
+    return metric_names(parse({"algorithm": algorithm, "evaluate": {"flatness": rho}, **more}))
+
+
+@pytest.mark.parametrize("algorithm", ["local_only", "fedrep"])
+def test_where_there_is_no_common_model_nothing_is_flat(algorithm) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.flatness: there is no common model with"):
+        parse({"algorithm": algorithm, "evaluate": {"flatness": 0.1}})

@@ -213,7 +213,7 @@ def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
 
     In evaluation mode: BatchNorm uses the statistics that it is handed.
     """
-    chunks = list(_held_chunks(exp, buffers) or _chunks(exp, buffers))
+    chunks = list(_held_chunks(exp, buffers) or training_chunks(exp, buffers))
 
     def product(v: Tensor) -> Tensor:
         bent = torch.zeros_like(w)
@@ -239,7 +239,7 @@ def hessian_weights(exp: Experiment, moves: Moves, w: Tensor, how: Weighing, buf
     LAW-AFL eq. 37 takes the Hessian of theta, which in its section 3.1.1 are these weights.
     """
     counts = how.lam > 0
-    dw, chunks = moves.dw[counts], list(_held_chunks(exp, buffers) or _chunks(exp, buffers))
+    dw, chunks = moves.dw[counts], list(_held_chunks(exp, buffers) or training_chunks(exp, buffers))
     point = torch.cat([how.lam[counts].log(), how.shrink.log()[None]]).to(w)
 
     def loss(free: Tensor, batch: Batch) -> Tensor:
@@ -360,7 +360,7 @@ def curvature(exp: Experiment, w: Tensor) -> tuple[float, float]:
 
     By the power method on Hessian-vector products over all training rows; from a fixed start.
     """
-    chunks = list(_chunks(exp, exp.task.buffers0))
+    chunks = list(training_chunks(exp, exp.task.buffers0))
 
     def product(v: Tensor) -> Tensor:
         parts = [share * jvp(partial(grad(exp.task.loss), batch=batch), (w,), (v,))[1] for batch, share in chunks]
@@ -384,7 +384,7 @@ def _largest(product: Any, w: Tensor) -> float:
     return value
 
 
-def _chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, float]]:
+def training_chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, float]]:
     """All training rows in pieces, each with its share of them."""
     rows = exp.federation.train.rows.to(exp.device)
     for part in torch.split(rows, _ROWS):

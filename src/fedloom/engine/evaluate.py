@@ -19,19 +19,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.func import grad, grad_and_value, jvp
 
 from fedloom import rng, tree
+from fedloom.engine.diagnose import training_chunks
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.topology import Moment
 from fedloom.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.schema import Spec
+from fedloom.sharpness import Landscape, flatness
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment, RunState
@@ -57,6 +61,10 @@ class Evaluate(Spec):
     )
     work: bool = Field(False, description="also write work.jsonl: who took part in each round, and what each did")
     train: bool = Field(False, description="also measure the server's model on all training rows")
+    flatness: PositiveFloat | None = Field(
+        None,
+        description="also measure how flat the training loss is within this radius: R0 and R1, docs/diagnostics.md",
+    )
     auc: tuple[Auc, ...] = Field(
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
@@ -112,7 +120,30 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
     if exp.evaluate.train:
         rows = exp.federation.train.rows.to(exp.device)
         found |= _means("global/train", rows_scored(exp, model, state.buffers, rows, together=True))
-    return found
+    return found | _flatness("global", exp, model, state.buffers)
+
+
+def _flatness(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
+    """R0 and R1 of the loss on all training rows at ``w``, where they are asked for; in evaluation mode."""
+    if exp.evaluate.flatness is None:
+        return {}
+    chunks = list(training_chunks(exp, buffers))
+
+    def slope(at: Tensor) -> tuple[Tensor, Tensor]:
+        value, g = torch.zeros((), dtype=torch.float64, device=at.device), torch.zeros_like(at)
+        for batch, share in chunks:
+            more, there = grad_and_value(partial(exp.task.loss, batch=batch, training=False))(at)
+            value, g = value + share * there.double(), g + share * more
+        return value, g
+
+    def bend(at: Tensor, v: Tensor) -> Tensor:
+        turned = torch.zeros_like(at)
+        for batch, share in chunks:
+            turned += share * jvp(grad(partial(exp.task.loss, batch=batch, training=False)), (at,), (v,))[1]
+        return turned
+
+    found = flatness(Landscape(slope, bend), w, exp.evaluate.flatness)
+    return {f"{name}/flatness/R0": found.r0, f"{name}/flatness/R1": found.r1}
 
 
 def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool = False) -> Scores:
@@ -339,9 +370,11 @@ def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, 
         apart = apart + (part.w.double() - mean).square().sum()
         scored.append(nodes_scored(exp, part))
     distance = (float(apart) / len(everyone)) ** 0.5
-    found = _common("consensus/test", exp, mean.float(), state.buffers[everyone.to(exp.device)].mean(0))
+    buffers = state.buffers[everyone.to(exp.device)].mean(0)
+    found = _common("consensus/test", exp, mean.float(), buffers)
     found |= over_nodes("nodes/test", *tree.cat(scored))
-    return found | {"consensus/distance": distance, "consensus/relative": distance / max(float(mean.norm()), 1e-12)}
+    found |= {"consensus/distance": distance, "consensus/relative": distance / max(float(mean.norm()), 1e-12)}
+    return found | _flatness("consensus", exp, mean.float(), buffers)
 
 
 def living(exp: Experiment, state: RunState) -> Tensor:
