@@ -926,3 +926,14 @@ def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> No
     note = next(note for note in done.summary()["notes"] if note.startswith("epsilon"))
     assert f"2 cells on the same data add up to epsilon {sum(each):.4g} at delta 2e-05" in note
     assert note in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: Path) -> None:
+    """The other reading of when a personal model is judged, by settings that a recipe can have."""
+    settings = SMALL | {"rounds": 2, "evaluate": {"participants": True}, "cohort": {"sampling": "all"}}
+    wanted = {"algorithms": ["fedala", "fedavg"], "seeds": [0], "metric": "participants/post_fit/test/accuracy"}
+    done = compare.run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)
+    assert {row.method for row in done.rows} == {"fedala", "fedavg"}
+    for result in done.results:
+        last = record.read_metrics(done.cells / result.hash)[-1]
+        assert last["participants/post_fit/test/accuracy"] != last["personal/pre_fit/test/accuracy"]

@@ -12,6 +12,7 @@ from torch.func import grad
 
 import fedloom
 from conftest import blobs
+from fedloom import laws
 from fedloom.algorithm import Carry, Inbox
 from fedloom.algorithms.apple import Apple, Core, Mine, Server, mixed, scheduled
 from fedloom.config import parse
@@ -279,3 +280,13 @@ def test_limited_downloads_cost_so_many_bytes_and_all_of_them_change_nothing(wor
     torch.testing.assert_close(plain.server.cores, whole.server.cores)
     assert not torch.allclose(plain.server.cores, limited.server.cores)
     assert plain.down == whole.down == 3 * limited.down == 3 * 3 * 3 * 4 * free.task.size
+
+
+class Limited(Apple):
+    downloads: int | None = 1
+    p_lr: float = 0.1
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_laws_with_limited_downloads(law) -> None:
+    assert laws.verdict(law, Limited) == ""

@@ -394,8 +394,12 @@ class Shared(PerRound):
     quality: str = "report"
 
 
+class Printed(PerRound):
+    shrink_rule: str = "eq5"
+
+
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("form", [WarmUp, PerRound, Shared, Shallow, Fresh])
+@pytest.mark.parametrize("form", [WarmUp, PerRound, Shared, Shallow, Fresh, Printed])
 def test_laws_of_the_other_schedules(law, form) -> None:
     assert laws.verdict(law, form) == ""
 
