@@ -238,8 +238,8 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         ({"privacy": LOCAL, "system": {"deadline": 9.0}}, r"system\.deadline: who is late depends on how much data"),
         ({"algorithm": "law_afl"}, r"privacy\.mechanism: 'distributed' hides single uploads"),
         (
-            {"algorithm": {"kind": "law_afl", "schedule": "per_round"}, "privacy": LOCAL},
-            r"algorithm\.schedule: moves of models are sent beside the sums",
+            {"algorithm": {"kind": "law_afl", "schedule": "warmup_then_analytic"}, "privacy": LOCAL},
+            r"algorithm\.schedule: moves of models are sent before the sums",
         ),
         (
             {"algorithm": {"kind": "law_afl", "quality": "report"}, "privacy": LOCAL},

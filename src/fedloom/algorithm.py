@@ -81,6 +81,7 @@ class Noise(NamedTuple):
     norm: float  # R: the features of an example are shortened to it
     std: float  # deviation of what is added to each number of G
     cross_std: float  # and of B
+    of_means: bool = False  # means over a client's examples are sent instead of sums, so that they hide the client
 
 
 class Carry(NamedTuple):
@@ -160,6 +161,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     columnwise: ClassVar[bool] = False  # True: without a server, ``update`` takes each parameter by itself
     needs_proxy: ClassVar[bool] = False  # True: the server learns from rows of its own, ``self.proxy``
     unit_uploads: ClassVar[bool] = False  # True: no upload is longer than 1, whatever it is clipped to
+    bears_noise: ClassVar[bool] = False  # True: it reads every upload, and may be given noised ones
     needs_counts: ClassVar[bool] = False  # True: its server reads how many examples of each class a client has
 
     _task: Task | None = PrivateAttr(None)
@@ -253,6 +255,15 @@ class Algorithm(Spec, Generic[S, C, U]):
         what = f"hides examples in sums over them, which clients of {type(self).__name__} do not send"
         fix = "leave the section out" if self.family == "closed_form" else "set privacy.clip instead"
         return [Fault("privacy.feature_clip", what, fix)]
+
+    @property
+    def sends_moves_and_sums(self) -> bool:
+        """Whether clients send moves ``dw`` of models as well as sums ``rows`` and ``counts`` over their examples."""
+        return False
+
+    def releases_in(self, round_: int) -> int:
+        """How many uploads with noise of their own a client makes in this round."""
+        return 1
 
     @property
     def proximal(self) -> float:

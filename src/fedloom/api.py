@@ -201,7 +201,7 @@ def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, f
             why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
             raise ConfigError([Fault("--rounds", why)])
         private = table.get("privacy", {})  # what is released of a closed form is released once
-        if "epsilon" in private and "feature_clip" not in private and rounds != table["rounds"]:
+        if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
             why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
             raise ConfigError([Fault("--rounds", why)])
         if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
@@ -222,7 +222,7 @@ def _promised(config: Config) -> dict[str, Any]:
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
     flat |= {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
     beside = {key for key in flat if key in _BESIDE or key.partition(".")[0] in _BESIDE}
-    if config.privacy.epsilon is not None and config.privacy.feature_clip is None:
+    if config.privacy.epsilon is not None and config.privacy.clip is not None:
         beside.discard("rounds")  # for which the noise was calibrated
     return {key: value for key, value in flat.items() if key not in beside}
 

@@ -145,8 +145,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     algorithm = config.algorithm.bind(task, config.local.optimiser(), federation.train.sizes, held)
     algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
     if guard is not None and guard.sums is not None:
-        std = guard.deviation(guard.release.size)
-        algorithm = algorithm.told_of_noise(Noise(guard.clip, std, std / guard.sums.cross_scale))
+        algorithm = algorithm.told_of_noise(_told_noise(guard, guard.sums))
     lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
     experiment = Experiment(
         algorithm=algorithm,
@@ -194,7 +193,7 @@ def _guard(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     """Privacy as it is in this run: for its sampling, its rounds and its clients."""
     how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
     key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
-    if how.feature_clip is not None:
+    if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
     if how.clip is None or cohort.sampling == "proportional":
         return None
@@ -209,20 +208,36 @@ def _guard(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     if release.local:  # only the rounds in which a client takes part count for it
         taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
         for r in range(rounds):
-            taken[r + 1, draw(cohort, sizes, seed, r).ids] = 1
+            taken[r + 1, draw(cohort, sizes, seed, r).ids] = config.algorithm.releases_in(r)
         uses = tuple(taken.cumsum(0).max(1).values.tolist())
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
     # A sum over who happens to be there is only divided by a number that does not tell how many these are.
     fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
     weight = float(size) if fixed else None
-    return Guard(key, how.clip, factors(how, counts, key), release, uses, how.delta, weight)
+    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
+    noisier = factors(how, counts, key)
+    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _told_noise(guard: Guard, sums: Sums) -> Noise:
+    """What the algorithm must know of how its sums, or means, are hidden."""
+    if guard.features is not None:
+        std = guard.release.noise * sums.sensitivity
+        return Noise(guard.features, std, std / sums.cross_scale, of_means=True)
+    std = guard.deviation(guard.release.size)
+    return Noise(guard.clip, std, std / sums.cross_scale)
+
+
+def _sums(config: Config, norm: float) -> Sums:
+    """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
+    scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
+    return Sums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
 
 
 def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
     """The same of sums over examples, each of which is in one sum of one client, and is released once."""
-    how, able, counts = config.privacy, int((fed.train.sizes > 0).sum()), config.algorithm.needs_counts
-    sums = Sums(sensitivity(norm, cross_scale=how.cross_scale, counts=counts), how.cross_scale, counts)
+    how, able, sums = config.privacy, int((fed.train.sizes > 0).sum()), _sums(config, norm)
     release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))

@@ -13,6 +13,10 @@ Clients of a closed form send sums over examples instead, once. There the unit i
     x <- x min(1, R / ||x||) before it is summed: one example moves (G, B) by D = sqrt(R^4 + R^2) at most, in which
     S above is replaced by D; and by sqrt(R^4 + R^2 + 1) where counts of classes are sent, too
 
+Clients of LAW-AFL's Algorithm 3 send both in every round (line 9). There the unit is a client again: with ``clip`` and
+``feature_clip``, moves are clipped to S, and instead of sums the means over a client's examples are sent, whose norm is
+D at most whatever its data is. Each has noise of its own, z S and z D, so that a round is two uses of the mechanism.
+
 Their noise has the address (client): who is to be forgotten sends the same numbers again, and tells nothing new.
 Who has no examples does not come: that a client has any at all is not hidden.
 
@@ -66,8 +70,8 @@ class Privacy(Spec):
     )
     feature_clip: PositiveFloat | None = Field(
         None,
-        description="R, with closed forms instead of clip: largest norm of an example's features, that of a bias among "
-        "them; unset: no privacy of examples",
+        description="R, with closed forms instead of clip, or beside it where models are trained, too: largest norm of "
+        "an example's features, that of a bias among them; unset: no privacy of examples",
     )
     cross_scale: PositiveFloat = Field(
         1.0, description="of feature_clip: B is multiplied by it before noise is added, and divided by it afterwards"
@@ -117,9 +121,7 @@ class Privacy(Spec):
             raise ValueError(f"noise hides only what is bounded; {what}")
         if self.on and not given:
             raise ValueError("clip alone is no privacy; set noise, or epsilon from which it is calibrated")
-        if self.clip is not None and self.feature_clip is not None:
-            raise ValueError("clip hides clients and feature_clip hides examples; keep one of them")
-        if self.feature_clip is not None and self.asks_for_labels:
+        if self.clip is None and self.asks_for_labels:
             raise ValueError("heterogeneity is for clip: its histograms hide clients, and feature_clip hides examples")
         if (self.heterogeneity == "eq24") != (self.concentration is not None):
             raise ValueError("heterogeneity = 'eq24' and concentration, its alpha, belong together; set both")
@@ -146,10 +148,12 @@ class Privacy(Spec):
 # -- what cannot be accounted for ------------------------------------------------------------------
 def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> list[Fault]:
     """Settings under which the epsilon that is told would not be true."""
-    if how.feature_clip is not None:
-        return _of_sums(how, alg, sampling, system)
     if not how.on:
         return []
+    if alg.sends_moves_and_sums or (how.clip is not None and how.feature_clip is not None):
+        return _of_both(how, alg, sampling, system)
+    if how.feature_clip is not None:
+        return _of_sums(how, alg, sampling, system)
     name, faults = type(alg).__name__, []
     if alg.family in ("gossip", "closed_form") or not alg.communicates:
         what = f"covers clients that send updates to a server, which those of {name} do not"
@@ -159,8 +163,9 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
         return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
     if alg.hears_each and how.mechanism == "distributed":
         what = f"hides single uploads in their sum, and {name} reads every one of them"
-        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", "take an algorithm that only sums uploads"))
-    elif alg.hears_each:
+        fix = "set privacy.mechanism=local" if alg.bears_noise else "take an algorithm that only sums uploads"
+        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", fix))
+    elif alg.hears_each and not alg.bears_noise:
         what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))
     if alg.mirrored:
@@ -199,6 +204,26 @@ def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
     return faults + _missing_clients(how, alg, system)
 
 
+def _of_both(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
+    """The same, where moves of models and means over examples are hidden, both of them."""
+    name = type(alg).__name__
+    if not alg.sends_moves_and_sums:
+        what = f"clip hides clients and feature_clip hides examples, and {name} sends one kind of upload"
+        return [Fault("privacy.feature_clip", what, "keep one of them")]
+    for key, what in (("clip", "moves of models"), ("feature_clip", "sums over examples")):
+        if getattr(how, key) is None:
+            said = f"is unset, and clients of {name} send {what}, which it bounds, beside what is hidden"
+            return [Fault(f"privacy.{key}", said, f"set privacy.{key}, too")]
+    faults = list(alg.against_noise(how.mechanism == "local"))
+    if how.mechanism != "local":
+        what = f"'distributed' hides single uploads in their sum, and {name} reads every one of them"
+        faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
+    if sampling == "proportional":
+        what = "'proportional' draws clients by how much data they have, which is not accounted for"
+        faults.append(Fault("cohort.sampling", what, "use poisson, uniform or all"))
+    return faults + _missing_clients(how, alg, system)
+
+
 def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
     late = system.stragglers and (
         system.policy == "drop" or (system.policy == "auto" and not getattr(alg, "partial_work", False))
@@ -220,7 +245,7 @@ def refused(how: Privacy, upload: Any, travelling: int, clients: int, examples: 
     """What only the net and the data tell: uploads like this one, and so many running statistics that travel."""
     if not how.on:
         return []
-    if how.feature_clip is not None:  # what else an algorithm sends, it has been asked about
+    if how.clip is None:  # what else an algorithm sends, it has been asked about
         what = f"{how.delta:g} is too large for {examples} examples: publishing one of them whole would be allowed"
         too_large = Fault("privacy.delta", what, f"below {1 / max(examples, 1):.2g}")
         return [too_large] if how.delta * examples >= 1 else []
@@ -270,16 +295,17 @@ class Guard(NamedTuple):
     delta: float
     weight: float | None  # what the sum of a round is divided by; None: by how many sent
     sums: Sums | None = None  # where it is sums over examples that are hidden
+    features: float | None = None  # R, where means over examples are hidden beside moves
 
     @property
     def unit(self) -> Literal["client", "example"]:
         """What is hidden."""
-        return "client" if self.sums is None else "example"
+        return "client" if self.sums is None or self.features is not None else "example"
 
     @property
     def reach(self) -> float:
-        """How far one unit can move what is released: z is in units of this."""
-        return self.clip if self.sums is None else self.sums.sensitivity
+        """How far one unit can move what is released, or its moves: z is in units of this."""
+        return self.sums.sensitivity if self.sums is not None and self.features is None else self.clip
 
     def deviation(self, senders: int) -> float:
         """Of the noise in an upload, among so many in a round."""
@@ -289,7 +315,10 @@ class Guard(NamedTuple):
         """What is protected how well, in a sentence."""
         where = "each upload" if self.release.local else "their sum"
         what = f"uploads clipped to {self.clip:g} · noise {self.release.noise:.4g} clips in {where}"
-        if self.sums is not None:
+        if self.sums is not None and self.features is not None:
+            what = f"moves clipped to {self.clip:g}, features to {self.features:g}, so that means over examples are no "
+            what += f"longer than {self.sums.sensitivity:.4g} · noise {self.release.noise:.4g} times that in each"
+        elif self.sums is not None:
             where = "each client's sums" if self.release.local else "the sums over all clients"
             what = f"features clipped to {self.clip:g} · one example moves sums by {self.reach:.4g} at most · noise "
             what += f"{self.release.noise:.4g} times that in {where}"
@@ -313,14 +342,16 @@ class Guard(NamedTuple):
         """A ledger before the first round."""
         return Ledger(self.release, self.delta, self.reach, (0,) * (len(self.factors) if self.release.local else 1))
 
-    def charged(self, ledger: Ledger, ids: Tensor) -> Ledger:
-        """The ledger after a round in which these clients sent what the guard has hidden.
+    def charged(self, ledger: Ledger, ids: Tensor, uploads: Any = ()) -> Ledger:
+        """The ledger after a round in which these clients sent ``uploads``, which the guard has hidden.
 
-        Sums over examples have the same noise whenever they are sent: only the first time counts.
+        Sums over examples have the same noise whenever they are sent: only the first time counts. Means have noise of
+        the round, and count beside moves.
         """
         whom = set(ids.tolist()) if self.release.local else {0}
-        first = self.sums is not None
-        uses = ((max(n, 1) if first else n + 1) if k in whom else n for k, n in enumerate(ledger.uses))
+        parts = 1 if self.features is None else bool(uploads.dw.numel()) + bool(uploads.rows.numel())
+        first = self.sums is not None and self.features is None
+        uses = ((max(n, 1) if first else n + parts) if k in whom else n for k, n in enumerate(ledger.uses))
         return ledger._replace(uses=tuple(uses))
 
     def epsilon(self, round_: int) -> float:
@@ -335,7 +366,9 @@ class Guard(NamedTuple):
             "clip": self.clip,
             "noise_factors": [round(f, 6) for f in self.factors.tolist()],
         }
-        if self.sums is not None:  # where nothing depends on how clients are chosen
+        if self.sums is not None and self.features is not None:
+            own |= {"feature_clip": self.features, **self.sums._asdict()}
+        elif self.sums is not None:  # where nothing depends on how clients are chosen
             used = {name: getattr(self.release, name) for name in ("noise", "local", "clients")}
             own = {**used, "feature_clip": self.clip, **self.sums._asdict()}
             own["deviation"] = self.deviation(self.release.size)
@@ -354,10 +387,34 @@ class Guard(NamedTuple):
 
 def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, round_: int) -> Any:
     """The uploads [K, ...] as these clients send them, among so many of the round."""
+    if guard.sums is not None and guard.features is not None:
+        return _both(guard, guard.sums, uploads, ids, round_)
     if guard.sums is not None:
         return hidden(guard.sums, guard.deviation(senders), uploads, ids, guard.key)
     std = guard.deviation(senders) * guard.factors[ids]
     return noised(clipped(uploads, guard.clip), std, ids, guard.key, round_)
+
+
+def _both(guard: Guard, sums: Sums, uploads: Any, ids: Tensor, round_: int) -> Any:
+    """Moves and means over examples [K, ...] as these clients send them, and nothing else."""
+    beside = [x for name, x in uploads._asdict().items() if name not in ("dw", "rows", "counts")]
+    if any(bool(leaf.any()) for leaf in tree.leaves(beside)):
+        what = "clients send more than moves and means over their examples, and it is not hidden"
+        raise ConfigError([Fault("privacy.clip", f"{what} (got {guard.clip:g})", "leave the section out")])
+    dw, rows, counts = uploads.dw, uploads.rows, uploads.counts
+    factors = guard.release.noise * guard.factors[ids]
+    if dw.numel():
+        dw = noised(clipped((dw,), guard.clip), guard.clip * factors, ids, guard.key, round_)[0]
+    if rows.numel() and guard.release.noise:
+        std, wide = (sums.sensitivity * factors).to(rows)[:, None], rows.shape[-1]
+        drawn = [
+            noise.normals(guard.key, wide + counts.shape[-1], "privacy/means", round_, client)
+            for client in ids.tolist()
+        ]
+        normals = torch.from_numpy(np.stack(drawn)).to(rows)
+        rows = analytic.noised(rows, std, normals[:, :wide], counts.shape[-1], sums.cross_scale)
+        counts = counts + std * normals[:, wide:]
+    return uploads._replace(dw=dw, rows=rows, counts=counts)
 
 
 def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, key: Key) -> Any:

@@ -36,6 +36,10 @@ it lies on one of these bounds. ``ratio`` keeps to ``shrink_min``, too; the othe
 lambda_i / lambda0_i of each client that was there; all others count by size. It may be the "static" FedLAW of LAW-AFL's
 Table 7.
 
+Privacy: with ``privacy.clip``, ``privacy.mechanism=local`` and ``weighting=uniform`` every client clips its move and
+adds noise before the server sees it. What the server then learns from the moves is as private as they are. Noise in the
+sum is z S gamma sqrt(sum lambda^2): weights that concentrate amplify it.
+
 BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
 running statistics do not matter. ``bn`` is where those come from that the model is judged with:
     proxy        from the same batches, as often as the server sees them, and no client's; as in the authors' code, but
@@ -82,6 +86,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
     linear: ClassVar[bool] = False
     distinct: ClassVar[bool] = True
     needs_proxy: ClassVar[bool] = True
+    bears_noise: ClassVar[bool] = True
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")

@@ -54,6 +54,11 @@ sees anything, so that all it learns from them is as private as they are. Noise 
 lambda0 asks for a ridge of k sigma' sqrt(d) (``noise_ridge``), and what makes that sum of G positive semidefinite is
 added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body must be frozen.
 
+Line 9 of Algorithm 3 adds noise to all that is uploaded, without a bound on it, and so without a guarantee. In schedule
+``per_round``, with ``privacy.clip``, ``privacy.feature_clip`` and ``privacy.mechanism=local``, clients clip their moves
+to S, send means over their examples instead of sums, and add noise to both. All begin with the same lambda0, since
+nobody knows how many examples they have. As printed it is ``privacy.heterogeneity=eq24`` beside these.
+
 What is recorded of a round in which models are trained, ``weights/...``, ``bad_clients/...`` and
 ``hessian/weights_top``, is of the weights of models, which made the body and W_agg. The weights of statistics are
 ``head/...``, over all clients whose statistics the head was solved from; ``head/kappa`` is the share that this head has
@@ -237,13 +242,31 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def against_noise(self, local: bool) -> list[Fault]:
         faults = []
-        if self.schedule != "frozen":
-            what = f"moves of models are sent beside the sums, and are not hidden (got '{self.schedule}')"
-            faults.append(Fault("algorithm.schedule", what, "set algorithm.schedule=frozen"))
+        if self.schedule == "warmup_then_analytic":
+            what = f"moves of models are sent before the sums, and are not hidden (got '{self.schedule}')"
+            faults.append(Fault("algorithm.schedule", what, "set algorithm.schedule=frozen, or per_round"))
+        if self.depth != "all":
+            what = f"how much of the net a client trains tells of its labels, and is not hidden (got '{self.depth}')"
+            faults.append(Fault("algorithm.depth", what, "set algorithm.depth=all"))
+        if self.trains and self.shrink_rule == "eq5":
+            what = "lengths of gradients are sent beside the moves, and are not hidden (got 'eq5')"
+            faults.append(Fault("algorithm.shrink_rule", what, "take another rule"))
         if self.quality == "report":
             what = "accuracy and loss are sent beside the sums, and are not hidden (got 'report')"
             faults.append(Fault("algorithm.quality", what, "set algorithm.quality=size, or server"))
         return faults
+
+    @property
+    def sends_moves_and_sums(self) -> bool:
+        return self.schedule == "per_round"
+
+    def releases_in(self, round_: int) -> int:
+        return self.trains_in(round_) + self.asks_in(round_) if self.schedule == "per_round" else 1
+
+    @property
+    def sends_means(self) -> bool:
+        """Whether clients send means over their examples, to hide how many these are."""
+        return self.noise is not None and self.noise.of_means
 
     def doubts(self, lr: float, rounds: int) -> list[str]:
         if self.schedule != "warmup_then_analytic" or rounds > self.warmup:
@@ -393,7 +416,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if not len(down.registry.known):
             return Sent(dw, none, none, none, none, depth, slope), ()
         new, n = ~down.registry.known.gather(0, work.client[None]), work.examples
-        rows, counts = new * to_rows(seen.statistics), new * seen.counts
+        over = n if self.sends_means else torch.ones_like(n)
+        rows, counts = new * to_rows(seen.statistics) / over, new * seen.counts / over
         return Sent(dw, rows, counts, seen.right / n, seen.losses / n, depth, slope), ()
 
     # -- at the server -------------------------------------------------------------------------------
@@ -441,8 +465,11 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """Algorithm 3, repaired: line 14 has set the body, line 17 sets the head, on statistics of the body that was
         sent with ``server``."""
         ids, sound = inbox.clients, self.sound(inbox.uploads)
-        counts = inbox.uploads.counts[sound]
-        rows = inbox.uploads.rows[sound] / counts.sum(1, keepdim=True)
+        counts, rows = inbox.uploads.counts[sound], inbox.uploads.rows[sound]
+        if self.sends_means:
+            counts = counts.clamp(min=0)  # which noise may have made less
+        else:
+            rows = rows / counts.sum(1, keepdim=True)
         if not len(rows):
             return after._replace(statistics=after.statistics._replace(lam=torch.zeros_like(after.statistics.lam)))
         if self.share_lambda:
@@ -504,7 +531,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         gram, cross = from_rows(tree.mix(lam0[None], rows)[0], self.classes)
         ridge = self.gridded(w, gram, cross) if self.ridge == "grid" else float(default_ridge(gram, self.ridge))
         if self.noise is not None and self.noise.std:
-            sigma = analytic.mixed_noise(self.noise.std, lam0 / examples(counts))
+            sigma = analytic.mixed_noise(self.noise.std, lam0 / self.examples(counts))
             ridge = max(ridge, analytic.noise_ridge(sigma, len(gram), self.noise_ridge))
             lift = analytic.pack(analytic.psd(gram) - gram)
             rows = torch.cat([rows[:, : len(lift)] + lift, rows[:, len(lift) :].double()], 1)
@@ -524,12 +551,16 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def begun(self, w: Tensor, rows: Tensor, counts: Tensor, claims: Tensor) -> Tensor:
         """lambda0 of clients with these normalised statistics.  ``[K]``"""
-        sizes = examples(counts)
+        sizes = self.examples(counts)
         if self.quality == "size":
             return sizes / sizes.sum()
         accuracy, loss = claims.T if self.quality == "report" else self.measured(w, rows, counts)
         by = sizes if self.size_factor else None
         return analytic.quality_weights(analytic.data_quality(counts), accuracy, loss, by)
+
+    def examples(self, counts: Tensor) -> Tensor:
+        """How many examples clients have, as far as anybody knows: one each where they send means.  ``[K]``"""
+        return torch.ones_like(counts[:, 0]) if self.sends_means else examples(counts)
 
     def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> analytic.Judged:
         """How each client's own head does on the proxy examples of the classes that it has."""
@@ -564,7 +595,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """Whose statistics can be sums over examples.  ``[K]``"""
         holds = spoke(uploads)
         last = features_of(self.task, True) - 1 if self.bias else None
-        norm, std, cross_std = self.noise or (None, 0.0, 0.0)
+        norm, std, cross_std, _ = self.noise or (None, 0.0, 0.0, False)
         wrong = partial(analytic.faults, bias=last, norm=norm, noise=max(std, cross_std))
         each = zip(uploads.rows, uploads.counts, holds.tolist(), strict=True)
         possible = [

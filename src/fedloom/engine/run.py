@@ -367,7 +367,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
         down=received,
         seconds=state.seconds + exp.timetable(state.round, present, each, down).next_,
         gradients=state.gradients + books.gradients,
-        ledger=_charged(exp, state, drawn.ids),
+        ledger=_charged(exp, state, drawn.ids, outcome.uploads),
     )
     excluded = tuple(sorted(tally.excluded))
     _refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
@@ -470,11 +470,11 @@ def _sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: 
     return outcome._replace(uploads=protected(exp.guard, outcome.uploads, ids, senders, round_), weights=weights)
 
 
-def _charged(exp: Experiment, state: RunState, ids: Tensor) -> Ledger | None:
-    """The ledger after a round in which these clients were heard."""
+def _charged(exp: Experiment, state: RunState, ids: Tensor, uploads: Any = ()) -> Ledger | None:
+    """The ledger after a round in which these clients were heard, of which ``uploads`` are some."""
     if exp.guard is None or state.ledger is None:
         return None
-    return exp.guard.charged(state.ledger, ids)
+    return exp.guard.charged(state.ledger, ids, uploads)
 
 
 def _unheard(exp: Experiment, state: RunState) -> RunState:
