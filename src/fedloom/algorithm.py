@@ -66,6 +66,7 @@ class Work(NamedTuple):
     survey: Any = ()  # what ``survey`` found in all of the client's data, for algorithms that ask for it
     client: Any = ()  # [] its number
     extra: Any = ()  # [] epochs that the client has time for while it waits, for algorithms that use it
+    staleness: Any = ()  # [] steps of the server since it sent the model, where it waits for nobody
 
 
 class Held(NamedTuple):
@@ -122,6 +123,13 @@ class Phase(NamedTuple):
         return self.epochs is None and self.steps is None
 
 
+class Busy(NamedTuple):
+    """How many clients are at work at a time, where the server waits for none of them."""
+
+    clients: Tensor  # []
+    share: Tensor  # [] of all that have data
+
+
 class Inbox(NamedTuple, Generic[U]):
     """What the server (or a node) heard: ``total`` = sum_k a_k u_k in float64, and what it takes to read it."""
 
@@ -135,6 +143,7 @@ class Inbox(NamedTuple, Generic[U]):
     address: Any = ()  # the seed and the round, for a server that draws: see fedloom.rng
     clients: Any = ()  # [K] who sent, in the order of ``uploads``
     own: Any = ()  # [] how much of the sum is a node's own upload; only where there is no server
+    busy: Any = ()  # Busy, where uploads are taken as they arrive
 
     @property
     def mean(self) -> U:
@@ -150,6 +159,7 @@ class Algorithm(Spec, Generic[S, C, U]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "server"
     linear: ClassVar[bool] = True  # uploads are only ever summed; False: ``update`` needs each of them
     communicates: ClassVar[bool] = True  # False: nothing travels, and no byte is counted
+    waits: ClassVar[bool] = True  # False: the server takes each upload when it arrives, and ``update`` what is there
     common: ClassVar[bool] = True  # False: clients share less than a model, and there is no common one to judge
     served: ClassVar[Literal["pre_fit", "post_fit"]] = "pre_fit"  # is a client's model judged before or after training?
     fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any

@@ -448,6 +448,7 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         if evaluate is not None and evaluate.flatness and not (alg.communicates and alg.common):
             what = f"there is no common model with {type(alg).__name__} whose loss could be flat"
             faults.append(Fault("evaluate.flatness", f"{what} (got {evaluate.flatness:g})", "leave it out"))
+        faults += _against_arrivals(alg, chosen)
         faults += _against_trust(alg, cohort, chosen) + _against_the_network(alg, chosen.get("topology"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
@@ -458,6 +459,32 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         ):
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
+    return faults
+
+
+_OF_ROUNDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "system.stragglers": ((0.0,), "nobody is late for it"),
+    "system.dropout": ((0.0,), "it would never hear again of a client that is lost"),
+    "system.deadline": ((None,), "nobody is late for it"),
+    "cohort.sampling": (("uniform", "all"), "clients are drawn one by one, as they are needed"),
+    "aggregation.rule": (("mean",), "it mostly hears one client at a time"),
+    "privacy.clip": ((None,), "epsilon is counted in rounds, in each of which a client comes once at most"),
+    "evaluate.diagnostics": (((),), "they are of a round whose clients begin with one model"),
+    "evaluate.participants": ((False,), "a client may come several times in a round, or never"),
+}  # what is allowed, and why nothing else is, where the server waits for nobody
+
+
+def _against_arrivals(alg: Any, chosen: Mapping[str, Any]) -> list[Fault]:
+    """What has a meaning only where the server waits for the clients of a round."""
+    faults = []
+    for key, (allowed, why) in _OF_ROUNDS.items() if not alg.waits else ():
+        section, _, leaf = key.partition(".")
+        value = getattr(chosen.get(section), leaf, allowed[0])
+        if value not in allowed:
+            what = f"the server of {type(alg).__name__} waits for nobody: {why} (got {value!r})"
+            faults.append(
+                Fault(key, what, f"set it to {' or '.join(map(str, allowed))}" if allowed[0] else "leave it out")
+            )
     return faults
 
 

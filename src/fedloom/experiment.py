@@ -169,6 +169,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
         # Where nothing is sent, running statistics are not sent either.
         buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
     )
+    _check_statistics(experiment)
     _check_uploads(config, experiment)
     return Prepared(experiment, shared, config, reason)
 
@@ -243,6 +244,15 @@ def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Gu
         release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
     uses = (0, *[1] * config.basics.rounds)
     return Guard(key, norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
+
+
+def _check_statistics(exp: Experiment) -> None:
+    """A mean of running statistics needs clients that are heard together."""
+    if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
+        what = (
+            f"the server of {type(exp.algorithm).__name__} waits for nobody, and has no mean of BatchNorm's statistics"
+        )
+        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
 
 
 def _check_uploads(config: Config, experiment: Experiment) -> None:

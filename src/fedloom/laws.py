@@ -62,8 +62,8 @@ def lane_count_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
 def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     """The order in which the clients of a round are heard changes nothing."""
     world = _world(cls, executor="loop")
-    if world.is_network:
-        return  # a node hears its neighbours by name
+    if world.is_network or world.is_asynchronous:
+        return  # a node hears its neighbours by name, and who waits for nobody hears clients as they arrive
     state, store, present = begin(world), _store(world), world.present(0)
     groups = list(groups_of(world, 0, present, look_ahead(world, state, present, 0).extra))
     heard = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
@@ -72,8 +72,8 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
 
 def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
     """A client that is too late is not heard; it keeps what it learned, unless the server keeps count of it."""
-    if cls.family == "gossip":
-        return  # without a server there is nothing to be late for
+    if cls.family == "gossip" or not cls.waits:
+        return  # without a server, or with one that waits for nobody, there is nothing to be late for
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
     state, store, present = begin(world), _store(world), world.present(0)
     ahead = look_ahead(world, state, present, 0)

@@ -138,7 +138,8 @@ def sync(path: Path) -> None:
 def _tensors(state: RunState) -> dict[str, Tensor]:
     server = {f"server.{name}": x for name, x in tree.named(state.server)}
     nodes = {f"nodes.{name}": x for name, x in tree.named(state.nodes)}
-    return {**server, "buffers": state.buffers, **nodes}
+    under_way = {f"under_way.{name}": x for name, x in tree.named(state.under_way)}
+    return {**server, "buffers": state.buffers, **nodes, **under_way}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
@@ -238,6 +239,9 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
         meta.get("gradients", 0.0),  # runs of earlier versions did not count them
         nodes,
         _ledger(meta.get("ledger")),
+        tree.unflatten(
+            like.under_way, [tensors[f"under_way.{name}"].to(x.device) for name, x in tree.named(like.under_way)]
+        ),
     )
 
 

@@ -146,6 +146,7 @@ class Timetable(NamedTuple):
     wait: Tensor  # [K] how long a client can train on until the next model is there; 0 where it is not done by then
     epoch: Tensor  # [K] seconds of one pass over the data in this round
     on_time: Tensor  # [K] bool: the upload arrived before the deadline
+    arrival: Tensor  # [K] the server has the client's upload
 
 
 def timetable(
@@ -172,7 +173,7 @@ def timetable(
     ready = min(float(arrival.max()), limit) if len(ids) else 0.0
     next_ = ready + system.aggregation if bool(on_time.any()) else ready
     wait = next_ + receive - start - (0.0 if system.overlap_upload else send)
-    return Timetable(start, ready, next_, wait.clamp(min=0), load.epoch.double() / pace, on_time)
+    return Timetable(start, ready, next_, wait.clamp(min=0), load.epoch.double() / pace, on_time, arrival)
 
 
 def _among(ids: Tensor, chosen: tuple[int, ...]) -> Tensor:

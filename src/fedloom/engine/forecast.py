@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fedloom import tree
+from fedloom.engine.arrivals import moved_on, traffic_of
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
 from fedloom.engine.plan import amounts, extent
-from fedloom.engine.run import Ahead, Experiment, RunState, look_ahead, specimen
+from fedloom.engine.run import Ahead, Experiment, RunState, begin, look_ahead, specimen
 from fedloom.engine.topology import Moment
 
 
@@ -32,6 +33,8 @@ class Spent(NamedTuple):
 
 def forecast(exp: Experiment) -> Iterator[Spent]:
     """What is spent after the first round, after the second, and so on, for ever."""
+    if exp.is_asynchronous:
+        return _arrivals(exp)
     return _network(exp) if exp.is_network else _star(exp)
 
 
@@ -51,6 +54,22 @@ def _star(exp: Experiment) -> Iterator[Spent]:
             moved = down * (exp.federation.clients if alg.sends_to_all else present.called) + up * sent
         gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps, ahead.extra)
         spent = Spent(spent.rounds + 1, gradients, spent.bytes + moved, spent.busiest + moved)
+        yield spent
+
+
+def _arrivals(exp: Experiment) -> Iterator[Spent]:
+    """Of a server that waits for nobody: who arrives when does not depend on what they have learned."""
+    state, spent = begin(exp), Spent()
+    traffic, sizes = traffic_of(exp, state), exp.federation.train.sizes
+    while True:
+        came, gradients = 0, spent.gradients
+        while came < len(state.under_way.ids):
+            places = state.under_way.due()
+            ids = state.under_way.ids[places]
+            gradients += _gradients(exp, spent.rounds, ids, amounts(exp.local, sizes[ids]).steps)
+            state, came = moved_on(exp, state, places, traffic), came + len(places)
+        moved = spent.bytes + came * (traffic.down + traffic.up)
+        spent = Spent(spent.rounds + 1, gradients, moved, moved)
         yield spent
 
 

@@ -45,6 +45,7 @@ class RunState(NamedTuple):
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
     ledger: Ledger | None = None  # what has been released of clients, where that is private
+    under_way: Any = ()  # who is at work on which model, where the server waits for nobody: UnderWay
 
     @property
     def busiest(self) -> int:
@@ -113,6 +114,11 @@ class Experiment:
         return self.algorithm.family == "gossip"
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether the server takes each upload when it arrives."""
+        return not self.algorithm.waits
+
+    @property
     def captures(self) -> bool:
         """Whether steps are recorded on a GPU, and replayed."""
         return self.task.capture != "eager"
@@ -174,7 +180,7 @@ class Experiment:
     def plan_ahead(self, round_: int) -> None:
         """Plan a round while a GPU is at work on the one before, which it may be for as long as that takes."""
         made = self.made_ahead
-        if not self.captures or self.is_network or round_ >= self.rounds or round_ in made:
+        if not self.captures or self.is_network or self.is_asynchronous or round_ >= self.rounds or round_ in made:
             return
         present = self.present(round_)
         if 0 < len(present.drawn.ids) <= self.lanes:
@@ -235,7 +241,12 @@ def begin(exp: Experiment) -> RunState:
         zero = torch.zeros(n, dtype=torch.int64)
         nodes = Nodes(zero, zero, torch.ones(n, dtype=torch.float64), _past(exp))
         return RunState(0, server, buffers, 0, 0, nodes=nodes)
-    return RunState(0, server, buffers, 0, 0, ledger=None if exp.guard is None else exp.guard.opened())
+    state = RunState(0, server, buffers, 0, 0, ledger=None if exp.guard is None else exp.guard.opened())
+    if exp.is_asynchronous:
+        from fedloom.engine.arrivals import first_sent  # which needs what is in here
+
+        return state._replace(under_way=first_sent(exp, state))
+    return state
 
 
 def _past(exp: Experiment) -> Any:
@@ -304,6 +315,10 @@ def _begun(exp: Experiment, state: RunState, store: ClientStore) -> Round:
             from fedloom.engine.gossip import gossip_round  # which needs what is in here
 
             return gossip_round(exp, state, store)
+        if exp.is_asynchronous:
+            from fedloom.engine.arrivals import arrivals_round
+
+            return arrivals_round(exp, state, store)
         return _star_round(exp, state, store)
 
 
@@ -347,7 +362,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
     for trained in train_all(exp, state, store, groups, watched=watched or judged, models=watched):
         group = trained.group
         fits = fits.seen(exp, trained) if judged else fits
-        outcome = _sent(exp, state.round, group.ids, trained.outcome, len(drawn.ids))
+        outcome = as_sent(exp, state.round, group.ids, trained.outcome, len(drawn.ids))
         count = torch.tensor([times[i] for i in group.ids.tolist()])
         part = (hoped if hope else sound)(group.ids, outcome, count)
         if not hope:
@@ -360,7 +375,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
         watch = watch.seen(part) if watched else watch
         up += alg.upload_bytes(outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers))
         sent += len(outcome.weights)
-    each = (up // sent if sent else _upload_size(exp, state)) if alg.communicates else 0
+    each = (up // sent if sent else upload_size(exp, state)) if alg.communicates else 0
     after = state._replace(
         round=state.round + 1,
         up=state.up + (up if alg.communicates else 0),
@@ -370,7 +385,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
         ledger=_charged(exp, state, drawn.ids, outcome.uploads),
     )
     excluded = tuple(sorted(tally.excluded))
-    _refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
+    refuse(exp, state.round, excluded, unheard=tally.total is None and len(ahead.late) < len(drawn.ids))
     found = fits.named(exp)
     if tally.total is None:  # nobody was on time
         return Round(after._replace(server=alg.unheard(state.server)), excluded, found, books.did)
@@ -390,7 +405,7 @@ def _star_round(exp: Experiment, state: RunState, store: ClientStore, *, hope: b
     return Round(after, excluded, found, books.did, looks)
 
 
-def _refuse(exp: Experiment, round_: int, excluded: tuple[int, ...], *, unheard: bool) -> None:
+def refuse(exp: Experiment, round_: int, excluded: tuple[int, ...], *, unheard: bool) -> None:
     """End a run where to leave out the clients whose work is not finite leaves nobody, or would tell who they are."""
     if unheard:
         raise DivergedError(
@@ -453,7 +468,7 @@ class Books(NamedTuple):
         return Books((*self.did, *did), self.gradients + float(outcome.gradients.sum()))
 
 
-def _sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: int) -> Outcome:
+def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: int) -> Outcome:
     """What these clients, among so many of the round, send: bad ones poison it, and all protect it if they are to."""
     address = (exp.seed, round_)
     if exp.bad and exp.corruption.changes:
@@ -536,13 +551,13 @@ def look_ahead(exp: Experiment, state: RunState, present: Present, down: int) ->
     ids, alg = present.drawn.ids, exp.algorithm
     if exp.system.deadline is None and not any(phase.waiting for phase in alg.phases()):
         return Ahead(ids[:0])
-    table = exp.timetable(state.round, present, _upload_size(exp, state) if alg.communicates else 0, down)
+    table = exp.timetable(state.round, present, upload_size(exp, state) if alg.communicates else 0, down)
     extra = alg.idle_epochs(ids, table.wait, table.epoch, (exp.seed, state.round))
     late = ids[~table.on_time]
     return Ahead(late, None if extra is None else dict(zip(ids.tolist(), extra.tolist(), strict=True)))
 
 
-def _upload_size(exp: Experiment, state: RunState) -> int:
+def upload_size(exp: Experiment, state: RunState) -> int:
     """Bytes of an upload, from one of a client that has not trained: their number does not depend on its values."""
     upload = tree.tmap(lambda x: x[None], specimen(exp, state))
     return exp.algorithm.upload_bytes(upload) + tree.nbytes(exp.travelling(state.buffers))

@@ -1,0 +1,77 @@
+"""Asynchronous SGD: the server takes the move of each client when it arrives, the less the older its start.
+
+Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016; with ``sends = "model"`` FedAsync
+(Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019).
+
+    client k:  x_k <- SGD(w'; D_k) from the model w' that it was sent;            d_k = x_k - w'
+    server:    when it arrives, after tau other steps:   w <- w + eta p_k s(tau) d_k
+               sends = "model":                          w <- w + eta p_k s(tau) (x_k - w)
+               then k, or another client that is free, is sent the new w
+    s(tau):    inverse     1 / max(tau, 1)               Zhang et al.
+               polynomial  (1 + tau)^-a                  Xie et al.
+               constant    1
+
+p_k is what client k would count among all that are at work: n_k / (M / N sum n) or 1 / M, M being ``cohort.size`` of N
+clients with data. So where all take equally long, they arrive together, tau is 0, and a round is one of FedAvg; where
+they do not, those that are faster are heard more often. With eta = M every move counts whole, as it does in plain
+asynchronous SGD (``weighting = "uniform"``, ``local.steps = 1``).
+
+How long a client takes is what ``system`` says of its device, its link and its data. Nobody is late, so deadlines and
+stragglers have no meaning here. A round is M arrivals. Recorded beside the metrics are ``staleness/mean`` and
+``staleness/max`` of a round's tau. In lanes only those train side by side that arrive together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
+from fedloom.schema import when
+
+
+class Sent(NamedTuple):
+    v: Tensor  # [P] d_k, or x_k
+
+
+class AsyncSGD(Algorithm[Model, Nothing, Sent]):
+    waits: ClassVar[bool] = False
+
+    server_lr: PositiveFloat = Field(1.0, description="eta")
+    sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
+    discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
+    exponent: Annotated[PositiveFloat, when(discount="polynomial")] = Field(0.5, description="a")
+    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "samples"
+
+    def init(self, w: Tensor) -> Model:
+        return Model(w)
+
+    def join(self, down: Model) -> Nothing:
+        return ()
+
+    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
+        return Sent(x if self.sends == "model" else x - down.w), ()
+
+    def weight(self, upload: Sent, work: Work) -> Tensor:
+        counts = work.examples if self.weighs_examples else torch.ones_like(work.examples)
+        return counts * self.freshness(work.staleness)
+
+    def freshness(self, tau: Tensor) -> Tensor:
+        """s(tau), how much a move counts whose start is so many steps old.  ``[]``"""
+        if self.discount == "constant":
+            return torch.ones_like(tau)
+        return 1 / tau.clamp(min=1) if self.discount == "inverse" else (1 + tau) ** -self.exponent
+
+    def update(self, server: Model, inbox: Inbox[Sent]) -> Model:
+        whole = inbox.examples * inbox.busy.share if self.weighs_examples else inbox.busy.clients
+        move = inbox.total.v / whole
+        if self.sends == "model":
+            move = move - inbox.weight / whole * server.w
+        return Model(server.w + like(self.server_lr * move, server.w))
