@@ -85,7 +85,7 @@ def test_there_is_a_recipe_for_every_table_and_figure() -> None:
         "law_afl/tables3to6_shrink", "law_afl/table7", "law_afl/table8_malicious", "law_afl/table9_sharpness",
         "law_afl/table10_alpha01", "law_afl/table11_alpha005", "law_afl/table12_bytes", "law_afl/figure1_shrink",
         "law_afl/figures_curves", "law_afl/figure11_corrupted", "law_afl/figure12_hessian", "law_afl/figure13_time",
-        "law_afl/pretrain", "law_afl/extractor",
+        "law_afl/pretrain", "law_afl/extractor", "pfedala/asynchronous",
     }  # fmt: skip
 
 

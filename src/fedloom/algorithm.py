@@ -123,13 +123,6 @@ class Phase(NamedTuple):
         return self.epochs is None and self.steps is None
 
 
-class Busy(NamedTuple):
-    """How many clients are at work at a time, where the server waits for none of them."""
-
-    clients: Tensor  # []
-    share: Tensor  # [] of all that have data
-
-
 class Inbox(NamedTuple, Generic[U]):
     """What the server (or a node) heard: ``total`` = sum_k a_k u_k in float64, and what it takes to read it."""
 
@@ -143,7 +136,6 @@ class Inbox(NamedTuple, Generic[U]):
     address: Any = ()  # the seed and the round, for a server that draws: see fedloom.rng
     clients: Any = ()  # [K] who sent, in the order of ``uploads``
     own: Any = ()  # [] how much of the sum is a node's own upload; only where there is no server
-    busy: Any = ()  # Busy, where uploads are taken as they arrive
 
     @property
     def mean(self) -> U:

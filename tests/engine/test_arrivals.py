@@ -51,7 +51,7 @@ def line(**table: Any) -> Experiment:
         "cohort": {"sampling": "all"},
         "local": ONE,
         "system": DEVICES,
-        "algorithm": {"kind": "async_sgd", "weighting": "uniform", "server_lr": 3.0},
+        "algorithm": "async_sgd",
     }
     return prepare(parse(full | table), Path(), arrays).experiment
 
@@ -74,9 +74,9 @@ def move(w: float, x: float) -> float:
 def test_three_clients_by_hand(sends: str) -> None:
     """Client 0 arrives at 1, 2, 3, ..., client 1 at 2, 4, ..., client 2 at 5; at 2, two arrive together.
 
-    With eta = M and equal weights, each move counts whole, divided by max(tau, 1).
+    Each move counts whole, divided by max(tau, 1); of two that arrive together the mean is taken.
     """
-    exp = line(algorithm={"kind": "async_sgd", "weighting": "uniform", "server_lr": 3.0, "sends": sends})
+    exp = line(algorithm={"kind": "async_sgd", "sends": sends})
     first, second = after(exp, 2)
     w = [0.0]
 
@@ -85,19 +85,19 @@ def test_three_clients_by_hand(sends: str) -> None:
         return (d if sends == "move" else start + d - now) / max(tau, 1)
 
     w.append(w[0] + taken(w[0], w[0], 1, 0))  # t = 1: client 0, from the first model
-    w.append(w[1] + taken(w[1], w[1], 1, 0) + taken(w[1], w[0], 2, 1))  # t = 2: client 0 anew, and client 1
+    w.append(w[1] + (taken(w[1], w[1], 1, 0) + taken(w[1], w[0], 2, 1)) / 2)  # t = 2: client 0 anew, and client 1
     assert [d.client for d in first.work] == [0, 1, 0]  # of those who arrive together, older models first
     assert first.state.seconds == pytest.approx(2.0)
     assert float(first.state.server.w) == pytest.approx(w[2], rel=1e-5)
     assert first.found == {"staleness/mean": pytest.approx(1 / 3), "staleness/max": 1.0}
     w.append(w[2] + taken(w[2], w[2], 1, 0))  # t = 3: client 0
-    w.append(w[3] + taken(w[3], w[3], 1, 0) + taken(w[3], w[2], 2, 1))  # t = 4: both again
+    w.append(w[3] + (taken(w[3], w[3], 1, 0) + taken(w[3], w[2], 2, 1)) / 2)  # t = 4: both again
     assert [d.client for d in second.work] == [0, 1, 0]
     assert float(second.state.server.w) == pytest.approx(w[4], rel=1e-5)
     (third,) = after(exp, 3)[2:]
     # t = 5: client 0, and client 2, whose model is four steps old; then client 0 again, alone, at 6 with client 1
-    now = w[4] + taken(w[4], w[4], 1, 0) + taken(w[4], w[0], -1, 4)
-    now = now + taken(now, now, 1, 0) + taken(now, w[4], 2, 1)
+    now = w[4] + (taken(w[4], w[4], 1, 0) + taken(w[4], w[0], -1, 4)) / 2
+    now = now + (taken(now, now, 1, 0) + taken(now, w[4], 2, 1)) / 2
     assert [d.client for d in third.work] == [2, 0, 1, 0]
     assert float(third.state.server.w) == pytest.approx(now, rel=1e-5)
     assert third.found["staleness/max"] == 4.0
@@ -117,19 +117,20 @@ def test_how_much_an_old_move_counts(settings: dict[str, Any], expected: list[fl
     found = AsyncSGD(**settings).freshness(torch.tensor([0.0, 1.0, 3.0]))
     assert found.tolist() == pytest.approx(expected)
     work = Work(*[torch.tensor(4.0)] * 4, staleness=torch.tensor(3.0))
-    assert float(AsyncSGD(**settings).weight(None, work)) == pytest.approx(4 * expected[2])  # type: ignore[arg-type]
+    counted = AsyncSGD(weighting="samples", **settings).weight(None, work)  # type: ignore[arg-type]
+    assert float(counted) == pytest.approx(4 * expected[2])
 
 
-@pytest.mark.parametrize("settings", [{}, {"discount": "polynomial"}, {"weighting": "uniform"}])
+@pytest.mark.parametrize("settings", [{}, {"discount": "polynomial"}, {"weighting": "samples"}])
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
 def test_clients_that_take_equally_long_are_fedavg(
     world: Callable[..., Experiment], executor: str, settings: dict[str, Any]
 ) -> None:
     """All arrive together, and nobody's model is old: the same models, bytes, gradients and seconds, bit for bit."""
     sizes, how = (8, 8, 8, 8), {"local": {"batch": 4, "epochs": 2, "lr": 0.2}, "engine": {"executor": executor}}
-    fedavg = {k: v for k, v in settings.items() if k == "weighting"}
+    fedavg = {"weighting": settings.get("weighting", "uniform")}
     ours = after(world(sizes, algorithm={"kind": "async_sgd", **settings}, **how), 3)
-    theirs = after(world(sizes, algorithm={"kind": "fedavg", **fedavg}, **how), 3)
+    theirs = after(world(sizes, algorithm={"kind": "fedavg"} | fedavg, **how), 3)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.state.server.w, other.state.server.w)
         assert mine.state[3:7] == other.state[3:7]  # up, down, seconds, gradients
@@ -230,3 +231,13 @@ def test_statistics_that_would_be_meant_are_refused() -> None:
     model = {"kind": "resnet20", "width": 4, "norm": "batch"}
     with pytest.raises(ConfigError, match=r"model.buffers: .*waits for nobody"):
         fedloom.run("async_sgd", model=model, rounds=1)
+
+
+def test_a_run_folder_of_arrivals_resumes(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": {"kind": "logistic"}, "system": {"speed_spread": 1.0}, "checkpoint": {"every": 1}}
+    fedloom.run("async_sgd", rounds=3, partition={"clients": 6}, cohort={"size": 4}, out=tmp_path / "r", **how)
+    names = ("metrics.jsonl", "model.safetensors")
+    whole = [(tmp_path / "r" / name).read_bytes() for name in names]
+    assert b"staleness/mean" in whole[0]
+    fedloom.resume(tmp_path / "r", at=2)
+    assert [(tmp_path / "r" / name).read_bytes() for name in names] == whole

@@ -9,12 +9,13 @@ Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 201
                then k, or another client that is free, is sent the new w
     s(tau):    inverse     1 / max(tau, 1)               Zhang et al.
                polynomial  (1 + tau)^-a                  Xie et al.
-               constant    1
+               constant    1                             plain asynchronous SGD
 
-p_k is what client k would count among all that are at work: n_k / (M / N sum n) or 1 / M, M being ``cohort.size`` of N
-clients with data. So where all take equally long, they arrive together, tau is 0, and a round is one of FedAvg; where
-they do not, those that are faster are heard more often. With eta = M every move counts whole, as it does in plain
-asynchronous SGD (``weighting = "uniform"``, ``local.steps = 1``).
+Of clients that arrive at the same moment the mean is taken. So where all take equally long, they arrive together, tau
+is 0, and a round is one of FedAvg. Where they do not, each moves the model by itself, and who is faster does so more
+often; with M clients at work tau is about M - 1, so that by ``inverse`` M moves amount to about one mean of them. p_k
+is 1, or n_k N / sum n with ``weighting = "samples"``, under which eta p_k may be more than a step can bear. FedAsync's
+alpha is eta: 0.6, with a = 0.5.
 
 How long a client takes is what ``system`` says of its device, its link and its data. Nobody is late, so deadlines and
 stragglers have no meaning here. A round is M arrivals. Recorded beside the metrics are ``staleness/mean`` and
@@ -44,7 +45,7 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
     sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
     discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
     exponent: Annotated[PositiveFloat, when(discount="polynomial")] = Field(0.5, description="a")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field("uniform", description="count clients by their data, or alike")
 
     @property
     def weighs_examples(self) -> bool:
@@ -70,8 +71,8 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
         return 1 / tau.clamp(min=1) if self.discount == "inverse" else (1 + tau) ** -self.exponent
 
     def update(self, server: Model, inbox: Inbox[Sent]) -> Model:
-        whole = inbox.examples * inbox.busy.share if self.weighs_examples else inbox.busy.clients
-        move = inbox.total.v / whole
+        counts = inbox.senders * inbox.examples / inbox.population if self.weighs_examples else inbox.senders
+        move = inbox.total.v / counts
         if self.sends == "model":
-            move = move - inbox.weight / whole * server.w
+            move = move - inbox.weight / counts * server.w
         return Model(server.w + like(self.server_lr * move, server.w))

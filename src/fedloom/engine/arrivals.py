@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fedloom import rng, tree
-from fedloom.algorithm import Busy
 from fedloom.engine.clock import Present
 from fedloom.engine.exchange import Tally, add, inbox, sound
 from fedloom.engine.plan import Address, Drawn, Group, amounts, draw, plans
@@ -168,9 +167,7 @@ def _taken(
     after = state._replace(up=state.up + (up if alg.communicates else 0), gradients=state.gradients + gradients)
     if tally.total is not None:
         heard = inbox(tally, exp.federation.train.sizes, (exp.seed, int(now.steps)))
-        able = int((exp.federation.train.sizes > 0).sum())
-        numbers = torch.tensor([len(now.ids), len(now.ids) / able], dtype=torch.float64, device=exp.device)
-        after = after._replace(server=alg.update(state.server, heard._replace(busy=Busy(*numbers))))
+        after = after._replace(server=alg.update(state.server, heard))
         if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], after.server), 1)[0]):
             who = names_of(now.ids[places].tolist())
             what = f"round {state.round + 1}: the model is no longer finite after {who}"
