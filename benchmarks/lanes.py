@@ -1,15 +1,19 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
-    python -m benchmarks.lanes [--work fedalr ragged pfl lenet cohorts algorithms gossip] [--turns 7]
+    python -m benchmarks.lanes [--work fedalr ragged pfl pfedala resnet lenet cohorts algorithms gossip] [--turns 7]
 
-The floor is what a user knows: one net, eager PyTorch, its step recorded as a CUDA graph, the data on the GPU, as many
-examples in a batch as all clients of a round together have in theirs. A round of fedloom is a whole round: the plan,
+There are two floors, each one net, its step recorded as a CUDA graph, the data on the GPU, as many examples in a batch
+as all clients of a round together have in theirs: ``central`` is eager PyTorch, as most users have it; ``best`` is the
+fastest that PyTorch offers, compiled and channels-last. A round of fedloom is a whole round: the plan,
 local training of all clients, their sums in float64, the server's step. The data is random, as speed does not depend
 on what it means.
 
 - fedalr: the round of the FedALR paper, 20 of 100 clients with 500 images each, ``cnn64``, batch 64
 - ragged: the same with clients of 10 to 2,000 images (Dirichlet 0.1)
 - pfl: the CIFAR-10 benchmark of pfl-research, 50 clients with 50 images each, batch 10
+- pfedala: the round of the pFedALA paper, 10 clients, ``cnn_fedavg``, batch 10, on images of MNIST's and CIFAR-10's
+  size; also with 210 clients, as many as 21 such runs have together
+- resnet: ResNet-18 with group normalisation, 10 clients, batch 64
 - lenet: LeNet-5, 100 clients, batch 64
 - cohorts: FedAvg on ``cnn64``, 5 to 100 clients in a round
 - algorithms: a round of each algorithm against a round of FedAvg
@@ -29,7 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.machine import interleaved, write
+from benchmarks.machine import commit, interleaved, read, write
 from fedloom.config import parse
 from fedloom.data.arrays import Arrays
 from fedloom.engine import captured
@@ -42,7 +46,7 @@ from fedloom.task import KeyedDropout
 
 SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfedavg", "moon", "feddyn", "fedsam")
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready
-WHOLE = {"fedalr", "ragged", "pfl", "lenet", "cohorts", "algorithms", "gossip"}
+STEPS = 50  # of a client in a round of pFedALA
 COHORTS = (5, 20, 50, 100)
 
 
@@ -60,10 +64,10 @@ class PflCNN(Model):
         return Net(body, 128, classes)
 
 
-def images(count: int) -> Arrays:
+def images(count: int, shape: tuple[int, int, int] = (3, 32, 32)) -> Arrays:
     """So many random images of ten classes, and a hundred to test."""
     rng, n = np.random.default_rng(0), count + 100
-    x = rng.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
+    x = rng.integers(0, 256, (n, *shape), dtype=np.uint8)
     return Arrays("random", x, rng.integers(0, 10, n), np.arange(n) >= count, tuple("0123456789"), (0.5,), (0.25,))
 
 
@@ -85,8 +89,11 @@ def rounds_of(exp: Experiment) -> Callable[[], None]:
     return some
 
 
-def central(exp: Experiment, examples: Callable[[int], int], batch: int) -> Callable[[], None]:
-    """One model on as many examples as the clients of each round have, in batches of ``batch``."""
+def central(exp: Experiment, examples: Callable[[int], int], batch: int, *, best: bool) -> Callable[[], None]:
+    """One model on as many examples as the clients of each round have, in batches of ``batch``.
+
+    ``best``: compiled and channels-last; otherwise eager and channels-first.
+    """
     fed, short = exp.federation, exp.task.precision == "bf16"
     net = exp.task.module(exp.task.w0, exp.task.buffers0).train().to(exp.device)
     for parent in net.modules():  # a plain dropout is what a user has
@@ -97,11 +104,20 @@ def central(exp: Experiment, examples: Callable[[int], int], batch: int) -> Call
     x, y = fed.examples(torch.arange(len(fed.y), device=exp.device))
     rows = torch.zeros(batch, dtype=torch.int64, device=exp.device)
 
+    def loss_at(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=short, cache_enabled=False):
+            return nn.functional.cross_entropy(net(x).float(), y)
+
+    if best:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = x.to(memory_format=torch.channels_last)
+        loss_at = torch.compile(loss_at, fullgraph=True, dynamic=False)
+
     def step() -> None:
-        with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16, enabled=short, cache_enabled=False):
-            loss = nn.functional.cross_entropy(net(x[rows]).float(), y[rows])
-        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.data.sub_(0.01 * g)
+        with torch.enable_grad():
+            loss = loss_at(x[rows], y[rows])
+        gradients = torch.autograd.grad(loss, parameters)
+        torch._foreach_sub_([p.data for p in parameters], torch._foreach_mul(gradients, 0.01))
 
     with arithmetic(exp.task):
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -149,15 +165,18 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
         def examples(turn: int, exp: Experiment = exp) -> int:
             return int(exp.federation.train.sizes[exp.present(turn).drawn.ids].sum())
 
-        work[f"{precision}/central"] = central(exp, examples, batch)
+        for name in ("central", "best"):
+            work[f"{precision}/{name}"] = central(exp, examples, batch, best=name == "best")
     found["seconds"] = measured(work, turns)
     mean = sum(map(examples, range(BLOCK))) / BLOCK
     found["examples_per_second"] = {name: round(mean / s) for name, s in found["seconds"].items()}
-    found["over_central"] = {
-        name: round(s / found["seconds"][f"{name.split('/')[0]}/central"], 3)
-        for name, s in found["seconds"].items()
-        if not name.endswith("central")
-    }
+    for floor in ("central", "best"):
+        found[f"over_{floor}"] = {
+            name: round(s / found["seconds"][f"{name.split('/')[0]}/{floor}"], 3)
+            for name, s in found["seconds"].items()
+            if not name.endswith(("central", "best"))
+        }
+    found["ticks"] = -(-int(mean) // batch)
     found["built"] = {name: captured.built(task)._asdict() for name, task in tasks.items()}
     found["parameters"] = exp.task.size
     return found
@@ -178,61 +197,90 @@ def profiled(exp: Experiment, path: str) -> None:
     )
 
 
+BOTH: tuple[str, ...] = ("tf32", "bf16")
+EVEN = {"partition": {"kind": "iid", "clients": 100, "holdout": 0.0}, "cohort": {"size": 20}, "model": "cnn64"}
+SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+
+
+def fedalr(turns: int) -> dict[str, Any]:
+    return compared(images(50_000), 1280, turns, BOTH, algorithm="fedalr", **EVEN)
+
+
+def ragged(turns: int) -> dict[str, Any]:
+    unequal = {"kind": "dirichlet", "alpha": 0.1, "clients": 100, "holdout": 0.0, "min_size": 10}
+    return compared(images(50_000), 1280, turns, ("tf32",), **(EVEN | {"partition": unequal}))
+
+
+def pfl(turns: int) -> dict[str, Any]:
+    small = {
+        "partition": {"kind": "iid", "clients": 1000, "holdout": 0.0},
+        "cohort": {"size": 50},
+        "local": {"lr": 0.1, "batch": 10},
+        "model": f"{__file__}:PflCNN",
+    }
+    return compared(images(50_000), 500, turns, BOTH, **small)
+
+
+def pfedala(turns: int) -> dict[str, Any]:
+    found = {}
+    for name, shape in SHAPES.items():
+        for clients in (10, 210):
+            all_ = {"partition": {"kind": "iid", "clients": clients, "holdout": 0.0}, "model": "cnn_fedavg"}
+            own = all_ | {"local": {"lr": 0.005, "batch": 10}}
+            arrays = images(STEPS * 10 * clients, shape)
+            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **own)
+    return found
+
+
+def resnet(turns: int) -> dict[str, Any]:
+    deep = {"partition": {"kind": "iid", "clients": 10, "holdout": 0.0}, "model": "resnet18"}
+    return compared(images(6_400), 640, turns, BOTH, **deep)
+
+
+def lenet(turns: int) -> dict[str, Any]:
+    wide = {"partition": EVEN["partition"], "cohort": {"size": 100}, "model": "lenet5"}
+    return compared(images(50_000), 6400, turns, BOTH, **wide)
+
+
+def cohorts(turns: int) -> dict[str, Any]:
+    arrays, sized = images(50_000), {n: EVEN | {"cohort": {"size": n}} for n in COHORTS}
+    return {str(n): compared(arrays, 64 * n, turns, ("tf32",), **own) for n, own in sized.items()}
+
+
+def algorithms(turns: int) -> dict[str, Any]:
+    arrays = images(50_000)
+    work = {a: rounds_of(experiment(arrays, algorithm=a, engine={"compile": "on"}, **EVEN)) for a in SERVED}
+    seconds = measured(work, turns)
+    return {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg")}
+
+
+def gossip(turns: int) -> dict[str, Any]:
+    """DFedGAM takes differences of gradients, for which TF32 is too short: all three in float32."""
+    arrays = images(10_000)
+    ring = {"partition": {"kind": "iid", "clients": 20, "holdout": 0.0}, "model": "cnn64", "rounds": 500}
+    ring |= {"engine": {"precision": "fp32"}}
+    work = {a: rounds_of(experiment(arrays, algorithm=a, **ring)) for a in ("dfedavg", "dfedsam", "dfedgam")}
+    seconds = measured(work, turns)
+    return {"seconds": seconds, "over_dfedavg": _over(seconds, "dfedavg")}
+
+
+WORK = {f.__name__: f for f in (fedalr, ragged, pfl, pfedala, resnet, lenet, cohorts, algorithms, gossip)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", nargs="*", choices=sorted(WHOLE), default=sorted(WHOLE))
+    parser.add_argument("--work", nargs="*", choices=list(WORK), default=list(WORK))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--profile", help="also write where the time of the FedALR round goes into this file")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    both: tuple[str, ...] = ("tf32", "bf16")
-    even = {"partition": {"kind": "iid", "clients": 100, "holdout": 0.0}, "cohort": {"size": 20}, "model": "cnn64"}
-    found: dict[str, Any] = {}
-
-    def tell(name: str, value: Any) -> None:
-        found[name] = value
-        print(name, value, flush=True)
-
-    if "fedalr" in chosen.work:
-        tell("fedalr", compared(images(50_000), 1280, chosen.turns, both, algorithm="fedalr", **even))
     if chosen.profile:
-        profiled(experiment(images(50_000), algorithm="fedalr", engine={"compile": "on"}, **even), chosen.profile)
-    if "ragged" in chosen.work:
-        ragged = even | {
-            "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 100, "holdout": 0.0, "min_size": 10}
-        }
-        tell("ragged", compared(images(50_000), 1280, chosen.turns, ("tf32",), **ragged))
-    if "pfl" in chosen.work:
-        small = {
-            "partition": {"kind": "iid", "clients": 1000, "holdout": 0.0},
-            "cohort": {"size": 50},
-            "local": {"lr": 0.1, "batch": 10},
-            "model": "benchmarks/lanes.py:PflCNN",
-        }
-        tell("pfl", compared(images(50_000), 500, chosen.turns, both, **small))
-    if "lenet" in chosen.work:
-        wide = {"partition": even["partition"], "cohort": {"size": 100}, "model": "lenet5"}
-        tell("lenet", compared(images(50_000), 6400, chosen.turns, both, **wide))
-    if "cohorts" in chosen.work:
-        arrays, sized = images(50_000), {n: even | {"cohort": {"size": n}} for n in COHORTS}
-        tell("cohorts", {n: compared(arrays, 64 * n, chosen.turns, ("tf32",), **own) for n, own in sized.items()})
-    if "algorithms" in chosen.work:
-        arrays = images(50_000)
-        work = {a: rounds_of(experiment(arrays, algorithm=a, **even, rounds=500)) for a in SERVED}
-        seconds = measured(work, chosen.turns)
-        tell("algorithms", {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg")})
-    if "gossip" in chosen.work:
-        arrays = images(10_000)
-        # DFedGAM takes differences of gradients, for which TF32 is too short: all three in float32.
-        ring = {"partition": {"kind": "iid", "clients": 20, "holdout": 0.0}, "model": "cnn64", "rounds": 500}
-        ring |= {"engine": {"precision": "fp32"}}
-        names = ("dfedavg", "dfedsam", "dfedgam")
-        work = {a: rounds_of(experiment(arrays, algorithm=a, **ring)) for a in names}
-        seconds = measured(work, chosen.turns)
-        tell("gossip", {"seconds": seconds, "over_dfedavg": _over(seconds, "dfedavg")})
-    if set(chosen.work) == WHOLE:  # a part would replace the whole
-        print(write("lanes", found))
+        profiled(experiment(images(50_000), algorithm="fedalr", engine={"compile": "on"}, **EVEN), chosen.profile)
+    for name in chosen.work:
+        found = WORK[name](chosen.turns)
+        print(name, found, flush=True)
+        print(write("lanes", read("lanes") | {name: found | {"commit": commit()}}))
 
 
 def _over(seconds: dict[str, float], against: str) -> dict[str, float]:

@@ -36,14 +36,32 @@ def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
     return median(b / a for a, b in zip(seconds[name], seconds[against], strict=True))
 
 
+def read(name: str) -> dict[str, Any]:
+    """The results of this name that were written last on this kind of device."""
+    path = _path(name)
+    return dict(json.loads(path.read_text())["results"]) if path.exists() else {}
+
+
 def write(name: str, results: Any) -> Path:
     """Results as JSON, with the machine and versions that gave them."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{device.type}.json"
-    where = record.environment(device) | {"machine": platform.machine(), "cores": _cores()}
+    path = _path(name)
+    where = record.environment(_device()) | {"machine": platform.machine(), "cores": _cores()}
     path.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
     return path
+
+
+def commit() -> str:
+    """The commit that is measured."""
+    return str(record.environment(_device())["commit"])
+
+
+def _path(name: str) -> Path:
+    return RESULTS / f"{name}-{_device().type}.json"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _cores() -> int:

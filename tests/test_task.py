@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, vmap
 
-from fedloom.errors import ConfigError
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
 from fedloom.models.resnet import ResNet20
-from fedloom.task import Batch, KeyedDropout, PatchConv2d, Task, _with_patches
+from fedloom.task import Batch, KeyedDropout, Task
 
 SHAPE = (3, 8, 8)
 
@@ -185,159 +181,6 @@ def test_a_dropout_used_at_two_places_is_replaced_at_both() -> None:
     first = task.grad(task.w0, b)
     torch.manual_seed(1)
     assert torch.equal(first, task.grad(task.w0, b))
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.Dropout1d(0.2), nn.RReLU(), nn.BatchNorm2d(4, momentum=None)],
-    ids=str,
-)
-def test_layers_with_hidden_randomness_or_counters_are_refused(layer: nn.Module) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Flatten(), nn.Linear(144, 4))
-    with pytest.raises(ConfigError, match=type(layer).__name__):
-        Task(net)
-
-
-def test_dropout_is_off_in_evaluation_and_on_in_training() -> None:
-    task = Task(dropping())
-    b = batch()
-    assert torch.equal(task.apply(task.w0, b.x, b.buffers), task.apply(task.w0, b.x, b.buffers))
-    losses = {float(task.loss(task.w0, b._replace(key=torch.tensor(k)))) for k in range(5)}
-    assert len(losses) == 5
-
-
-# -- running statistics ----------------------------------------------------------------------------
-def test_statistics_are_those_of_the_plain_module() -> None:
-    torch.manual_seed(1)
-    net = Normed()
-    task = Task(net)
-    assert task.has_statistics
-    buffers, plain = task.buffers0, copy.deepcopy(net).train()
-    for k in range(5):
-        b = batch(buffers=buffers, seed=k)
-        buffers = task.statistics(task.w0, b)
-        plain(b.x)
-    want = [x.reshape(-1) for _, x in plain.named_buffers() if x.is_floating_point()]
-    assert torch.allclose(buffers, torch.cat(want), atol=1e-6)
-    b = batch(seed=9)
-    assert torch.allclose(task.apply(task.w0, b.x, buffers), plain.eval()(b.x), atol=1e-5)
-
-
-def test_no_call_changes_the_task() -> None:
-    task = Task(Normed())
-    b = batch(buffers=task.buffers0)
-    before = copy.deepcopy(dict(task._train.state_dict()))
-    held = task.buffers0.clone(), task.w0.clone(), b.buffers.clone()
-    task.loss(task.w0, b)
-    task.grad(task.w0, b)
-    task.statistics(task.w0, b)
-    task.apply(task.w0, b.x, task.buffers0)
-    assert all(torch.equal(a, c) for a, c in zip(held, (task.buffers0, task.w0, b.buffers), strict=True))
-    after = task._train.state_dict()
-    assert [n for n, x in before.items() if not torch.equal(x, after[n])] == []
-
-
-def test_group_norm_has_no_statistics() -> None:
-    task = Task(ResNet20().build(SHAPE, 4))
-    assert not task.has_statistics
-    assert task.has_convolutions
-    assert task.buffers0.numel() == 0
-
-
-# -- names and masks -------------------------------------------------------------------------------
-def test_masks_choose_parameter_groups() -> None:
-    task = Task(NETS["mlp"]())
-    head, body = task.mask("head."), task.mask("body.")
-    assert torch.equal(head + body, torch.ones(task.size))
-    assert int(head.sum()) == 8 * 4 + 4
-    assert torch.equal(task.mask("head.", "body."), torch.ones(task.size))
-    assert not task.mask("nothing").any()
-    only_head = task.tensors(head, task.buffers0)
-    assert all(bool((x == float(name.startswith("head."))).all()) for name, x in only_head.items())
-
-
-def test_frozen_parameters_are_not_trained() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))
-    for p in net[1].parameters():
-        p.requires_grad_(False)
-    task = Task(net)
-    assert task.size == 8 * 4 + 4
-    b = batch()
-    assert torch.allclose(task.apply(task.w0, b.x, b.buffers), net.eval()(b.x), atol=1e-6)
-
-
-@pytest.mark.parametrize("make", [Normed, dropping, NETS["conv"]])
-def test_a_users_module_is_loaded_back_from_tensors(make: Callable[[], nn.Module]) -> None:
-    task = Task(make())
-    w, buffers = torch.randn(task.size), task.buffers0 + torch.rand_like(task.buffers0)
-    fresh = make()
-    fresh.load_state_dict(task.tensors(w, buffers))
-    b = batch()
-    assert torch.allclose(fresh.eval()(b.x), task.apply(w, b.x, buffers), atol=1e-5)
-
-
-def test_the_callers_module_is_left_alone() -> None:
-    net = dropping().eval()
-    before: dict[str, Any] = {n: x.clone() for n, x in net.state_dict().items()}
-    task = Task(net)
-    task.grad(task.w0, batch())
-    assert not net.training
-    assert any(isinstance(m, nn.Dropout) for m in net.modules())
-    assert all(torch.equal(x, before[n]) for n, x in net.state_dict().items())
-
-
-def test_a_net_that_is_one_dropout_still_works() -> None:
-    task = Task(nn.Dropout(0.5))
-    assert isinstance(task._train, KeyedDropout)
-
-
-# -- precision -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lanes", [False, True], ids=["loop", "lanes"])
-@pytest.mark.parametrize("name", ["logistic", "mlp", "conv"])
-def test_sixteen_bits_are_in_the_net_and_nowhere_else(name: str, lanes: bool) -> None:
-    """The gradient is float32, near the exact one, and not it; the model that is judged is computed exactly."""
-    exact = Task(NETS[name]())
-    short = exact.to(torch.device("cpu"), lanes=lanes, precision="bf16")
-    b = batch()
-    want, found = exact.grad(exact.w0, b), short.grad(short.w0, b)
-    assert found.dtype == short.loss(short.w0, b).dtype == torch.float32
-    assert not torch.equal(want, found)
-    assert float((want - found).norm() / want.norm()) < 0.1
-    assert torch.equal(exact.apply(exact.w0, b.x, b.buffers), short.apply(short.w0, b.x, b.buffers))
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(3, 32, 5),
-        nn.Conv2d(1, 40, 3, padding=1, bias=False),
-        nn.Conv2d(4, 32, (3, 2), stride=(2, 1), padding=(1, 0)),
-        nn.Conv2d(3, 33, 4, padding="same"),
-    ],
-)
-def test_a_convolution_as_a_product_of_patches_is_the_same_function(layer: nn.Conv2d) -> None:
-    x = torch.randn(3, 5, layer.in_channels, 9, 8)  # three clients
-    w = {n: torch.randn(3, *p.shape) for n, p in layer.named_parameters()}
-    patched = copy.deepcopy(layer)
-    _with_patches(patched)
-    assert type(patched) is PatchConv2d
-
-    def loss(net: nn.Module, w: dict[str, Tensor], x: Tensor) -> Tensor:
-        out = functional_call(net, w, (x,))
-        assert isinstance(out, Tensor)
-        return out.sin().sum()
-
-    plain, ours = (vmap(grad_and_value(partial(loss, net)))(w, x) for net in (layer, patched))
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-3)
-
-
-def test_convolutions_become_products_only_where_these_are_faster() -> None:
-    net = nn.Sequential(
-        nn.Conv2d(3, 64, 5), nn.Conv2d(64, 64, 5), nn.Conv2d(3, 6, 5), nn.Conv2d(4, 32, 3, groups=2),
-        nn.Conv2d(3, 32, 3, dilation=2), nn.Conv2d(3, 32, 3, padding_mode="reflect"),
-    )  # fmt: skip
-    _with_patches(net)
-    assert [type(m) is PatchConv2d for m in net] == [True] + [False] * 5
 
 
 def test_tf32_is_exact_where_there_is_none() -> None:

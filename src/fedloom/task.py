@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom import rng, tree
 from fedloom.errors import ConfigError, Fault, nearest
+from fedloom.lanes.conv import in_lanes
 
 X = TypeVar("X")
 # All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
@@ -55,22 +56,6 @@ class KeyedDropout(nn.Module):
         place = torch.arange(x.numel(), device=x.device).view(x.shape)
         keep = rng.unit(rng.fold(self.key, self.index, place)) >= self.p
         return x * keep / (1.0 - self.p)
-
-
-class PatchConv2d(nn.Conv2d):
-    """A convolution as one product of its weights with all patches of its inputs.
-
-    Clients in lanes are groups of one convolution, which cuDNN takes one after the other where inputs have the few
-    channels of a picture. Compiled, the product takes half of that time, and memory for C k^2 numbers of each pixel.
-    """
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        (high, wide), (down, right) = self.kernel_size, self.stride
-        x = nn.functional.pad(input, self._reversed_padding_repeated_twice)
-        patches = x.unfold(2, high, down).unfold(3, wide, right)  # [B, C, h, w, high, wide]
-        rows = patches.permute(1, 4, 5, 0, 2, 3)
-        out = (weight.flatten(1) @ rows.flatten(3).flatten(0, 2)).view(-1, *rows.shape[3:]).transpose(0, 1)
-        return out if bias is None else out + bias[:, None, None]
 
 
 class Task:
@@ -167,8 +152,11 @@ class Task:
             if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
                     parameter.data = other._short(parameter.data)
-        if lanes and device.type == "cuda" and capture == "compiled":
-            _with_patches(other._train)
+        if lanes and (device.type == "cuda" or capture != "eager"):
+            if other._whole is other._eval:  # which is handed out, and stays an ordinary net
+                other._whole = copy.deepcopy(other._eval)
+            in_lanes(other._train)
+            in_lanes(other._eval)
         return other
 
     @property
@@ -417,17 +405,6 @@ def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
         faults.append(Fault(at, f"{what} (got {list(frozen)})", "leave out the head, as freeze = 'body' does"))
     if faults:
         raise ConfigError(faults)
-
-
-def _with_patches(net: nn.Module) -> None:
-    """Turn convolutions over pictures into products, where these were measured to be faster (ADR 10)."""
-    for layer in net.modules():
-        if type(layer) is not nn.Conv2d or layer.in_channels > 4 or layer.out_channels < 32:
-            continue
-        if not layer.weight.requires_grad:  # the same for all clients, and so one plain convolution
-            continue
-        if layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros":
-            layer.__class__ = PatchConv2d  # which has the same parameters, under the same names
 
 
 def _refuse_hidden_state(net: nn.Module) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,11 @@ from fedloom.algorithm import Algorithm, Carry, Phase
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import Group
+from fedloom.lanes import ops
 from fedloom.task import Batch, Task
 
+# Rows of tables begin at multiples of so many numbers, since products of matrices are slower from odd addresses.
+_ALIGNED = 32
 # What a tick costs whatever its width, in examples: a narrow one is mostly waiting for kernels to start.
 _TICK = 128
 # Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
@@ -96,11 +100,12 @@ class Built(NamedTuple):
     capturing: float = 0.0
     graphs: int = 0
     notes: tuple[str, ...] = ()
+    convolutions: Mapping[str, str] = {}  # what computes each, by its shape: the tile of a kernel of ours, or groups
 
 
 def built(task: Task) -> Built:
     """What was compiled and captured for this task so far."""
-    return _graphs(task).built
+    return _graphs(task).built._replace(convolutions=ops.chosen())
 
 
 def descend(
@@ -220,6 +225,11 @@ class _Plan(NamedTuple):
     keys: Tensor  # [S, L]
     progress: Tensor  # [S, L]
 
+    @classmethod
+    def of(cls, whole: Tensor, real: Tensor) -> _Plan:
+        """The plan that two tensors hold, [S, L, B + 2] and [S, L, B + 1]: a tick then fetches two rows, not five."""
+        return cls(whole[..., 0], whole[..., 2:], real[..., 1:], whole[..., 1], real[..., 0])
+
 
 class _Tables:
     """What clients carry, were sent and keep: a row for each at a fixed place, and one for lanes that idle."""
@@ -244,7 +254,11 @@ class _Tables:
         self._replays: dict[tuple[int, bool], _Replay] = {}
 
     def _table(self, x: Tensor) -> Tensor:
-        return x[:1].expand(self.clients + 1, *x.shape[1:]).clone()
+        """Rows like those of ``x``; long ones begin at addresses that wide loads can be made from."""
+        wide = prod(x.shape[1:])
+        apart = -(-wide // _ALIGNED) * _ALIGNED if x.ndim == 2 and wide > _ALIGNED else wide
+        table = x.new_empty(self.clients + 1, apart)[:, :wide].view(self.clients + 1, *x.shape[1:])
+        return table.copy_(x[:1].expand_as(table))
 
     def load(self, at: Carry, given: Any) -> None:
         """Put what clients start with where the graphs look for it."""
@@ -300,8 +314,8 @@ class _Tables:
                 for table, rows in zip(tree.leaves(carry), moved, strict=True):
                     table.copy_(rows)
                 return
-            here, own, held = tree.take((carry, mine, buffers), plan.who)
-            sent = down if self.shared else tree.take(down, plan.who)
+            here, own, held = tree.tmap(lambda x: _fetched(x, plan.who), (carry, mine, buffers))
+            sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.who), down)
             moved = self._step(here, sent, own, held, plan, lr)
             for table, rows in zip(tree.leaves(carry), moved, strict=True):
                 table.index_copy_(0, plan.who, rows)
@@ -309,7 +323,8 @@ class _Tables:
         if self.alg.task.capture != "compiled":
             return plain
         began = time.perf_counter()
-        inputs = self.given(_blank_plan((lanes,), self.batch, self.clients, self.lr.device), straight=straight)
+        blank = _Plan.of(*_blank_plan((lanes,), self.batch, self.clients, self.lr.device))
+        inputs = self.given(blank, straight=straight)
 
         def flat(*tensors: Tensor) -> None:
             plain(*tree.unflatten(inputs, tensors))
@@ -331,14 +346,20 @@ class _Tables:
         return lambda *given: fused(*tree.leaves(given))
 
 
-def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.device) -> _Plan:
-    return _Plan(
-        who=torch.full(lead, idle, device=device),
-        rows=torch.zeros(*lead, batch, dtype=torch.int64, device=device),
-        mask=torch.zeros(*lead, batch, device=device),
-        keys=torch.zeros(lead, dtype=torch.int64, device=device),
-        progress=torch.zeros(lead, device=device),
-    )
+def _fetched(table: Tensor, who: Tensor) -> Tensor:
+    """Rows of a table, which again begin at aligned addresses."""
+    if table.ndim != 2 or table.is_contiguous():
+        return table[who]
+    whole = table.as_strided((len(table), table.stride(0)), (table.stride(0), 1))
+    return whole[who][:, : table.shape[1]]
+
+
+def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for a plan in which nobody is served."""
+    whole = torch.zeros(*lead, batch + 2, dtype=torch.int64, device=device)
+    real = torch.zeros(*lead, batch + 1, device=device)
+    _Plan.of(whole, real).who.fill_(idle)
+    return whole, real
 
 
 class _Replay:
@@ -347,7 +368,8 @@ class _Replay:
     def __init__(self, tables: _Tables, lanes: int, step: Callable[..., None], ticks: int, straight: bool) -> None:
         self._tables, self.step, self.ticks, self._straight = tables, step, ticks, straight
         device = tables.lr.device
-        self._plan = _blank_plan((ticks, lanes), tables.batch, tables.clients, device)
+        self._held = _blank_plan((ticks, lanes), tables.batch, tables.clients, device)
+        self._plan = _Plan.of(*self._held)
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph = self._captured() if device.type == "cuda" else None
 
@@ -372,8 +394,8 @@ class _Replay:
 
     def _advance(self) -> None:
         """One tick."""
-        plan = tree.tmap(lambda x: x.index_select(0, self._tick).squeeze(0), self._plan)
-        self.step(*self._tables.given(plan, straight=self._straight))
+        now = _Plan.of(*(held.index_select(0, self._tick).squeeze(0) for held in self._held))
+        self.step(*self._tables.given(now, straight=self._straight))
         self._tick += 1
 
     def _captured(self) -> Any:

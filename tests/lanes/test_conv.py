@@ -1,0 +1,202 @@
+"""Convolutions of many nets: the same function as one net at a time, with derivatives of every kind."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedloom.lanes import ops
+from fedloom.lanes.conv import LaneConv2d, in_lanes
+from fedloom.lanes.ops import Geometry
+
+LANES, IMAGES = 3, 4
+# One channel, a side of 5, one image, strides, wide borders, sides that differ, more channels than a tile has columns.
+ODD = {
+    "one channel, side 5": (2, 2, 1, 3, (5, 5), 5, 1, 0),
+    "borders, uneven sides": (2, 1, 3, 8, (9, 7), 3, 1, 1),
+    "stride 2": (3, 2, 16, 8, (8, 8), 3, 2, 1),
+    "padding 2": (2, 1, 32, 20, (7, 7), 3, 1, 2),
+    "1x1, stride 2": (2, 2, 16, 16, (8, 8), 1, 2, 0),
+    "five channels, even kernel": (1, 2, 5, 70, (6, 6), 2, 2, 0),
+    "stride beyond taps": (2, 1, 16, 4, (6, 6), 5, 3, 2),
+    "more channels than a tile": (2, 1, 96, 200, (6, 5), 3, 1, 1),
+    "picture": (2, 2, 3, 64, (12, 12), 5, 1, 0),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.Tanh(), nn.Conv2d(8, 6, 2, padding="valid"), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 4, 3, padding="same", bias=False), nn.Flatten(), nn.Linear(4, 5),
+    ).double()  # fmt: skip
+
+
+def converted() -> nn.Sequential:
+    other = net()
+    in_lanes(other)
+    return other
+
+
+def weights() -> dict[str, Tensor]:
+    return {n: torch.randn(LANES, *p.shape, dtype=torch.float64) * 0.5 for n, p in net().named_parameters()}
+
+
+def images() -> Tensor:
+    return torch.randn(LANES, IMAGES, 3, 8, 8, dtype=torch.float64)
+
+
+def loss(net: nn.Module) -> Callable[..., Tensor]:
+    def at(w: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = functional_call(net, w, (x,))
+        return out.square().mean()
+
+    return at
+
+
+def directional(net: nn.Module) -> Callable[..., Any]:
+    """Forward over reverse: the Hessian times a vector."""
+    return lambda w, x: jvp(lambda v: grad(loss(net))(v, x), (w,), ({n: t.sin() for n, t in w.items()},))[1]
+
+
+def twice(net: nn.Module) -> Callable[..., Any]:
+    """Reverse over reverse."""
+    return lambda w, x: grad(lambda v: sum(t.sin().sum() for t in grad(loss(net))(v, x).values()))(w)
+
+
+def of_inputs(net: nn.Module) -> Callable[..., Any]:
+    return lambda w, x: grad(lambda at: loss(net)(w, at))(x)
+
+
+def of_each_example(net: nn.Module) -> Callable[..., Any]:
+    return lambda w, x: vmap(lambda one: grad(loss(net))(w, one[None]))(x)
+
+
+def lanes_of_lanes(net: nn.Module) -> Callable[..., Any]:
+    scales = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    return lambda w, x: vmap(lambda s: grad(loss(net))({n: s * t for n, t in w.items()}, x))(scales)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "weights", "images"])
+@pytest.mark.parametrize(
+    "of",
+    [lambda net: grad(loss(net)), directional, twice, of_inputs, of_each_example, lanes_of_lanes],
+    ids=["gradient", "forward over reverse", "reverse over reverse", "inputs", "each example", "lanes of lanes"],
+)
+def test_lanes_do_what_each_net_does_alone(of: Callable[[nn.Module], Callable[..., Any]], shared: str) -> None:
+    w, x = weights(), images()
+    if shared == "weights":
+        w = {n: t[0] for n, t in w.items()}
+    if shared == "images":
+        x = x[0]
+    dims = (None if shared == "weights" else 0, None if shared == "images" else 0)
+    expected, found = (vmap(of(a), in_dims=dims)(w, x) for a in (net(), converted()))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_outside_vmap_it_is_an_ordinary_convolution() -> None:
+    w, x = {n: t[0].requires_grad_() for n, t in weights().items()}, images()[0]
+    expected, found = (torch.autograd.grad(loss(a)(w, x), list(w.values())) for a in (net(), converted()))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_compiler_sees_the_operators_and_no_gradient_of_data() -> None:
+    w, x = weights(), images()
+    traced = make_fx(vmap(grad(loss(converted()))))(w, x)
+    names = [str(node.target) for node in traced.graph.nodes if "fedloom" in str(node.target)]
+    assert sorted(names) == sorted(
+        ["fedloom.lane_conv.default"] * 3 + ["fedloom.lane_conv_inputs.default"] * 2
+        + ["fedloom.lane_conv_weights.default"] * 3
+    )  # fmt: skip
+    for op, given in (
+        (ops.lane_conv, (torch.randn(2, 3, 8, 8, 4), torch.randn(2, 5, 3, 3, 4))),
+        (ops.lane_conv_inputs, (torch.randn(2, 3, 6, 6, 5), torch.randn(2, 4, 3, 3, 5))),
+        (ops.lane_conv_weights, (torch.randn(2, 3, 8, 8, 4), torch.randn(2, 3, 6, 6, 5))),
+    ):
+        more = ([8, 8],) if op is ops.lane_conv_inputs else ()
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(op, (*given, [3, 3], [1, 1], [0, 0], True, *more), test_utils=checks)
+
+
+def test_only_what_the_kernels_compute_is_converted() -> None:
+    layers = nn.Sequential(
+        nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 2, padding="same"),
+        nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2),
+        nn.Conv2d(4, 4, 3, padding_mode="reflect", padding=1),
+    )  # fmt: skip
+    in_lanes(layers)
+    assert [type(layer) is LaneConv2d for layer in layers] == [True, True, False, False, False, False]
+
+
+def test_pooling_first_is_the_same_function() -> None:
+    """Also where all pixels of a window are negative, and where the pooling is not one that can be taken first."""
+    torch.manual_seed(1)
+    for pool in (nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True)):
+        plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.ReLU(), pool).double()
+        ours = copy.deepcopy(plain)
+        in_lanes(ours)
+        assert isinstance(ours[0], LaneConv2d)
+        assert ours[0].relu == (pool.padding == 0 and not pool.ceil_mode)
+        w = {n: torch.randn(LANES, *p.shape, dtype=torch.float64) for n, p in plain.named_parameters()}
+        x = torch.randn(LANES, IMAGES, 2, 9, 9, dtype=torch.float64)
+        expected, found = (vmap(grad(loss(a)))(w, x) for a in (plain, ours))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float]]:
+    """The error of every kernel with every tile that would be tried, for each odd shape, against float64."""
+    from fedloom.lanes import kernels
+
+    found = []
+    for name, (lanes, batch, channels, outputs, sides, side, stride, padding) in ODD.items():
+        how = Geometry((side, side), (stride, stride), (padding, padding), exact)
+        x = torch.randn(lanes, batch, *sides, channels, dtype=torch.float64)
+        w = torch.randn(lanes, outputs, side, side, channels, dtype=torch.float64)
+        g = torch.randn(lanes, batch, *how.out(sides), outputs, dtype=torch.float64)
+        turned = w.permute(0, 4, 2, 3, 1).contiguous()
+        x, w, g, turned = (t.to(dtype).double() for t in (x, w, g, turned))
+        expected = {
+            "forward": ((x, w), outputs, ops.grouped(x, w, how)),
+            "inputs": ((g, turned), channels, ops.grouped_inputs(g, turned, how, sides)),
+            "weights": ((x, g), outputs, ops.grouped_weights(x, g, how)),
+        }
+        for what, (given, columns, right) in expected.items():
+            a, b = (t.to(device, dtype) for t in given)
+            tiles = ops._tiles(what, a, b, how, columns)
+            for tile in tiles if device == "cuda" else tiles[:1]:
+                run = {"forward": kernels.forward, "weights": kernels.weights}.get(what)
+                out = run(a, b, how, tile) if run else kernels.inputs(a, b, how, sides, tile)
+                error = float((out.double().cpu() - right).norm() / right.norm())
+                found.append((f"{name}, {what}, {tuple(tile)}", error))
+    return found
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton, the kernels' compiler, is not installed")
+def test_kernels_against_float64_as_triton_interprets_them() -> None:
+    """On a CPU: the arithmetic of addresses and borders is the same as on a GPU."""
+    code = "import torch, test_conv; print(max(e for _, e in test_conv.cases('cpu', torch.float32, True)))"
+    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert out.returncode == 0, out.stderr
+    assert float(out.stdout) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize(
+    ("dtype", "exact", "most"), [("float32", True, 1e-6), ("float32", False, 2e-3), ("bfloat16", False, 1e-2)]
+)
+def test_kernels_against_float64_on_a_gpu(dtype: str, exact: bool, most: float) -> None:
+    wrong = [case for case in cases("cuda", getattr(torch, dtype), exact) if not case[1] < most]
+    assert not wrong
