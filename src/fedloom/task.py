@@ -191,17 +191,31 @@ class Task:
         each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
+    def loss_and_encoding(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``loss`` and ``encode`` at ``w`` from one forward pass, where the net calls its ``body`` once."""
+        seen: list[Tensor] = []
+        hook = self._encoder(frozen=False).register_forward_hook(lambda _layer, _given, out: seen.append(out))
+        try:
+            loss = self.loss(w, batch)
+        finally:
+            hook.remove()
+        return loss, self._full(seen[0].flatten(1)) if len(seen) == 1 else self.encode(w, batch)
+
     def encode(self, w: Tensor, batch: Batch, *, frozen: bool = False) -> Tensor:
         """What the net's ``body`` makes of the inputs, in training mode or, ``frozen``, in evaluation mode."""
+        body = self._encoder(frozen=frozen)
+        inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
+        out: Tensor = functional_call(body, inside, (self._short(batch.x),))
+        return self._full(out.flatten(1))
+
+    def _encoder(self, *, frozen: bool) -> nn.Module:
         body = getattr(self._eval if frozen else self._train, "body", None)
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
         if next(self._whole.get_submodule("body").parameters(), None) is None:
             what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
             raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
-        inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
-        out: Tensor = functional_call(body, inside, (self._short(batch.x),))
-        return self._full(out.flatten(1))
+        return body
 
     def features(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
         """What the net's ``body``, which need not have parameters, makes of ``x`` in evaluation mode.  ``[B, d]``"""

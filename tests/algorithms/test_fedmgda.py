@@ -34,7 +34,7 @@ def problem(K, P, seed):
 
 
 def solve(P, share, epsilon):
-    return common_direction(P, share, epsilon, 1e-8, 5000)
+    return torch.from_numpy(common_direction(P.numpy(), share.numpy(), epsilon, 1e-8, 5000))
 
 
 def box(share, epsilon):
@@ -62,7 +62,7 @@ def test_g1_weights_are_feasible_and_g2_their_gap_is_a_certificate(K, P, epsilon
         low, high = box(share, epsilon)
         assert abs(x.sum().item() - 1) <= 1e-8
         assert ((x >= low - 1e-8) & (x <= high + 1e-8)).all()
-        assert gap(gram, x, low, high) <= 1e-8
+        assert gap(*(t.numpy() for t in (gram, x, low, high))) <= 1e-8
 
 
 @pytest.mark.parametrize(("K", "P", "epsilon"), CASES)
@@ -81,7 +81,7 @@ def test_g2c_the_gap_closes_for_updates_that_are_nearly_alike(apart) -> None:
     g = torch.Generator().manual_seed(0)
     vectors = unit_rows(torch.randn(50, generator=g).double() + apart * torch.randn(20, 50, generator=g).double())
     gram, share = vectors @ vectors.T, torch.full((20,), 0.05).double()
-    assert gap(gram, solve(gram, share, 1.0), *box(share, 1.0)) <= 1e-8
+    assert gap(*(t.numpy() for t in (gram, solve(gram, share, 1.0), *box(share, 1.0)))) <= 1e-8
 
 
 def feasible(share, epsilon, count):

@@ -175,7 +175,7 @@ def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float
         for what, (given, columns, right) in expected.items():
             a, b = (t.to(device, dtype) for t in given)
             tiles = ops._tiles(what, a, b, how, columns)
-            for tile in tiles if device == "cuda" else tiles[:1]:
+            for tile in tiles[:2] if device == "cuda" else tiles[:1]:  # the choice checks every tile that it tries
                 run = {"forward": kernels.forward, "weights": kernels.weights}.get(what)
                 out = run(a, b, how, tile) if run else kernels.inputs(a, b, how, sides, tile)
                 error = float((out.double().cpu() - right).norm() / right.norm())

@@ -16,11 +16,15 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+
+Floats = NDArray[np.float64]
 
 
 class Server(NamedTuple):
@@ -59,19 +63,19 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
         unit = moves[moved].double() / (norms[moved] + self.norm_eps)[:, None]
         share = inbox.weights[moved] / inbox.weights[moved].sum()
         # K numbers at a time: a CPU is done with them before a GPU has begun.
-        P = (unit @ unit.T).cpu()
-        weights = common_direction(P, share.cpu(), self.epsilon, self.tolerance, self.max_iter)
+        P, share = ((unit @ unit.T).cpu().numpy(), share.cpu().numpy())
+        weights = torch.from_numpy(common_direction(P, share, self.epsilon, self.tolerance, self.max_iter))
         d = weights.to(unit.device) @ unit
         eta = self.eta * self.decay**server.t
         return Server(server.w + like(eta * d, server.w), server.t + 1)
 
 
-def common_direction(P: Tensor, share: Tensor, epsilon: float, tolerance: float, max_iter: int) -> Tensor:
+def common_direction(P: Floats, share: Floats, epsilon: float, tolerance: float, max_iter: int) -> Floats:
     """The weights of least ``lambda' P lambda`` in the box around ``share``, by FISTA.  ``[K]``"""
-    low, high = (share - epsilon).clamp(min=0), (share + epsilon).clamp(max=1)
+    low, high = np.maximum(share - epsilon, 0), np.minimum(share + epsilon, 1)
     # Weights that sum to one never move along the all-ones direction, so curvature along it must not shorten the step.
-    centred = P - P.mean(0) - P.mean(1, keepdim=True) + P.mean()
-    step = 1.0 / torch.linalg.eigvalsh(centred)[-1].clamp(min=1e-300)
+    centred = P - P.mean(0) - P.mean(1, keepdims=True) + P.mean()
+    step = 1.0 / max(np.linalg.eigvalsh(centred)[-1], 1e-300)
     x = y = share
     t = 1.0
     for turn in range(max_iter):
@@ -83,26 +87,26 @@ def common_direction(P: Tensor, share: Tensor, epsilon: float, tolerance: float,
     return x
 
 
-def gap(P: Tensor, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def gap(P: Floats, x: Floats, low: Floats, high: Floats) -> float:
     """How much lower the linearised objective could be anywhere in the box: 0 only at the optimum."""
     slope = P @ x
     order = slope.argsort()
     room = (high - low)[order]
-    left = (1 - low.sum() - (room.cumsum(0) - room)).clamp(min=0)  # fill the cheapest first
-    best = low @ slope + torch.minimum(room, left) @ slope[order]
-    return x @ slope - best
+    left = np.maximum(1 - low.sum() - (room.cumsum() - room), 0)  # fill the cheapest first
+    best = low @ slope + np.minimum(room, left) @ slope[order]
+    return float(x @ slope - best)
 
 
-def project(v: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def project(v: Floats, low: Floats, high: Floats) -> Floats:
     """The nearest point of the box whose entries sum to one.
 
     It is clip(v - s) for the shift s at which the sum is one; the sum falls along straight pieces between
     the shifts at which an entry reaches its bound, so s lies on the one piece that crosses one.
     """
-    edges = torch.cat([v - low, v - high]).sort().values
-    sums = (v - edges[:, None]).clamp(low, high).sum(1)  # falling
-    after = int((sums > 1).sum().clamp(1, len(edges) - 1))
+    edges = np.sort(np.concatenate([v - low, v - high]))
+    sums = np.minimum(np.maximum(v - edges[:, None], low), high).sum(1)  # falling
+    after = min(max(int((sums > 1).sum()), 1), len(edges) - 1)
     left, right = edges[after - 1], edges[after]
-    fall = (sums[after - 1] - sums[after]).clamp(min=1e-300)
-    s = left + (right - left) * ((sums[after - 1] - 1) / fall).clamp(0, 1)
-    return (v - s).clamp(low, high)
+    fall = max(sums[after - 1] - sums[after], 1e-300)
+    s = left + (right - left) * min(max((sums[after - 1] - 1) / fall, 0.0), 1.0)
+    return np.minimum(np.maximum(v - s, low), high)

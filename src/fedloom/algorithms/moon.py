@@ -64,13 +64,14 @@ class Moon(Algorithm[Model, Mine, Update]):
         return Mine(torch.zeros_like(down.w), torch.zeros(()).to(down.w))
 
     def loss(self, x: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
-        loss = self.task.loss(x, batch)
-        return loss + self.mu * self.contrast(x, batch, down, mine) if self.mu else loss
+        if not self.mu:
+            return self.task.loss(x, batch)
+        loss, z = self.task.loss_and_encoding(x, batch)
+        return loss + self.mu * self.contrast(z, batch, down, mine)
 
-    def contrast(self, x: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
+    def contrast(self, z: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
         """l_con, meant over the batch."""
         before = torch.where(mine.seen > 0, mine.w, down.w)
-        z = self.task.encode(x, batch)
         z_glob, z_prev = (self.task.encode(w, batch, frozen=True) for w in (down.w, before))
         apart = cosine_similarity(z, z_prev, dim=1, eps=1e-8) - cosine_similarity(z, z_glob, dim=1, eps=1e-8)
         each = softplus(apart / self.temperature) * batch.mask
