@@ -109,4 +109,5 @@ def project(v: Floats, low: Floats, high: Floats) -> Floats:
     left, right = edges[after - 1], edges[after]
     fall = max(sums[after - 1] - sums[after], 1e-300)
     s = left + (right - left) * min(max((sums[after - 1] - 1) / fall, 0.0), 1.0)
-    return np.minimum(np.maximum(v - s, low), high)
+    inside: Floats = np.minimum(np.maximum(v - s, low), high)
+    return inside
