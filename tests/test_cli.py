@@ -51,6 +51,7 @@ def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
             "config.toml",
             "curves.png",
             "environment.json",
+            "manifest.json",
             "metrics.jsonl",
             "model.safetensors",
         ),

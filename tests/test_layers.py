@@ -1,6 +1,6 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-tree rng noise errors · schema  <-  task optim metrics analytic  <-  algorithm law distill sharpness
+tree rng noise errors · schema disk  <-  task optim metrics analytic  <-  algorithm law distill sharpness
   <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 # Modules of one line may import each other only where they are a package; a folder stands for all in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "noise", "errors"),
-    ("schema",),
+    ("schema", "disk"),
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),
     ("algorithms", "models", "data", "privacy", "corruption", "robust"),
@@ -245,7 +245,7 @@ def test_randomness_has_an_address(path: Path) -> None:
 def test_drawings_read_only_what_they_are_handed(name: str) -> None:
     path = ROOT / "report" / f"{name}.py"
     own = {module for module, _ in imported(path.read_text()) if module in MODULES}
-    assert own <= {"errors", "schema", "metrics", "data.arrays", "data.partition", "report.compare"}
+    assert own <= {"disk", "errors", "schema", "metrics", "data.arrays", "data.partition", "report.compare"}
     assert not any(call.endswith((".read_text", ".read_bytes", ".load", "json.loads")) for call in calls(path))
 
 

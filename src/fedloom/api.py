@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedloom import noise, record, tree
+from fedloom import disk, noise, record, tree
 from fedloom.config import (
     Config,
     InMemory,
@@ -83,6 +82,14 @@ class Silence:
     def stopping(self) -> None: ...
 
 
+class Resumption(NamedTuple):
+    """How a run goes on."""
+
+    at: int | None = None  # the round of the checkpoint; None: the newest that there is
+    revised: bool = False  # with settings that are not those of its config.toml
+    repair: bool = False  # without lines of metrics.jsonl that are damaged
+
+
 class InterruptedRun(KeyboardInterrupt):
     """A run that was asked to stop, and was saved."""
 
@@ -132,12 +139,16 @@ def start(
 ) -> History:
     """Run a new experiment from its first round; ``numbered``: if ``out`` is taken, in ``out-2`` and so on."""
     prepared, ranks = _prepared(config, root, arrays), joined()
-    folder = None
-    with ranks.agreed(), _storage(out):
-        if out is not None and ranks.leads:
-            folder = record.create(record.unused(out) if numbered else out, as_toml(config))
-            _lay_out(folder, prepared)
-    return _drive(prepared, folder, None, listener or Silence())
+
+    def new(path: Path) -> RunFolder:
+        return record.create(record.unused(path) if numbered else path, as_toml(config))
+
+    with _held(out, new, ranks) as folder:
+        with ranks.agreed(), _storage(out):
+            if folder is not None:
+                _lay_out(folder, prepared)
+                folder.seal()
+        return _drive(prepared, folder, None, listener or Silence())
 
 
 def resume(
@@ -148,46 +159,36 @@ def resume(
     at: int | None = None,
     rounds: int | None = None,
     forget: Sequence[int] = (),
+    repair: bool = False,
     listener: Listener | None = None,
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
-    ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next.
+    ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next. ``repair``: go on
+    although metrics.jsonl is damaged, without the lines that are. A run that is refused is left as it was.
     """
     path, ranks = Path(run_dir), joined()
-    with ranks.agreed():
-        config = _resumed_config(path, data, at, rounds, forget)
-        _refuse_other_noise(path, config)
-        key = _key_of(path, config)
-    root, arrays = _root(data_root), _as_arrays(data, config.basics.seed)
-    prepared = _prepared(config, root, arrays, key)
-    if forget:
+    with _held(path, record.opened, ranks) as folder:
         with ranks.agreed():
-            config = _until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
+            config = _resumed_config(path, data, at, rounds, forget)
+            _refuse_other_noise(path, config)
+            key = _key_of(path, config)
+        root, arrays = _root(data_root), _as_arrays(data, config.basics.seed)
         prepared = _prepared(config, root, arrays, key)
-    with ranks.agreed():
-        laid_out = (path / "partition.json").is_file()
-        if laid_out:
-            _same_data(path, prepared)
-            _same_net(path, prepared)
-    folder = None
-    with ranks.agreed(), _storage(path):
-        if ranks.leads:
-            folder = RunFolder(path)
-            if not laid_out:  # the run was killed before its first round
-                _lay_out(folder, prepared)
-            if rounds is not None or forget:
-                record.write_text(path / "config.toml", as_toml(config))
-                folder.write("environment.json", _environment(path) | {"config_hash": config_hash(config)})
-                if prepared.experiment.guard is not None:
-                    folder.write("privacy.json", _privacy(prepared))
-    return _drive(prepared, folder, at if at is not None else -1, listener or Silence())
+        if forget:
+            with ranks.agreed():
+                config = _until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
+            prepared = _prepared(config, root, arrays, key)
+        with ranks.agreed():
+            if (path / "partition.json").is_file():
+                _same_data(path, prepared)
+                _same_net(path, prepared)
+        how = Resumption(at, rounds is not None or bool(forget), repair)
+        return _drive(prepared, folder, how, listener or Silence())
 
 
 def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int]) -> Config:
     """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
-    if not (path / "config.toml").is_file():
-        raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
     table, _ = without_idle(read_toml(path / "config.toml"))  # which older versions wrote, too
     began = _environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
@@ -303,8 +304,8 @@ def _until_forgotten(
     config: Config, exp: Experiment, path: Path, at: int | None, forget: Sequence[int], *, given: bool
 ) -> Config:
     """The experiment with as many rounds as it takes until these clients have come once more."""
-    folder = path / "checkpoints"
-    state = checkpoint.load(folder, begin(exp), RamStore(exp.federation.clients), at=at).state
+    folder, store = path / "checkpoints", RamStore(exp.federation.clients)
+    state = checkpoint.load(folder, begin(exp), store, at=at, blank=_blank(exp)).state
     alg: Any = exp.algorithm
     if why := alg.cannot_forget(state.server, forget):
         raise ConfigError([Fault("--forget", why)])
@@ -344,27 +345,44 @@ def _prepared(config: Config, root: Path, arrays: Arrays | None, key: Key | None
     return prepared._replace(experiment=exp)
 
 
-def _drive(prepared: Prepared, folder: RunFolder | None, at: int | None, listener: Listener) -> History:
-    """The loop over rounds. ``at``: None to start anew, -1 for the newest checkpoint, else a round."""
-    told = prepared.experiment.ranks.told(str(folder.path) if folder else None)
-    path = Path(told) if told is not None else None
+@contextmanager
+def _held(path: Path | None, opened: Callable[[Path], RunFolder], ranks: Ranks) -> Iterator[RunFolder | None]:
+    """The run folder, where there is one, for as long as the run lasts; only rank 0 has it."""
+    folder = None
+    with ranks.agreed(), _storage(path):
+        if path is not None and ranks.leads:
+            folder = opened(path)
     try:
-        with _storage(path), tempfile.TemporaryDirectory() as scratch:
-            return _rounds(prepared, folder, path, Path(scratch), at, listener)
-    except LostRankError as error:
-        raise LostRankError(f"{error}{_intact(path)}") from error
+        yield folder
     finally:
         if folder is not None:
             folder.close()
 
 
+def _drive(prepared: Prepared, folder: RunFolder | None, how: Resumption | None, listener: Listener) -> History:
+    """The loop over rounds, from the first one or as a run that goes on."""
+    told = prepared.experiment.ranks.told(str(folder.path) if folder else None)
+    path = Path(told) if told is not None else None
+    try:
+        with _storage(path):
+            return _rounds(prepared, folder, path, how, listener)
+    except LostRankError as error:
+        raise LostRankError(f"{error}{_intact(path)}") from error
+    except DivergedError:
+        if folder is not None:
+            with _storage(path):
+                folder.end()
+        raise
+
+
 def _rounds(
-    prepared: Prepared, folder: RunFolder | None, path: Path | None, scratch: Path, at: int | None, listener: Listener
+    prepared: Prepared, folder: RunFolder | None, path: Path | None, how: Resumption | None, listener: Listener
 ) -> History:
     """The rounds, on each rank; ``path`` is the run folder, where there is one, and ``folder`` only rank 0 has."""
     exp, config, ranks = prepared.experiment, prepared.config, prepared.experiment.ranks
-    store = _store(config, exp, folder.path if folder else scratch)
-    state, records = _entry(exp, store, folder, path, at)
+    store = _store(config, exp, folder.path if folder else None)
+    state, records, told = _entry(prepared, store, folder, path, how)
+    prepared = prepared._replace(config=config._replace(notes=(*config.notes, *told)))
     listener.started(prepared, path, state.round)
     earlier = folder.spent() if folder else 0.0
     saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
@@ -417,22 +435,76 @@ def _rounds(
 
 
 def _entry(
-    exp: Experiment, store: ClientStore, folder: RunFolder | None, path: Path | None, at: int | None
-) -> tuple[RunState, list[dict[str, Any]]]:
-    """Where the loop enters: the first round, or a checkpoint with the metrics written up to it."""
-    state, records = begin(exp), list[dict[str, Any]]()
-    if path is None or at is None:
-        return state, records
-    loaded = checkpoint.Loaded(state, {})
+    prepared: Prepared, store: ClientStore, folder: RunFolder | None, path: Path | None, how: Resumption | None
+) -> tuple[RunState, list[dict[str, Any]], list[str]]:
+    """Where the loop enters: the first round, or a checkpoint with the metrics written up to it; and what to tell."""
+    exp = prepared.experiment
+    state, records, notes = begin(exp), list[dict[str, Any]](), list[str]()
+    if path is None or how is None:
+        return state, records, notes
+    loaded, place = checkpoint.Loaded(state, {}), path / "checkpoints"
     with exp.ranks.agreed():
-        if at != -1 or checkpoint.rounds(path / "checkpoints"):
-            place = path / "checkpoints"
-            loaded = checkpoint.load(place, state, store, at=None if at == -1 else at, ranks=exp.ranks)
+        if how.at is not None or checkpoint.rounds(place):
+            loaded = checkpoint.load(place, state, store, at=how.at, ranks=exp.ranks, blank=_blank(exp))
             _same_ledger(path, exp, loaded.state)
+        damage = folder.fault(loaded.lengths) if folder is not None else ""
+        if damage and not how.repair:
+            assert folder is not None
+            raise CheckpointError(f"{damage}{_ways_out(folder, loaded.state.round)}")
     with exp.ranks.agreed():
         if folder is not None:
-            records = _rewound(exp, folder, loaded)
-    return loaded.state, list(exp.ranks.told(records))
+            folder.unseal()
+            if damage:
+                loaded, *notes = _repaired(folder, loaded)
+            records = _accepted(prepared, folder, loaded, revised=how.revised)
+    return loaded.state, list(exp.ranks.told(records)), notes
+
+
+def _ways_out(folder: RunFolder, done: int) -> str:
+    """How a run goes on whose metrics are damaged before the checkpoint after ``done`` rounds."""
+    known = checkpoint.readable(folder.checkpoints).items()
+    before = [r for r, meta in known if r < done and not folder.fault(meta["lengths"])]
+    back = [f"fedloom resume {folder.path} --from {r} goes back to before the damage" for r in before[-1:]]
+    return "; ".join(["", *back, f"fedloom resume {folder.path} --repair goes on without the damaged lines"])
+
+
+def _repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.Loaded, str]:
+    """Leave damaged lines out of the metrics, and say so.
+
+    A crash on the way leaves metrics and checkpoint at odds, which is again damage that can be repaired.
+    """
+    kept, all_of_them = folder.sound(loaded.lengths), len(loaded.lengths.get(f"{record.METRICS} lines", "")) // 8
+    lengths = record.Sums(kept).told()
+    checkpoint.retell(folder.checkpoints, loaded.state.round, lengths)
+    folder.mend(kept)
+    told = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {record.DAMAGED}"
+    return loaded._replace(lengths=lengths), f"metrics.jsonl was damaged: {told}"
+
+
+def _accepted(
+    prepared: Prepared, folder: RunFolder, loaded: checkpoint.Loaded, *, revised: bool
+) -> list[dict[str, Any]]:
+    """The metrics up to a checkpoint that the run goes on from; what comes after it is forgotten.
+
+    Settings that were ``revised`` come last, so that a crash on the way leaves the run as it was, at an earlier round.
+    """
+    checkpoint.forget_after(folder.checkpoints, loaded.state.round)
+    records = _rewound(prepared.experiment, folder, loaded)
+    if revised:
+        record.write_text(folder.path / "config.toml", as_toml(prepared.config))
+    if not (folder.path / "partition.json").is_file():  # the run was killed before its first round
+        _lay_out(folder, prepared)
+    elif revised:
+        folder.write("environment.json", _environment(folder.path) | {"config_hash": config_hash(prepared.config)})
+        if prepared.experiment.guard is not None:
+            folder.write("privacy.json", _privacy(prepared))
+    folder.seal()
+    return records
+
+
+def _blank(exp: Experiment) -> Any:
+    """What is kept of one client, for its form."""
+    return exp.blank(exp.algorithm.send(exp.algorithm.init(exp.task.w0)))
 
 
 def _same_ledger(path: Path, exp: Experiment, state: RunState) -> None:
@@ -494,15 +566,16 @@ def _evaluated(
         "time/simulated": state.seconds,
         **_spent(exp, state),
     }
+    # JSON has no word for a number that is not finite, such as the time of devices that are slow beyond measure.
+    line = {name: value for name, value in line.items() if math.isfinite(value)}
     return line | dict(found) | ({"excluded": list(excluded)} if excluded else {})
 
 
 def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
-    """Epsilon so far, where uploads are private; infinity, for which JSON has no word, is left out."""
+    """Epsilon so far, where uploads are private."""
     if exp.guard is None or state.ledger is None:
         return {}
-    spent = state.ledger.epsilon()
-    return {exp.guard.metric: spent} if math.isfinite(spent) else {}
+    return {exp.guard.metric: state.ledger.epsilon()}
 
 
 def _lines(
@@ -567,13 +640,13 @@ def _finish(
         checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
     if exp.captures:
         folder.write("steps.json", captured.built(exp.task)._asdict())
-    folder.write("summary.json", history.as_json())
-    history.plot(folder.path / "curves.png")
+    disk.write_bytes(folder.path / "curves.png", history.picture())
+    folder.end(history.as_json())
 
 
-def _store(config: Config, exp: Experiment, folder: Path) -> ClientStore:
+def _store(config: Config, exp: Experiment, folder: Path | None) -> ClientStore:
     if config.engine.store == "disk":
-        return DiskStore(folder / "clients", exp.federation.clients)
+        return DiskStore(folder / "clients" if folder is not None else None, exp.federation.clients)
     return RamStore(exp.federation.clients)
 
 
@@ -589,7 +662,7 @@ def _lay_out(folder: RunFolder, prepared: Prepared) -> None:
         folder.write(
             "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())
         )
-        draw_topology(topology, shared.clients, exp.seed, folder.path / "topology.png")
+        disk.write_bytes(folder.path / "topology.png", picture(topology, shared.clients, exp.seed))
     # Last, since it says that all of this is there.
     record.save_partition(folder, shared.owner, shared.held_out, shared.described())
 
@@ -604,10 +677,21 @@ def draw_topology(topology: Topology, nodes: int, seed: int, path: Path) -> None
     """The graph of the first round as a picture."""
     from fedloom.report.topology import draw
 
+    draw(topology.edges(nodes, Moment(seed)), nodes, path, **_shown(topology, nodes))
+
+
+def picture(topology: Topology, nodes: int, seed: int) -> bytes:
+    """The same as a PNG file."""
+    from fedloom.report.topology import rendered
+
+    return rendered(topology.edges(nodes, Moment(seed)), nodes, **_shown(topology, nodes))
+
+
+def _shown(topology: Topology, nodes: int) -> dict[str, Any]:
+    """How a graph is drawn."""
     rows = shape_of(nodes, topology.rows)[0] if isinstance(topology, Grid) else 0
     when = ", first round" if topology.redrawn else ""
-    title = f"{topology.kind}, {nodes} nodes{when}"
-    draw(topology.edges(nodes, Moment(seed)), nodes, path, title=title, directed=topology.directed, rows=rows)
+    return {"title": f"{topology.kind}, {nodes} nodes{when}", "directed": topology.directed, "rows": rows}
 
 
 def _choices(prepared: Prepared) -> dict[str, Any]:
@@ -697,7 +781,9 @@ def _storage(path: Path | None) -> Iterator[None]:
 
 def _intact(path: Path | None) -> str:
     """What is left of a run that ends early, in words."""
-    saved = path is not None and (path / "checkpoints").is_dir()
+    saved: dict[int, Any] = {}
+    with suppress(OSError):  # what cannot be read is of no help
+        saved = checkpoint.readable(path / "checkpoints") if path is not None else {}
     return f"; the last checkpoint is intact: fedloom resume {path}" if saved else ""
 
 

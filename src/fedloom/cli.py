@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
+from fedloom.disk import as_name
 from fedloom.errors import ConfigError, Fault, FedloomError
 from fedloom.launch import follow_parent
 
@@ -143,6 +144,10 @@ def resume(
             help="Unlearn this client of a closed form exactly, when it comes next; repeatable.",
         ),
     ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Go on without the lines of metrics.jsonl that are damaged."),
+    ] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
@@ -160,7 +165,7 @@ def resume(
     _watched(
         json_,
         lambda watch: api.resume(
-            run_dir, at=from_, rounds=rounds, forget=forget or (), data_root=data_root, listener=watch
+            run_dir, at=from_, rounds=rounds, forget=forget or (), repair=repair, data_root=data_root, listener=watch
         ),
     )
 
@@ -216,7 +221,7 @@ def compare(
     options |= {"equal": equal, "reference": reference, "budget": budget}
     table, name = _comparison(words or [], grid or [], {k: v for k, v in options.items() if v is not None})
     planned = comparing.plan(table)
-    folder = out or Path("runs") / f"compare-{table.get('name') or name or planned.name}"
+    folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     watch = GridWatch(Console(stderr=json_, highlight=False, soft_wrap=True))
     try:
         done = comparing.run(planned, folder, data_root=data_root, jobs=jobs, watcher=watch)
@@ -253,7 +258,7 @@ def partition(
     experiment = api.load_config(*_file_and_overrides(words))
     shared = share(experiment, data_root or default_root())
     described = shared.described()
-    picture = out or Path(_plain(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
+    picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
     title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
     if picture.suffix not in (".png", ".svg"):
         raise ConfigError([Fault("--out", f"a picture ends in .png or .svg (got {picture.name})")])
@@ -494,7 +499,7 @@ def _comparison(words: list[str], grid: list[str], options: dict[str, Any]) -> t
 
 def _run_name(experiment: Any) -> str:
     kinds = experiment.kinds
-    return _plain(experiment.basics.name or f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}")
+    return as_name(experiment.basics.name or f"{kinds['algorithm']}-{kinds['data']}-seed{experiment.basics.seed}")
 
 
 def _follows() -> bool:
@@ -558,7 +563,7 @@ class Watch:
         self._bar: Progress | None = None
         self._task: Any = None
         self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
-        self._excluded, self._missed = 0, 0
+        self._excluded, self._missed, self._idle = 0, 0, 0
         self._deaf = False
 
     def say(self, text: str) -> None:
@@ -645,6 +650,7 @@ class Watch:
             self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")
         if progress.late and progress.late == progress.clients:
             self._missed += 1
+        self._idle += not progress.clients
         if self._bar is not None:
             self._bar.update(self._task, completed=progress.round, now=text)
         elif now - self._said >= 2.0 or progress.round == progress.rounds:
@@ -684,6 +690,9 @@ class Watch:
         if self._missed:
             self.say(f"in {self._missed} rounds no client met system.deadline, and the model stayed as it was")
             self._missed = 0
+        if self._idle:
+            of = "the only round" if history.rounds == 1 else f"{self._idle} of {history.rounds} rounds"
+            self.say(f"warning: in {of} nobody trained (all clients were late or lost), and the model stayed as it was")
         up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
         pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
         among = up and not down  # in a network, where there is no server to receive from
@@ -831,11 +840,6 @@ def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
 
 def _brief(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.2e}"
-
-
-def _plain(name: str) -> str:
-    """A name that is safe in a path."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".-") or "run"
 
 
 def _short(name: str) -> str:

@@ -6,7 +6,6 @@ the seed alone. Cells are named by the hash of their config, so what is finished
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
@@ -28,7 +27,7 @@ import tomli_w
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
 
-from fedloom import api, record, tree
+from fedloom import api, disk, record, tree
 from fedloom.algorithm import Algorithm
 from fedloom.budget import Forecaster, stretched
 from fedloom.config import (
@@ -47,7 +46,7 @@ from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
 from fedloom.engine.diagnose import RECORDED
 from fedloom.engine.local import lane_limit
-from fedloom.errors import ConfigError, DivergedError, Fault, FedloomError, StorageError, nearest
+from fedloom.errors import CheckpointError, ConfigError, DivergedError, Fault, FedloomError, StorageError, nearest
 from fedloom.experiment import pick_device
 from fedloom.metrics import Auc
 from fedloom.report import compare as report
@@ -217,7 +216,7 @@ class Plan(NamedTuple):
         """What a folder of this comparison is called, unless its user says otherwise."""
         first = self.cells[0].config
         plain = "-".join([*(m.kind for m in self.methods), first.kinds["data"]])
-        return first.basics.name or "".join(c if c.isalnum() or c in "-_." else "-" for c in plain)[:80]
+        return disk.as_name(first.basics.name or plain)[:80]
 
     def as_toml(self) -> str:
         """The comparison with its labels, seeds and baseline written out; running it gives the same cells."""
@@ -798,6 +797,7 @@ def _held(folder: Path) -> Iterator[None]:
 def _cells_of(planned: Plan, folder: Path) -> Iterator[Path]:
     """Where the cells lie: in the comparison's own folder, or in one that it shares with other comparisons."""
     if not planned.spec.cells:
+        disk.make_folder(folder / "cells")
         yield folder / "cells"
         return
     shared = Path(planned.spec.cells)
@@ -808,13 +808,16 @@ def _cells_of(planned: Plan, folder: Path) -> Iterator[Path]:
 @contextmanager
 def _alone(folder: Path, at: str) -> Iterator[None]:
     """A folder that one process uses at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError([Fault(at, f"another process is using {folder}")]) from error
+    disk.make_folder(folder)
+    try:
+        lock = disk.lock(folder / ".lock")
+    except BlockingIOError as error:
+        raise ConfigError([Fault(at, f"another process is using {folder}")]) from error
+    try:
+        disk.refuse_links(folder)
         yield
+    finally:
+        os.close(lock)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -1138,7 +1141,8 @@ def _outcome(job: dict[str, Any], teller: Teller) -> dict[str, Any]:
 
 # -- from cells to tables --------------------------------------------------------------------------
 def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
-    results = [_result(cell, cells / cell.hash) for cell in planned.cells]
+    results, damaged = _results(planned, cells)
+    failures = failures | damaged
     question = _question(planned, results)
     rows = report.rows(question, results)
     layout = planned.spec.layout
@@ -1149,7 +1153,7 @@ def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -
         "table.md": report.markdown(question, rows),
         "table.tex": report.latex(question, rows),
         "cells.csv": report.cells_csv(question, results, os.path.relpath(cells, folder)),
-        "summary.json": json.dumps(comparison.summary(), indent=1) + "\n",
+        "summary.json": record.as_json(comparison.summary(), indent=1) + "\n",
     }
     if sheet is not None:
         texts |= {"layout.csv": layouts.table_csv(sheet), "layout.md": layouts.markdown(sheet)}
@@ -1163,13 +1167,33 @@ def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -
     return comparison
 
 
+def _results(planned: Plan, cells: Path) -> tuple[list[Result], dict[str, str]]:
+    """What every cell came to; those whose files were changed since have failed, and are named with the reason."""
+    results, damaged = [], {}
+    for cell in planned.cells:
+        home = cells / cell.hash
+        try:
+            results.append(_result(cell, home))
+        except CheckpointError as error:
+            damaged[cell.name] = f"{error}; delete {home}, and the same command runs it again"
+            results.append(_as_result(cell, "failed"))
+    return results, damaged
+
+
+def _as_result(
+    cell: Cell, state: str, records: Sequence[dict[str, Any]] = (), partition: str = "", spent: Spent | None = None
+) -> Result:
+    own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
+    return Result(*own, state, list(records), partition, spent)
+
+
 def _result(cell: Cell, home: Path) -> Result:
+    """What the run folder of a cell holds, refused where that is not what the run wrote."""
     state = _state(home) or "failed"
-    records = record.read_metrics(home) if (home / "metrics.jsonl").is_file() else []
+    records = record.read_ended(home) if (home / "metrics.jsonl").is_file() else []
     described = home / "partition.json"
     shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
-    own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
-    return Result(*own, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
+    return _as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
 
 
 def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | None:

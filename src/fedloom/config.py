@@ -30,7 +30,7 @@ from fedloom.data.files import Rows
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.proxy import Proxy
 from fedloom.data.sources import Source, from_arrays, source_for_path
-from fedloom.engine.clock import System
+from fedloom.engine.clock import System, never_trains
 from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.plan import Cohort
@@ -441,6 +441,12 @@ def _contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
             of_a_server = ("stragglers", "dropout", "deadline", "aggregation")
             given = [(key, getattr(system, key)) for key in of_a_server if getattr(system, key)]
             faults += [Fault(f"system.{key}", f"{what} (got {value})", "leave it out") for key, value in given]
+        if alg.family != "gossip" and system is not None:
+            everybody = cohort.sampling in ("all", "poisson")
+            most = getattr(partition, "clients", None) if everybody else cohort.size or 10
+            if never_trains(system, most, partial=alg.partial_work):
+                what = f"late clients are left out, and so many are late that nobody trains (got {system.stragglers})"
+                faults.append(Fault("system.stragglers", what, "lower it, or set system.policy=partial"))
         evaluate = chosen.get("evaluate")
         if evaluate is not None and evaluate.diagnostics and not (alg.communicates and alg.common):
             what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"

@@ -81,6 +81,12 @@ class History(NamedTuple):
 
         return draw(self.records, title=self.algorithm, path=Path(path) if path is not None else None)
 
+    def picture(self) -> bytes:
+        """The same as a PNG file."""
+        from fedloom.report.curves import rendered
+
+        return rendered(self.plot(), ".png")
+
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom run --json`` prints."""
         return {

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, Self, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedloom import tree
+from fedloom import disk, tree
 from fedloom.engine import checkpoint
 from fedloom.errors import CheckpointError
 
@@ -150,7 +150,7 @@ class Waiting(Generic[T]):
         if self._path is not None:
             notes = {"awaits": str(self._awaits), "epochs": str(self._held.epochs)}
             checkpoint.save_model(self._path, dict(tree.named(self._held.mean)), notes)
-            checkpoint.sync(self._path.parent)
+            disk.sync(self._path.parent)
 
 
 def recall(path: Path, like: T) -> Recalled[T]:

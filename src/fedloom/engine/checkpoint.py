@@ -3,6 +3,8 @@
 checkpoints/00000020/state.safetensors      the server's state
 checkpoints/00000020/clients.safetensors    the clients' states, where they are kept in memory
 checkpoints/00000020/meta.json              round, checksums (its own, too), lengths of the run's append-only files
+
+Loading changes nothing: whoever asked for a checkpoint may still refuse what is in it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedloom import tree
+from fedloom import disk, tree
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.run import RunState
-from fedloom.engine.store import ClientStore, Memo
+from fedloom.engine.store import ClientStore, Memo, is_on_disk, moved
 from fedloom.errors import CheckpointError
 from fedloom.privacy import Ledger, Release
 
@@ -32,10 +34,10 @@ KEEP = 2  # the newest, and one to fall back on
 
 class Loaded(NamedTuple):
     state: RunState
-    lengths: dict[str, int]  # of the run's append-only files at that moment
+    lengths: dict[str, Any]  # of the run's append-only files at that moment, and their checksums
 
 
-def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, int], ranks: Ranks = ALONE) -> None:
+def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, Any], ranks: Ranks = ALONE) -> None:
     """Write a checkpoint, then forget all but the newest ones; rank 0 writes for all.
 
     No rank goes on before it is written: whoever ends a run that was interrupted may end what is left of it.
@@ -50,12 +52,14 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, i
     store.release()
 
 
-def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor], lengths: dict[str, int]) -> None:
+def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor], lengths: dict[str, Any]) -> None:
     final = folder / f"{state.round:08d}"
     scratch = folder / f".{final.name}.part"
     for leftover in (*folder.glob(".*.part"), *folder.glob(".*.gone")):  # of a crash
         shutil.rmtree(leftover, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    with suppress(FileExistsError):  # only this one: a run folder that was deleted is not made again
+        folder.mkdir(mode=0o700)
+    scratch.mkdir(mode=0o700)
     write_tensors(scratch / "state.safetensors", _tensors(state))
     if clients:
         write_tensors(scratch / "clients.safetensors", clients)
@@ -70,23 +74,22 @@ def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor]
         else state.ledger._asdict() | {"release": state.ledger.release._asdict()},
         "store": memo,
         "lengths": lengths,
-        "sha256": {p.name: _digest(p) for p in sorted(scratch.glob("*.safetensors"))},
+        "sha256": {p.name: disk.digest(p) for p in sorted(scratch.glob("*.safetensors"))},
     }
     _write_record(scratch / "meta.json", meta)
     _forget(final)
     os.replace(scratch, final)
-    sync(folder)
+    disk.sync(folder)
     for old in rounds(folder)[:-KEEP]:
         _forget(folder / f"{old:08d}")
 
 
-def retell(folder: Path, round_: int, lengths: dict[str, int]) -> None:
+def retell(folder: Path, round_: int, lengths: dict[str, Any]) -> None:
     """Let the checkpoint of a round say other lengths; a crash leaves its old record or the new one."""
     home = folder / f"{round_:08d}"
-    part, meta = home / "meta.json.part", _record(home)
-    _write_record(part, meta | {"lengths": meta["lengths"] | lengths})
-    os.replace(part, home / "meta.json")
-    sync(home)
+    meta = _record(home)
+    _write_record(home / "meta.json", meta | {"lengths": meta["lengths"] | lengths})
+    disk.sync(home)
 
 
 def rounds(folder: Path) -> list[int]:
@@ -103,36 +106,60 @@ def chosen(folder: Path, at: int | None) -> int:
     return newest
 
 
-def load(folder: Path, like: RunState, store: ClientStore, *, at: int | None = None, ranks: Ranks = ALONE) -> Loaded:
+def readable(folder: Path) -> dict[int, dict[str, Any]]:
+    """The records of the checkpoints that have a sound one, by round, oldest first."""
+    found = {}
+    for round_ in rounds(folder):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
+            found[round_] = _record(folder / f"{round_:08d}")
+    return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of the checkpoints; those of large ones are in their records."""
+    found = {}
+    for round_, meta in readable(folder).items():
+        found[f"{round_:08d}/meta.json"] = disk.digest(folder / f"{round_:08d}" / "meta.json")
+        found |= {f"{round_:08d}/{name}": digest for name, digest in meta["sha256"].items()}
+    return found
+
+
+def load(
+    folder: Path,
+    like: RunState,
+    store: ClientStore,
+    *,
+    at: int | None = None,
+    ranks: Ranks = ALONE,
+    blank: Any = (),
+) -> Loaded:
     """The newest checkpoint, or the one ``at`` a round; a damaged one is refused by name.
 
-    Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint.
+    Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint. They are
+    moved where the checkpoint has them in another kind of store; ``blank`` is the state of one client, for its form.
     """
     have, newest = rounds(folder), chosen(folder, at)
     older = [r for r in have if r < newest]
     try:
         meta, tensors, clients = _read(folder / f"{newest:08d}", store)
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
-        memo = meta["store"]
+        memo, clients = moved(meta["store"], clients, store, folder.parent / "clients", blank)
         if ranks.size > 1 and clients:
             rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
             clients, memo = {name: x[rows] for name, x in clients.items()}, {"rows": len(rows)}
-        store.restore(memo, _memos(folder, older), clients)
+        # A store on disk writes what it takes from a checkpoint, and must then spare the newer ones, too.
+        others = [r for r in have if r != newest] if not is_on_disk(memo) else older
+        store.restore(memo, [meta["store"] for r, meta in readable(folder).items() if r in others], clients)
     except CheckpointError as error:
         offer = f"; the one of round {older[-1]} can be tried: fedloom resume RUN --from {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{offer.replace('RUN', str(folder.parent))}") from error
-    for newer in (r for r in have if r > newest and ranks.leads):  # superseded by the user's own word
-        _forget(folder / f"{newer:08d}")
     return Loaded(state, meta["lengths"])
 
 
-def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def forget_after(folder: Path, round_: int) -> None:
+    """Delete the checkpoints of later rounds, the last one first: the user has asked to go on from this one."""
+    for newer in reversed([r for r in rounds(folder) if r > round_]):
+        _forget(folder / f"{newer:08d}")
 
 
 def _tensors(state: RunState) -> dict[str, Tensor]:
@@ -144,19 +171,17 @@ def _tensors(state: RunState) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
     """A safetensors file, all of it on disk; the same tensors and notes are the same bytes."""
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
     plain = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     try:
         # safetensors keeps several notes in no particular order, so that there is only one
         save_file(plain, path, metadata={"fedloom": json.dumps(notes)} if notes else None)
+        os.chmod(path, 0o600)  # as newer versions of safetensors leave it
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-    os.chmod(path, mode)
-    sync(path)
+    disk.sync(path)
 
 
 def _forget(checkpoint: Path) -> None:
@@ -167,11 +192,6 @@ def _forget(checkpoint: Path) -> None:
         shutil.rmtree(gone)
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _sum(meta: dict[str, Any]) -> str:
     """The checksum of a checkpoint's record, but for the checksum itself."""
     rest = {key: value for key, value in meta.items() if key != "self"}
@@ -179,10 +199,7 @@ def _sum(meta: dict[str, Any]) -> str:
 
 
 def _write_record(path: Path, meta: dict[str, Any]) -> None:
-    with open(path, "w") as file:
-        json.dump(meta | {"self": _sum(meta)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    disk.write_bytes(path, json.dumps(meta | {"self": _sum(meta)}, indent=1).encode())
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -192,21 +209,12 @@ def _record(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _memos(folder: Path, older: list[int]) -> list[Memo]:
-    """What the store must still be able to go back to; a checkpoint that cannot be read needs nothing."""
-    found = []
-    for round_ in older:
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
-            found.append(_record(folder / f"{round_:08d}")["store"])
-    return found
-
-
 def _read(folder: Path, store: ClientStore) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     try:
         meta = _record(folder)
         expected = dict(meta["sha256"])
         for name, digest in expected.items():
-            found = _digest(folder / name)
+            found = disk.digest(folder / name)
             if found != digest:
                 raise CheckpointError(
                     f"checkpoint {folder} is damaged: {name} has checksum {found[:12]}, its record says {digest[:12]}"
@@ -253,8 +261,8 @@ def _ledger(written: dict[str, Any] | None) -> Ledger | None:
     return Ledger(release, written["delta"], written["reach"], tuple(written["uses"]))
 
 
-def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
-    """A model as a safetensors file, written whole or not at all."""
-    part = path.with_name(path.name + ".part")
+def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+    """Tensors as a safetensors file, written whole or not at all."""
+    part = disk.new_part(path)
     write_tensors(part, tensors, notes)
     os.replace(part, path)

@@ -64,12 +64,9 @@ def attend(
     """The clients of a round that report, and their work; ``address`` is the seed and the round."""
     steps, called = amount.steps, len(drawn.ids)
     if system.stragglers:
-        count = len(drawn.ids)
-        on_time = round(count * (1 - system.stragglers))
         rank = rng.bits(address[0], "on_time", address[1], drawn.ids).argsort().argsort()
-        late = rank >= on_time
-        accept = partial if system.policy == "auto" else system.policy == "partial"
-        if accept:
+        late = rank >= _on_time(system, called)
+        if _accepts(system, partial=partial):
             steps = torch.where(late, _part(system, drawn.ids, amount, epochs, address), steps)
         else:
             drawn, steps = Drawn(drawn.ids[~late], drawn.times[~late]), steps[~late]
@@ -77,6 +74,21 @@ def attend(
         here = rng.uniform(address[0], "dropout", address[1], drawn.ids) >= system.dropout
         drawn, steps = Drawn(drawn.ids[here], drawn.times[here]), steps[here]
     return Present(drawn, steps, called)
+
+
+def never_trains(system: System, most: int | None, *, partial: bool) -> bool:
+    """Whether every client of every round, of which there are at ``most`` so many, is late and left out."""
+    nobody = system.stragglers == 1 or (most is not None and _on_time(system, most) == 0)
+    return nobody and not _accepts(system, partial=partial)
+
+
+def _on_time(system: System, called: int) -> int:
+    return round(called * (1 - system.stragglers))
+
+
+def _accepts(system: System, *, partial: bool) -> bool:
+    """Whether a late client's work is used as far as it has come."""
+    return partial if system.policy == "auto" else system.policy == "partial"
 
 
 def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tuple[int, int]) -> Tensor:

@@ -159,14 +159,14 @@ class Experiment:
             down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
         if self.is_network and self.starts is not None:
             first = [self.algorithm.send(self.algorithm.init(self.starts[node])) for node in ids.tolist()]
-            kept = tree.cat([store.gather(ids[k : k + 1], self._blank(one)) for k, one in enumerate(first)])
+            kept = tree.cat([store.gather(ids[k : k + 1], self.blank(one)) for k, one in enumerate(first)])
         else:
             first = self.algorithm.send(self.algorithm.init(self.task.w0)) if self.is_network else down
-            kept = store.gather(ids, self._blank(first))
+            kept = store.gather(ids, self.blank(first))
         buffers = kept.buffers if self.keeps_buffers else buffers
         return Given(down, kept.mine, buffers, not self.is_network, kept.memory if self.keeps_memory else None)
 
-    def _blank(self, down: Any) -> Kept:
+    def blank(self, down: Any) -> Kept:
         """What is kept of a client that was sent ``down`` and has not trained yet."""
         mine = self.algorithm.join(down)
         memory = self.algorithm.memory(self.algorithm.start(down, mine)) if self.keeps_memory else ()

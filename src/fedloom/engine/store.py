@@ -21,15 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom import tree
+from fedloom import disk, tree
 from fedloom.errors import CheckpointError
 
 Memo = dict[str, int]
+_NOTHING: Memo = {"lines": 0, "crc": 0}  # what a store on disk remembers before anything is in it
 
 _LARGE = 1 << 20  # bytes from which on something is worth a file
 
 
 class ClientStore(Protocol):
+    clients: int
+
     def gather(self, ids: Tensor, fresh: Any) -> Any:
         """The stacked states of ``ids``; ``fresh`` is the state of one client not seen before."""
 
@@ -52,10 +55,44 @@ class ClientStore(Protocol):
         """A tensor to be written to, for what is large and lives for a round: the models of a network's nodes."""
 
 
+def is_on_disk(memo: Memo) -> bool:
+    """Whether the states of a committed point are in files of their own, and not in the checkpoint."""
+    return "lines" in memo
+
+
+def moved(
+    memo: Memo, tensors: dict[str, Tensor], store: ClientStore, folder: Path, blank: Any
+) -> tuple[Memo, dict[str, Tensor]]:
+    """A committed point as ``store`` can go back to it: where it is on disk, in ``folder``, and is to be in memory.
+
+    ``blank`` is the state of one client, which says what the bytes on disk are. The other way needs no help: a store on
+    disk takes what a checkpoint holds.
+    """
+    if isinstance(store, DiskStore) or not is_on_disk(memo):
+        return memo, tensors
+    if not memo["lines"]:
+        return {"rows": 0}, {}
+    if not (folder / "journal.bin").is_file():
+        raise CheckpointError(f"{folder / 'journal.bin'}: is missing, and the states of clients with it")
+    source = DiskStore(folder, store.clients)
+    source.restore(memo, [], {})
+    target = RamStore(store.clients)
+    target.scatter(source.known(), source.gather(source.known(), tree.moved(blank, torch.device("cpu"))))
+    return target.commit(), target.tensors()
+
+
+def _scatter_all(store: ClientStore, tensors: Mapping[str, Tensor]) -> None:
+    """Keep the states that a checkpoint holds."""
+    if tensors and len(tensors["ids"]):
+        names = sorted(name for name in tensors if name.startswith("state."))
+        store.scatter(tensors["ids"], tuple(tensors[name] for name in names))
+
+
 class RamStore:
     """States in memory: one row for each client seen, in tensors that grow by doubling."""
 
     def __init__(self, clients: int) -> None:
+        self.clients = clients
         self._slot: NDArray[np.int64] = np.full(clients, -1, dtype=np.int64)
         self._ids: list[NDArray[np.int64]] = []
         self._used = 0
@@ -100,9 +137,7 @@ class RamStore:
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
         self._slot[:] = -1
         self._ids, self._used, self._rows = [], 0, None
-        if memo.get("rows"):
-            names = sorted(name for name in tensors if name.startswith("state."))
-            self.scatter(tensors["ids"], tuple(tensors[name] for name in names))
+        _scatter_all(self, tensors)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -129,19 +164,29 @@ class DiskStore:
 
     _LINE = np.dtype([("id", "<i8"), ("slot", "<i8"), ("crc", "<u4")])
 
-    def __init__(self, folder: Path, clients: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path | None, clients: int) -> None:
+        """In a folder, or, where the states need not outlive the process, in files without a name."""
         self._folder = folder
-        flags = os.O_RDWR | os.O_CREAT
-        self._rows, self._journal = os.open(folder / "rows.bin", flags), os.open(folder / "journal.bin", flags)
+        self._rows, self._journal = self._opened("rows.bin"), self._opened("journal.bin")
         for file in (self._rows, self._journal):
             weakref.finalize(self, os.close, file)
-        self._clients = clients
+        self.clients = clients
         self._reset()
 
+    def _opened(self, name: str) -> int:
+        if self._folder is not None:
+            disk.make_folder(self._folder)
+            return disk.open_own(self._folder / name, os.O_RDWR)
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+    def known(self) -> Tensor:
+        """The clients that have a state here."""
+        return torch.from_numpy(np.flatnonzero(self._slot >= 0))
+
     def _reset(self) -> None:
-        self._slot: NDArray[np.int64] = np.full(self._clients, -1, dtype=np.int64)
-        self._crc: NDArray[np.uint32] = np.zeros(self._clients, dtype=np.uint32)
+        self._slot: NDArray[np.int64] = np.full(self.clients, -1, dtype=np.int64)
+        self._crc: NDArray[np.uint32] = np.zeros(self.clients, dtype=np.uint32)
         self._lines = 0  # in the journal
         self._sum = 0  # of the journal
         self._next = 0  # the first slot never used
@@ -164,7 +209,7 @@ class DiskStore:
                 continue
             row = os.pread(self._rows, width, slot * width)
             if len(row) != width or zlib.crc32(row) != int(self._crc[client]):
-                raise CheckpointError(f"{self._folder / 'rows.bin'}: the state of client {client} is damaged")
+                raise CheckpointError(f"{self._called('rows.bin')}: the state of client {client} is damaged")
             block[k] = np.frombuffer(row, dtype=np.uint8)
         return tree.unflatten(fresh, _columns(block, parts))
 
@@ -184,8 +229,10 @@ class DiskStore:
         self._lines, self._sum = self._lines + len(lines), zlib.crc32(lines.tobytes(), self._sum)
 
     def commit(self) -> Memo:
-        os.fsync(self._rows)
-        os.fsync(self._journal)
+        for name, file in (("rows.bin", self._rows), ("journal.bin", self._journal)):
+            os.fsync(file)
+            if self._folder is not None:
+                disk.still_there(file, self._folder / name)
         return {"lines": self._lines, "crc": self._sum}
 
     def release(self) -> None:
@@ -196,36 +243,52 @@ class DiskStore:
         return {}
 
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
+        """Also from a checkpoint that holds the states itself: they are written after what older ones still need."""
+        others = [other for other in others if is_on_disk(other)]
+        if not is_on_disk(memo):
+            self._restart_after(others)
+            _scatter_all(self, tensors)
+            return
         lines = self._read(memo["lines"])  # older points are older lines of the same journal
         self._reset()
         upto = lines[: memo["lines"]]
         self._sum = zlib.crc32(upto.tobytes())
         if self._sum != memo["crc"]:
-            raise CheckpointError(f"{self._folder / 'journal.bin'}: is damaged (its checksum is not the checkpoint's)")
+            raise CheckpointError(f"{self._called('journal.bin')}: is damaged (its checksum is not the checkpoint's)")
         self._slot[upto["id"]], self._crc[upto["id"]] = upto["slot"], upto["crc"]
         self._lines, self._next = memo["lines"], int(lines["slot"].max(initial=-1)) + 1
         needed = np.zeros(self._next, dtype=bool)
         needed[self._slot[self._slot >= 0]] = True
         older = np.zeros_like(needed)
         for other in others:
-            held = np.full(self._clients, -1, dtype=np.int64)
+            held = np.full(self.clients, -1, dtype=np.int64)
             held[lines["id"][: other["lines"]]] = lines["slot"][: other["lines"]]
             older[held[held >= 0]] = True
         self._older = np.flatnonzero(older & ~needed).tolist()
         self._free = np.flatnonzero(~older & ~needed).tolist()
 
+    def _restart_after(self, others: list[Memo]) -> None:
+        """Empty, but for what these points need, as far as it can still be read."""
+        try:
+            self.restore(max(others, key=lambda other: other["lines"], default=_NOTHING), others, {})
+        except CheckpointError:
+            self._reset()
+        self._stale = self._slot[self._slot >= 0].tolist()
+        self._slot[:] = -1
+
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """On a processor it lies in a file, of which the system keeps in memory as much as it has room for.
 
-        The file has no name any more: its space is free again when the tensor is, or when the process ends.
+        The file has no name: its space is free again when the tensor is, or when the process ends, however it does.
         """
         count = math.prod(shape)
         if device.type != "cpu" or count * dtype.itemsize < _LARGE:
             return torch.empty(shape, dtype=dtype, device=device)
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix="room-") as file:
+        with tempfile.TemporaryFile(dir=self._folder) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # else a full disk would be a bus error
-                return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
+                name = f"/proc/self/fd/{file.fileno()}"
+                return torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
             except RuntimeError as error:
                 raise OSError(errno.ENOMEM, f"cannot map {count * dtype.itemsize} bytes: {error}") from error
 
@@ -233,10 +296,13 @@ class DiskStore:
         raw = os.pread(self._journal, count * self._LINE.itemsize, 0)
         if len(raw) != count * self._LINE.itemsize:
             raise CheckpointError(
-                f"{self._folder / 'journal.bin'}: is cut off after line {len(raw) // self._LINE.itemsize} "
+                f"{self._called('journal.bin')}: is cut off after line {len(raw) // self._LINE.itemsize} "
                 f"(the checkpoint needs {count})"
             )
         return np.frombuffer(raw, dtype=self._LINE)
+
+    def _called(self, name: str) -> Path:
+        return (self._folder or Path(tempfile.gettempdir())) / name
 
     def _slot_for(self, client: int) -> int:
         held = int(self._slot[client])

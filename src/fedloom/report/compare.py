@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom import disk
 from fedloom.metrics import Summary, lower_is_better, rounds_to_convergence, summarise
 
 if TYPE_CHECKING:
@@ -351,7 +352,8 @@ def _spent(ends: Sequence[dict[str, Any]]) -> Cost | None:
 
 
 def _is_timed(results: Sequence[Result]) -> bool:
-    return any("time/simulated" in line for r in results for line in r.records[-1:])
+    """Whether all have simulated seconds; a run of devices that are slow beyond measure has none."""
+    return all("time/simulated" in line for r in results for line in r.records[-1:])
 
 
 def _cost(
@@ -733,11 +735,10 @@ def save(make: Callable[[], Figure], path: Path) -> None:
     style: dict[Any, Any] = {"svg.hashsalt": "fedloom", "text.parse_math": False, "text.color": _INK}
     style |= {"font.family": "DejaVu Sans", "font.size": 9.0}
     with matplotlib.rc_context(style):
-        figure = make()
-        part = path.with_name(f".{path.name}.part")
+        figure, buffer = make(), io.BytesIO()
         dated = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(part, format=path.suffix[1:], dpi=160, metadata=dated)
-    part.replace(path)
+        figure.savefig(buffer, format=path.suffix[1:], dpi=160, metadata=dated)
+    disk.write_bytes(path, buffer.getvalue())
 
 
 def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
@@ -760,7 +761,7 @@ def _along(x: Along, line: dict[str, Any]) -> float:
         return float(line.get("bytes/up", 0) + line.get("bytes/down", 0)) / 1e6
     if x == "busiest":
         return float(line.get("bytes/busiest", 0)) / 1e6
-    return float(line["round"] if x == "rounds" else line.get(_RECORDED_AS[x], 0.0))
+    return float(line["round"] if x == "rounds" else line.get(_RECORDED_AS[x], math.nan if x == "seconds" else 0.0))
 
 
 def _figure(question: Question, results: Sequence[Result]) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,16 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     axes[1].set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     if path is not None:
-        part = path.with_name(f".{path.name}.part")
-        with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
-            figure.savefig(part, format=path.suffix.lstrip(".") or "png", metadata=_undated(path))
-        part.replace(path)
+        path.write_bytes(rendered(figure, path.suffix or ".png"))
     return figure
+
+
+def rendered(figure: Figure, suffix: str) -> bytes:
+    """A figure as a file of this kind."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
+        figure.savefig(buffer, format=suffix[1:], metadata=_undated(suffix))
+    return buffer.getvalue()
 
 
 def _names(records: list[dict[str, Any]], leaf: str) -> list[str]:
@@ -58,6 +64,6 @@ def _dot(rounds: list[int]) -> str:
     return "o" if len(rounds) <= 2 else ""
 
 
-def _undated(path: Path) -> dict[str, Any]:
+def _undated(suffix: str) -> dict[str, Any]:
     """Metadata without a date, so that the same run draws the same bytes."""
-    return {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    return {"Date": None} if suffix == ".svg" else {"Software": None}

@@ -33,6 +33,18 @@ def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
         raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
+    data = rendered(edges, nodes, suffix, title=title, directed=directed, rows=rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def rendered(
+    edges: Ints, nodes: int, suffix: str = ".png", *, title: str = "", directed: bool = False, rows: int = 0
+) -> bytes:
+    """The same picture as a file of this kind."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -41,11 +53,7 @@ def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool
         figure = _figure(edges, at, lines, title, directed=directed)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.getvalue())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    return buffer.getvalue()
 
 
 def table(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
