@@ -892,6 +892,40 @@ def test_policies_that_differ_by_definition_are_told() -> None:
     assert not any("own definitions" in note for note in compare.plan(plain).notes)
 
 
+def test_what_comes_with_a_method_stays_with_it() -> None:
+    """Also where the grid sets the whole section that it is in."""
+    planned = compare.plan(
+        {
+            "rounds": 1,
+            "compare": {
+                "algorithms": ["fedavg", {"kind": "fedprox", "with": {"local.momentum": 0.9}}, "fedsam"],
+                "seeds": [0, 1],
+                "grid": {"local": [{"lr": 0.1}, {"lr": 0.2}]},
+            },
+        }
+    )
+    momentum = {(cell.method.kind, cell.config.local.momentum) for cell in planned.cells}
+    assert momentum == {("fedavg", 0.0), ("fedprox", 0.9), ("fedsam", 0.0)}
+
+
+def test_the_number_of_clients_can_be_an_axis() -> None:
+    """With what goes with each number, under whatever else the section partition says."""
+    planned = compare.plan(
+        {
+            "rounds": 1,
+            "partition": {"kind": "iid", "holdout": 0.0},
+            "compare": {
+                "algorithms": ["fedavg"],
+                "seeds": [0],
+                "grid": {"partition.clients": [4, {"value": 8, "label": "eight", "with": {"cohort.size": 2}}]},
+            },
+        }
+    )
+    found = {cell.place: (cell.config.partition.clients, cell.config.cohort.size) for cell in planned.cells}
+    assert found == {("4",): (4, None), ("eight",): (8, 2)}
+    assert all(cell.config.partition.holdout == 0 for cell in planned.cells)
+
+
 # -- privacy ---------------------------------------------------------------------------------------
 def private(seed: int, method: str = "a", *, data: str = "d", partition: str = "p", **more: Any) -> Result:
     spent = report.Spent(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)

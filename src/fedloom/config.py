@@ -190,7 +190,7 @@ def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
                 continue
             home[leaf] = given[key]
         else:
-            out[key] = given[key]
+            out[key] = dict(given[key]) if isinstance(given[key], Mapping) else given[key]
     if faults:
         raise ConfigError(faults)
     return out, notes

@@ -7,6 +7,7 @@ or ``file.py:function``. Where torch has an optimiser of the name, this is the s
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -271,9 +272,10 @@ def find_optimizer(name: str, at: str) -> Maker:
     return known[name]
 
 
-def takes(make: Maker) -> list[str]:
+@functools.cache
+def takes(make: Maker) -> tuple[str, ...]:
     """The names of an optimiser's settings."""
-    return list(inspect.signature(make).parameters)
+    return tuple(inspect.signature(make).parameters)
 
 
 def _defaults(setting: str) -> str:

@@ -6,6 +6,7 @@ Written where it has none, it is refused; presets and defaults are not what some
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -294,11 +295,12 @@ def kinds(base: type[T], package: str) -> dict[str, type[T]]:
     return found
 
 
-def modules(package: str) -> list[ModuleType]:
+@functools.cache  # a comparison asks for them in each of its cells
+def modules(package: str) -> tuple[ModuleType, ...]:
     """The package itself and its modules, in order of name."""
     root = importlib.import_module(package)
     names = sorted(info.name for info in pkgutil.iter_modules(getattr(root, "__path__", [])))
-    return [root, *(importlib.import_module(f"{package}.{name}") for name in names if not name.startswith("_"))]
+    return root, *(importlib.import_module(f"{package}.{name}") for name in names if not name.startswith("_"))
 
 
 def defined_in(thing: Any, base: type[Any], module: ModuleType) -> bool:
