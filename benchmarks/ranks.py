@@ -76,7 +76,7 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
 
     Being told returns the most seconds of a processor that one of them took.
     """
-    folder = launch.meeting()
+    folder = launch.meeting() if ranks > 1 else Path()
     threaded = {"OMP_NUM_THREADS": str(threads)}
     processes = [
         subprocess.Popen(

@@ -346,6 +346,17 @@ def test_a_lost_key_is_told(tmp_path: Path, spoil: Callable[[Path], None]) -> No
         (tmp_path / "run" / "manifest.json").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("touch", [1, 2, 3])
+def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, tmp_path: Path, touch: int) -> None:
+    words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=1", "model=logistic")
+    done = quick("run", *words, "--out", "run", cwd=tmp_path, crash_at=touch, place="noise.key")
+    assert done.code == -9
+    assert quick("resume", "run", cwd=tmp_path).code == 0
+    assert ((tmp_path / "run" / "noise.key").stat().st_mode & 0o777) == 0o600
+    assert [p.name for p in (tmp_path / "run").glob("noise.key*")] == ["noise.key"]
+    assert spent(tmp_path / "run")[-1] > 0
+
+
 def test_a_run_of_an_earlier_version_is_told(tmp_path: Path) -> None:
     started(tmp_path / "run", 2)
     path = tmp_path / "run" / "privacy.json"
