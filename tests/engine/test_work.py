@@ -71,6 +71,10 @@ def counted(exp: Experiment) -> Iterator[list[int]]:
 
 def in_training(exp: Experiment, state: RunState, store: RamStore) -> float:
     """The gradients of a batch that the clients of the next round take."""
+    if exp.is_asynchronous:  # who takes part is not drawn for a round, and nobody keeps anything
+        with counted(exp) as seen:
+            advance(exp, state, RamStore(3))
+        return sum(seen) / BATCH
     present = exp.present(state.round)
     extra = None if exp.is_network else look_ahead(exp, state, present, 0).extra
     with counted(exp) as seen, torch.no_grad():
