@@ -73,8 +73,10 @@ an algorithm without a server, which trains every node in every round; a `topolo
 
 OWN = """## Your own
 
-Wherever a kind is named, `package.module:Name` or `path/to/file.py:Name` takes yours. Its other keys in the section
-are handed to it.
+Wherever a kind is named, `path/to/file.py:Name` takes yours. Its other keys in the section are handed to it. Classes
+may also be named as `package.module:Name`: an installed one, or one in the working folder. A file may import what lies
+beside it, where no installed module has that name. Code that a file or folder names needs your consent: see
+[trust](trust.md#configurations-and-run-folders-of-others).
 
 | section | what the name refers to |
 |---|---|

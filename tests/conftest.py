@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedloom import usercode
 from fedloom.config import parse
 from fedloom.data.arrays import Arrays
 from fedloom.engine.run import Experiment
@@ -31,6 +32,12 @@ def blobs(sizes: tuple[int, ...] = (4, 12, 7), *, test: int = 20, features: int 
     return Arrays("blobs", x.astype(np.float32), y, rows, tuple("abcdefghij"[:classes]), client=client)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests vouch for is not put on the list of whoever runs them."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def world() -> Callable[..., Experiment]:
     """Lay out an experiment on blobs, one client for each size: ``world(sizes, algorithm=..., local=...)``."""
@@ -41,6 +48,7 @@ def world() -> Callable[..., Experiment]:
         full = (
             {"partition": partition, "model": {"kind": "logistic"}, "local": {"batch": 0, "lr": 0.5}} | cohort | table
         )
+        usercode.vouch(full)  # a test may name code of its own
         return prepare(parse(full), Path(), blobs(sizes) if arrays is None else arrays).experiment
 
     return make

@@ -466,7 +466,7 @@ def test_the_users_own_model_partition_and_data(quick: Quick, tmp_path: Path) ->
     done = quick(
         "run",
         *words,
-        "data.source=own:blobs",
+        "data=./own.py:blobs",
         "data.n=200",
         "rounds=2",
         "partition.clients=4",

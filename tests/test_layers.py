@@ -1,6 +1,10 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
+<<<<<<< HEAD
 tree rng noise errors · schema disk  <-  task optim metrics analytic  <-  algorithm law distill sharpness
+=======
+tree rng noise errors · schema usercode  <-  task optim metrics analytic  <-  algorithm law distill sharpness
+>>>>>>> 4dc1ca4 (Code that a setting names runs only as a declared kind, with consent, and as it was)
   <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
@@ -19,7 +23,11 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 # Modules of one line may import each other only where they are a package; a folder stands for all in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "noise", "errors"),
+<<<<<<< HEAD
     ("schema", "disk"),
+=======
+    ("schema", "usercode"),
+>>>>>>> 4dc1ca4 (Code that a setting names runs only as a declared kind, with consent, and as it was)
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),
     ("algorithms", "models", "data", "privacy", "corruption", "robust"),
@@ -247,6 +255,16 @@ def test_drawings_read_only_what_they_are_handed(name: str) -> None:
     own = {module for module, _ in imported(path.read_text()) if module in MODULES}
     assert own <= {"disk", "errors", "schema", "metrics", "data.arrays", "data.partition", "report.compare"}
     assert not any(call.endswith((".read_text", ".read_bytes", ".load", "json.loads")) for call in calls(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_what_a_setting_names_is_imported_in_one_place_only(path: Path) -> None:
+    """``usercode`` asks for consent first; ``schema`` and ``__init__`` import modules of fedloom by their names."""
+    if name_of(path) in ("usercode", "schema", "__init__"):
+        return
+    imports = {"import_module", "exec_module", "run_path", "run_module"}
+    assert {"exec", "eval", "compile", "__import__"} & set(calls(path)) == set()
+    assert imports & {call.rpartition(".")[2] for call in calls(path)} == set()
 
 
 def test_banned_names_are_not_used() -> None:

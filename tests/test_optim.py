@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom import tree
+from fedloom import tree, usercode
 from fedloom.config import as_table, parse
 from fedloom.errors import ConfigError
 from fedloom.optim import Local, Optimizer, clipped, find_optimizer, moved, no_steps, optimizers, takes
@@ -63,7 +63,8 @@ def sign(*, scale: float = 1.0) -> Optimizer:
     return Optimizer(lambda x: (no_steps(x), tree.tmap(torch.zeros_like, x)), update)
 
 
-EVERY = [*optimizers(), f"{__name__}:sign"]  # whatever there is, and one of somebody's own
+EVERY = [*optimizers(), f"{__file__}:sign"]  # whatever there is, and one of somebody's own
+usercode.vouch(EVERY)
 every = pytest.mark.parametrize("name", EVERY, ids=lambda name: name.rpartition(":")[2])
 cases = pytest.mark.parametrize(
     ("name", "settings"), CASES, ids=lambda v: v if isinstance(v, str) else "+".join(v) or "plain"
@@ -386,16 +387,16 @@ def pair():
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a user's own optimisers in it."""
+    """A working folder with a user's own optimisers in it, who means them to run."""
     (tmp_path / "own_optimizers.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    names = ("lion", "lino", "number", "pair", "needy")
+    usercode.vouch([*(f"own_optimizers.py:{name}" for name in names), "none.py:f", "own_optimizers:lion"])
 
 
 @pytest.mark.usefixtures("desk")
-@pytest.mark.parametrize("optimizer", ["own_optimizers.py:lion", "own_optimizers:lion"])
-def test_a_users_own_has_settings_of_its_own(optimizer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    config = parse({"local": {"optimizer": optimizer, "gamma": 0.25}})
+def test_a_users_own_has_settings_of_its_own() -> None:
+    config = parse({"local": {"optimizer": "own_optimizers.py:lion", "gamma": 0.25}})
     assert parse(as_table(config)).local == config.local
     x, _ = config.local.optimiser().update(torch.tensor([3.0, -2.0]), (), torch.zeros(2), torch.tensor(0.1))
     torch.testing.assert_close(x, torch.tensor([-0.025, 0.025]))
@@ -426,6 +427,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"drop_last": True, "wrap_last": True}, r"local: drop_last and wrap_last are both set"),
     ({"optimizer": "none.py:f", "gamma": 1.0}, r"local\.optimizer: no such file: none\.py"),
     ({"optimizer": "own_optimizers.py:lino"}, r"local\.optimizer: .*has no 'lino' \(did you mean 'lion'\?\)"),
+    ({"optimizer": "own_optimizers:lion"}, r"local\.optimizer: .*a function that a \.py file defines is needed"),
     ({"optimizer": "own_optimizers.py:number"}, r"local\.optimizer: .*is not a function that returns"),
     ({"optimizer": "own_optimizers.py:pair"}, r"local\.optimizer: it returned a tuple, not a fedloom.optim.Optimizer"),
     ({"optimizer": "own_optimizers.py:needy"}, r"local\.optimizer: it failed: TypeError: .*'gamma'"),

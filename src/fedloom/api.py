@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedloom import disk, noise, record, tree
+from fedloom import disk, noise, record, tree, usercode
+from fedloom.algorithm import Algorithm
 from fedloom.config import (
     Config,
     InMemory,
     as_table,
     as_toml,
     config_hash,
+    name_of,
     override,
     parse,
     read_toml,
@@ -88,6 +90,7 @@ class Resumption(NamedTuple):
     at: int | None = None  # the round of the checkpoint; None: the newest that there is
     revised: bool = False  # with settings that are not those of its config.toml
     repair: bool = False  # without lines of metrics.jsonl that are damaged
+    changes: tuple[str, ...] = ()  # what decides numbers and is not what it was, in words
 
 
 class InterruptedRun(KeyboardInterrupt):
@@ -117,14 +120,20 @@ def run(
     table: dict[str, Any] = dict(settings)
     table["data"] = {"source": InMemory.kind} if _is_handed_over(data) else data
     table["algorithm"] = algorithm() if isinstance(algorithm, type) else algorithm
+    usercode.vouch(table)
+    if isinstance(table["algorithm"], Algorithm):
+        usercode.adopt(name_of(type(table["algorithm"])))
     config, folder = parse(table), Path(out) if out is not None else None
     arrays = _as_arrays(data, config.basics.seed)
     return start(config, out=folder, root=_root(data_root), arrays=arrays, listener=listener)
 
 
-def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
-    """The experiment in a file (or the default one), with overrides."""
-    table, notes = override(read_toml(path) if path is not None else {}, overrides)
+def load_config(path: Path | None, overrides: Iterable[str] = (), *, trust: bool = False) -> Config:
+    """The experiment in a file (or the default one), with overrides; ``trust``: code that the file names may run."""
+    given = read_toml(path) if path is not None else {}
+    if trust:
+        usercode.vouch(given)
+    table, notes = override(given, overrides)
     return parse(table, notes)
 
 
@@ -160,17 +169,22 @@ def resume(
     rounds: int | None = None,
     forget: Sequence[int] = (),
     repair: bool = False,
+    trust: bool = False,
+    accept_changes: bool = False,
     listener: Listener | None = None,
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
     ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next. ``repair``: go on
-    although metrics.jsonl is damaged, without the lines that are. A run that is refused is left as it was.
+    although metrics.jsonl is damaged, without the lines that are. ``trust``: the code that the run folder names may run,
+    although you have not run it before. ``accept_changes``: go on although this code, or ``model.weights``, is not what
+    the run began with. A run that is refused is left as it was.
     """
     path, ranks = Path(run_dir), joined()
     with _held(path, record.opened, ranks) as folder:
         with ranks.agreed():
-            config = _resumed_config(path, data, at, rounds, forget)
+            changed = _changes_since(path, accept_changes)
+            config = _resumed_config(path, data, at, rounds, forget, trust=trust)
             _refuse_other_noise(path, config)
             key = _key_of(path, config)
         root, arrays = _root(data_root), _as_arrays(data, config.basics.seed)
@@ -182,17 +196,52 @@ def resume(
         with ranks.agreed():
             if (path / "partition.json").is_file():
                 _same_data(path, prepared)
-                _same_net(path, prepared)
-        how = Resumption(at, rounds is not None or bool(forget), repair)
+                if not accept_changes:
+                    _same_net(path, prepared)
+        how = Resumption(at, rounds is not None or bool(forget), repair, tuple(changed))
         return _drive(prepared, folder, how, listener or Silence())
 
 
-def _resumed_config(path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int]) -> Config:
+def _changes_since(path: Path, accept: bool) -> list[str]:
+    """What decides numbers and is not what it was when the run began, in words.
+
+    Other versions are told, since they mostly differ by rounding; other code or weights are refused unless accepted.
+    """
+    if not (path / "partition.json").is_file():  # the run was killed before its first round
+        return []
+    changed = [f"{file} {what}" for file, what in usercode.changes(_recorded(path, "files")).items()]
+    if changed and not accept:
+        fix = "put it back as it was, or go on with what is there now: --accept-changes"
+        raise CheckpointError(
+            f"{path}: what this run began with is not what it would go on with: {'; '.join(changed)} ({fix})"
+        )
+    return changed + other_versions(path)
+
+
+def _changed(path: Path, prepared: Prepared, done: int, what: Sequence[str]) -> dict[str, Any]:
+    """What a run folder says of itself once it has gone on with something else, and since when."""
+    then = _environment(path)
+    before = found if isinstance(found := then.get("changes"), list) else []
+    return then | {
+        "net_sha256": prepared.net_sha256,
+        "versions": record.versions(),
+        "files": files_of(prepared.config),
+        "changes": [*before, *(f"after round {done}: {each}" for each in what)],
+    }
+
+
+def _resumed_config(
+    path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int], *, trust: bool
+) -> Config:
     """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
-    table, _ = without_idle(read_toml(path / "config.toml"))  # which older versions wrote, too
+    given = read_toml(path / "config.toml")
+    if trust:
+        usercode.vouch(given)
+    table, _ = without_idle(given)  # which older versions wrote, too
     began = _environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
     notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []
+    notes += [f"{word}, so the rounds that follow may differ" for word in other_versions(path)]
     if at is not None:
         checkpoint.chosen(path / "checkpoints", at)
     if forget:
@@ -286,6 +335,25 @@ def _environment(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found
+
+
+def _recorded(path: Path, key: str) -> dict[str, str]:
+    """A table of texts in what a run folder says of itself; nothing if it is not there, or is something else."""
+    found = _environment(path).get(key, {})
+    fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if fits else {}
+
+
+def changed_files(path: Path) -> list[str]:
+    """The files of the user's own, code and weights, that are no longer what a run folder was made with."""
+    return list(usercode.changes(_recorded(path, "files")))
+
+
+def other_versions(path: Path) -> list[str]:
+    """The programs that decide numbers and are not of the version with which a run began, in words."""
+    then, now = _recorded(path, "versions"), record.versions()
+    differ = [name for name in ("fedloom", "torch", "numpy") if then.get(name, now[name]) != now[name]]
+    return [f"{name} was {then[name]} when the run began and is {now[name]} now" for name in differ]
 
 
 def _to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:
@@ -456,7 +524,7 @@ def _entry(
             folder.unseal()
             if damage:
                 loaded, *notes = _repaired(folder, loaded)
-            records = _accepted(prepared, folder, loaded, revised=how.revised)
+            records = _accepted(prepared, folder, loaded, how)
     return loaded.state, list(exp.ranks.told(records)), notes
 
 
@@ -482,22 +550,24 @@ def _repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.
 
 
 def _accepted(
-    prepared: Prepared, folder: RunFolder, loaded: checkpoint.Loaded, *, revised: bool
+    prepared: Prepared, folder: RunFolder, loaded: checkpoint.Loaded, how: Resumption
 ) -> list[dict[str, Any]]:
     """The metrics up to a checkpoint that the run goes on from; what comes after it is forgotten.
 
-    Settings that were ``revised`` come last, so that a crash on the way leaves the run as it was, at an earlier round.
+    Settings that were revised come last, so that a crash on the way leaves the run as it was, at an earlier round.
     """
     checkpoint.forget_after(folder.checkpoints, loaded.state.round)
     records = _rewound(prepared.experiment, folder, loaded)
-    if revised:
+    if how.revised:
         record.write_text(folder.path / "config.toml", as_toml(prepared.config))
     if not (folder.path / "partition.json").is_file():  # the run was killed before its first round
         _lay_out(folder, prepared)
-    elif revised:
+    elif how.revised:
         folder.write("environment.json", _environment(folder.path) | {"config_hash": config_hash(prepared.config)})
         if prepared.experiment.guard is not None:
             folder.write("privacy.json", _privacy(prepared))
+    if how.changes:
+        folder.write("environment.json", _changed(folder.path, prepared, loaded.state.round, how.changes))
     folder.seal()
     return records
 
@@ -708,7 +778,15 @@ def _choices(prepared: Prepared) -> dict[str, Any]:
         "parameters_whole": exp.task.whole,
         "net_sha256": prepared.net_sha256,
         "config_hash": config_hash(prepared.config),
+        "files": files_of(prepared.config),
     }
+
+
+def files_of(config: Config) -> dict[str, str]:
+    """The user's own code and weights that an experiment uses, each file with its hash."""
+    weights = [config.model.weights] if config.model.weights else []
+    code = usercode.files([*config.kinds.values(), config.local.optimizer])
+    return code | {path: usercode.digest(path) for path in weights}
 
 
 def _message(exp: Experiment) -> dict[str, dict[str, int]]:

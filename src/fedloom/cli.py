@@ -43,6 +43,12 @@ Ranks = Annotated[
         help="Share out the clients over so many processes on this machine; auto: one for each core, or GPU.",
     ),
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the file or folder names, though you have not run it before.")
+]
+NoUserCode = Annotated[
+    bool, typer.Option("--no-user-code", help="Refuse all code but fedloom's own (or set FEDLOOM_NO_USER_CODE=1).")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -113,6 +119,8 @@ def run(
         bool, typer.Option("--print-config", help="Print the complete experiment as TOML, and stop.")
     ] = False,
     ranks: Ranks = None,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
@@ -120,8 +128,9 @@ def run(
     from fedloom.data.files import default_root
     from fedloom.engine.ranks import joined
 
+    _own_code(no_user_code)
     with joined().agreed():
-        experiment = api.load_config(*_file_and_overrides(settings or []))
+        experiment = api.load_config(*_file_and_overrides(settings or []), trust=trust)
     if print_config:
         if not _follows():
             print(config.as_toml(experiment), end="")
@@ -152,6 +161,12 @@ def resume(
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
     ranks: Ranks = None,
+    trust: Trust = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Go on although code of yours or model.weights has changed since."),
+    ] = False,
+    no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
     """Continue a run from its newest checkpoint; what comes out is what would have come without the stop.
@@ -160,12 +175,21 @@ def resume(
     """
     from fedloom import api
 
+    _own_code(no_user_code)
     if ranks is not None and (run_dir / "config.toml").is_file():
-        _launch(ranks, api.load_config(run_dir / "config.toml"))
+        _launch(ranks, api.load_config(run_dir / "config.toml", trust=trust))
     _watched(
         json_,
         lambda watch: api.resume(
-            run_dir, at=from_, rounds=rounds, forget=forget or (), repair=repair, data_root=data_root, listener=watch
+            run_dir,
+            at=from_,
+            rounds=rounds,
+            forget=forget or (),
+            repair=repair,
+            trust=trust,
+            accept_changes=accept_changes,
+            data_root=data_root,
+            listener=watch,
         ),
     )
 
@@ -205,6 +229,8 @@ def compare(
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")
     ] = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
     """Compare algorithms over seeds, and over a grid of settings; the same command goes on after an interruption.
@@ -217,14 +243,16 @@ def compare(
     if is_rank():
         why = "a comparison starts processes of its own"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
+    _own_code(no_user_code)
     options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
     options |= {"equal": equal, "reference": reference, "budget": budget}
-    table, name = _comparison(words or [], grid or [], {k: v for k, v in options.items() if v is not None})
+    given = {k: v for k, v in options.items() if v is not None}
+    table, name = _comparison(words or [], grid or [], given, trust=trust)
     planned = comparing.plan(table)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     watch = GridWatch(Console(stderr=json_, highlight=False, soft_wrap=True))
     try:
-        done = comparing.run(planned, folder, data_root=data_root, jobs=jobs, watcher=watch)
+        done = comparing.run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watch)
     except comparing.InterruptedComparison as stop:
         watch.close()
         watch.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
@@ -243,6 +271,8 @@ def partition(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Draw the picture here (.png or .svg).")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
     """Share out a data set, print how unequal it came out, and draw each client by class.
@@ -254,8 +284,9 @@ def partition(
     from fedloom.experiment import share
     from fedloom.report import partition as report
 
+    _own_code(no_user_code)
     words = [f"partition.kind={w}" if _is_word(w) else w for w in settings or []]
-    experiment = api.load_config(*_file_and_overrides(words))
+    experiment = api.load_config(*_file_and_overrides(words), trust=trust)
     shared = share(experiment, data_root or default_root())
     described = shared.described()
     picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
@@ -305,6 +336,7 @@ def describe(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Draw the network here (.png or .svg).")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    no_user_code: NoUserCode = False,
 ) -> None:
     """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs.
 
@@ -312,6 +344,7 @@ def describe(
     """
     from fedloom.report import catalogue
 
+    _own_code(no_user_code, name, *(settings or []))
     if name == "topology":
         _describe_topology(settings or [], out, json_)
         return
@@ -376,11 +409,13 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
 def check(
     algorithm: Annotated[str, typer.Argument(help="A name, file.py, file.py:Class or package.module:Class.")],
     json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    no_user_code: NoUserCode = False,
 ) -> None:
     """Put an algorithm, yours or ours, to the laws that every algorithm here obeys."""
     from fedloom import laws
     from fedloom.config import find_algorithm
 
+    _own_code(no_user_code, algorithm)
     cls = find_algorithm(algorithm, "algorithm")
     verdicts = [(law, laws.verdict(law, cls)) for law in laws.LAWS]
     broken = [law for law, fault in verdicts if fault]
@@ -460,6 +495,15 @@ def data_import(
     print(f"{name}: format, sizes and labels checked, and copied to {where}")
 
 
+def _own_code(refused: bool, *named: str) -> None:
+    """Refuse all code but fedloom's own, or let the code run that these words of the command line name."""
+    from fedloom import usercode
+
+    if refused:
+        usercode.refuse_all()
+    usercode.vouch(named)
+
+
 def _file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     files = [w for w in words if "=" not in w]
     if len(files) > 1:
@@ -471,15 +515,20 @@ def _is_word(text: str) -> bool:
     return "=" not in text and not text.endswith(".toml")
 
 
-def _comparison(words: list[str], grid: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _comparison(
+    words: list[str], grid: list[str], options: dict[str, Any], *, trust: bool
+) -> tuple[dict[str, Any], str]:
     """The table of a comparison from the words of a command line, and the name of its file."""
+    from fedloom import usercode
     from fedloom.config import override, read_toml, value_of
 
     files = [w for w in words if "=" not in w and w.endswith(".toml")]
     kinds = [w for w in words if _is_word(w)]
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
-    table, _ = override(read_toml(Path(files[0])) if files else {}, [w for w in words if "=" in w])
+    given = read_toml(Path(files[0])) if files else {}
+    usercode.vouch([kinds, given if trust else {}])
+    table, _ = override(given, [w for w in words if "=" in w])
     chosen = table.setdefault("compare", {})
     if not isinstance(chosen, dict):
         raise ConfigError([Fault("compare", f"should be a table of settings (got {chosen!r})")])
@@ -492,6 +541,7 @@ def _comparison(words: list[str], grid: list[str], options: dict[str, Any]) -> t
             raise ConfigError([Fault("--grid", f"is not of the form key=value,value (got '{axis}')")])
         value = value_of(text)
         axes[key] = value if isinstance(value, list) else [value_of(v.strip()) for v in text.split(",")]
+    usercode.vouch(axes)
     if axes:
         chosen["grid"] = {**chosen.get("grid", {}), **axes}
     return {**table, "compare": {**chosen, **options}}, Path(files[0]).stem if files else ""

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import tomli_w
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
 
-from fedloom import api, disk, record, tree
+from fedloom import api, disk, record, tree, usercode
 from fedloom.algorithm import Algorithm
 from fedloom.budget import Forecaster, stretched
 from fedloom.config import (
@@ -750,21 +751,26 @@ def run(
     *,
     data_root: str | Path | None = None,
     jobs: int | None = None,
+    trust: bool = False,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Run what is missing of a comparison in the folder ``out``, and write its tables and curves there.
 
-    ``table`` is an experiment with a ``compare`` table beside its other sections.
+    ``table`` is an experiment with a ``compare`` table beside its other sections. ``trust``: the code that a
+    comparison in this folder names may run, although you have not run it before.
     """
+    if not isinstance(table, Plan):
+        usercode.vouch(table)
     planned = table if isinstance(table, Plan) else plan(table)
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
     planned = equalised(planned, root)
     with _storage(folder), _held(folder):
-        _refuse_another(planned, folder, root)
+        _refuse_another(planned, folder, root, trust=trust)
         record.write_text(folder / "compare.toml", planned.as_toml())
         with _cells_of(planned, folder) as cells:
+            planned = planned._replace(notes=(*planned.notes, *_cleared(planned, cells)))
             failures = _run_missing(planned, folder, cells, root, jobs, watcher or Silence())
             return _write(planned, folder, cells, failures)
 
@@ -825,13 +831,19 @@ def _is_ours(folder: Path) -> bool:
     return "compare.toml" in inside or inside <= {".lock", "compare.toml.part"}
 
 
-def _refuse_another(planned: Plan, folder: Path, root: Path) -> None:
+def _refuse_another(planned: Plan, folder: Path, root: Path, *, trust: bool) -> None:
     """A folder keeps its tables: a comparison may grow there, but not give way to another."""
     if not (folder / "compare.toml").is_file():
         return
     try:
-        there = equalised(plan(read_toml(folder / "compare.toml")), root)
+        table = read_toml(folder / "compare.toml")
+        if trust:
+            usercode.vouch(table)
+        there = equalised(plan(table), root)
     except ConfigError as error:
+        for fault in error.faults:
+            if usercode.NEEDS_TRUST in str(fault):
+                raise ConfigError([Fault(f"{folder}/compare.toml", str(fault))]) from error
         what = f"{folder} holds a comparison that can no longer be read ({error.faults[0]})"
         raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")]) from error
     mine = {cell.hash for cell in planned.cells}
@@ -849,6 +861,22 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     a, b = _flat(there), _flat(here)
     differ = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
     return [f"{key} is {a.get(key, 'unset')} there and {b.get(key, 'unset')} here" for key in differ[:3]]
+
+
+def _cleared(planned: Plan, cells: Path) -> list[str]:
+    """Delete the cells that were made with other code or weights of the user's, so that they run again; say so."""
+    homes = [home for home in dict.fromkeys(cells / cell.hash for cell in planned.cells) if home.is_dir()]
+    stale = {home: changed for home in homes if (changed := api.changed_files(home))}
+    for home in stale:
+        shutil.rmtree(home)
+    files = sorted({file for changed in stale.values() for file in changed})
+    notes = [f"{_counted(len(stale), 'cell')} begun with other {', '.join(files)}: run again"] if stale else []
+    words = [word for home in homes if home not in stale for word in api.other_versions(home)]
+    return notes + [f"{word} in {_counted(words.count(word), 'cell')}" for word in dict.fromkeys(words)]
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _state(folder: Path) -> str:
@@ -948,7 +976,7 @@ class Worker:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  read if the process dies
         # Its own session: Ctrl-C on the terminal reaches the parent alone, which asks each worker once.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fedloom.compare"],
+            [sys.executable, "-P", "-m", "fedloom.compare"],  # no module of the working folder hides an installed one
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -1122,6 +1150,7 @@ def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 def _outcome(job: dict[str, Any], teller: Teller) -> dict[str, Any]:
     folder, root = Path(job["folder"]), Path(job["root"])
+    usercode.vouch(job["config"])  # the parent has loaded it; what the cell's own config.toml may name instead is not
     try:
         if (folder / "config.toml").is_file():
             api.resume(folder, data_root=root, listener=teller)

@@ -2,7 +2,7 @@
 
 An experiment is a table of sections. ``data``, ``partition``, ``model``, ``algorithm`` and ``topology``
 are chosen by name, and the class of that name is the schema of the rest of the section; a name with a
-colon, ``package.module:Class`` or ``file.py:Class``, is the user's own.
+colon, ``package.module:Class`` or ``file.py:Class``, is the user's own (see ``usercode``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import nn
 
-from fedloom import corruption, privacy, robust
+from fedloom import corruption, privacy, robust, usercode
 from fedloom.algorithm import Algorithm
 from fedloom.corruption import Corruption
 from fedloom.data.arrays import Arrays, Ints
@@ -40,7 +40,7 @@ from fedloom.models.net import Model
 from fedloom.optim import Local
 from fedloom.privacy import Privacy
 from fedloom.robust import Aggregation
-from fedloom.schema import Lookup, Spec, defined_in, kinds, load, load_module, meant, modules, read, without_effect
+from fedloom.schema import Lookup, Spec, defined_in, kinds, meant, modules, read, without_effect
 from fedloom.task import Precision
 
 USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
@@ -145,6 +145,7 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
             faults.append(Fault(setting, "is not of the form key=value", "as in local.lr=0.05"))
             continue
         given[key.strip()] = value_of(text.strip())
+    usercode.vouch(given)  # who writes the name of code just now means it to run
     try:
         out, notes = assign(table, given)
     except ConfigError as error:
@@ -351,7 +352,7 @@ def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     key = _KEYS[section]
     if isinstance(given, Algorithm) and section == "algorithm":  # handed over in Python
-        return _name_of(type(given)), given, []
+        return name_of(type(given)), given, []
     table = {key: given} if isinstance(given, str) else given
     if not isinstance(table, Mapping):
         return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
@@ -382,13 +383,15 @@ def topology_of(given: Mapping[str, Any]) -> Topology:
     return value
 
 
-def _name_of(cls: type[AnyAlgorithm]) -> str:
+def name_of(cls: type[AnyAlgorithm]) -> str:
     """The name by which a config can find this class again."""
     package, _, name = cls.__module__.rpartition(".")
     return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _is_path(name: str) -> bool:
+    if ".py:" in name and usercode.is_reference(name):
+        return False
     return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or Path(name).is_dir()
 
 
@@ -565,7 +568,7 @@ def algorithms(*, own: bool = True) -> dict[str, type[AnyAlgorithm]]:
     """Every algorithm on disk: the package's by file name, then those of the working folder, if ``own``."""
     found = {m.__name__.rpartition(".")[2]: _only(m) for m in modules("fedloom.algorithms")[1:]}
     for path in user_algorithms() if own else []:
-        found.setdefault(path.stem, _only(load_module(str(path), path.name)))
+        found.setdefault(path.stem, _only(usercode.load_file(str(path), path.name, called=path.stem)))
     return found
 
 
@@ -588,13 +591,14 @@ def _only(module: Any) -> type[AnyAlgorithm]:
 
 
 def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
-    if ":" in name:
-        thing = load(name, at)
-        if not (inspect.isclass(thing) and issubclass(thing, Algorithm)):
+    if usercode.is_reference(name):
+        thing = usercode.load(name, at)
+        if not _is_kind_of(thing, Algorithm):
             raise ConfigError([Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm")])
-        return thing
+        found: type[AnyAlgorithm] = thing
+        return found
     if name.endswith(".py"):
-        return _only(load_module(name, at))
+        return _only(usercode.load_file(name, at, called=name))
     packaged = [m for m in modules("fedloom.algorithms")[1:] if m.__name__.rpartition(".")[2] == name]
     own = {path.stem: path for path in user_algorithms()}
     if packaged and name in own:
@@ -603,20 +607,26 @@ def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
     if packaged:
         return _only(packaged[0])
     if name in own:
-        return _only(load_module(str(own[name]), at))
+        return _only(usercode.load_file(str(own[name]), at, called=name))
     known = [m.__name__.rpartition(".")[2] for m in modules("fedloom.algorithms")[1:]]
     raise ConfigError([Fault(at, f"there is no algorithm '{name}'", nearest(name, [*known, *own]))])
 
 
+def _is_kind_of(thing: Any, base: type[Any]) -> bool:
+    """Whether ``thing`` is a subclass of ``base`` that can be made."""
+    return inspect.isclass(thing) and issubclass(thing, base) and thing is not base and not inspect.isabstract(thing)
+
+
 def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str], Any] | None) -> Callable[..., Any]:
     def find(name: str, at: str) -> Any:
-        if ":" in name:
-            thing = load(name, at)
-            if inspect.isclass(thing) and issubclass(thing, base):
+        if usercode.is_reference(name):
+            thing = usercode.load(name, at)
+            if _is_kind_of(thing, base):
                 return thing
             wrapped = wrap(thing, name) if wrap is not None else None
             if wrapped is None:
-                raise ConfigError([Fault(at, f"'{name}' is not a {word}", f"a subclass of {base.__name__} is needed")])
+                fix = f"a subclass of {base.__name__}{_OR.get(base, '')} is needed"
+                raise ConfigError([Fault(at, f"'{name}' is not a {word}", fix)])
             return wrapped
         known = kinds(base, package)
         if name not in known:
@@ -626,9 +636,13 @@ def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str],
     return find
 
 
+_FUNCTION = " or a function that a .py file defines, as file.py:function,"
+_OR: dict[type[Any], str] = {Source: _FUNCTION, Partition: _FUNCTION, Model: " or of torch.nn.Module"}
+
+
 def _wrap_module(thing: Any, name: str) -> type[Model] | None:
     """A user's ``nn.Module`` class as a model: its settings are the arguments of its constructor."""
-    if not (inspect.isclass(thing) and issubclass(thing, nn.Module)):
+    if not _is_kind_of(thing, nn.Module):
         return None
 
     class Own(Model):
@@ -646,7 +660,7 @@ def _wrap_module(thing: Any, name: str) -> type[Model] | None:
 
 def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
     """A user's function as a partition: ``f(y, clients, rng, **settings)`` returns the owner of each row."""
-    if not callable(thing):
+    if not usercode.is_written(thing, name):
         return None
 
     class Own(Partition):
@@ -667,7 +681,7 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
 
 def _wrap_source(thing: Any, name: str) -> type[Source] | None:
     """A user's function as a data source: it returns ``Arrays``, or (x, y)."""
-    if not callable(thing):
+    if not usercode.is_written(thing, name):
         return None
 
     class Own(Source):

@@ -148,7 +148,7 @@ def environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 
 def _started(words: list[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fedloom", *words],
+        [sys.executable, "-P", "-m", "fedloom", *words],  # no module of the working folder hides an installed one
         env=environment(rank, ranks, folder),
         stdin=subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,

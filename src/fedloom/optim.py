@@ -1,8 +1,8 @@
 """Local optimisers as two pure functions over trees; one function of settings makes each.
 
 Every public function of this module that returns an ``Optimizer`` is one that ``local.optimizer`` may
-name, and its keyword arguments are the settings that it has. A user's own goes by ``module:function``
-or ``file.py:function``. Where torch has an optimiser of the name, this is the same one, step for step.
+name, and its keyword arguments are the settings that it has. A user's own goes by ``file.py:function``.
+Where torch has an optimiser of the name, this is the same one, step for step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
-from fedloom import tree
+from fedloom import tree, usercode
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.schema import Spec, When, again, load, over, when
+from fedloom.schema import Spec, When, again, over, when
 
 
 class Optimizer(NamedTuple):
@@ -261,10 +261,11 @@ def optimizers() -> Mapping[str, Maker]:
 
 def find_optimizer(name: str, at: str) -> Maker:
     """The function of settings that makes the optimiser of this name, fedloom's or the user's own."""
-    if ":" in name:
-        own: Maker = load(name, at)
-        if not callable(own):
-            raise ConfigError([Fault(at, f"'{name}' is not a function that returns a fedloom.optim.Optimizer")])
+    if usercode.is_reference(name):
+        own: Maker = usercode.load(name, at)
+        if not usercode.is_written(own, name):
+            what = f"'{name}' is not a function that returns a fedloom.optim.Optimizer"
+            raise ConfigError([Fault(at, what, "a function that a .py file defines is needed, as file.py:function")])
         return own
     known = optimizers()
     if name not in known:

@@ -382,10 +382,9 @@ def read_ended(path: Path) -> list[dict[str, Any]]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """With what a run was made: versions, machine, commit."""
-    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": versions(),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
@@ -393,6 +392,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         **gpu,
         "commit": _commit(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of what decides numbers."""
+    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version(), **packages}
 
 
 def _cpu() -> str:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
-import os
 import pkgutil
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_origin
 
@@ -23,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from fedloom.errors import ConfigError, Fault, nearest
+from fedloom.errors import Fault, nearest
 
 
 # -- when a setting has an effect ------------------------------------------------------------------
@@ -312,47 +308,6 @@ def defined_in(thing: Any, base: type[Any], module: ModuleType) -> bool:
         and thing.__module__ == module.__name__
         and not inspect.isabstract(thing)
     )
-
-
-def load(reference: str, at: str) -> Any:
-    """The object that ``package.module:name`` or ``path/to/file.py:name`` refers to."""
-    place, _, name = reference.partition(":")
-    module = load_module(place, at)
-    if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError([Fault(at, f"'{place}' has no '{name}'", nearest(name, public))])
-    return getattr(module, name)
-
-
-def load_module(place: str, at: str) -> ModuleType:
-    """The module named ``package.module`` (the working folder counts) or lying at ``path/to/file.py``."""
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise ConfigError([Fault(at, f"no such file: {place}", f"looked in {path.parent}")])
-        name = f"fedloom_user_{path.stem}"
-        known = sys.modules.get(name)
-        if known is not None and known.__file__ == str(path):
-            return known
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ConfigError([Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")]) from error
-        return module
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise ConfigError([Fault(at, f"cannot import '{place}': {error}", "is it on PYTHONPATH?")]) from error
-    except Exception as error:
-        raise ConfigError([Fault(at, f"'{place}' failed to load: {type(error).__name__}: {error}")]) from error
 
 
 def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:

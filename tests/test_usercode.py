@@ -1,0 +1,484 @@
+"""Code that a configuration names: only declared kinds run, only with the user's consent, and only as it was.
+
+Every attack ends in the same question: is there a file ``marker``, which only the attacker's code would make?
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import save_file
+
+import fedloom as package
+from fedloom import FedAvg, usercode
+from fedloom.errors import CheckpointError, ConfigError
+from terminal import SMALL, Done, Quick, environment, files
+
+QUICK = ("rounds=1", *SMALL)
+SETTINGS = {"rounds": 2, "partition": {"clients": 6}, "cohort": {"size": 3}, "model": {"kind": "logistic"}}
+CODE = """
+import os
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from fedloom import FedAvg
+from fedloom.engine.topology import Ring
+from fedloom.optim import sgd
+
+Path(os.environ["MARKER"]).touch()
+from os import system
+
+
+class Mine(FedAvg):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body, self.head = nn.Flatten(), nn.Linear(64, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Circle(Ring):
+    pass
+
+
+def load(command=""):
+    y = np.arange(300) % 3
+    return np.eye(3, 4, dtype=np.float32)[y], y
+
+
+def deal(y, clients, command=""):
+    return np.arange(len(y)) % clients
+
+
+def slow():
+    return sgd()
+"""
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Quick]:
+    server = Quick()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def world_outside(tmp_path: Path) -> dict[str, str]:
+    """An environment with a list of its own, and the place of the marker."""
+    return {"XDG_STATE_HOME": str(tmp_path / "state"), "MARKER": str(tmp_path / "marker")}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """The user's working folder, and beside it a folder of somebody else's, with code in it."""
+    (tmp_path / "desk").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "evil.py").write_text(CODE)
+    return tmp_path / "desk"
+
+
+def refused(done: Done, desk: Path, *words: str) -> None:
+    """One clear error with these words, and the code has not run."""
+    assert done.code == 2, done.out + done.err
+    assert "Traceback" not in done.err
+    assert all(word in done.err for word in words), done.err
+    assert not (desk.parent / "marker").exists()
+
+
+# -- only declared kinds ---------------------------------------------------------------------------
+CALLABLES = [
+    ["data=os:system", "data.command=touch ../marker"],
+    ["data=subprocess:getoutput", "data.cmd=touch ../marker"],
+    ["data=pathlib:Path"],
+    ["partition.kind=os:system", "partition.command=touch ../marker"],
+    ["partition.kind=subprocess:getoutput", "partition.cmd=touch ../marker"],
+    ["partition.kind=subprocess:Popen", "partition.args=touch ../marker", "partition.shell=true"],
+    ["model.kind=subprocess:Popen", "model.args=touch ../marker", "model.shell=true"],
+    ["model.kind=os:system"],
+    ["algorithm.kind=os:system"],
+    ["algorithm.kind=dpsgd", "topology.kind=os:system"],
+    ["local.optimizer=os:system", "local.command=touch ../marker"],
+    ["local.optimizer=subprocess:getoutput", "local.cmd=touch ../marker"],
+    ["data=mine.py:system", "data.command=touch ../marker"],  # defined elsewhere, and only imported there
+    ["partition.kind=mine.py:system", "partition.command=touch ../marker"],
+    ["local.optimizer=mine.py:system", "local.command=touch ../marker"],
+]
+
+
+@pytest.mark.parametrize("words", CALLABLES, ids=" ".join)
+def test_not_even_the_user_makes_a_callable_of_a_module_a_kind(quick: Quick, desk: Path, words: list[str]) -> None:
+    (desk / "mine.py").write_text("from os import system\n")
+    before = files(desk)
+    for command in ("run", "partition"):
+        refused(quick(command, *words, cwd=desk), desk, "is not a")
+    assert files(desk) == before
+
+
+def test_a_base_class_is_no_kind(quick: Quick, desk: Path) -> None:
+    for name in ("algorithm=fedloom.algorithm:Algorithm", "model=fedloom.models.net:Model", "model=torch.nn:Module"):
+        refused(quick("run", name, cwd=desk), desk, "is not a")
+
+
+# -- consent ---------------------------------------------------------------------------------------
+NAMED = {  # by what is named, how a configuration names it
+    "data": {"data": {"source": "../theirs/evil.py:load"}},
+    "partition": {"partition": {"kind": "../theirs/evil.py:deal", "clients": 6}},
+    "model": {"model": {"kind": "../theirs/evil.py:Net"}},
+    "algorithm": {"algorithm": {"kind": "../theirs/evil.py:Mine"}},
+    "algorithm as a file": {"algorithm": "../theirs/evil.py"},
+    "algorithm of a module": {"algorithm": {"kind": "evil:Mine"}},
+    "algorithm by its bare name": {"algorithm": {"kind": "evil"}},
+    "topology": {
+        "algorithm": {"kind": "dpsgd"},
+        "topology": {"kind": "../theirs/evil.py:Circle"},
+        "cohort": {},
+    },
+    "optimizer": {"local": {"optimizer": "../theirs/evil.py:slow"}},
+}
+
+
+def written(path: Path, table: dict[str, object]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(tomli_w.dumps({k: v for k, v in (SETTINGS | table).items() if v != {}}))
+    return path
+
+
+def laid_out(desk: Path) -> None:
+    """The code is also where a bare name and a module would be looked for."""
+    (desk / "algorithms").mkdir()
+    for place in (desk / "algorithms" / "evil.py", desk / "evil.py"):
+        place.write_text(CODE)
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_code_that_a_file_or_folder_names_does_not_run_without_consent(
+    quick: Quick, desk: Path, world_outside: dict[str, str], what: str
+) -> None:
+    laid_out(desk)
+    written(desk.parent / "theirs" / "config.toml", NAMED[what])
+    before = files(desk)
+    commands = [("run", "../theirs/config.toml", "--print-config"), ("partition", "../theirs/config.toml")]
+    commands += [("resume", "../theirs"), ("compare", "../theirs/config.toml", "fedavg", "fedprox", "--seeds", "1")]
+    if what == "algorithm as a file":  # whatever is named, the ways lead through one gate; one of them goes all ways
+        commands += [("run", "../theirs/config.toml", *more) for more in ((), ("rounds=3",), ("--ranks", "2"))]
+        commands += [("resume", "../theirs", *more) for more in (("--ranks", "2"), ("--accept-changes",))]
+    for words in commands:
+        if words[0] == "compare" and "algorithm" in NAMED[what]:
+            continue  # of an experiment, a comparison leaves out the algorithm
+        done = quick(*words, cwd=desk, env=world_outside)
+        refused(done, desk, "is code in", "evil.py", "--trust")
+    assert files(desk) == before
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_with_trust_it_runs_and_is_not_asked_for_again(
+    quick: Quick, desk: Path, world_outside: dict[str, str], what: str
+) -> None:
+    laid_out(desk)
+    written(desk.parent / "theirs" / "config.toml", NAMED[what])
+    done = quick("run", "../theirs/config.toml", "--trust", "--out", "r", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    assert (desk.parent / "marker").exists()
+    assert quick("resume", "r", "--rounds", "3", cwd=desk, env=world_outside).code == 0
+    assert quick("run", "../theirs/config.toml", "--print-config", cwd=desk, env=world_outside).code == 0
+
+
+COMPARED = {
+    "a method": {"algorithms": ["fedavg", "../theirs/evil.py"]},
+    "a method by its bare name": {"algorithms": ["fedavg", "evil"]},
+    "an axis": {"algorithms": ["fedavg"], "grid": {"partition.kind": ["iid", "../theirs/evil.py:deal"]}},
+    "beside a method": {"algorithms": [{"kind": "fedavg", "with": {"local.optimizer": "../theirs/evil.py:slow"}}]},
+}
+
+
+@pytest.mark.parametrize("what", COMPARED)
+def test_code_that_a_comparison_names_does_not_run_without_consent(
+    quick: Quick, desk: Path, world_outside: dict[str, str], what: str
+) -> None:
+    laid_out(desk)
+    table = SETTINGS | {"rounds": 1, "compare": COMPARED[what] | {"seeds": 1}}
+    old = written(desk.parent / "theirs" / "compare.toml", table)
+    done = quick("compare", old, cwd=desk, env=world_outside)
+    refused(done, desk, "is code in", "evil.py", "--trust")
+    done = quick("compare", "fedavg", *QUICK, "--seeds", "1", "--out", "../theirs", cwd=desk, env=world_outside)
+    refused(done, desk, "../theirs/compare.toml", "is code in", "evil.py", "--trust")
+    if what == "a method":
+        done = quick("compare", old, "--trust", "--jobs", "1", "--out", "c", cwd=desk, env=world_outside)
+        assert done.code == 0, done.err
+        assert (desk.parent / "marker").exists()
+
+
+def test_a_cell_runs_what_the_comparison_names_and_not_what_lies_in_its_folder(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    words = ("compare", "fedavg", *QUICK, "--seeds", "1", "--jobs", "1", "--out", "c")
+    assert quick(*words, cwd=desk, env=world_outside).code == 0
+    (cell,) = (desk / "c" / "cells").iterdir()
+    (cell / "summary.json").unlink()
+    config = tomllib.loads((cell / "config.toml").read_text())
+    (cell / "config.toml").write_text(tomli_w.dumps(config | {"algorithm": {"kind": "../theirs/evil.py"}}))
+    done = quick(*words, cwd=desk, env=world_outside)
+    assert done.code == 1, done.out
+    assert "is code in" in done.out
+    assert not (desk.parent / "marker").exists()
+
+
+def test_who_names_code_may_run_it_and_go_on_with_it(quick: Quick, desk: Path, world_outside: dict[str, str]) -> None:
+    (desk / "mine.py").write_text(CODE)
+    words = ("data=./mine.py:load", "model.kind=logistic", "algorithm=mine.py:Mine", "partition.clients=3")
+    done = quick("run", *words, "rounds=1", "--out", "r", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    assert (desk.parent / "marker").exists()
+    assert quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside).code == 0
+    # What was named is on a list in the user's home, for this user alone; what else the file holds is not.
+    names = (desk.parent / "state" / "fedloom" / "trusted").read_text().splitlines()
+    assert sorted(names) == [f"{desk}/mine.py:{name}" for name in ("Mine", "load")]
+    assert (desk.parent / "state" / "fedloom" / "trusted").stat().st_mode & 0o077 == 0
+    (desk.parent / "marker").unlink()
+    written(desk / "other.toml", {"partition": {"kind": "mine.py:deal", "clients": 3}})
+    refused(quick("run", "other.toml", cwd=desk, env=world_outside), desk, "'mine.py:deal' is code", "--trust")
+    # A file that others can write to may not be what it was when it was named.
+    (desk / "mine.py").chmod(0o666)
+    refused(quick("resume", "r", "--rounds", "3", cwd=desk, env=world_outside), desk, "mine.py", "--trust")
+    # Nor is a file of the same name in another folder.
+    (desk.parent / "theirs" / "mine.py").write_text(CODE)
+    done = quick("resume", "../desk/r", cwd=desk.parent / "theirs", env=world_outside)
+    refused(done, desk, f"{desk.parent}/theirs/mine.py", "--trust")
+
+
+@pytest.mark.parametrize(
+    "words", [("check", "mine.py"), ("describe", "mine.py:Mine"), ("run", *QUICK, "algorithm=mine.py")]
+)
+def test_a_mode_without_any_code_of_the_users(
+    quick: Quick, desk: Path, world_outside: dict[str, str], words: tuple[str, ...]
+) -> None:
+    (desk / "mine.py").write_text(CODE)
+    done = quick(*words, "--no-user-code", cwd=desk, env=world_outside)
+    refused(done, desk, "'mine.py", "all code but fedloom's own is refused")
+    done = quick(*words, cwd=desk, env=world_outside | {"FEDLOOM_NO_USER_CODE": "1"})
+    refused(done, desk, "'mine.py", "all code but fedloom's own is refused")
+
+
+def test_no_user_code_refuses_what_is_trusted_and_lets_everything_else_run(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    (desk / "mine.py").write_text(CODE)
+    assert quick("run", *QUICK, "algorithm=mine.py", "--out", "r", cwd=desk, env=world_outside).code == 0
+    (desk.parent / "marker").unlink()
+    for more in ((), ("--trust",)):
+        done = quick("resume", "r", "--rounds", "2", "--no-user-code", *more, cwd=desk, env=world_outside)
+        refused(done, desk, "all code but fedloom's own is refused")
+    assert quick("run", *QUICK, "--no-user-code", "--out", "plain", cwd=desk, env=world_outside).code == 0
+    words = ("compare", "fedavg", *QUICK, "--seeds", "1", "--no-user-code", "--out", "c")
+    assert quick(*words, cwd=desk, env=world_outside).code == 0
+
+
+# -- modules of the working folder -----------------------------------------------------------------
+LEARNS = """
+import helpful
+from fedloom import FedAvg
+
+class Learns(FedAvg):
+    def update(self, server, inbox):
+        return server._replace(w=server.w + helpful.SHARE * inbox.mean.dw.to(server.w.dtype))
+"""
+
+
+def script(*words: str, cwd: Path, env: dict[str, str]) -> Done:
+    """The installed command, for which the working folder is not a place of modules (unlike ``python -m``)."""
+    command = [sys.executable, "-P", "-m", "fedloom", *words]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=120, check=False
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_module_of_the_working_folder_hides_none_of_pythons(desk: Path, world_outside: dict[str, str]) -> None:
+    (desk / "random.py").write_text(f"open({str(desk.parent / 'marker')!r}, 'w').close()\n")
+    (desk / "algorithms").mkdir()
+    for place, name in ((desk / "algorithms", "learns.py"), (desk, "mine.py")):
+        (place / "helpful.py").write_text("SHARE = 1.0\n")  # beside each, as it is imported from there
+        (place / name).write_text(LEARNS)
+    words = ("compare", "fedavg", "learns", "mine.py:Learns", *QUICK, "--seeds", "1", "--jobs", "2", "--out", "c")
+    done = script(*words, cwd=desk, env=world_outside)
+    assert done.code == 0, done.out + done.err
+    assert len({record.read_bytes() for record in (desk / "c" / "cells").rglob("metrics.jsonl")}) == 1
+    done = script("run", *QUICK, "algorithm=mine.py:Learns", "--ranks", "2", "--out", "r", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    assert not (desk.parent / "marker").exists()
+
+
+# -- what a run began with -------------------------------------------------------------------------
+def test_changed_code_is_refused_until_the_change_is_accepted(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    (desk / "helpful.py").write_text("SHARE = 1.0\n")
+    (desk / "mine.py").write_text(LEARNS)
+    assert quick("run", *QUICK, "algorithm=mine.py:Learns", "--out", "r", cwd=desk, env=world_outside).code == 0
+    began = json.loads((desk / "r" / "environment.json").read_text())
+    assert began["files"] == {name: usercode.digest(desk / name) for name in ("mine.py", "helpful.py")}
+    before = (desk / "r" / "metrics.jsonl").read_bytes()
+    (desk / "helpful.py").write_text("SHARE = 0.5\n")
+    done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
+    assert done.code == 2
+    assert "r: " in done.err
+    assert "helpful.py has changed (SHA-256 " in done.err
+    assert "mine.py" not in done.err
+    assert "--accept-changes" in done.err
+    assert (desk / "r" / "metrics.jsonl").read_bytes() == before
+    (desk / "helpful.py").unlink()
+    assert "helpful.py is not there" in quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside).err
+    (desk / "helpful.py").write_text("SHARE = 0.5\n")
+    done = quick("resume", "r", "--rounds", "2", "--accept-changes", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    now = json.loads((desk / "r" / "environment.json").read_text())
+    assert now["files"]["helpful.py"] == usercode.digest(desk / "helpful.py")
+    assert now["changes"] == [
+        f"after round 1: helpful.py has changed (SHA-256 {began['files']['helpful.py'][:12]}, now "
+        f"{now['files']['helpful.py'][:12]})"
+    ]
+    assert quick("resume", "r", "--rounds", "3", cwd=desk, env=world_outside).code == 0  # asked once
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("algorithm=mine", "model.kind=logistic"), "algorithms/mine.py"),
+        (("model.kind=own.py:Net",), "own.py"),
+        (("local.optimizer=own.py:slow", "model.kind=logistic"), "own.py"),
+        (("data=./own.py:load", "model.kind=logistic"), "own.py"),
+        (("partition.kind=own.py:deal", "model.kind=logistic"), "own.py"),
+    ],
+    ids=lambda v: v[0] if isinstance(v, tuple) else "",
+)
+def test_code_of_every_kind_is_known_again(
+    quick: Quick, desk: Path, world_outside: dict[str, str], words: tuple[str, ...], name: str
+) -> None:
+    (desk / "algorithms").mkdir()
+    for place in (desk / "algorithms" / "mine.py", desk / "own.py"):
+        place.write_text(CODE)
+    done = quick("run", *words, "rounds=1", "partition.clients=6", "--out", "r", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    (desk / name).write_text(CODE + "\n# another line\n")
+    done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
+    assert done.code == 2
+    assert f"{name} has changed" in done.err
+
+
+def test_changed_weights_are_refused_and_other_versions_are_told(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    assert quick("run", *QUICK, "--out", "first", cwd=desk, env=world_outside).code == 0
+    (desk / "first" / "model.safetensors").rename(desk / "w.safetensors")
+    words = ("run", *QUICK, "model.weights=w.safetensors", "--out", "r")
+    assert quick(*words, cwd=desk, env=world_outside).code == 0
+    old = (desk / "w.safetensors").read_bytes()
+    save_file({"head.weight": torch.zeros(10, 64), "head.bias": torch.zeros(10)}, desk / "w.safetensors")
+    done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
+    assert done.code == 2
+    assert "w.safetensors has changed" in done.err
+    (desk / "w.safetensors").write_bytes(old)
+    path = desk / "r" / "environment.json"
+    then = json.loads(path.read_text())
+    assert {"fedloom", "torch", "numpy"} <= set(then["versions"])
+    path.write_text(json.dumps(then | {"versions": then["versions"] | {"torch": "1.0"}}))
+    done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    told = f"torch was 1.0 when the run began and is {torch.__version__} now"
+    assert f"note: {told}, so the rounds that follow may differ" in done.out
+    assert json.loads(path.read_text())["changes"] == [f"after round 1: {told}"]
+    assert "torch was" not in quick("resume", "r", "--rounds", "3", cwd=desk, env=world_outside).out
+
+
+def test_a_damaged_record_of_files_is_no_trouble(quick: Quick, desk: Path) -> None:
+    assert quick("run", *QUICK, "--out", "r", cwd=desk).code == 0
+    path = desk / "r" / "environment.json"
+    whole = json.loads(path.read_text())
+    for wrong in ({"/dev/zero": "ab"}, {"a\0b": "ab"}, {"": "ab"}):
+        path.write_text(json.dumps(whole | {"files": wrong}))
+        done = quick("resume", "r", "--rounds", "2", cwd=desk)
+        assert done.code == 2
+        assert "is not there" in done.err
+    torch_before = {"versions": {"torch": "1.0"}, "changes": 5}
+    path.write_text(json.dumps(whole | {"files": {"/dev/zero": 3}} | torch_before))
+    assert quick("resume", "r", "--rounds", "2", cwd=desk).code == 0
+
+
+def test_a_comparison_runs_cells_again_whose_code_has_changed(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    (desk / "helpful.py").write_text("SHARE = 1.0\n")
+    (desk / "mine.py").write_text(LEARNS)
+    words = ("compare", "fedavg", "mine.py:Learns", *QUICK, "--seeds", "1", "--jobs", "1", "--out", "c")
+    first = quick(*words, cwd=desk, env=world_outside)
+    assert first.code == 0, first.err
+    before = {record.parent.name: record.read_bytes() for record in (desk / "c" / "cells").rglob("metrics.jsonl")}
+    assert len(set(before.values())) == 1
+    (desk / "helpful.py").write_text("SHARE = 0.01\n")
+    done = quick(*words, cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    assert "note: 1 cell begun with other helpful.py: run again" in done.out
+    assert "1 of 2 cells are done already" in done.out
+    after = {record.parent.name: record.read_bytes() for record in (desk / "c" / "cells").rglob("metrics.jsonl")}
+    assert sorted(after) == sorted(before)
+    assert sum(after[name] == before[name] for name in before) == 1
+
+
+# -- in Python -------------------------------------------------------------------------------------
+class Handed(FedAvg):
+    """An algorithm that is handed over as a class."""
+
+
+def test_what_python_hands_over_can_be_resumed(tmp_path: Path) -> None:
+    settings = {"partition": {"clients": 6}, "model": "logistic"}
+    package.run(Handed, rounds=1, out=tmp_path / "r", **settings)
+    where = json.loads((tmp_path / "r" / "environment.json").read_text())
+    assert "test_usercode.py" in [Path(name).name for name in where["files"]]
+    assert package.resume(tmp_path / "r", rounds=2).rounds == 2
+
+
+def test_python_needs_consent_for_a_folder_too(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    monkeypatch.setenv("MARKER", str(desk.parent / "marker"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(desk.parent / "state"))
+    written(desk.parent / "theirs" / "config.toml", NAMED["algorithm"])
+    with pytest.raises(ConfigError, match=r"evil\.py that you have not run before"):
+        package.resume("../theirs")
+    assert not (desk.parent / "marker").exists()
+    assert package.resume("../theirs", trust=True).rounds == 2
+    assert (desk.parent / "marker").exists()
+    (desk.parent / "theirs" / "evil.py").write_text(CODE + "\n")
+    with pytest.raises(CheckpointError, match=r"evil\.py has changed"):
+        package.resume("../theirs", rounds=3)
+    assert package.resume("../theirs", rounds=3, accept_changes=True).rounds == 3
+    monkeypatch.setenv("FEDLOOM_NO_USER_CODE", "1")
+    with pytest.raises(ConfigError, match="all code but fedloom's own is refused"):
+        package.run("../theirs/evil.py", rounds=1)
+
+
+def test_two_working_folders_are_not_confused(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that was given in one folder means nothing in another."""
+    monkeypatch.setenv("MARKER", str(desk.parent / "marker"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(desk.parent / "state"))
+    monkeypatch.chdir(desk)
+    usercode.vouch({"algorithm": [("evil.py",)]})
+    monkeypatch.chdir(desk.parent / "theirs")
+    with pytest.raises(ConfigError, match="that you have not run before"):
+        usercode.load_file("evil.py", "algorithm.kind", called="evil.py")
+    assert not os.path.exists(os.environ["MARKER"])
