@@ -1,10 +1,6 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-<<<<<<< HEAD
-tree rng noise errors · schema disk  <-  task optim metrics analytic  <-  algorithm law distill sharpness
-=======
-tree rng noise errors · schema usercode  <-  task optim metrics analytic  <-  algorithm law distill sharpness
->>>>>>> 4dc1ca4 (Code that a setting names runs only as a declared kind, with consent, and as it was)
+tree rng noise errors · schema disk · usercode  <-  task optim metrics analytic  <-  algorithm law distill sharpness
   <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
@@ -23,11 +19,8 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 # Modules of one line may import each other only where they are a package; a folder stands for all in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "noise", "errors"),
-<<<<<<< HEAD
     ("schema", "disk"),
-=======
-    ("schema", "usercode"),
->>>>>>> 4dc1ca4 (Code that a setting names runs only as a declared kind, with consent, and as it was)
+    ("usercode",),
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),
     ("algorithms", "models", "data", "privacy", "corruption", "robust"),

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import fedloom as package
 from fedloom import FedAvg, usercode
+from fedloom.disk import digest
 from fedloom.errors import CheckpointError, ConfigError
 from terminal import SMALL, Done, Quick, environment, files
 
@@ -332,7 +333,7 @@ def test_changed_code_is_refused_until_the_change_is_accepted(
     (desk / "mine.py").write_text(LEARNS)
     assert quick("run", *QUICK, "algorithm=mine.py:Learns", "--out", "r", cwd=desk, env=world_outside).code == 0
     began = json.loads((desk / "r" / "environment.json").read_text())
-    assert began["files"] == {name: usercode.digest(desk / name) for name in ("mine.py", "helpful.py")}
+    assert began["files"] == {name: digest(desk / name) for name in ("mine.py", "helpful.py")}
     before = (desk / "r" / "metrics.jsonl").read_bytes()
     (desk / "helpful.py").write_text("SHARE = 0.5\n")
     done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
@@ -348,7 +349,7 @@ def test_changed_code_is_refused_until_the_change_is_accepted(
     done = quick("resume", "r", "--rounds", "2", "--accept-changes", cwd=desk, env=world_outside)
     assert done.code == 0, done.err
     now = json.loads((desk / "r" / "environment.json").read_text())
-    assert now["files"]["helpful.py"] == usercode.digest(desk / "helpful.py")
+    assert now["files"]["helpful.py"] == digest(desk / "helpful.py")
     assert now["changes"] == [
         f"after round 1: helpful.py has changed (SHA-256 {began['files']['helpful.py'][:12]}, now "
         f"{now['files']['helpful.py'][:12]})"
@@ -381,6 +382,12 @@ def test_code_of_every_kind_is_known_again(
     assert f"{name} has changed" in done.err
 
 
+def rewrite(path: Path, said: dict[str, object]) -> None:
+    """Let a run folder say something else of itself, as if it had always done so."""
+    path.write_text(json.dumps(said))
+    (path.parent / "manifest.json").unlink(missing_ok=True)
+
+
 def test_changed_weights_are_refused_and_other_versions_are_told(
     quick: Quick, desk: Path, world_outside: dict[str, str]
 ) -> None:
@@ -397,7 +404,7 @@ def test_changed_weights_are_refused_and_other_versions_are_told(
     path = desk / "r" / "environment.json"
     then = json.loads(path.read_text())
     assert {"fedloom", "torch", "numpy"} <= set(then["versions"])
-    path.write_text(json.dumps(then | {"versions": then["versions"] | {"torch": "1.0"}}))
+    rewrite(path, then | {"versions": then["versions"] | {"torch": "1.0"}})
     done = quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside)
     assert done.code == 0, done.err
     told = f"torch was 1.0 when the run began and is {torch.__version__} now"
@@ -411,12 +418,12 @@ def test_a_damaged_record_of_files_is_no_trouble(quick: Quick, desk: Path) -> No
     path = desk / "r" / "environment.json"
     whole = json.loads(path.read_text())
     for wrong in ({"/dev/zero": "ab"}, {"a\0b": "ab"}, {"": "ab"}):
-        path.write_text(json.dumps(whole | {"files": wrong}))
+        rewrite(path, whole | {"files": wrong})
         done = quick("resume", "r", "--rounds", "2", cwd=desk)
         assert done.code == 2
         assert "is not there" in done.err
     torch_before = {"versions": {"torch": "1.0"}, "changes": 5}
-    path.write_text(json.dumps(whole | {"files": {"/dev/zero": 3}} | torch_before))
+    rewrite(path, whole | {"files": {"/dev/zero": 3}} | torch_before)
     assert quick("resume", "r", "--rounds", "2", cwd=desk).code == 0
 
 

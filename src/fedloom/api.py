@@ -176,7 +176,7 @@ def resume(
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
     ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next. ``repair``: go on
-    although metrics.jsonl is damaged, without the lines that are. ``trust``: the code that the run folder names may run,
+    although metrics.jsonl is damaged, without the lines that are. ``trust``: code that the run folder names may run,
     although you have not run it before. ``accept_changes``: go on although this code, or ``model.weights``, is not what
     the run began with. A run that is refused is left as it was.
     """
@@ -786,7 +786,7 @@ def files_of(config: Config) -> dict[str, str]:
     """The user's own code and weights that an experiment uses, each file with its hash."""
     weights = [config.model.weights] if config.model.weights else []
     code = usercode.files([*config.kinds.values(), config.local.optimizer])
-    return code | {path: usercode.digest(path) for path in weights}
+    return code | {path: disk.digest(Path(path)) for path in weights}
 
 
 def _message(exp: Experiment) -> dict[str, dict[str, int]]:

@@ -10,7 +10,6 @@ user's home. This module is the only one that imports what a setting names. Why:
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedloom.disk import digest
 from fedloom.errors import ConfigError, Fault, nearest
 
 REFUSED = "FEDLOOM_NO_USER_CODE"  # the environment variable that refuses all of it
@@ -205,18 +205,12 @@ def files(names: Iterable[str]) -> dict[str, str]:
     return {path: sha for name in names for path, sha in _files.get(name, {}).items()}
 
 
-def digest(path: str | Path) -> str:
-    """The SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def changes(then: Mapping[str, str]) -> dict[str, str]:
     """Those of the files that do not have the hash they had then, with what has become of them, in words."""
     found = {}
     for path, old in then.items():
         try:
-            new = digest(path) if Path(path).is_file() else ""  # a pipe, or a device, has no end
+            new = digest(Path(path)) if Path(path).is_file() else ""  # a pipe, or a device, has no end
         except OSError:
             new = ""
         if new != old:

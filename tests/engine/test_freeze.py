@@ -316,6 +316,7 @@ def test_pre_train_freeze_and_train_heads_with_many_methods(tmp_path: Path, quic
     # Also where the folder does not say with which files it began.
     path = tmp_path / "fedavg" / "environment.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {}}))
+    (tmp_path / "fedavg" / "manifest.json").unlink()
     refused = quick("resume", "fedavg", "--from", "1", cwd=tmp_path)
     assert refused.code == 2
     assert "fedavg: the net (model.weights: pre/model.safetensors) is not what this run began with" in refused.err
