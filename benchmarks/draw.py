@@ -25,7 +25,6 @@ WORKS = {
     "fedalr": "FedALR's round\n20 clients, cnn64",
     "ragged": "Dirichlet 0.1\n20 clients, cnn64",
     "pfl": "pfl's round\n50 clients, batch 10",
-    "lenet": "LeNet-5\n100 clients",
 }
 
 
@@ -53,11 +52,12 @@ def floors(found: Any) -> None:
     works = [work for work in WORKS if work in found]
     figure, axes = plt.subplots(1, len(works), figsize=(3.1 * len(works), 2.7), constrained_layout=True)
     for ax, work in zip(axes, works, strict=True):
-        plain = {"graph": "recorded"}
+        plain = {"graph": "recorded", "central": "central, eager", "best": "central, compiled"}
         words = {name: name.split("/") for name in found[work]["seconds"]}
         named = {name: f"{word}, {plain.get(how, how)}" for name, (word, how) in words.items()}
         seconds = {named[name]: 1000 * value for name, value in found[work]["seconds"].items()}
-        bars(ax, list(seconds), list(seconds.values()), {n for n in seconds if n.endswith("compiled")}, "ms")
+        own = {named[name] for name, (_, how) in words.items() if how == "compiled"}
+        bars(ax, list(seconds), list(seconds.values()), own, "ms")
         ax.set_title(WORKS[work], fontsize=10, loc="left")
     figure.suptitle("One round on an H200; central: one model on the same examples", fontsize=11, x=0.01, ha="left")
     figure.savefig(IMAGES / "performance-gpu.png", dpi=120)

@@ -157,7 +157,7 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
     tasks = {}
     for precision in precisions:
         for name, compile_ in (("graph", "auto"), ("compiled", "on")):
-            length = {"rounds": 500} if name == "graph" else {}
+            length = {"rounds": 100} if name == "graph" else {}
             exp = experiment(arrays, **(settings | {"engine": {"precision": precision, "compile": compile_}} | length))
             assert exp.task.capture == name, exp.task.capture
             work[f"{precision}/{name}"], tasks[f"{precision}/{name}"] = rounds_of(exp), exp.task

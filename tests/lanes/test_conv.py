@@ -193,7 +193,7 @@ def test_kernels_against_float64_as_triton_interprets_them() -> None:
     assert float(out.stdout) < 1e-6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here, or CUDA_VISIBLE_DEVICES=0 is not set")
 @pytest.mark.parametrize(
     ("dtype", "exact", "most"), [("float32", True, 1e-6), ("float32", False, 2e-3), ("bfloat16", False, 1e-2)]
 )
