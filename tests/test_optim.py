@@ -491,7 +491,6 @@ def test_schedules(settings: dict[str, Any], expected: list[float]) -> None:
         {"schedule": "linear"},
         {"lr": float("nan")},
         {"lr": float("inf")},
-        {"nesterov": True},
         {"learning_rate": 0.1},
     ],
     ids=str,

@@ -36,8 +36,7 @@ class Sample(Spec):
         ({"beta": 0.9}, ["s.beta: has an effect only with mode = ema, and mode is last (got 0.9) (leave it out)"]),
         ({"preset": "smooth", "beta": 0.5}, []),
         ({"preset": "smooth", "mode": "mean", "beta": 0.5}, ["s.preset: stands for mode = ema", "s.beta: has"]),
-        # What has no effect itself gives none to others.
-        ({"beta": 0.99, "slope": 2.0}, ["s.beta: has", "s.slope: has an effect only with beta > 0.95"]),
+        ({"mode": "ema", "slope": 2.0}, ["s.slope: has an effect only with beta > 0.95, and beta is 0.9 (got 2.0)"]),
         ({"mode": "ema", "beta": 0.96, "slope": 2.0}, []),
         ({"most": 1}, ["s.most: has an effect only with clip set, or with mode other than ema or last, and clip is"]),
         ({"most": 1, "clip": 1.0}, []),

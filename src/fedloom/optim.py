@@ -25,12 +25,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom import tree, usercode
 from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.schema import Spec, When, again, over, when
+from fedloom.schema import Spec, When, over, when
 
 
 class Optimizer(NamedTuple):
@@ -383,7 +383,7 @@ class Local(Spec):
             local = make(given)
             wrong += [] if wrong else _misfits(local)
         except ValidationError as error:
-            wrong = [again(fault) for fault in error.errors()] + wrong
+            wrong = [_again(fault) for fault in error.errors()] + wrong
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return local
@@ -432,3 +432,7 @@ def _misfits(local: Local) -> list[InitErrorDetails]:
 
 def _wrong(what: str, got: Any, *at: str) -> InitErrorDetails:
     return InitErrorDetails(type=PydanticCustomError("disagreement", what), loc=at, input=got)
+
+
+def _again(fault: ErrorDetails) -> InitErrorDetails:
+    return InitErrorDetails(type=fault["type"], loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))

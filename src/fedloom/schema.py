@@ -1,7 +1,7 @@
 """The class is the schema: settings are typed fields, read strictly, and found by name without a registry.
 
 A field may say under which other settings it has an effect, as ``Annotated[float, when(rule=("adam", "yogi"))]``.
-Written where it has none, it is refused; presets and defaults are not what somebody wrote.
+``read`` refuses it where it was written and has none; presets and defaults are not what somebody wrote.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from fedloom.errors import Fault, nearest
 
@@ -80,7 +79,7 @@ class Given(NamedTuple):
 class When(NamedTuple):
     """The settings under which a field has an effect: all that one of the alternatives asks for.
 
-    A name with a dot, such as ``algorithm.family``, is of another section. What has no effect itself fulfils nothing.
+    A name with a dot, such as ``algorithm.family``, is of another section.
     """
 
     alternatives: tuple[Mapping[str, Test], ...]
@@ -151,23 +150,12 @@ class Spec(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _settled(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in what presets stand for, and refuse what has no effect, together with whatever else is wrong."""
+        """Fill in what presets stand for, which nobody wrote."""
         if not isinstance(given, dict):
             return make(given)
         written = as_python_has_it(cls, given)
-        filled = meant(cls, written)
-        wrong: list[InitErrorDetails] = []
-        try:
-            made = make(filled)
-            made.model_fields_set.intersection_update(written)
-        except ValidationError as error:
-            wrong = [again(fault) for fault in error.errors()]
-        doubtful = {fault["loc"][0] for fault in wrong if fault["loc"]}
-        for name, why in (overruled(cls, written) | without_effect(cls, filled, written)).items():
-            if not doubtful & {name, *(conditions(cls).get(name, When(())).names)}:
-                wrong.append(InitErrorDetails(type=_idle(why), loc=(name,), input=written[name]))
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        made = make(meant(cls, written))
+        made.model_fields_set.intersection_update(written)
         return made
 
 
@@ -192,10 +180,18 @@ def meant(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_effect(
-    cls: type[Spec], settings: Mapping[str, Any], names: Iterable[str], lookup: Lookup | None = None
+    cls: type[Spec],
+    settings: Mapping[str, Any],
+    names: Iterable[str],
+    lookup: Lookup | None = None,
+    doubtful: Collection[str] = (),
 ) -> dict[str, str]:
-    """Of these settings those that have no effect, each with the reason; ``lookup`` tells of other sections."""
-    values = {name: field.default for name, field in cls.model_fields.items()} | dict(settings)
+    """Of these settings those that have no effect, each with the reason; ``lookup`` tells of other sections.
+
+    Nothing is concluded from settings that are ``doubtful``, since their own values are wrong.
+    """
+    everything = {name: field.default for name, field in cls.model_fields.items()} | dict(settings)
+    values = {name: value for name, value in everything.items() if name not in doubtful}
     declared = conditions(cls)
 
     def known(name: str) -> list[Any]:
@@ -206,7 +202,7 @@ def without_effect(
             return []
 
     def holds(name: str, test: Test) -> bool:
-        return all(test.holds(value) for value in known(name)) and applies(name)
+        return all(test.holds(value) for value in known(name))
 
     def applies(name: str) -> bool:
         alternatives = declared[name].alternatives if name in declared else ({},)
@@ -217,7 +213,8 @@ def without_effect(
         here = ", ".join(f"{other} is {_shown(value)}" for other in asked for value in known(other))
         return f"has an effect only with {declared[name].words()}, and {here}"
 
-    return {name: reason(name) for name in names if name in declared and not applies(name)}
+    asked = [name for name in names if name in declared and name not in doubtful]
+    return {name: reason(name) for name in asked if not applies(name)}
 
 
 def _shown(value: Any) -> str:
@@ -236,17 +233,6 @@ def overruled(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
                 f"stands for {_listed(f'{k} = {v}' for k, v in stands_for.items())}, which is set otherwise"
             )
     return found
-
-
-def again(fault: ErrorDetails) -> InitErrorDetails:
-    """The same fault, to be raised together with others."""
-    context = fault.get("ctx", {})
-    kind = PydanticCustomError(fault["type"], "{what}", context) if "what" in context else fault["type"]
-    return InitErrorDetails(type=kind, loc=fault["loc"], input=fault["input"], ctx=context)
-
-
-def _idle(why: str) -> PydanticCustomError:
-    return PydanticCustomError("without_effect", "{what}", {"what": why, "fix": "leave it out"})
 
 
 def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,11 +260,20 @@ T = TypeVar("T")
 
 
 def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, list[Fault]]:
-    """``table`` as a ``cls``, or every fault in it, each with its place below ``at``."""
+    """``table`` as a ``cls``, or every fault in it, each with its place below ``at``; what was written and has no
+    effect is one, too."""
     try:
-        return cls.model_validate(dict(table)), []
+        made, wrong = cls.model_validate(dict(table)), []
     except ValidationError as error:
-        return None, [_fault(cls, item, at) for item in error.errors(include_url=False)]
+        made, wrong = None, error.errors(include_url=False)
+    faults = [_fault(cls, item, at) for item in wrong]
+    if issubclass(cls, Spec):
+        written, doubtful = as_python_has_it(cls, table), {str(item["loc"][0]) for item in wrong if item["loc"]}
+        useless = without_effect(cls, meant(cls, written), written, doubtful=doubtful)
+        for name, why in (useless | ({} if wrong else overruled(cls, written))).items():
+            where = f"{at}.{name}" if at else name
+            faults.append(Fault(where, f"{why} (got {written[name]!r})", "leave it out"))
+    return None if faults else made, faults
 
 
 def kinds(base: type[T], package: str) -> dict[str, type[T]]:
@@ -318,4 +313,4 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return Fault(where, f"{message} (got {item['input']!r})", item.get("ctx", {}).get("fix", ""))
+    return Fault(where, f"{message} (got {item['input']!r})")

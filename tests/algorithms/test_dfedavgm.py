@@ -251,6 +251,10 @@ def test_networks_for_which_they_are_made() -> None:
 
 
 def test_settings() -> None:
-    for table, word in (({"bits": 20}, "bits"), ({"bits": 1}, "bits"), ({"gamma": 0.5}, "choco")):
+    for table, word in (
+        ({"bits": 20, "scheme": "direct"}, "bits is 2"),
+        ({"bits": 1}, "bits"),
+        ({"gamma": 0.5}, "choco"),
+    ):
         with pytest.raises(ConfigError, match=word):
             parse({"algorithm": {"kind": "dfedavgm", **table}})

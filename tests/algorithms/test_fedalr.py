@@ -392,7 +392,7 @@ def test_presets_are_named_readings_and_what_is_said_beside_them_counts() -> Non
     assert FedALR(preset="no_adapt").const_value == pytest.approx(E1)
     assert (FedALR(preset="fedavg_scale").apply, FedALR(preset="fedavg_scale").eta_norm) == ("mean_norm", "mean1")
     assert FedALR(preset="raw").apply == "raw"
-    assert FedALR(preset="raw", apply="unit").apply == "unit"
+    assert FedALR(preset="raw", eta_norm="mean1").eta_norm == "mean1"
     for wrong in ("fast", ["raw"], {"a": 1}):
         with pytest.raises(ConfigError, match="preset"):
             parse({"algorithm": {"kind": "fedalr", "preset": wrong}})

@@ -163,10 +163,10 @@ def test_p3_the_running_mean_is_the_mean_of_the_snapshots(world, snapshots, J, e
     x = torch.stack(snapshots[executor][: J + 1]).double()
     assert (x[-1] - x[-2]).abs().max() > 1e-3
     powers = 0.7 ** torch.arange(J + 1).double()
-    weights = {"uniform": torch.ones(J + 1).double(), "geometric": powers}
-    for average, a in weights.items():
+    weights = {"uniform": ({}, torch.ones(J + 1).double()), "geometric": ({"ratio": 0.7}, powers)}
+    for average, (more, a) in weights.items():
         mean = torch.tensordot(a / a.sum(), x, dims=1).float()
-        torch.testing.assert_close(kept(J, average=average, ratio=0.7), mean, rtol=1e-6, atol=3e-7)
+        torch.testing.assert_close(kept(J, average=average, **more), mean, rtol=1e-6, atol=3e-7)
     assert torch.equal(kept(J, average="upload"), snapshots[executor][0])
 
 
@@ -458,12 +458,13 @@ SHARDED = {"topology": "sharded", "centres": 3}
 
 
 def test_c1_one_centre_is_the_server(world) -> None:
-    plain = ran(waits(world))
-    for topology in ("replicated", "sharded"):
-        now = ran(waits(world, algorithm={"centres": 1, "topology": topology}))
-        assert torch.equal(now.w, plain.w)
-        assert same(now.kept, plain.kept)
-        assert (now.state.up, now.state.down) == (plain.state.up, plain.state.down)
+    plain, now = ran(waits(world)), ran(waits(world, algorithm={"centres": 1}))
+    assert torch.equal(now.w, plain.w)
+    assert same(now.kept, plain.kept)
+    assert (now.state.up, now.state.down) == (plain.state.up, plain.state.down)
+    for settings in ({"topology": "sharded"}, {"fused": "root"}):
+        with pytest.raises(ConfigError, match="has an effect only with centres > 1"):
+            waits(world, algorithm=settings)
 
 
 def test_c1_centres_that_hear_everybody_are_one_centre_at_three_times_the_bytes(world) -> None:
@@ -585,7 +586,7 @@ def test_c1_bytes_of_each_topology(world, settings, up, down) -> None:
 def test_c1_who_sees_all_copies_hears_what_everybody_sends(world) -> None:
     """Overlap with as many copies as centres is replication, up to rounding."""
     all_, replicated = (
-        ran(waits(world, algorithm={"centres": 3, "topology": t, "copies": 3}), 2) for t in ("overlap", "replicated")
+        ran(waits(world, algorithm={"centres": 3, **how}), 2) for how in ({"topology": "overlap", "copies": 3}, {})
     )
     torch.testing.assert_close(all_.w, replicated.w, rtol=1e-5, atol=1e-6)
 

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
@@ -57,6 +57,7 @@ from fedloom.algorithm import Algorithm, Held, Inbox, Noise, Nothing, Phase, Wor
 from fedloom.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
 from fedloom.errors import ConfigError, Fault
 from fedloom.optim import Optimizer
+from fedloom.schema import GIVEN, other_than, when
 from fedloom.task import Batch, Task
 
 _NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
@@ -94,11 +95,13 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
     agg: Literal["sum", "aa", "aa_simplified", "eq29", "eq32", "eq35"] = Field(
         "sum", description="how clients are merged: see above"
     )
-    ri_ridge: NonNegativeFloat = Field(1.0, description="rho_loc, the intermediary ridge of all but sum")
+    ri_ridge: Annotated[NonNegativeFloat, when(agg=other_than("sum"))] = Field(
+        1.0, description="rho_loc, the intermediary ridge"
+    )
     forget: tuple[NonNegativeInt, ...] = Field(
         (), description="clients that are forgotten in the first round in which they come a second time"
     )
-    noise_ridge: NonNegativeFloat = Field(
+    noise_ridge: Annotated[NonNegativeFloat, when({"privacy.feature_clip": GIVEN}, agg="sum")] = Field(
         0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d), half the norm of the noise in G"
     )
 

@@ -29,7 +29,7 @@ where share is W_ii for ``direct``, and else 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -37,6 +37,10 @@ from torch import Tensor
 
 from fedloom import rng, tree
 from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
+from fedloom.schema import other_than, when
+
+_QUANTISED = when(scheme=other_than("none"))
+_ROUNDED = when(scheme=other_than("none"), bits=other_than(32))
 
 
 class Shared(NamedTuple):
@@ -58,16 +62,20 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
     scheme: Literal["none", "direct", "compensated", "choco", "diff_literal"] = Field(
         "none", description="what is sent: models, quantised models, or quantised differences of one of two kinds"
     )
-    bits: int = Field(8, ge=2, le=32, description="of a number that is sent quantised: 2 to 16, or 32, which is all")
-    rounding: Literal["stochastic", "floor"] = Field("stochastic", description="of a number to its bits")
-    gamma: float = Field(1.0, gt=0, le=1, description="choco: how far a node goes; 0.5 to 0.8 for 4 bits and less")
+    bits: Annotated[int, _QUANTISED] = Field(
+        8, ge=2, le=32, description="of a number that is sent quantised: 2 to 16, or 32, which is all"
+    )
+    rounding: Annotated[Literal["stochastic", "floor"], _ROUNDED] = Field(
+        "stochastic", description="of a number to its bits"
+    )
+    gamma: Annotated[float, when(scheme="choco")] = Field(
+        1.0, gt=0, le=1, description="how far a node goes; 0.5 to 0.8 for 4 bits and less"
+    )
 
     @model_validator(mode="after")
     def _settings_agree(self) -> DFedAvgM:
         if 16 < self.bits < 32:
             raise ValueError(f"bits is 2 to 16, or 32 (got {self.bits})")
-        if self.gamma != 1 and self.scheme != "choco":
-            raise ValueError(f"only choco has a gamma (got {self.gamma} for {self.scheme})")
         return self
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:

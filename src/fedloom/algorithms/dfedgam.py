@@ -16,15 +16,20 @@ be mostly rounding, so that differences are taken with ``engine.precision = "fp3
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.dfedavg import DFedAvg
+from fedloom.schema import when
 from fedloom.sharpness import Gam, Product, RhoSchedule, Rule, cost, gam
 from fedloom.task import Batch
+
+_BY_DIFFERENCES = when(rule=("gam_fd", "gam_repo")) | when(rule="paper", hvp=("fd", "central"))
+_GAM = when(rule=("gam_exact", "gam_fd"))
+_REPO = when(rule="gam_repo")
 
 
 class DFedGAM(DFedAvg):
@@ -34,13 +39,17 @@ class DFedGAM(DFedAvg):
         0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
     )
     rule: Rule = Field("paper", description="whose step: the paper's, GAM's exactly or by differences, its authors'")
-    hvp: Product = Field("fd", description="how H g is found: by a difference, a central one, or exactly")
-    rho_fd: float = Field(0.03, ge=1e-4, le=0.5, description="how far a difference reaches")
-    alpha: NonNegativeFloat = Field(0.1, description="gam_exact, gam_fd: weight of the flatness term")
-    beta0: NonNegativeFloat = Field(0.1, description="gam_repo: the weight of the far gradient is |1 - beta0|")
-    beta1: float = Field(0.1, ge=0, le=1, description="gam_repo: weight of the near perturbed gradient")
-    gamma: NonNegativeFloat = Field(0.05, description="gam_repo: weight of what is perpendicular")
-    tau: PositiveFloat = Field(1e-6, description="a difference of gradients shorter than tau ||g|| counts as rounding")
+    hvp: Annotated[Product, when(rule="paper")] = Field(
+        "fd", description="how H g is found: by a difference, a central one, or exactly"
+    )
+    rho_fd: Annotated[float, _BY_DIFFERENCES] = Field(0.03, ge=1e-4, le=0.5, description="how far a difference reaches")
+    alpha: Annotated[NonNegativeFloat, _GAM] = Field(0.1, description="weight of the flatness term")
+    beta0: Annotated[NonNegativeFloat, _REPO] = Field(0.1, description="the weight of the far gradient is |1 - beta0|")
+    beta1: Annotated[float, _REPO] = Field(0.1, ge=0, le=1, description="weight of the near perturbed gradient")
+    gamma: Annotated[NonNegativeFloat, _REPO] = Field(0.05, description="weight of what is perpendicular")
+    tau: Annotated[PositiveFloat, _BY_DIFFERENCES] = Field(
+        1e-6, description="a difference of gradients shorter than tau ||g|| counts as rounding"
+    )
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         exact = self.rule == "gam_exact" or (self.rule == "paper" and self.hvp == "exact")

@@ -18,7 +18,8 @@ all tend to exp(-1), and what is left is normalised averaging with a constant st
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+from fedloom.schema import when
 
 PRESETS: dict[str, dict[str, Any]] = {
     "literal": {},
@@ -55,31 +57,27 @@ class Heard(NamedTuple):
 
 class FedALR(Algorithm[Server, Nothing, Update]):
     linear: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": PRESETS}
 
     preset: Literal["literal", "fedavg_scale", "no_adapt", "raw"] = Field("literal", description="a named reading")
     server_lr: PositiveFloat = Field(1.0, description="the server's step")
     normalise: bool = Field(True, description="divide updates by their norm before (6) and (7)")
     momentum: Literal["cumulative", "ema", "none"] = Field("cumulative", description="how (7) remembers")
-    ema_beta: float = Field(0.9, ge=0, lt=1, description="memory of the exponential mean")
+    ema_beta: Annotated[float, when(momentum="ema")] = Field(
+        0.9, ge=0, lt=1, description="memory of the exponential mean"
+    )
     momentum_input: Literal["unit", "raw"] = Field("unit", description="what enters (7)")
     momentum_lag: Literal[0, 1] = Field(0, description="1: (6) uses the direction of the round before")
     momentum_reset_every: NonNegativeInt = Field(0, description="rounds after which m starts anew; 0: never")
     align: Literal["inner", "cosine"] = Field("inner", description="(6) as it stands, or divided by ||m||")
     map: Literal["exp", "clip01", "relu", "identity", "const"] = Field("exp", description="from s_i to the rate")
-    const_value: float = Field(math.exp(-1), description="the rate of map = const")
-    temperature: PositiveFloat = Field(1.0, description="exp((s_i - 1) / temperature)")
+    const_value: Annotated[float, when(map="const")] = Field(math.exp(-1), description="the rate of all")
+    temperature: Annotated[PositiveFloat, when(map="exp")] = Field(1.0, description="exp((s_i - 1) / temperature)")
     apply: Literal["unit", "mean_norm", "median_norm", "raw"] = Field("unit", description="what (3) sums")
     eta_norm: Literal["none", "mean1"] = Field("none", description="mean1: divide the rates by their mean")
     weight_by: Literal["cohort", "population", "samples"] = Field("cohort", description="1/K, 1/N or by data in (3)")
     eps_norm: NonNegativeFloat = Field(1e-12, description="an update shorter than this is left out")
     clip_step: NonNegativeFloat = Field(0.0, description="largest norm of the whole step; 0: none")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_reading(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(name := given.get("preset"), str):
-            return {**PRESETS.get(name, {}), **given}
-        return given
 
     @model_validator(mode="after")
     def _is_that_reading(self) -> FedALR:

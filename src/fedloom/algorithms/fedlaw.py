@@ -52,7 +52,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -64,9 +64,14 @@ from fedloom.algorithms.fedrep import normalisation
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.law import Gradient, ShrinkRule, Stack, Weighing
 from fedloom.optim import Optimizer, sgd
+from fedloom.schema import other_than, over, when
 from fedloom.task import Batch, Task
 
 _OPTIMIZERS: dict[str, Optimizer] = {"adam": law.SERVER_ADAM, "sgd": sgd(momentum=0.9)}
+
+_LEARNS = when(server_epochs=over(0))
+_GAMMA_TOO = when(server_epochs=over(0), shrink_rule="law", param=other_than("fixed"))
+_BOUNDED = _GAMMA_TOO | when(shrink_rule="ratio")
 
 
 class Server(NamedTuple):
@@ -90,22 +95,36 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
-    server_lr: PositiveFloat = Field(0.01, description="rate at which the weights are learned, halved every 20 epochs")
-    server_optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam (0.5, 0.999), or SGD with momentum 0.9")
-    proxy_batch: PositiveInt = Field(128, description="examples in a step of the server")
-    param: Literal["exp", "quad", "exp_cap", "fixed"] = Field("exp", description="what is learned: see above")
-    stage: Literal["joint", "two_stage"] = Field(
+    server_lr: Annotated[PositiveFloat, _LEARNS] = Field(
+        0.01, description="rate at which the weights are learned, halved every 20 epochs"
+    )
+    server_optimizer: Annotated[Literal["adam", "sgd"], _LEARNS] = Field(
+        "adam", description="Adam (0.5, 0.999), or SGD with momentum 0.9"
+    )
+    proxy_batch: Annotated[PositiveInt, _LEARNS] = Field(128, description="examples in a step of the server")
+    param: Annotated[Literal["exp", "quad", "exp_cap", "fixed"], when(shrink_rule="law")] = Field(
+        "exp", description="what is learned: see above"
+    )
+    stage: Annotated[Literal["joint", "two_stage"], _GAMMA_TOO] = Field(
         "joint", description="two_stage: half of the epochs for lambda, averaged by SWA, then half for gamma"
     )
-    shrink: PositiveFloat = Field(1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta")
+    shrink: Annotated[PositiveFloat, when(shrink_rule=other_than("grid", "ratio"))] = Field(
+        1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta"
+    )
     shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
-    shrink_min: PositiveFloat = Field(law.OF_MODELS.low, description="the least that gamma may become")
-    shrink_max: PositiveFloat = Field(law.OF_MODELS.high, description="the most that gamma may become by learning")
+    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
+        law.OF_MODELS.low, description="the least that gamma may become"
+    )
+    shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
+        law.OF_MODELS.high, description="the most that gamma may become by learning"
+    )
     shrink_exclude: tuple[str, ...] = Field(
         (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
     )
-    learns_weights: bool = Field(True, description="false: clients count by size, and only gamma is learned")
-    freeze_after: PositiveInt | None = Field(
+    learns_weights: Annotated[bool, _LEARNS] = Field(
+        True, description="false: clients count by size, and only gamma is learned"
+    )
+    freeze_after: Annotated[PositiveInt | None, _LEARNS] = Field(
         None, description="rounds in which weights are learned; later ones keep them; unset: all rounds"
     )
     bn: Literal["proxy", "average", "recalibrate"] = Field("proxy", description="running statistics: see above")

@@ -17,13 +17,14 @@ As in the paper's experiments, adagrad is without memory of the direction (beta1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+from fedloom.schema import other_than, when
 
 
 class Server(NamedTuple):
@@ -37,9 +38,13 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
 
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
-    beta1: float | None = Field(None, ge=0, lt=1, description="memory of the direction; unset: 0 for adagrad, else 0.9")
-    beta2: float = Field(0.99, ge=0, lt=1, description="memory of its size, for adam and yogi")
-    tau: PositiveFloat = Field(1e-3, description="how much the adaptive rules adapt; larger is less")
+    beta1: Annotated[float | None, when(rule=other_than("sgd"))] = Field(
+        None, ge=0, lt=1, description="memory of the direction; unset: 0 for adagrad, else 0.9"
+    )
+    beta2: Annotated[float, when(rule=("adam", "yogi"))] = Field(0.99, ge=0, lt=1, description="memory of its size")
+    tau: Annotated[PositiveFloat, when(rule=("adagrad", "adam", "yogi"))] = Field(
+        1e-3, description="how much the adaptive rules adapt; larger is less"
+    )
 
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros_like(w), torch.full_like(w, self.tau**2))

@@ -81,7 +81,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
@@ -104,12 +104,23 @@ from fedloom.analytic import Registry, Statistics, default_ridge, from_rows, to_
 from fedloom.errors import ConfigError, Fault
 from fedloom.law import LearnedHead, ShrinkRule, Stack, Weighing
 from fedloom.optim import Optimizer
+from fedloom.schema import GIVEN, other_than, over, when
 from fedloom.task import Batch, Task
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 _RIDGES = tuple(10.0**k for k in range(-6, 1))
 _BLENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NONE = torch.finfo(torch.float64).max  # the loss of a head before one has been solved for
+
+_TRAINS = when(schedule=other_than("frozen"))
+_LEARNS = when(schedule=other_than("frozen"), server_epochs=over(0))
+_SHRINKS = when(schedule=other_than("frozen"), shrink_rule=other_than("grid", "ratio"))
+_GAMMA_TOO = when(schedule=other_than("frozen"), server_epochs=over(0), shrink_rule="law", param=other_than("fixed"))
+_BOUNDED = _GAMMA_TOO | when(schedule=other_than("frozen"), shrink_rule="ratio")
+_WEIGHED = when(share_lambda=False)  # statistics have weights of their own
+_STEPS = when(share_lambda=False, head_steps=over(0))
+_FREE = when(share_lambda=False, head_steps=over(0), prior=other_than("fixed"))
+_JUDGED = when(share_lambda=False, quality=("server", "report"))
 
 
 class Weights(NamedTuple):
@@ -168,61 +179,89 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     needs_counts: ClassVar[bool] = True
 
     schedule: Literal["frozen", "warmup_then_analytic", "per_round"] = Field("frozen", description="see above")
-    warmup: PositiveInt = Field(50, description="rounds of FedLAW before the body is frozen")
-    fresh: bool = Field(False, description="per_round: take statistics of the new body, in rounds between")
+    warmup: Annotated[PositiveInt, when(schedule="warmup_then_analytic")] = Field(
+        50, description="rounds of FedLAW before the body is frozen"
+    )
+    fresh: Annotated[bool, when(schedule="per_round")] = Field(
+        False, description="per_round: take statistics of the new body, in rounds between"
+    )
     ridge: Literal["grid"] | NonNegativeFloat = Field(
         1e-3, description="rho in units of the mean eigenvalue of G / n; grid: the best of seven on the proxy set"
     )
-    sketch: PositiveInt | None = Field(
+    sketch: Annotated[PositiveInt | None, _WEIGHED] = Field(
         None, description="features to which statistics are projected while weights are learned; unset: all of them"
     )
     bias: bool = Field(False, description="give the head a bias, as a constant feature")
-    prior: Literal["cv", "fixed"] | NonNegativeFloat = Field(
+    prior: Annotated[Literal["cv", "fixed"] | NonNegativeFloat, _WEIGHED] = Field(
         "cv", description="strength beta of the KL prior: a number, by cross-validation, or fixed, that is infinite"
     )
-    head_lr: PositiveFloat = Field(0.05, description="rate at which the weights of statistics are learned")
-    head_steps: NonNegativeInt = Field(100, description="steps of that; in each fold, at most 60")
+    head_lr: Annotated[PositiveFloat, _STEPS] = Field(
+        0.05, description="rate at which the weights of statistics are learned"
+    )
+    head_steps: Annotated[NonNegativeInt, _WEIGHED] = Field(100, description="steps of that; in each fold, at most 60")
     head_loss: Literal["ce", "mse"] = Field("ce", description="what is learned on the proxy set; mse is worse")
-    spread: NonNegativeFloat = Field(0.0, description="weight of sum lambda^2, against concentrating noise for privacy")
-    noise_ridge: NonNegativeFloat = Field(0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d)")
+    spread: Annotated[NonNegativeFloat, _FREE] = Field(
+        0.0, description="weight of sum lambda^2, against concentrating noise for privacy"
+    )
+    noise_ridge: Annotated[NonNegativeFloat, when({"privacy.feature_clip": GIVEN}, schedule="frozen")] = Field(
+        0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d)"
+    )
     temperature: PositiveFloat = Field(10.0, description="s at the start: outputs of ridge regression lie in [0, 1]")
-    quality: Literal["size", "server", "report"] = Field("size", description="what lambda0 is made of: see above")
-    size_factor: bool = Field(True, description="quality times the number of examples; false: eq. 17 as printed")
+    quality: Annotated[Literal["size", "server", "report"], _WEIGHED] = Field(
+        "size", description="what lambda0 is made of: see above"
+    )
+    size_factor: Annotated[bool, _JUDGED] = Field(
+        True, description="quality times the number of examples; false: eq. 17 as printed"
+    )
     verify: bool = Field(True, description="leave out statistics that no examples can have")
-    persist: bool = Field(True, description="start from what was learned of a client before, instead of lambda0")
+    persist: Annotated[bool, _STEPS] = Field(
+        True, description="start from what was learned of a client before, instead of lambda0"
+    )
     gate: bool = Field(True, description="keep the head before, or blend with it, if that is better on the proxy set")
-    depth: Literal["all", "entropy"] = Field("all", description="how much of the net a client trains: see above")
-    share_lambda: bool = Field(
+    depth: Annotated[Literal["all", "entropy"], _TRAINS] = Field(
+        "all", description="how much of the net a client trains: see above"
+    )
+    share_lambda: Annotated[bool, when(schedule="per_round")] = Field(
         False, description="per_round: statistics weigh as models do, and nothing else is learned"
     )
-    precision: Literal["float64", "float32"] = Field("float64", description="in which statistics are kept")
-    server_epochs: NonNegativeInt = Field(20, description="of FedLAW: passes over the proxy set in a round")
-    server_lr: PositiveFloat = Field(0.01, description="of FedLAW: rate at which weights of models are learned")
-    proxy_batch: PositiveInt = Field(128, description="of FedLAW: examples in a step of the server")
-    param: Literal["exp", "quad", "exp_cap", "fixed"] = Field(
+    precision: Annotated[Literal["float64", "float32"], when(schedule=other_than("per_round"))] = Field(
+        "float64", description="in which statistics are kept"
+    )
+    server_epochs: Annotated[NonNegativeInt, _TRAINS] = Field(
+        20, description="of FedLAW: passes over the proxy set in a round"
+    )
+    server_lr: Annotated[PositiveFloat, _LEARNS] = Field(
+        0.01, description="of FedLAW: rate at which weights of models are learned"
+    )
+    proxy_batch: Annotated[PositiveInt, _LEARNS] = Field(128, description="of FedLAW: examples in a step of the server")
+    param: Annotated[Literal["exp", "quad", "exp_cap", "fixed"], _TRAINS] = Field(
         "exp_cap", description="of FedLAW: what is learned; exp_cap: gamma is at most 1, as the paper says"
     )
-    shrink: PositiveFloat = Field(1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it")
-    shrink_rule: ShrinkRule = Field("law", description="of FedLAW: where gamma comes from, see there")
-    shrink_min: PositiveFloat = Field(law.OF_MODELS.low, description="of FedLAW: the least that gamma may become")
-    shrink_max: PositiveFloat = Field(law.OF_MODELS.high, description="of FedLAW: the most that it may become")
-    head_shrink_min: PositiveFloat = Field(law.OF_HEADS.low, description="the least gamma of statistics")
-    head_shrink_max: PositiveFloat = Field(law.OF_HEADS.high, description="the largest gamma of statistics")
+    shrink: Annotated[PositiveFloat, _SHRINKS] = Field(
+        1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it"
+    )
+    shrink_rule: Annotated[ShrinkRule, _TRAINS] = Field(
+        "law", description="of FedLAW: where gamma comes from, see there"
+    )
+    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
+        law.OF_MODELS.low, description="of FedLAW: the least that gamma may become"
+    )
+    shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
+        law.OF_MODELS.high, description="of FedLAW: the most that it may become"
+    )
+    head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(
+        law.OF_HEADS.low, description="the least gamma of statistics"
+    )
+    head_shrink_max: Annotated[PositiveFloat, _STEPS] = Field(
+        law.OF_HEADS.high, description="the largest gamma of statistics"
+    )
 
     _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> LawAFL:
-        if self.depth != "all" and not self.trains:
-            raise ValueError(f"depth is how much is trained, and schedule = '{self.schedule}' trains nothing")
-        if self.shrink_rule != "law" and not self.trains:
-            raise ValueError(
-                f"shrink_rule is of models that are trained, and schedule = '{self.schedule}' trains nothing"
-            )
         if self.shrink_rule != "law" and self.param == "fixed":
             raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
-        if self.fresh and self.schedule != "per_round":
-            raise ValueError(f"fresh is of schedule = 'per_round' (got '{self.schedule}')")
         if self.fresh and self.share_lambda:
             raise ValueError("fresh statistics are those of other clients than the models that share_lambda weighs")
         if self.trains and self.shrink_rule == "law" and self.param != "fixed":

@@ -16,7 +16,7 @@ clients, 1 to 3 for the others), ``clock`` by the simulated time at which the sl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -25,6 +25,7 @@ from torch import Tensor
 from fedloom import rng, tree
 from fedloom.algorithm import Carry, Inbox, Model, Phase, Work, like
 from fedloom.algorithms.fedala import FedALA, Mine
+from fedloom.schema import over, when
 
 _SLACK = 1e-9  # an epoch that fits but for rounding fits
 
@@ -61,27 +62,41 @@ class PFedALA(FedALA):
     wait_mode: Literal["fixed", "clock", "wall"] = Field(
         "fixed", description="what says how many epochs fit: see above"
     )
-    slow_clients: NonNegativeInt = Field(1, description="fixed: so many clients, from the first on, have no time left")
-    extra_min: NonNegativeInt = Field(1, description="fixed: fewest epochs of the other clients")
-    extra_max: NonNegativeInt = Field(3, description="fixed: most epochs of the other clients")
-    redraw: Literal["round", "once"] = Field("round", description="fixed: drawn in every round, or once for a client")
-    max_extra: NonNegativeInt = Field(3, description="clock: most epochs, however long a client waits")
+    slow_clients: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
+        1, description="so many clients, from the first on, have no time left"
+    )
+    extra_min: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
+        1, description="fewest epochs of the other clients"
+    )
+    extra_max: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
+        3, description="most epochs of the other clients"
+    )
+    redraw: Annotated[Literal["round", "once"], when(wait_mode="fixed")] = Field(
+        "round", description="drawn in every round, or once for a client"
+    )
+    max_extra: Annotated[NonNegativeInt, when(wait_mode="clock")] = Field(
+        3, description="most epochs, however long a client waits"
+    )
     average: Literal["uniform", "last", "upload", "geometric"] = Field(
         "uniform", description="a_j: all alike, only x_J, only x_0 (a control), or as powers of ratio"
     )
-    ratio: NonNegativeFloat = Field(0.5, description="geometric: a_j is proportional to ratio^j")
+    ratio: Annotated[NonNegativeFloat, when(average="geometric")] = Field(
+        0.5, description="a_j is proportional to ratio^j"
+    )
     extra_optimizer: Literal["continue", "fork"] = Field(
         "continue", description="the next round goes on with the optimiser's last memory, or that of the upload"
     )
     centres: PositiveInt = Field(1, description="how many aggregation centres there are")
-    topology: Literal["replicated", "sharded", "overlap"] = Field(
+    topology: Annotated[Literal["replicated", "sharded", "overlap"], when(centres=over(1))] = Field(
         "replicated", description="each client uploads to all centres, to one, or to `copies` of them"
     )
-    copies: PositiveInt = Field(2, description="overlap: to how many centres a client uploads")
+    copies: Annotated[PositiveInt, when(topology="overlap", centres=over(1))] = Field(
+        2, description="to how many centres a client uploads"
+    )
     mix: Literal["uniform", "samples"] | tuple[NonNegativeFloat, ...] = Field(
         "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
     )
-    fused: Literal["client", "root"] = Field(
+    fused: Annotated[Literal["client", "root"], when(centres=over(1))] = Field(
         "client", description="who fuses the centres' models: counted in bytes only"
     )
     lost: tuple[NonNegativeInt, ...] = Field((), description="centres that never answer: b is spread over the others")
