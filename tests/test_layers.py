@@ -1,7 +1,7 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-tree rng noise errors · schema disk · usercode  <-  task optim metrics analytic  <-  algorithm law distill sharpness
-  <-  algorithms  models  data  <-  engine  <-  record config waiting launch
+tree rng noise errors · schema disk lanes · usercode  <-  task optim metrics analytic
+  <-  algorithm law distill sharpness  <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 # Modules of one line may import each other only where they are a package; a folder stands for all in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "noise", "errors"),
-    ("schema", "disk"),
+    ("schema", "disk", "lanes"),
     ("usercode",),
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),
@@ -158,6 +158,8 @@ def test_an_algorithm_is_mathematics(path: Path) -> None:
     """It sees neither the engine nor data, config or logging, and draws nothing by itself."""
     allowed = {"__future__", "collections", "collections.abc", "functools", "itertools", "math", "typing"}
     allowed |= {
+        "numpy",
+        "numpy.typing",
         "torch",
         "torch.func",
         "torch.nn",

@@ -219,7 +219,7 @@ def test_the_run_folder_says_what_a_message_is_made_of() -> None:
     sums = message_bytes("analytic")
     assert sums["down"]["float32"] == net
     assert sums["up"] == {"float64": 8 * (64 * 65 // 2 + 64 * 10 + 10)}  # half of G, B, and the examples of each class
-    assert message_bytes("dpsgd") == {"down": {"float32": net}, "up": {"float32": net}}  # of one node, not of all
+    assert message_bytes("dpsgd") == {"down": {}, "up": {"float32": net}}  # of one node to another
     assert message_bytes("proxy_ridge") == {"down": {"float32": net}, "up": {}}
     assert message_bytes("local_only") == {}
 

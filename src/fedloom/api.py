@@ -797,7 +797,8 @@ def _message(exp: Experiment) -> dict[str, dict[str, int]]:
     if exp.is_network:
         state = state._replace(server=tree.take(state.server, 0), buffers=state.buffers[0])
     with torch.no_grad():
-        parts = {"down": exp.algorithm.send(state.server), "up": specimen(exp, state)}
+        # In a network nobody but the neighbours sends anything, and each message is counted at its sender.
+        parts = {"down": () if exp.is_network else exp.algorithm.send(state.server), "up": specimen(exp, state)}
     return {way: _by_type(part) for way, part in parts.items()}
 
 
