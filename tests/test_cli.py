@@ -10,7 +10,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,10 +32,8 @@ def quick() -> Iterator[Quick]:
 # -- the default run -------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
-    began = time.perf_counter()
     done = fedloom("run", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert time.perf_counter() - began < 30
     header, partition, *lines = done.out.splitlines()
     assert re.match(r"fedloom \d+\.\d+\.\d+ · cpu .* · lanes .* · seed 0 · runs/fedavg-digits-seed0", header)
     assert partition.startswith("digits: 1,438 rows on 20 clients")
