@@ -1,6 +1,6 @@
 """Layers: a module imports what lies below it, and some things are done in one place only.
 
-tree rng noise errors · schema disk lanes · usercode  <-  task optim metrics analytic
+tree rng noise errors · schema disk lanes · usercode variation  <-  task optim metrics analytic
   <-  algorithm law distill sharpness  <-  algorithms  models  data  <-  engine  <-  record config waiting launch
   <-  experiment history  <-  api budget  <-  compare laws report  <-  cli
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1] / "src" / "fedloom"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "rng", "noise", "errors"),
     ("schema", "disk", "lanes"),
-    ("usercode",),
+    ("usercode", "variation"),
     ("task", "optim", "metrics", "analytic"),
     ("algorithm", "law", "distill", "sharpness"),
     ("algorithms", "models", "data", "privacy", "corruption", "robust"),

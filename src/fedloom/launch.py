@@ -104,6 +104,7 @@ def meeting() -> Path:
     from fedloom.engine.ranks import SECRET
 
     folder = Path(tempfile.mkdtemp(prefix="fedloom-ranks-"))  # which is made with mode 0700
+    (folder / SECRET).touch(mode=0o600)
     (folder / SECRET).write_bytes(secrets.token_bytes(32))
     return folder
 

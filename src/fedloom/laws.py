@@ -7,31 +7,35 @@ federation with very unequal clients; ``fedloom check my_method.py`` runs them a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom import tree
-from fedloom.algorithm import Carry, Held, Work
+from fedloom import tree, variation
+from fedloom.algorithm import Carry, Held, Noise, Work
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import federate
 from fedloom.engine import checkpoint
 from fedloom.engine.clock import System
-from fedloom.engine.evaluate import Evaluate, evaluate
+from fedloom.engine.evaluate import Evaluate, evaluate, models_of
 from fedloom.engine.exchange import Tally, add, inbox, sound
 from fedloom.engine.local import AnyAlgorithm, Executor, train
 from fedloom.engine.plan import Address, Cohort, Group, plans
-from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
+from fedloom.engine.run import Experiment, RunState, advance, advance_watched, begin, groups_of, look_ahead
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Full
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, FedloomError
 from fedloom.models.net import Net
 from fedloom.optim import Local
+from fedloom.schema import excused
 from fedloom.task import Batch, Capture, Task
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
@@ -87,8 +91,14 @@ def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
         return
     if world.algorithm.mirrored:
         _agree(*late, "the states of late clients before and after the round", exactly=True)
-    elif all(torch.equal(old, new) for old, new in zip(*map(tree.leaves, late), strict=True)):
+    elif _alike(*late) and not _alike(
+        before, _after(_world(cls, executor="loop", cohort=Cohort(sampling="all")), 1)[1]
+    ):
         raise BrokenLawError("a late client has forgotten what it learned, although the class is not mirrored")
+
+
+def _alike(old: Any, new: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (old, new)), strict=True))
 
 
 def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
@@ -198,6 +208,30 @@ def frozen_parts_stay(cls: type[AnyAlgorithm]) -> None:
         raise BrokenLawError("no metric moved in two rounds of training with a frozen body")
 
 
+def settings_have_an_effect(cls: type[AnyAlgorithm], most: int | None = 6) -> None:
+    """Every setting, changed alone, changes a result, a record or the bytes sent, or is refused.
+
+    It is changed beside the settings that it needs, and beside each choice that another setting offers; of the latter
+    ``most`` are tried, evenly picked, so that the law takes seconds.
+    """
+    for name, where in idle_settings(cls, most):
+        fix = "let it have one, or say with fedloom.schema.when() in which settings it has"
+        raise BrokenLawError(f"the setting '{name}' has no effect{where}, whatever it is: {fix}")
+
+
+def idle_settings(cls: type[AnyAlgorithm], most: int | None) -> Iterator[tuple[str, str]]:
+    """Settings that have no effect and do not say so, each with the settings beside which that was seen."""
+    names = [name for name, field in cls.model_fields.items() if not excused(field)]
+    ways = None if most is None else 1  # of having the settings that one needs
+    alone = [(name, needed) for name in names for needed in islice(variation.needed(cls, name, _WORDS), ways)]
+    pairs = [(name, around) for name, needed in alone for around in variation.beside(cls, name, needed, _WORDS)]
+    every = 1 if most is None else max(1, -(-len(pairs) // most))
+    trials: dict[str, _Observed] = {}
+    for name, around in (*alone, *pairs[::every]):
+        if not _is_felt(cls, name, around, trials):
+            yield name, f" beside {_shown(around)}" if around else ""
+
+
 LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     batched_is_alone,
     replayed_is_alone,
@@ -212,6 +246,7 @@ LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     neutral_is_fedavg,
     training_changes_something,
     frozen_parts_stay,
+    settings_have_an_effect,
 )
 
 
@@ -228,7 +263,7 @@ def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) 
 
 def title(law: Callable[[type[AnyAlgorithm]], None]) -> str:
     """The law in words."""
-    return (law.__doc__ or law.__name__).strip()
+    return (law.__doc__ or law.__name__).strip().split("\n")[0]
 
 
 # -- a small world -------------------------------------------------------------------------------
@@ -242,26 +277,29 @@ def _world(
     system: System | None = None,
     cohort: Cohort | None = None,
     frozen: tuple[str, ...] = (),
+    local: Local | None = None,
+    layers: Sequence[Callable[[], nn.Module]] = (),
+    sizes: tuple[int, ...] = _SIZES,
 ) -> Experiment:
     """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
     rng = np.random.default_rng(5)
-    owner = np.repeat(np.arange(len(_SIZES)), [n + 2 for n in _SIZES])
+    owner = np.repeat(np.arange(len(sizes)), [n + 2 for n in sizes])
     n = len(owner) + 30
     y = rng.integers(0, 3, n)
     x = rng.normal(size=(n, 5)).astype(np.float32) + 2 * np.eye(3, 5, dtype=np.float32)[y]
     test = np.arange(n) >= len(owner)
-    held_out = np.concatenate([np.arange(k + 2) < 2 for k in _SIZES])
+    held_out = np.concatenate([np.arange(k + 2) < 2 for k in sizes])
     arrays = Arrays("law", x, y, test, ("a", "b", "c"))
     device = torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        net = Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), 6, 3)
+        net = Net(nn.Sequential(nn.Linear(5, 6), *(layer() for layer in layers), nn.Tanh()), 6, 3)
     task = Task(net, frozen=frozen).to(device, lanes=executor == "lanes", capture=capture)
-    local = Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
-    federation = federate(arrays, owner, len(_SIZES), held_out, device=device)
+    local = local or Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
+    federation = federate(arrays, owner, len(sizes), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
     return Experiment(
-        algorithm=cls(**(settings or {})).bind(task, local.optimiser(), federation.train.sizes, proxy),
+        algorithm=cls(**(settings or {})).bind(task, local.optimiser(), federation.train.sizes, proxy).paced(local.lr),
         task=task,
         federation=federation,
         local=local,
@@ -288,6 +326,96 @@ def _first_round(world: Experiment, state: RunState, store: ClientStore, groups:
 
 def _store(world: Experiment) -> ClientStore:
     return RamStore(world.federation.clients)
+
+
+# -- whether a setting is felt ---------------------------------------------------------------------
+_WORDS = ("bias", "bn", "head.", "body.", "body.0.bias")  # texts of settings, which name parts of the net
+_Observed: TypeAlias = bytes | None  # all that a user can see of a run; None where it was refused
+
+
+def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
+    """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
+    values = list(variation.others(cls, name, around, _WORDS))
+    for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
+        for world, beside in _places(cls, name, around) if some else ():
+            before = _tried(cls, {**around, **beside}, world, trials)
+            for value in some if before is not None else ():
+                after = _tried(cls, {**around, **beside, name: value}, world, trials)
+                if after is not None and after != before:
+                    return True
+    return not values
+
+
+def _places(cls: type[AnyAlgorithm], name: str, around: variation.Settings) -> Iterator[tuple[str, variation.Settings]]:
+    """Where a setting may be felt: mostly at once, else in another world, or beside other numbers."""
+    yield from ((world, {}) for world in _TRIALS)
+    for other, field in cls.model_fields.items():
+        if other != name and other not in around and not variation.is_choice(field):
+            few = islice(variation.others(cls, other, around, _WORDS), 3)
+            yield from ((next(iter(_TRIALS)), {other: value}) for value in few)
+
+
+def _tried(
+    cls: type[AnyAlgorithm], settings: variation.Settings, world: str, trials: dict[str, _Observed]
+) -> _Observed:
+    key = f"{world} {sorted(settings.items(), key=str)}"
+    if key not in trials:
+        trials[key] = _observed(cls, settings, world)
+    return trials[key]
+
+
+def _observed(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> _Observed:
+    """All that a user can see of three rounds: metrics, what is told of them, bytes, time, and everybody's model."""
+    if not variation.accepted(cls, settings):
+        return None
+    try:
+        exp = _TRIALS[world](cls, dict(settings))
+        state, store = begin(exp), _store(exp)
+        seen: list[Any] = [exp.algorithm.defaults()]
+        for _ in range(3):
+            done = advance_watched(exp, state, store)
+            state = done.state
+            seen += [done.found, done.work, evaluate(exp, state, store), state.up, state.down, state.busiest]
+            seen += [state.seconds, state.gradients]
+        everybody = torch.arange(exp.federation.clients)
+        models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
+    except (FedloomError, ValueError, RuntimeError):  # numbers that are too large for it, say
+        return None
+    return repr(seen).encode() + models.numpy().tobytes()
+
+
+def _shown(settings: variation.Settings) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in settings.items())
+
+
+def _trial(cls: type[AnyAlgorithm], settings: dict[str, Any], **how: Any) -> Experiment:
+    """A world in which little is computed and much is measured; a rate that falls, and clients of unequal speed."""
+    local = Local(batch=32, epochs=2, lr=how.pop("lr", 0.1), momentum=0.5, schedule="exponential", decay=0.7)
+    system = System(speed=100.0, speed_spread=1.0, latency=0.1)
+    world = _world(cls, settings=settings, local=local, system=system, **how)
+    looks = world.algorithm.communicates and world.algorithm.common
+    return replace(world, evaluate=Evaluate(diagnostics=("updates", "weights") if looks else ()))
+
+
+def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
+    world = _trial(cls, settings)
+    if world.algorithm.against_noise(local=True):
+        raise ConfigError([])
+    return replace(world, algorithm=world.algorithm.told_of_noise(Noise(1.0, 0.5, 0.5)))
+
+
+def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
+    layers, sizes = (partial(nn.BatchNorm1d, 6), nn.Dropout), tuple(n + 1 for n in _SIZES)  # one cannot be normalised
+    return _trial(cls, settings, layers=layers, executor="loop", sizes=sizes)
+
+
+# Worlds in which a setting may be felt, the first of which is enough for most.
+_TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] = {
+    "plain": _trial,
+    "with a rate that is too large": partial(_trial, lr=3.0),
+    "with BatchNorm": _normalised,
+    "with noise in sums": _private,
+}
 
 
 class _Whole(NamedTuple):

@@ -66,6 +66,18 @@ class Over(NamedTuple):
         return f"{name} > {self.limit:g}"
 
 
+class Under(NamedTuple):
+    """The setting is a number below this one."""
+
+    limit: float
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int | float) and value < self.limit
+
+    def words(self, name: str) -> str:
+        return f"{name} < {self.limit:g}"
+
+
 class Given(NamedTuple):
     """The setting is neither unset nor empty."""
 
@@ -100,8 +112,8 @@ class When(NamedTuple):
 def when(others: Mapping[str, Any] | None = None, /, **tests: Any) -> When:
     """The field has an effect only where each of these settings has its value, or one of a tuple of values.
 
-    Instead of a value there may be a test: ``other_than("none")``, ``over(0)`` or ``GIVEN``. ``others`` is for names
-    with a dot. ``when(...) | when(...)`` holds where either does.
+    Instead of a value there may be a test: ``other_than("none")``, ``over(0)``, ``under(0)`` or ``GIVEN``. ``others``
+    is for names with a dot. ``when(...) | when(...)`` holds where either does.
     """
     return When(({name: _test(asked) for name, asked in {**(others or {}), **tests}.items()},))
 
@@ -114,7 +126,27 @@ def over(limit: float) -> Over:
     return Over(limit)
 
 
+def under(limit: float) -> Under:
+    return Under(limit)
+
+
 GIVEN = Given()
+
+
+class Unseen(NamedTuple):
+    """Why the effect of a setting cannot be seen in the small federation of the laws."""
+
+    reason: str
+
+
+def unseen(reason: str) -> Unseen:
+    """The setting has an effect, which the law of settings cannot see for this reason: the law leaves it out."""
+    return Unseen(reason)
+
+
+def excused(field: FieldInfo) -> str:
+    """Why the law of settings leaves this one out, or nothing."""
+    return next((m.reason for m in field.metadata if isinstance(m, Unseen)), "")
 
 
 def _test(asked: Any) -> Test:

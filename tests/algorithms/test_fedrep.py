@@ -145,7 +145,7 @@ STEPS = {"fedrep": ("h", "h", "phi", "phi", "phi"), "fedper": ("both",) * 3, "fe
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_is_what_a_plain_loop_over_clients_does(world, preset, optimiser, executor) -> None:
     local = {"batch": 0, "lr": 0.2, "epochs": 3} | optimiser
-    algorithm = {"preset": preset, "head_epochs": 2}
+    algorithm = {"preset": preset} | ({} if preset == "fedper" else {"head_epochs": 2})
     exp = fedrep(world, algorithm=algorithm, model=MLP, local=local, engine={"executor": executor})
     state, store = begin(exp), RamStore(3)
     plain = Reference(exp, is_head, momentum=local.get("momentum", 0.0), persist="state" in local)
@@ -280,7 +280,7 @@ def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_client_with_one_example_learns_it(world, executor, preset) -> None:
-    algorithm = {"preset": preset, "head_epochs": 3}
+    algorithm = {"preset": preset} | ({} if preset == "fedper" else {"head_epochs": 3})
     exp = fedrep(world, (1, 12, 7), algorithm=algorithm, model=MLP, local=RAGGED, engine={"executor": executor})
     _, w = run(exp, 15)
     x, y = exp.federation.examples(exp.federation.train.rows[:1])

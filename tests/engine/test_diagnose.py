@@ -308,6 +308,10 @@ def test_k_is_the_number_of_draws(world) -> None:
         ((4, 12, 7), {"weighting": "uniform"}, {"cohort": {"size": 2}}, 0.0),  # of another objective than B is
         ((4, 12, 7), {"server_lr": 0.5}, {}, 0.0),
         ((4, 12, 7), {}, {"system": {"deadline": 9.0}}, 0.0),
+        ((4, 12, 7), {}, {"system": {"dropout": 0.1}}, 0.0),
+        ((4, 12, 7), {}, {"system": {"stragglers": 0.4, "policy": "drop"}}, 0.0),
+        ((4, 12, 7), {}, {"system": {"stragglers": 0.4, "policy": "partial"}}, 1.0),
+        ((4, 12, 7), {}, {"corruption": {"share": 0.4, "kind": "model_sign_flip"}}, 0.0),
     ],
 )
 def test_a_theorem_applies_only_to_what_it_is_stated_for(world, sizes, algorithm, more, applies) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import pytest
+from pydantic import Field
 
 from fedloom import laws
 from fedloom.algorithm import Algorithm, Inbox, Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.config import algorithms
+from fedloom.schema import when
 
 KINDS = algorithms(own=False)
+COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_law(kind: str, law) -> None:
+    if law is laws.settings_have_an_effect and kind in COSTLY:
+        pytest.skip("takes minutes")
     assert laws.verdict(law, KINDS[kind]) == ""
 
 
@@ -81,6 +88,33 @@ class Thaws(FedAvg):
         return super().update(server, inbox)
 
 
+class Idles(FedAvg):
+    """Breaks the law of settings: nobody asks for what it is set to."""
+
+    strength: float = 0.5
+
+
+class Forgets(FedAvg):
+    """Breaks the law of settings: one of them has an effect only beside another, and does not say so."""
+
+    mode: Literal["plain", "damped"] = "damped"
+    damping: float = Field(0.5, gt=0, le=1)
+
+    def mean(self, inbox):
+        return super().mean(inbox) * (self.damping if self.mode == "damped" else 0.9)
+
+
+class Declares(Forgets):
+    """The same, which says so."""
+
+    damping: Annotated[float, when(mode="damped")] = Field(0.5, gt=0, le=1)
+
+
+def beside_everything(cls):
+    """The law of settings, beside every choice that another setting offers."""
+    laws.settings_have_an_effect(cls, most=None)
+
+
 _memory: dict[str, int] = {}
 
 
@@ -93,9 +127,16 @@ _memory: dict[str, int] = {}
         (Sleeps, laws.training_changes_something),
         (Biased, laws.neutral_is_fedavg),
         (Branches, laws.batched_is_alone),
+        (Idles, laws.settings_have_an_effect),
+        (Forgets, beside_everything),
         (Undeclared, laws.mirrors_are_declared),
         (Thaws, laws.frozen_parts_stay),
     ],
 )
 def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:
     assert laws.verdict(law, cls) != ""
+
+
+def test_a_setting_that_says_when_it_has_an_effect_obeys() -> None:
+    assert "'damping' has no effect beside mode = plain" in laws.verdict(beside_everything, Forgets)
+    assert laws.verdict(laws.settings_have_an_effect, Declares) == ""

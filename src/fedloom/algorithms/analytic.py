@@ -95,7 +95,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
     agg: Literal["sum", "aa", "aa_simplified", "eq29", "eq32", "eq35"] = Field(
         "sum", description="how clients are merged: see above"
     )
-    ri_ridge: Annotated[NonNegativeFloat, when(agg=other_than("sum"))] = Field(
+    ri_ridge: Annotated[NonNegativeFloat, when(agg=other_than("sum", "aa_simplified"))] = Field(
         1.0, description="rho_loc, the intermediary ridge"
     )
     forget: tuple[NonNegativeInt, ...] = Field(

@@ -22,16 +22,19 @@ time every round counts one pass of ALA, or one batch: the start phase, which is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.schema import other_than, when
 from fedloom.task import Batch
 
 _PAPER = {"w_init": 0.0, "sample_percent": 1.0, "layers": "all", "later_passes": "step"}
+
+_WORKS = when(layers=other_than("none"))
 
 
 class Mine(NamedTuple):
@@ -53,24 +56,36 @@ class FedALA(Algorithm[Model, Mine, Update]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"w_init": 1.0, "eta": 0.0}
     distinct: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"profile": {"paper": _PAPER}}
 
-    profile: Literal["reference", "paper"] = Field("reference", description="whose settings: see above")
-    w_init: float = Field(1.0, ge=0, le=1, description="where W starts: 1 at the server's model, 0 at the client's own")
+    profile: Annotated[Literal["reference", "paper"], _WORKS] = Field(
+        "reference", description="whose settings: see above"
+    )
+    w_init: Annotated[float, _WORKS] = Field(
+        1.0, ge=0, le=1, description="where W starts: 1 at the server's model, 0 at the client's own"
+    )
     layers: PositiveInt | Literal["all", "none"] = Field(1, description="how many of the last layers ALA works on")
-    sample_percent: float = Field(80.0, gt=0, le=100, description="share of a client's data for ALA; at least a batch")
-    eta: NonNegativeFloat = Field(1.0, description="step of W")
-    threshold: PositiveFloat = Field(0.1, description="deviation of the last losses at which the start phase is over")
-    window: PositiveInt = Field(10, ge=2, description="how many last losses that are; the phase has one pass more")
-    max_start_passes: PositiveInt = Field(100, description="most passes of the start phase")
-    later_passes: Literal["epoch", "step"] = Field("epoch", description="ALA after that: one pass, or one batch of it")
-    sampling: Literal["draw", "block"] = Field("draw", description="ALA's data is drawn, or a block in stored order")
-    model_mode: Literal["train", "eval"] = Field("train", description="mode of dropout and BatchNorm during ALA")
+    sample_percent: Annotated[float, _WORKS] = Field(
+        80.0, gt=0, le=100, description="share of a client's data for ALA; at least a batch"
+    )
+    eta: Annotated[NonNegativeFloat, _WORKS] = Field(1.0, description="step of W")
+    threshold: Annotated[PositiveFloat, _WORKS] = Field(
+        0.1, description="deviation of the last losses at which the start phase is over"
+    )
+    window: Annotated[PositiveInt, _WORKS] = Field(
+        10, ge=2, description="how many last losses that are; the phase has one pass more"
+    )
+    max_start_passes: Annotated[PositiveInt, _WORKS] = Field(100, description="most passes of the start phase")
+    later_passes: Annotated[Literal["epoch", "step"], _WORKS] = Field(
+        "epoch", description="ALA after that: one pass, or one batch of it"
+    )
+    sampling: Annotated[Literal["draw", "block"], _WORKS] = Field(
+        "draw", description="ALA's data is drawn, or a block in stored order"
+    )
+    model_mode: Annotated[Literal["train", "eval"], _WORKS] = Field(
+        "train", description="mode of dropout and BatchNorm during ALA"
+    )
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _profile(cls, given: Any) -> Any:
-        return {**_PAPER, **given} if isinstance(given, dict) and given.get("profile") == "paper" else given
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"state": "persist"}}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
-from fedloom.schema import when
+from fedloom.schema import other_than, when
 
 PRESETS: dict[str, dict[str, Any]] = {
     "literal": {},
@@ -66,12 +66,22 @@ class FedALR(Algorithm[Server, Nothing, Update]):
     ema_beta: Annotated[float, when(momentum="ema")] = Field(
         0.9, ge=0, lt=1, description="memory of the exponential mean"
     )
-    momentum_input: Literal["unit", "raw"] = Field("unit", description="what enters (7)")
-    momentum_lag: Literal[0, 1] = Field(0, description="1: (6) uses the direction of the round before")
-    momentum_reset_every: NonNegativeInt = Field(0, description="rounds after which m starts anew; 0: never")
-    align: Literal["inner", "cosine"] = Field("inner", description="(6) as it stands, or divided by ||m||")
+    momentum_input: Annotated[Literal["unit", "raw"], when(normalise=True)] = Field(
+        "unit", description="what enters (7)"
+    )
+    momentum_lag: Annotated[Literal[0, 1], when(map=other_than("const"))] = Field(
+        0, description="1: (6) uses the direction of the round before"
+    )
+    momentum_reset_every: Annotated[NonNegativeInt, when(momentum=other_than("none"))] = Field(
+        0, description="rounds after which m starts anew; 0: never"
+    )
+    align: Annotated[Literal["inner", "cosine"], when(map=other_than("const"))] = Field(
+        "inner", description="(6) as it stands, or divided by ||m||"
+    )
     map: Literal["exp", "clip01", "relu", "identity", "const"] = Field("exp", description="from s_i to the rate")
-    const_value: Annotated[float, when(map="const")] = Field(math.exp(-1), description="the rate of all")
+    const_value: Annotated[float, when(map="const", eta_norm="none")] = Field(
+        math.exp(-1), description="the rate of all"
+    )
     temperature: Annotated[PositiveFloat, when(map="exp")] = Field(1.0, description="exp((s_i - 1) / temperature)")
     apply: Literal["unit", "mean_norm", "median_norm", "raw"] = Field("unit", description="what (3) sums")
     eta_norm: Literal["none", "mean1"] = Field("none", description="mean1: divide the rates by their mean")

@@ -18,7 +18,7 @@ the mean. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -30,9 +30,17 @@ from fedloom.algorithm import Held, Inbox, Model, Update, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.distill import Lessons, averaged, last, logits, refuse_statistics, swa
 from fedloom.optim import Optimizer, sgd
+from fedloom.schema import over, when
 from fedloom.task import Task
 
 _VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
+
+_TEACHES = when(epochs=over(0))
+_DRAWS = when(epochs=over(0), samples=over(0))
+_GAUSSIAN = when(epochs=over(0), samples=over(0), posterior="gaussian")
+_NORMALISED = when(epochs=over(0), samples=over(0), posterior="gaussian", sampling="normalised")
+_DIRICHLET = when(epochs=over(0), samples=over(0), posterior="dirichlet")
+_SWA = when(epochs=over(0), swa=True)
 
 
 class FedBE(FedAvg):
@@ -40,24 +48,36 @@ class FedBE(FedAvg):
     needs_proxy: ClassVar[bool] = True
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
 
-    posterior: Literal["gaussian", "dirichlet"] = Field("gaussian", description="from which models are drawn")
-    samples: NonNegativeInt = Field(10, description="how many are drawn in a round")
-    sampling: Literal["plain", "normalised"] = Field("plain", description="of the Gaussian; normalised: the code's")
-    spread: NonNegativeFloat = Field(0.1, description="of normalised sampling, in standard deviations")
-    concentration: PositiveFloat = Field(1.0, description="of the Dirichlet; the larger, the nearer to the mean")
-    centre: Literal["alike", "share"] = Field("alike", description="the Dirichlet's mean: all alike, or by weight")
-    with_mean: bool = Field(True, description="the mean model is a teacher, too")
-    with_clients: bool = Field(True, description="the clients' models are teachers, too")
-    voice: Literal["probabilities", "logits"] = Field("probabilities", description="what of the teachers is averaged")
-    temperature: PositiveFloat = Field(0.5, description="T: below 1 it makes the teachers surer")
+    posterior: Annotated[Literal["gaussian", "dirichlet"], _DRAWS] = Field(
+        "gaussian", description="from which models are drawn"
+    )
+    samples: Annotated[NonNegativeInt, _TEACHES] = Field(10, description="how many are drawn in a round")
+    sampling: Annotated[Literal["plain", "normalised"], _GAUSSIAN] = Field(
+        "plain", description="of the Gaussian; normalised: the code's"
+    )
+    spread: Annotated[NonNegativeFloat, _NORMALISED] = Field(
+        0.1, description="of normalised sampling, in standard deviations"
+    )
+    concentration: Annotated[PositiveFloat, _DIRICHLET] = Field(
+        1.0, description="of the Dirichlet; the larger, the nearer to the mean"
+    )
+    centre: Annotated[Literal["alike", "share"], _DIRICHLET] = Field(
+        "alike", description="the Dirichlet's mean: all alike, or by weight"
+    )
+    with_mean: Annotated[bool, _TEACHES] = Field(True, description="the mean model is a teacher, too")
+    with_clients: Annotated[bool, _TEACHES] = Field(True, description="the clients' models are teachers, too")
+    voice: Annotated[Literal["probabilities", "logits"], _TEACHES] = Field(
+        "probabilities", description="what of the teachers is averaged"
+    )
+    temperature: Annotated[PositiveFloat, _TEACHES] = Field(0.5, description="T: below 1 it makes the teachers surer")
     epochs: NonNegativeInt = Field(20, description="passes of the student over the server's examples")
-    batch: PositiveInt = Field(128, description="examples in a step of the student")
-    lr: PositiveFloat = Field(1e-3, description="of the student")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of the student")
-    weight_decay: NonNegativeFloat = Field(1e-5, description="pull of the student towards zero")
-    swa: bool = Field(True, description="take the mean of the student's way, not its end")
-    swa_start: NonNegativeInt = Field(500, description="step from which on; at the latest half-way")
-    swa_every: PositiveInt = Field(25, description="steps between the points that are averaged")
+    batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
+    lr: Annotated[PositiveFloat, _TEACHES] = Field(1e-3, description="of the student")
+    momentum: Annotated[float, _TEACHES] = Field(0.9, ge=0, lt=1, description="of the student")
+    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(1e-5, description="pull of the student towards zero")
+    swa: Annotated[bool, _TEACHES] = Field(True, description="take the mean of the student's way, not its end")
+    swa_start: Annotated[NonNegativeInt, _SWA] = Field(500, description="step from which on; at the latest half-way")
+    swa_every: Annotated[PositiveInt, _SWA] = Field(25, description="steps between the points that are averaged")
 
     @model_validator(mode="after")
     def _somebody_teaches(self) -> FedBE:

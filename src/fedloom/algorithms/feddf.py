@@ -15,7 +15,7 @@ momentum 0.9 and weight_decay 5e-4.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -26,7 +26,10 @@ from fedloom.algorithm import Held, Inbox, Model, Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.distill import Lessons, averaged, best, logits, refuse_statistics
 from fedloom.optim import Optimizer, adam, sgd
+from fedloom.schema import over, when
 from fedloom.task import Task
+
+_TEACHES = when(epochs=over(0))
 
 
 class FedDF(FedAvg):
@@ -35,18 +38,24 @@ class FedDF(FedAvg):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
 
     epochs: NonNegativeInt = Field(20, description="most passes of the student over the server's examples")
-    batch: PositiveInt = Field(128, description="examples in a step of the student")
-    temperature: PositiveFloat = Field(1.0, description="T: the larger, the softer what teachers and student say")
-    rule: Literal["adam", "sgd"] = Field("adam", description="the student's optimiser")
-    lr: PositiveFloat = Field(1e-3, description="of the student")
-    decay: float = Field(1.0, gt=0, le=1, description="factor of lr per round")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="of lr over the steps of a round")
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
-    weight_decay: NonNegativeFloat = Field(0.0, description="pull of the student towards zero")
-    held_out: float = Field(
+    batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
+    temperature: Annotated[PositiveFloat, _TEACHES] = Field(
+        1.0, description="T: the larger, the softer what teachers and student say"
+    )
+    rule: Annotated[Literal["adam", "sgd"], _TEACHES] = Field("adam", description="the student's optimiser")
+    lr: Annotated[PositiveFloat, _TEACHES] = Field(1e-3, description="of the student")
+    decay: Annotated[float, _TEACHES] = Field(1.0, gt=0, le=1, description="factor of lr per round")
+    schedule: Annotated[Literal["constant", "cosine"], _TEACHES] = Field(
+        "constant", description="of lr over the steps of a round"
+    )
+    momentum: Annotated[float, when(epochs=over(0), rule="sgd")] = Field(0.0, ge=0, lt=1, description="of sgd")
+    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(0.0, description="pull of the student towards zero")
+    held_out: Annotated[float, _TEACHES] = Field(
         0.1, ge=0, lt=1, description="share of the server's examples that choose the best student; 0 keeps the last"
     )
-    patience: PositiveInt | None = Field(None, description="epochs without a gain after which the student stops")
+    patience: Annotated[PositiveInt | None, when(epochs=over(0), held_out=over(0))] = Field(
+        None, description="epochs without a gain after which the student stops"
+    )
 
     def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedDF:
         refuse_statistics(task)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
@@ -25,16 +25,10 @@ from fedloom.task import Batch
 class FedProx(FedAvg):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
     partial_work: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": {"paper": {"weighting": "uniform"}}}
 
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
     preset: Literal["code", "paper"] = Field("code", description="who is drawn and how they count: see above")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _paper_counts_alike(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("preset") == "paper":
-            return {"weighting": "uniform", **given}
-        return given
 
     @property
     def proximal(self) -> float:

@@ -25,7 +25,7 @@ Every client starts from the common initial model. phi and h_k have an optimiser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Model, Phase, Update, Work, like
 from fedloom.errors import ConfigError, Fault, nearest
 from fedloom.optim import Optimizer
+from fedloom.schema import when
 from fedloom.task import Batch, Task
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -72,6 +73,7 @@ class FedRep(Algorithm[Model, Mine, Update]):
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
     common: ClassVar[bool] = False
     distinct: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": PRESETS}
 
     preset: Literal["fedrep", "fedper", "fedbabu", "fedbn"] = Field("fedrep", description="a named method: see above")
     private: Literal["head", "norm", "named"] = Field(
@@ -81,18 +83,13 @@ class FedRep(Algorithm[Model, Mine, Update]):
     schedule: Literal["alternate", "together", "body"] = Field(
         "alternate", description="how a client trains: see above"
     )
-    head_epochs: PositiveInt = Field(1, description="passes over the data in which only the private part is trained")
+    head_epochs: Annotated[PositiveInt, when(schedule=("alternate", "body"))] = Field(
+        1, description="passes over the data in which only the private part is trained"
+    )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
 
     _layout: Layout | None = PrivateAttr(None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_method(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(name := given.get("preset"), str):
-            return {**PRESETS.get(name, {}), **given}
-        return given
 
     @model_validator(mode="after")
     def _names_are_named(self) -> FedRep:

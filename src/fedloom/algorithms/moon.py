@@ -16,7 +16,7 @@ encoder, as it is in FLGo; the paper puts a projection head on it: ``model.proje
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -26,6 +26,7 @@ from torch.nn.functional import cosine_similarity, softplus
 from fedloom.algorithm import Algorithm, Held, Inbox, Model, Update, Work, like
 from fedloom.errors import ConfigError, Fault
 from fedloom.optim import Optimizer
+from fedloom.schema import over, when
 from fedloom.task import Batch, Task
 
 
@@ -39,8 +40,12 @@ class Moon(Algorithm[Model, Mine, Update]):
     distinct: ClassVar[bool] = True
 
     mu: NonNegativeFloat = Field(0.1, description="weight of the contrastive term")
-    temperature: PositiveFloat = Field(0.5, description="T: the smaller, the sharper the contrast")
-    first: Literal["skip", "global"] = Field("skip", description="what stands for v_prev in a client's first round")
+    temperature: Annotated[PositiveFloat, when(mu=over(0))] = Field(
+        0.5, description="T: the smaller, the sharper the contrast"
+    )
+    first: Annotated[Literal["skip", "global"], when(mu=over(0))] = Field(
+        "skip", description="what stands for v_prev in a client's first round"
+    )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
 
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")

@@ -21,7 +21,7 @@ the curvature is above 1: hessian_free asks for a smaller alpha than first_order
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -30,6 +30,7 @@ from torch import Tensor
 from fedloom.algorithm import Carry, Model, Nothing, Phase
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.rng import fold
+from fedloom.schema import over, when
 from fedloom.task import Batch
 
 
@@ -38,10 +39,12 @@ class PerFedAvg(FedAvg):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = None
 
     alpha: NonNegativeFloat = Field(0.05, description="learning rate of the step that makes the model a client's own")
-    variant: Literal["first_order", "hessian_free"] = Field(
+    variant: Annotated[Literal["first_order", "hessian_free"], when(alpha=over(0))] = Field(
         "first_order", description="leave the second derivatives out, or take them from a difference of gradients"
     )
-    delta: PositiveFloat = Field(1e-3, description="length of that difference, in gradients")
+    delta: Annotated[PositiveFloat, when(variant="hessian_free", alpha=over(0))] = Field(
+        1e-3, description="length of that difference, in gradients"
+    )
     weighting: Literal["samples", "uniform", "samples_com", "samples_scaled"] = Field(
         "uniform", description="count clients by their data or alike; com: missing clients count as not moved"
     )

@@ -25,9 +25,11 @@ from torch import Tensor
 from fedloom import rng, tree
 from fedloom.algorithm import Carry, Inbox, Model, Phase, Work, like
 from fedloom.algorithms.fedala import FedALA, Mine
-from fedloom.schema import over, when
+from fedloom.schema import other_than, over, when
 
 _SLACK = 1e-9  # an epoch that fits but for rounding fits
+
+_DIVIDED = when(centres=over(1), topology=other_than("replicated"))
 
 
 class Centres(NamedTuple):
@@ -93,13 +95,15 @@ class PFedALA(FedALA):
     copies: Annotated[PositiveInt, when(topology="overlap", centres=over(1))] = Field(
         2, description="to how many centres a client uploads"
     )
-    mix: Literal["uniform", "samples"] | tuple[NonNegativeFloat, ...] = Field(
+    mix: Annotated[Literal["uniform", "samples"] | tuple[NonNegativeFloat, ...], _DIVIDED] = Field(
         "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
     )
     fused: Annotated[Literal["client", "root"], when(centres=over(1))] = Field(
         "client", description="who fuses the centres' models: counted in bytes only"
     )
-    lost: tuple[NonNegativeInt, ...] = Field((), description="centres that never answer: b is spread over the others")
+    lost: Annotated[tuple[NonNegativeInt, ...], _DIVIDED] = Field(
+        (), description="centres that never answer: b is spread over the others"
+    )
 
     @field_validator("mix", mode="before")
     @classmethod

@@ -17,7 +17,7 @@ enough, ||grad F_k(w_k) + mu (w_k - w)|| <= gamma ||grad F_k(w)||; ``local.epoch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Carry, Inbox, Model, Nothing, Phase, Update, Work
 from fedloom.algorithms.fedprox import FedProx
+from fedloom.schema import under, when
 from fedloom.task import Batch
 
 
@@ -33,7 +34,7 @@ class Relaxation(FedProx):
 
     mu: NonNegativeFloat = Field(1.0, description="how strongly a client is held near the model it was sent")
     alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
-    allow_over_relaxation: bool = Field(False, description="permit a negative alpha")
+    allow_over_relaxation: Annotated[bool, when(alpha=under(0))] = Field(False, description="permit a negative alpha")
     gamma_target: PositiveFloat | None = Field(
         None, description="train on until the local problem is solved so exactly, local.epochs at most"
     )

@@ -10,7 +10,7 @@ than the same examples give when they are simply trained on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
 from fedloom.algorithms.fedlaw import proxy_gradients
 from fedloom.optim import Optimizer, adam, sgd
+from fedloom.schema import over, when
 
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 
@@ -27,9 +28,15 @@ class ServerFinetune(Algorithm[Model, Nothing, Update]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
-    server_lr: PositiveFloat = Field(0.01, description="learning rate at the server")
-    server_optimizer: Literal["sgd", "adam"] = Field("sgd", description="SGD with momentum 0.9, or Adam")
-    proxy_batch: PositiveInt = Field(128, description="examples in a step of the server")
+    server_lr: Annotated[PositiveFloat, when(server_epochs=over(0))] = Field(
+        0.01, description="learning rate at the server"
+    )
+    server_optimizer: Annotated[Literal["sgd", "adam"], when(server_epochs=over(0))] = Field(
+        "sgd", description="SGD with momentum 0.9, or Adam"
+    )
+    proxy_batch: Annotated[PositiveInt, when(server_epochs=over(0))] = Field(
+        128, description="examples in a step of the server"
+    )
 
     def init(self, w: Tensor) -> Model:
         return Model(w)

@@ -66,7 +66,7 @@ def attend(
     if system.stragglers:
         rank = rng.bits(address[0], "on_time", address[1], drawn.ids).argsort().argsort()
         late = rank >= _on_time(system, called)
-        if _accepts(system, partial=partial):
+        if accepts(system, partial=partial):
             steps = torch.where(late, _part(system, drawn.ids, amount, epochs, address), steps)
         else:
             drawn, steps = Drawn(drawn.ids[~late], drawn.times[~late]), steps[~late]
@@ -79,14 +79,14 @@ def attend(
 def never_trains(system: System, most: int | None, *, partial: bool) -> bool:
     """Whether every client of every round, of which there are at ``most`` so many, is late and left out."""
     nobody = system.stragglers == 1 or (most is not None and _on_time(system, most) == 0)
-    return nobody and not _accepts(system, partial=partial)
+    return nobody and not accepts(system, partial=partial)
 
 
 def _on_time(system: System, called: int) -> int:
     return round(called * (1 - system.stragglers))
 
 
-def _accepts(system: System, *, partial: bool) -> bool:
+def accepts(system: System, *, partial: bool) -> bool:
     """Whether a late client's work is used as far as it has come."""
     return partial if system.policy == "auto" else system.policy == "partial"
 

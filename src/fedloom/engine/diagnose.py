@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp
 
 from fedloom.data.federation import Federation
+from fedloom.engine.clock import accepts
 from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
 from fedloom.law import Weighing
@@ -450,7 +451,9 @@ def _is_stated(exp: Experiment) -> bool:
     all take part and count by p_k, without any chance; and where all clients have as much data.
     """
     alg, sampling, sizes = exp.algorithm, exp.cohort.sampling, exp.federation.train.sizes
-    plain = exp.guard is None and exp.aggregation.rule == "mean" and exp.system.deadline is None
+    plain = exp.guard is None and exp.aggregation.rule == "mean" and not exp.bad
+    plain = plain and exp.system.deadline is None and exp.system.dropout == 0
+    plain = plain and (exp.system.stragglers == 0 or accepts(exp.system, partial=alg.partial_work))
     if not plain or getattr(alg, "server_lr", 1.0) != 1:
         return False
     alike = bool((sizes == sizes[0]).all()) and sampling in ("uniform", "proportional", "all")
