@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import signal
@@ -262,7 +263,8 @@ def _resumed_config(
     return parse(table, notes)
 
 
-_BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "algorithm.forget")  # on which no upload depends
+# Settings on which no upload depends.
+_BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "data.limit_gb", "algorithm.forget")
 
 
 def _promised(config: Config) -> dict[str, Any]:
@@ -331,10 +333,10 @@ def _privacy(prepared: Prepared) -> dict[str, Any]:
 def _environment(path: Path) -> dict[str, Any]:
     """What a run folder says of the machine and of the choices that were made; nothing if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads((path / "environment.json").read_text())
-    except (OSError, ValueError):
+        found = json.loads((path / "environment.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def _recorded(path: Path, key: str) -> dict[str, str]:
@@ -814,8 +816,8 @@ def _same_data(path: Path, prepared: Prepared) -> None:
     """Refuse to go on with other data than the run began with."""
     try:
         then = json.loads((path / "partition.json").read_text())
-        pairs = {key: (then[key], prepared.shared.described()[key]) for key in ("data_sha256", "sha256")}
-    except (ValueError, KeyError, TypeError) as error:
+        pairs = {key: (str(then[key]), prepared.shared.described()[key]) for key in ("data_sha256", "sha256")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / 'partition.json'}: is damaged ({error})") from error
     for key, what in (("data_sha256", "the data"), ("sha256", "the partition")):
         old, new = pairs[key]
@@ -825,8 +827,8 @@ def _same_data(path: Path, prepared: Prepared) -> None:
 
 def _same_net(path: Path, prepared: Prepared) -> None:
     """Refuse to go on with another net than the run began with, where parts of it are not in the checkpoint."""
-    model, old, new = prepared.config.model, _environment(path).get("net_sha256"), prepared.net_sha256
-    if (model.weights or model.freeze) and old is not None and old != new:
+    model, old, new = prepared.config.model, str(_environment(path).get("net_sha256", "")), prepared.net_sha256
+    if (model.weights or model.freeze) and old and old != new:
         where = f" (model.weights: {model.weights})" if model.weights else ""
         raise CheckpointError(f"{path}: the net{where} is not what this run began with ({old[:12]}, now {new[:12]})")
 
@@ -854,6 +856,8 @@ def _storage(path: Path | None) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError([Fault(str(path), "a name in this path is too long", "choose a shorter one")]) from error
         where = path or "a temporary folder"
         raise StorageError(f"writing below {where} failed: {error.strerror}{_intact(path)}") from error
 

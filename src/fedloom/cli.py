@@ -445,8 +445,8 @@ def doctor() -> None:
 @data_app.command("list")
 def data_list(data_root: Root = None, json_: Annotated[bool, typer.Option("--json")] = False) -> None:
     """List the published data sets, and which of them are here."""
-    from fedloom.data.download import PUBLISHED
     from fedloom.data.files import default_root, missing_files
+    from fedloom.data.published import PUBLISHED
 
     root = data_root or default_root()
     found = {"digits": True, **{name: not missing_files(p.layout, root) for name, p in PUBLISHED.items()}}

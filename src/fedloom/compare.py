@@ -111,6 +111,9 @@ class Gain(Spec):
     over: list[str] = Field(default_factory=list)
 
 
+_MOST_SEEDS = 10_000
+
+
 class Compare(Spec):
     """The settings of a comparison."""
 
@@ -144,6 +147,8 @@ class Compare(Spec):
     @field_validator("seeds", mode="before")
     @classmethod
     def _counted(cls, given: Any) -> Any:
+        if isinstance(given, int) and given > _MOST_SEEDS:
+            raise ValueError(f"at most {_MOST_SEEDS:,} seeds")
         return list(range(given)) if isinstance(given, int) else given
 
     @field_validator("grid", mode="before")

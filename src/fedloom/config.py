@@ -26,7 +26,7 @@ from fedloom import corruption, privacy, robust, usercode
 from fedloom.algorithm import Algorithm
 from fedloom.corruption import Corruption
 from fedloom.data.arrays import Arrays, Ints
-from fedloom.data.files import Rows
+from fedloom.data.files import Rows, is_folder
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.proxy import Proxy
 from fedloom.data.sources import Source, from_arrays, source_for_path
@@ -51,7 +51,7 @@ class Basics(Spec):
 
     seed: NonNegativeInt = Field(0, lt=1 << 63, description="all randomness follows from it")
     rounds: PositiveInt = Field(50, description="how many rounds to train")
-    name: str = Field("", description="a name for the run folder; unset: algorithm, data and seed")
+    name: str = Field("", max_length=200, description="a name for the run folder; unset: algorithm, data and seed")
 
 
 class Engine(Spec):
@@ -124,11 +124,28 @@ _KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "k
 def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return toml_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError([Fault(str(path), "no such experiment file")]) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The table that a text in TOML stands for; ValueError for what is none, or is beyond any use."""
+    try:
+        table = tomllib.loads(text)
+        _refuse_long_numbers(table)
+    except RecursionError:
+        raise ValueError("its tables or lists lie too deep in each other") from None
+    return table
+
+
+def _refuse_long_numbers(value: Any) -> None:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"a whole number has 64 bits at most (got one of {value.bit_length()})")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_long_numbers(each)
 
 
 def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -269,9 +286,11 @@ def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str
 def value_of(text: str) -> Any:
     """What is meant by a value written on the command line."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        return toml_of(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         pass
+    except ValueError:
+        return text  # beyond any use, as whoever has a use for it will say
     try:
         return float(text)  # .5 is a number to everybody but TOML
     except ValueError:
@@ -392,7 +411,7 @@ def name_of(cls: type[AnyAlgorithm]) -> str:
 def _is_path(name: str) -> bool:
     if ".py:" in name and usercode.is_reference(name):
         return False
-    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or Path(name).is_dir()
+    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or is_folder(name)
 
 
 def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
@@ -766,4 +785,5 @@ def config_hash(config: Config) -> str:
         if getattr(config, section) == SECTIONS[section]():
             table.pop(section)
     table["engine"].pop("store")
+    table["data"].pop("limit_gb", None)
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

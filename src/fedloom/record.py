@@ -143,7 +143,9 @@ class RunFolder:
 
     def spent(self) -> float:
         """How many seconds the rounds so far took."""
-        return sum(took["train"] + took["evaluate"] + took["record"] for _, took in self._entries("timings.jsonl"))
+        parts = ("train", "evaluate", "record")
+        took = [entry.get(part) for _, entry in self._entries("timings.jsonl") for part in parts]
+        return sum(seconds for seconds in took if isinstance(seconds, float))
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file, whole or not at all."""
@@ -176,14 +178,17 @@ class RunFolder:
     def _present(self, *names: str) -> list[str]:
         return [name for name in names if (self.path / name).is_file()]
 
-    def _entries(self, name: str) -> Iterator[tuple[bytes, dict[str, float]]]:
+    def _entries(self, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
         if not (self.path / name).exists():
             return
         for line in (self.path / name).read_bytes().splitlines(keepends=True):
             try:
-                yield line, json.loads(line)
-            except ValueError:  # cut short by a crash; what these files tell is not worth a refusal
-                return
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
+                return  # cut short by a crash, or damaged; what these files tell is not worth a refusal
+            yield line, entry
 
     def _cut(self, name: str, size: int) -> None:
         if (self.path / name).exists():
@@ -306,9 +311,12 @@ def unused(path: Path) -> Path:
     """A new folder ``path``, or ``path-2`` and so on; two processes never get the same."""
     for count in itertools.count(1):
         new = path if count == 1 else path.with_name(f"{path.name}-{count}")
-        with suppress(FileExistsError):
+        try:
             disk.make_folder(new, exist_ok=False)
             break
+        except FileExistsError:
+            if not path.parent.is_dir():  # a file is in the way of all of them
+                raise
     return new
 
 

@@ -304,7 +304,11 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
         useless = without_effect(cls, meant(cls, written), written, doubtful=doubtful)
         for name, why in (useless | ({} if wrong else overruled(cls, written))).items():
             where = f"{at}.{name}" if at else name
-            faults.append(Fault(where, f"{why} (got {written[name]!r})", "leave it out"))
+            faults.append(Fault(where, f"{why} (got {_short(written[name])})", "leave it out"))
+        for name in (name for name, value in written.items() if name not in doubtful and _huge(value)):
+            what = f"is beyond what can be computed with: {_LARGEST:.2g}, or 64 bits of a whole number"
+            got = _short(written[name])
+            faults.append(Fault(f"{at}.{name}" if at else name, f"{what} (got {got})", "take a smaller number"))
     return None if faults else made, faults
 
 
@@ -341,8 +345,29 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     path = [str(part) for part in item["loc"]]
     where = ".".join([at, *path]) if at else ".".join(path)
     if item["type"] == "extra_forbidden":
-        return Fault(where, f"unknown key (got {item['input']!r})", nearest(path[-1], cls.model_fields))
+        return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], cls.model_fields))
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return Fault(where, f"{message} (got {item['input']!r})")
+    return Fault(where, f"{message} (got {_short(item['input'])})")
+
+
+def _short(value: Any) -> str:
+    """A value as it was written, or the beginning of one that would fill the screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "a number of more than 4,300 digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+_LARGEST = float(np.finfo(np.float32).max)  # what nets compute with
+
+
+def _huge(value: Any) -> bool:
+    """Whether a number, or one of several, is more than can be computed with."""
+    if isinstance(value, int | float):
+        return abs(value) > _LARGEST if isinstance(value, float) else not -(1 << 63) <= value < 1 << 63
+    if isinstance(value, Mapping):
+        return any(_huge(each) for each in value.values())
+    return isinstance(value, list | tuple) and any(_huge(each) for each in value)

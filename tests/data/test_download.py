@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fedloom.data import download
-from fedloom.data.download import PUBLISHED, Published, Remote, get, import_files
+from fedloom.data.download import get, import_files
 from fedloom.data.files import (
     DIGIT_NAMES,
     LAYOUTS,
@@ -31,6 +31,7 @@ from fedloom.data.files import (
     places_below,
     read_published,
 )
+from fedloom.data.published import CHECKSUMS, PUBLISHED, Published, Remote
 from fedloom.errors import DataError, StorageError
 
 RNG = np.random.default_rng(1)
@@ -144,7 +145,8 @@ def server() -> Iterator[Server]:
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files of a set, without what is remembered of them."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CHECKSUMS}
 
 
 # ------------------------------------------------------------------------------------------------ the facts

@@ -36,22 +36,18 @@ class Arrays(NamedTuple):
 def checked(arrays: Arrays) -> Arrays:
     """The same arrays, if they keep every promise of their fields; else a DataError that says which not."""
     n, at = len(arrays.x), f"data '{arrays.name}'"
-    if n == 0:
-        raise DataError(f"{at}: has no rows")
-    if arrays.x.ndim < 2:
-        raise DataError(f"{at}: x must have at least two dimensions [rows, features] (got shape {arrays.x.shape})")
-    if arrays.x.dtype not in (np.uint8, np.float32):
-        raise DataError(f"{at}: x must be uint8 or float32 (got {arrays.x.dtype})")
+    _check_examples(arrays.x, at)
     for name, column in (("y", arrays.y), ("test", arrays.test), ("client", arrays.client)):
         if column is not None and column.shape != (n,):
             raise DataError(f"{at}: {name} must have one entry for each of the {n} rows of x (got {column.shape})")
     if arrays.y.min() < 0 or arrays.y.max() >= arrays.classes:
         raise DataError(f"{at}: labels must lie in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
-    if arrays.x.dtype == np.float32 and not np.isfinite(arrays.x).all():
-        bad = int(np.flatnonzero(~np.isfinite(arrays.x.reshape(n, -1)).all(1))[0])
-        raise DataError(f"{at}: x has values that are not finite (first in row {bad})")
     if arrays.test.all():
         raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
+    train = arrays.y[~arrays.test]
+    if (train == train[0]).all():
+        what = f"all {len(train)} training rows are of one class, '{arrays.labels[train[0]]}'"
+        raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
     channels = arrays.x.shape[1] if arrays.x.ndim == 4 else 1
     for name, values in (("mean", arrays.mean), ("std", arrays.std)):
         if len(values) not in (1, channels):
@@ -61,3 +57,17 @@ def checked(arrays: Arrays) -> Arrays:
     if arrays.client is not None and arrays.client.min() < 0:
         raise DataError(f"{at}: client ids must not be negative (got {arrays.client.min()})")
     return arrays
+
+
+def _check_examples(x: NDArray[Any], at: str) -> None:
+    if len(x) == 0:
+        raise DataError(f"{at}: has no rows")
+    if x.ndim < 2:
+        raise DataError(f"{at}: x must have at least two dimensions [rows, features] (got shape {x.shape})")
+    if x.size == 0:
+        raise DataError(f"{at}: its rows have no features (x has shape {x.shape})")
+    if x.dtype not in (np.uint8, np.float32):
+        raise DataError(f"{at}: x must be uint8 or float32 (got {x.dtype})")
+    if x.dtype == np.float32 and not np.isfinite(x).all():
+        bad = int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0])
+        raise DataError(f"{at}: x has values that are not finite (first in row {bad})")

@@ -19,124 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from fedloom.data.files import LAYOUTS, Layout, places_below, read_published
+from fedloom.data.files import Layout, missing_files, places_below, read_published
+from fedloom.data.published import PUBLISHED, Published, Remote, remember, unverified
 from fedloom.errors import DataError, StorageError, nearest
 
 Report: TypeAlias = Callable[[int, int], None]  # bytes that are here, bytes in all
 _BLOCK = 1 << 18
 # URLError, timeouts and resets are OSErrors; an address that makes no sense is a ValueError
 _NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)
-
-
-class Remote(NamedTuple):
-    """One file as its publisher offers it."""
-
-    file: str
-    size: int
-    sha256: str
-
-
-class Published(NamedTuple):
-    """A set, the places that offer it, and the folders in which people usually keep it."""
-
-    layout: Layout
-    bases: tuple[str, ...]  # tried in order
-    remotes: tuple[Remote, ...]
-    folders: tuple[str, ...] = ()
-
-    @property
-    def archived(self) -> bool:
-        """Whether the publisher packs the files into one archive."""
-        return self.remotes[0].file.endswith(".tar.gz")
-
-    @property
-    def folder_names(self) -> tuple[str, ...]:
-        return (".", self.layout.folder, self.layout.name, *self.folders)
-
-
-PUBLISHED: dict[str, Published] = {
-    "mnist": Published(
-        LAYOUTS["mnist"],
-        ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
-        (
-            Remote(
-                "train-images-idx3-ubyte.gz",
-                9_912_422,
-                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            ),
-            Remote(
-                "train-labels-idx1-ubyte.gz",
-                28_881,
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            ),
-            Remote(
-                "t10k-images-idx3-ubyte.gz",
-                1_648_877,
-                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            ),
-            Remote(
-                "t10k-labels-idx1-ubyte.gz",
-                4_542,
-                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-            ),
-        ),
-        ("raw", "MNIST/raw", "MNIST"),
-    ),
-    "fashion_mnist": Published(
-        LAYOUTS["fashion_mnist"],
-        (
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion",
-        ),
-        (
-            Remote(
-                "train-images-idx3-ubyte.gz",
-                26_421_880,
-                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            ),
-            Remote(
-                "train-labels-idx1-ubyte.gz",
-                29_515,
-                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            ),
-            Remote(
-                "t10k-images-idx3-ubyte.gz",
-                4_422_102,
-                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            ),
-            Remote(
-                "t10k-labels-idx1-ubyte.gz",
-                5_148,
-                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-            ),
-        ),
-        ("raw", "FashionMNIST/raw", "FashionMNIST", "data/fashion"),
-    ),
-    "cifar10": Published(
-        LAYOUTS["cifar10"],
-        ("https://www.cs.toronto.edu/~kriz",),
-        (
-            Remote(
-                "cifar-10-binary.tar.gz",
-                170_052_171,
-                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-            ),
-        ),
-    ),
-    "cifar100": Published(
-        LAYOUTS["cifar100"],
-        ("https://www.cs.toronto.edu/~kriz",),
-        (
-            Remote(
-                "cifar-100-binary.tar.gz",
-                168_513_733,
-                "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
-            ),
-        ),
-    ),
-}
 
 
 def get(
@@ -148,14 +40,14 @@ def get(
     published: Mapping[str, Published] = PUBLISHED,
     timeout: float = 30.0,
 ) -> Path:
-    """Downloads a published set below ``root``, unless it is there already, and returns its folder.
+    """Downloads a published set below ``root``, unless it is there with the right checksums, and returns its folder.
 
     ``base_url`` replaces the publisher's addresses: files are taken from ``base_url/FILE``. What an interrupted
     download left in FILE.part is continued.
     """
     chosen = _known(name, published)
     layout, folder = chosen.layout, root / chosen.layout.folder
-    if _is_whole(layout, root):
+    if _is_whole(chosen, root):
         return folder
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +67,9 @@ def get(
                     part.replace(final)
         before += remote.size
         _tell(report, before, total, 0)
-    read_published(layout, places_below(layout, root))
+    places = places_below(layout, root)
+    read_published(layout, places)
+    remember(places)
     return folder
 
 
@@ -205,6 +99,7 @@ def import_files(name: str, directory: Path, root: Path, *, published: Mapping[s
         _install(_unpacked(archive, layout, folder))
     else:
         _install(_copied(found, folder))
+    remember(places_below(layout, root))
     return folder
 
 
@@ -220,12 +115,11 @@ def _known(name: str, published: Mapping[str, Published]) -> Published:
     return published[key]
 
 
-def _is_whole(layout: Layout, root: Path) -> bool:
-    try:
-        read_published(layout, places_below(layout, root))
-    except DataError:
+def _is_whole(chosen: Published, root: Path) -> bool:
+    """Whether all files are there and have the publisher's checksums, or those that they had when they were taken."""
+    if missing_files(chosen.layout, root):
         return False
-    return True
+    return not unverified(chosen, places_below(chosen.layout, root), anew=True)
 
 
 # --------------------------------------------------------------------------------------------- downloading

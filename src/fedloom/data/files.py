@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -44,6 +45,30 @@ def default_root() -> Path:
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "fedloom" / "data"
+
+
+def place_of(path: str) -> Path:
+    """Where a path of the user's leads, ``~`` written out."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: leads nowhere: {error} (write the path in full)") from error
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder is there that can be looked into."""
+    try:
+        return Path(path).is_dir()
+    except OSError:  # such as a name that is too long for any file
+        return False
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there that can be looked at."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
 
 
 # ------------------------------------------------------------------------------------------- published sets
@@ -241,12 +266,13 @@ NPZ_KEYS = ("x", "y", "client", "test")
 NPZ_SPLIT_KEYS = tuple(f"{key}_{split}" for key in ("x", "y", "client") for split in ("train", "test"))
 
 
-def read_npz(path: Path) -> Rows:
+def read_npz(path: Path, limit: float = math.inf) -> Rows:
     """The rows of an npz file: x, y, client, test; or x_train, y_train, x_test, y_test, client_train, client_test.
 
-    ``client`` and ``test`` are optional, and so is ``labels``, the names of the classes 0, 1, 2, ...
+    ``client`` and ``test`` are optional, and so is ``labels``, the names of the classes 0, 1, 2, ... An archive of more
+    than ``limit`` bytes, once unpacked, is not.
     """
-    found = _npz_arrays(path)
+    found = _npz_arrays(path, limit)
     for key in found:
         if key not in (*NPZ_KEYS, *NPZ_SPLIT_KEYS, "labels"):
             raise DataError(f"{path}: unknown array '{key}' ({nearest(key, (*NPZ_KEYS, *NPZ_SPLIT_KEYS, 'labels'))})")
@@ -258,23 +284,36 @@ def read_npz(path: Path) -> Rows:
     for key in ("x", "y"):
         if key not in found:
             raise DataError(f"{path}: has no array '{key}' (it holds {', '.join(found) or 'nothing'})")
-    labels = tuple(str(name) for name in found["labels"].tolist()) if "labels" in found else None
+    labels = tuple(str(name) for name in np.atleast_1d(found["labels"]).tolist()) if "labels" in found else None
     return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path))
 
 
-def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
+def _npz_arrays(path: Path, limit: float) -> dict[str, NDArray[Any]]:
     if not zipfile.is_zipfile(existing(path)):
         raise DataError(f"{path}: is not a whole npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
-    with _readable(path), np.load(path, allow_pickle=False) as archive:
-        arrays = {}
-        for key in archive.files:
-            try:
-                arrays[key] = archive[key]
-            except ValueError as error:
-                raise DataError(
-                    f"{path}: array '{key}' cannot be read: {error} (save plain numbers or strings, not objects)"
-                ) from error
-        return arrays
+    with _readable(path), zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        within(limit, sum(member.file_size for member in members), str(path))
+        return {member.filename.removesuffix(".npy"): _npy(archive, member, str(path)) for member in members}
+
+
+def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, at: str) -> NDArray[Any]:
+    """One array of an archive, if it is as long as its header says: no memory is taken for what is not there."""
+    try:
+        with archive.open(member) as file:
+            version = npy.read_magic(file)
+            shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
+            promised, there = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if promised != there and not dtype.hasobject:
+            raise ValueError(f"its header promises {promised} bytes, and it has {there}")
+        with archive.open(member) as file:
+            found: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+            return found
+    except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError, EOFError) as error:
+        raise DataError(
+            f"{at}: array '{member.filename.removesuffix('.npy')}' cannot be read: {error} "
+            "(save plain numbers or strings, not objects)"
+        ) from error
 
 
 def _joined(found: Mapping[str, NDArray[Any]], path: Path) -> dict[str, NDArray[Any]]:
@@ -310,6 +349,8 @@ def rows_of_arrays(
 ) -> Rows:
     """Arrays as a user holds them, as rows; a DataError, placed by ``at``, for what cannot be that."""
     where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
+    if x.ndim == 0:
+        raise DataError(f"{at}: x must have at least two dimensions [rows, features] (got the single value {x})")
     examples = as_examples(x, at)
     for name, column in (("y", y), ("client", client), ("test", test)):
         if column is not None and column.shape not in ((len(x),), (len(x), 1)):
@@ -320,11 +361,12 @@ def rows_of_arrays(
     if labels is None:
         codes, names = coded(y.reshape(-1), "label", where)
     else:
-        codes, names = _whole_numbers(y.reshape(-1), "label", where), tuple(labels)
-        outside = (codes < 0) | (codes >= len(names))
+        column, names = _whole_numbers(y.reshape(-1), "label", where), tuple(labels)
+        outside = (column < 0) | (column >= len(names))
         if outside.any():
             row = int(np.argmax(outside))
-            raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {codes[row]})")
+            raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {column[row]})")
+        codes = column.astype(np.int64)
     holders = None if client is None else coded(client.reshape(-1), "client", where)[0]
     return Rows(examples, codes, names, None if test is None else _flags(test.reshape(-1), where), holders)
 
@@ -350,7 +392,7 @@ def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
 def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[str, ...]]:
     """The rank of each value among the sorted distinct ones (numbers by size, words by spelling), and their names."""
     if column.dtype.kind in "US":
-        words = column if column.dtype.kind == "U" else np.char.decode(column, "utf-8", "replace")
+        words = column if column.dtype.kind == "U" else _decoded(column, what, where)
         distinct, codes = np.unique(words, return_inverse=True)
         if "" in distinct:
             raise DataError(f"{where(int(np.argmax(words == '')))}: the {what} is empty")
@@ -366,7 +408,32 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
         ranks = np.array([rank[number] for number in numbers if isinstance(number, int)], np.int64)
         return ranks[codes.reshape(-1)], tuple(str(value) for value in values)
     distinct, codes = np.unique(_whole_numbers(column, what, where), return_inverse=True)
-    return codes.reshape(-1).astype(np.int64), tuple(str(value) for value in distinct.tolist())
+    return codes.reshape(-1).astype(np.int64), tuple(str(int(value)) for value in distinct.tolist())
+
+
+def words_of(values: Sequence[Any], what: str, where: Place) -> NDArray[Any]:
+    """A column as an array; words with zero bytes at their end, which NumPy would cut off, are refused."""
+    for row, word in enumerate(values):
+        if isinstance(word, str | bytes) and word[-1:] in ("\0", b"\0"):
+            raise DataError(f"{where(row)}: the {what} ends in a zero byte (got {word!r}); take it off")
+    return np.array(values)
+
+
+def _decoded(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
+    """Bytes as the text that they are in UTF-8: others would have to be guessed, and might become the same."""
+    try:
+        return np.char.decode(column, "utf-8")
+    except UnicodeDecodeError:
+        row, word = next((row, word) for row, word in enumerate(column.tolist()) if not _is_text(word))
+        raise DataError(f"{where(row)}: the {what} is not UTF-8 text (got {word!r}); store words as text") from None
+
+
+def _is_text(word: bytes) -> bool:
+    try:
+        word.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _number(word: str) -> int | float | None:
@@ -382,7 +449,8 @@ def _number(word: str) -> int | float | None:
     return int(number) if math.isfinite(number) and number.is_integer() else number
 
 
-def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> Ints:
+def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
+    """The column, if it holds whole numbers only, of whatever type and size."""
     if column.dtype.kind == "f":
         bad = ~np.isfinite(column) | (column != np.floor(column))
         if bad.any():
@@ -390,7 +458,7 @@ def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> Ints:
             raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got {column[row]})")
     elif column.dtype.kind not in "bui":
         raise DataError(f"{where(0)}: the {what} must be a whole number or a word (got {column.dtype})")
-    return column.astype(np.int64)
+    return column
 
 
 def _flags(test: NDArray[Any], where: Place) -> NDArray[np.bool_]:
@@ -430,7 +498,7 @@ class Columns(NamedTuple):
         return rest
 
 
-def read_csv(path: Path, columns: Columns) -> Rows:
+def read_csv(path: Path, columns: Columns, limit: float = math.inf) -> Rows:
     """The rows of a CSV file with a header line: numbers in every column that ``columns`` does not name."""
     cells: array[float] = array("d")
     named: dict[str, list[str]] = {name: [] for name in columns if name is not None}
@@ -456,12 +524,14 @@ def read_csv(path: Path, columns: Columns) -> Rows:
         for name, spot in spots.items():
             named[name].append(row[spot].strip())
         lines.append(line)
+        within(limit, 8 * len(cells), str(path))
     if not lines:
         raise DataError(f"{path}: has a header but no rows")
     with np.errstate(over="ignore"):
         x = np.frombuffer(cells, np.float64).reshape(-1, len(features)).astype(np.float32)
     where: Place = lambda row: f"{path}, line {lines[row]}"  # noqa: E731
-    return _table_rows(x, features, {name: np.array(words) for name, words in named.items()}, columns, where)
+    words = {name: words_of(column, f"word in column '{name}'", where) for name, column in named.items()}
+    return _table_rows(x, features, words, columns, where)
 
 
 def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -474,7 +544,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
             raise DataError(f"{path}, line {reader.line_num}: is not well-formed CSV: {error}") from error
 
 
-def read_parquet(path: Path, columns: Columns) -> Rows:
+def read_parquet(path: Path, columns: Columns, limit: float = math.inf) -> Rows:
     """The rows of a Parquet file: numbers in every column that ``columns`` does not name."""
     try:
         import pyarrow as pa
@@ -482,8 +552,18 @@ def read_parquet(path: Path, columns: Columns) -> Rows:
     except ImportError as error:
         raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
     try:
-        table = pq.ParquetFile(existing(path)).read()
-    except (pa.ArrowException, OSError) as error:
+        with pq.ParquetFile(existing(path)) as file:
+            told = file.metadata  # a few bytes can stand for very many rows of one value
+            groups = [told.row_group(k).total_byte_size for k in range(told.num_row_groups)]
+            within(limit, max(sum(groups), told.num_rows * told.num_columns), str(path))
+            batches, size = [], 0
+            for batch in file.iter_batches():
+                size += batch.nbytes
+                within(limit, size, str(path))
+                batches.append(batch)
+            table = pa.Table.from_batches(batches, file.schema_arrow)
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
     # pandas stores its row index as such a column; the rows' numbers are no feature
     names = [name for name in table.column_names if not name.startswith("__index_level_")]
@@ -501,8 +581,14 @@ def read_parquet(path: Path, columns: Columns) -> Rows:
             raise DataError(f"{path}, column '{name}': must hold numbers (got {kind}); encode or drop it")
         with np.errstate(over="ignore"):
             x[:, index] = table[name].to_numpy()
-    named = {name: np.array(table[name].to_pylist()) for name in columns if name is not None}
-    return _table_rows(x, features, named, columns, lambda row: f"{path}, row {row}")
+    where: Place = lambda row: f"{path}, row {row}"  # noqa: E731
+    named = {}
+    for name in (name for name in columns if name is not None):
+        if pa.types.is_nested(table[name].type):
+            raise DataError(f"{path}, column '{name}': must hold one value in each row (got {table[name].type})")
+        with _readable(path):
+            named[name] = words_of(table[name].to_pylist(), f"word in column '{name}'", where)
+    return _table_rows(x, features, named, columns, where)
 
 
 def _table_rows(
@@ -534,13 +620,14 @@ def _table_rows(
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
-def read_images(folder: Path, size: int | None, channels: int) -> Rows:
+def read_images(folder: Path, size: int | None, channels: int, limit: float = math.inf) -> Rows:
     """The images below ``folder``: [train|test/][client/]class/image, the depth telling whether there are clients."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise DataError(f"{folder}: no such folder of images (looked for {folder.absolute()})")
-    splits = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
-    divided = "train" in splits and splits <= {"train", "test"}
-    listed = _image_paths(folder)
+    with _readable(folder):
+        splits = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+        divided = "train" in splits and splits <= {"train", "test"}
+        listed = _image_paths(folder)
     inner = [parts[1:] if divided else parts for parts in listed]
     form = ("train|test/" if divided else "") + "[client/]class/image"
     for parts, rest in zip(listed, inner, strict=True):
@@ -551,7 +638,7 @@ def read_images(folder: Path, size: int | None, channels: int) -> Rows:
                 f"{folder.joinpath(*parts)} and {folder.joinpath(*listed[0])}: lie at different depths; every image "
                 f"must be at {form} below {folder}, with client folders everywhere or nowhere"
             )
-    pixels = _stacked([folder.joinpath(*parts) for parts in listed], size, channels)
+    pixels = _stacked([folder.joinpath(*parts) for parts in listed], size, channels, limit, str(folder))
     where: Place = lambda row: str(folder.joinpath(*listed[row]))  # noqa: E731
     y, labels = coded(np.array([rest[-2] for rest in inner]), "class folder", where)
     client = coded(np.array([rest[0] for rest in inner]), "client folder", where)[0] if len(inner[0]) == 3 else None
@@ -561,7 +648,7 @@ def read_images(folder: Path, size: int | None, channels: int) -> Rows:
 
 def _image_paths(folder: Path) -> list[tuple[str, ...]]:
     """The place of every image below the folder, in order of name; a stranger beside images is refused."""
-    files = sorted(path.relative_to(folder).parts for path in folder.rglob("*") if path.is_file())
+    files = sorted(_files_below(folder))
     files = [parts for parts in files if not any(part.startswith(".") for part in parts) and parts[-1] != "Thumbs.db"]
     images = [parts for parts in files if parts[-1].lower().endswith(SUFFIXES)]
     if not images:
@@ -573,8 +660,27 @@ def _image_paths(folder: Path) -> list[tuple[str, ...]]:
     return images
 
 
-def _stacked(paths: Sequence[Path], size: int | None, channels: int) -> Bytes:
+_DEEPEST = 5  # one more than [train|test/][client/]class/image: what lies deeper is not looked for
+
+
+def _files_below(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The place of every file below a folder; one that cannot be looked into is an OSError about it."""
+
+    def refused(error: OSError) -> None:
+        raise OSError(error.errno, f"{error.filename}: {error.strerror}")
+
+    for home, folders, names in os.walk(folder, onerror=refused):
+        above = Path(home).relative_to(folder).parts
+        yield from ((*above, name) for name in names if is_file(Path(home, name)))
+        if len(above) >= _DEEPEST - 1:
+            folders.clear()
+
+
+def _stacked(paths: Sequence[Path], size: int | None, channels: int, limit: float, at: str) -> Bytes:
+    if size is not None:
+        within(limit, len(paths) * channels * size * size, at)
     first = _pixels(paths[0], size, channels)
+    within(limit, len(paths) * first.size, at)
     stack = np.empty((len(paths), *first.shape), np.uint8)
     for index, path in enumerate(paths):
         pixels = _pixels(path, size, channels)
@@ -608,10 +714,19 @@ def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
 
 def existing(path: Path) -> Path:
     """The path, if a file lies there."""
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else f"no such file (looked for {path.absolute()})"
+    if not is_file(path):
+        what = "is a folder, not a file" if is_folder(path) else f"no such file (looked for {path.absolute()})"
         raise DataError(f"{path}: {what}")
     return path
+
+
+def within(limit: float, size: int, at: str) -> None:
+    """Refuse data that unpacks to more than ``limit`` bytes, before memory is taken for it."""
+    if size > limit:
+        raise DataError(
+            f"{at}: unpacks to {size / 1e9:,.1f} GB or more, and data.limit_gb = {limit / 1e9:g} "
+            f"(if that is right, set data.limit_gb={math.ceil(size / 1e9) + 1})"
+        )
 
 
 @contextmanager

@@ -22,6 +22,9 @@ from fedloom.data.files import (
     Columns,
     Layout,
     Rows,
+    is_file,
+    is_folder,
+    place_of,
     places_below,
     read_csv,
     read_digits,
@@ -30,7 +33,9 @@ from fedloom.data.files import (
     read_parquet,
     read_published,
     rows_of_arrays,
+    words_of,
 )
+from fedloom.data.published import refuse_changed
 from fedloom.errors import DataError
 from fedloom.schema import Kind
 
@@ -181,7 +186,14 @@ class PublishedSet(Source):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_published(self.layout, places_below(self.layout, root))
+        return self.checked_rows(root)
+
+    def checked_rows(self, root: Path, column: int = 0) -> Rows:
+        """All rows, once the files have turned out to be well-formed, and to be the publisher's."""
+        places = places_below(self.layout, root)
+        rows = read_published(self.layout, places, column=column)
+        refuse_changed(self.layout, places)
+        return rows
 
     @override
     def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
@@ -223,14 +235,14 @@ class Cifar100(PublishedSet):
 
     @override
     def read(self, root: Path) -> Rows:
-        places = places_below(self.layout, root)
-        return read_published(self.layout, places, column=("coarse", "fine").index(self.labels))
+        return self.checked_rows(root, column=("coarse", "fine").index(self.labels))
 
 
 class File(Undivided):
     """The user's own data, lying at ``path``."""
 
     path: Annotated[str, Field(min_length=1, description="the file or folder")]
+    limit_gb: Annotated[float, Field(gt=0, description="most gigabytes of data to unpack; more is refused")] = 16.0
 
     @property
     @override
@@ -239,7 +251,12 @@ class File(Undivided):
 
     @property
     def place(self) -> Path:
-        return Path(self.path).expanduser()
+        return place_of(self.path)
+
+    @property
+    def limit(self) -> float:
+        """The same in bytes."""
+        return 1e9 * self.limit_gb
 
 
 class Npz(File):
@@ -249,7 +266,7 @@ class Npz(File):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_npz(self.place)
+        return read_npz(self.place, self.limit)
 
 
 class Images(File):
@@ -262,7 +279,7 @@ class Images(File):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_images(self.place, self.size, self.channels)
+        return read_images(self.place, self.size, self.channels, self.limit)
 
 
 class Table(File):
@@ -297,7 +314,7 @@ class Csv(Table):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_csv(self.place, self.columns)
+        return read_csv(self.place, self.columns, self.limit)
 
 
 class Parquet(Table):
@@ -307,18 +324,18 @@ class Parquet(Table):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_parquet(self.place, self.columns)
+        return read_parquet(self.place, self.columns, self.limit)
 
 
 def source_for_path(path: str) -> tuple[str, dict[str, str]]:
     """The kind of source that reads ``path``, and its settings."""
-    place = Path(path).expanduser()
+    place = place_of(path)
     suffix = place.suffix.lower()
-    if place.is_dir():
+    if is_folder(place):
         return "images", {"path": path}
     if suffix in (".npz", ".csv", ".parquet"):
         return suffix[1:], {"path": path}
-    problem = "is not of a kind that is read" if place.exists() else f"no such file or folder ({place.absolute()})"
+    problem = "is not of a kind that is read" if is_file(place) else f"no such file or folder ({place.absolute()})"
     raise DataError(f"{path}: {problem} (.npz, .csv, .parquet, or a folder of images)")
 
 
@@ -344,6 +361,8 @@ def from_arrays(
     if not 0 <= test_fraction < 1:
         raise DataError(f"data '{name}': test_fraction must lie in [0, 1) (got {test_fraction})")
     holder, marked = (None if column is None else _numpy(column) for column in (client, test))
+    if isinstance(y, list | tuple):
+        y = words_of(y, "label", lambda row: f"data '{name}', row {row}")
     rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'")
     kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
     mean, std = pixel_scale(rows.x, kept)
@@ -380,8 +399,7 @@ def from_torch(
     own = getattr(dataset, "classes", None)
     if labels is None and isinstance(own, (list, tuple)) and not isinstance(classes[0], str):
         labels = [str(word) for word in own]
-    x, y = np.stack(examples), np.array(classes)
-    return from_arrays(x, y, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
+    return from_arrays(np.stack(examples), classes, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
 
 
 def _pairs(dataset: Dataset[Any]) -> Iterable[Any]:

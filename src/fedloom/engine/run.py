@@ -573,7 +573,8 @@ def specimen(exp: Experiment, state: RunState) -> Any:
         survey = alg.survey(
             plain_batch(exp.federation, exp.federation.train.rows[:1], one[None], state.buffers), down, mine
         )
-    work = Work(one, one, one, one, survey, one.long(), one)
+    first = torch.zeros((), dtype=torch.int64, device=exp.device)
+    work = Work(one, one, one, one, survey, first, one)
     return alg.finish(alg.start(down, mine), down, mine, work)[0]
 
 

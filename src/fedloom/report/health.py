@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from fedloom import __version__, api
-from fedloom.data.download import PUBLISHED
 from fedloom.data.files import default_root, missing_files
+from fedloom.data.published import PUBLISHED
 
 
 class Finding(NamedTuple):

@@ -123,6 +123,9 @@ def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> 
         for node, (x, y) in enumerate(at):
             axes.text(x, y, str(node), ha="center", va="center", color="white", fontsize=8, zorder=4)
     axes.margins(0.08)
+    if not np.ptp(at, axis=0).all():  # nodes in a line would leave the picture without a width
+        middle = at.mean(0)
+        axes.set(xlim=(middle[0] - 1.2, middle[0] + 1.2), ylim=(middle[1] - 1.2, middle[1] + 1.2))
     axes.set_aspect("equal")
     axes.set_axis_off()
     if title:
