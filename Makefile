@@ -33,6 +33,10 @@ test: lint types ## Lint, check types, and run every test
 quick: $(READY) ## Run the tests that take no more than a few seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
+N ?= 1000
+fuzz: $(READY) ## Try N new cases of each kind of generated input, as in make fuzz N=5000
+	FEDLOOM_FUZZ=$(N) $(BIN)/python -m pytest -n 0 tests/test_fuzz.py
+
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

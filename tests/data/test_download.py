@@ -6,6 +6,7 @@ import errno
 import gzip
 import hashlib
 import io
+import os
 import re
 import struct
 import tarfile
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from fedloom import disk
 from fedloom.data import download
 from fedloom.data.download import get, import_files
 from fedloom.data.files import (
@@ -31,7 +33,7 @@ from fedloom.data.files import (
     places_below,
     read_published,
 )
-from fedloom.data.published import CHECKSUMS, PUBLISHED, Published, Remote
+from fedloom.data.published import CHECKSUMS, PUBLISHED, Published, Remote, refuse_changed
 from fedloom.errors import DataError, StorageError
 
 RNG = np.random.default_rng(1)
@@ -479,3 +481,84 @@ def test_an_import_that_fills_the_disk_leaves_nothing(tmp_path: Path, monkeypatc
     with pytest.raises(StorageError, match="No space left"):
         import_files("mnist", have, root, published=offered(IDX, files))
     assert list((root / "mnist").iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------- checksums
+
+
+def with_another_pixel(path: Path) -> None:
+    """The file with one value changed: still well-formed, and not the publisher's."""
+    plain = path.suffix != ".gz"
+    body = bytearray(path.read_bytes() if plain else gzip.decompress(path.read_bytes()))
+    body[-1] ^= 1
+    path.write_bytes(bytes(body) if plain else gzip.compress(bytes(body), 1))
+
+
+def test_files_in_place_are_called_complete_only_by_their_checksums(tmp_path: Path, server: Server) -> None:
+    server.files = files = idx_files()
+    published = offered(IDX, files, server.url)
+    folder = get("mnist", tmp_path, published=published)
+    asked = len(server.asked)
+    get("mnist", tmp_path, published=published)
+    assert len(server.asked) == asked  # all of them are right
+    with_another_pixel(folder / "t10k-images-idx3-ubyte.gz")
+    get("mnist", tmp_path, published=published)
+    assert [path for path, _ in server.asked[asked:]] == ["/t10k-images-idx3-ubyte.gz"]
+    assert content_of(folder) == files
+
+
+def test_unpacked_files_that_nothing_is_known_of_are_fetched_again(tmp_path: Path, server: Server) -> None:
+    server.files = {"cifar-10-binary.tar.gz": tar(in_folder(cifar_files()))}
+    published = offered(CIFAR, server.files, server.url)
+    folder = get("cifar10", tmp_path, published=published)
+    right = content_of(folder)
+    with_another_pixel(folder / "test_batch.bin")
+    get("cifar10", tmp_path, published=published)
+    assert content_of(folder) == right
+    assert len(server.asked) == 2
+    (folder / CHECKSUMS).unlink()
+    get("cifar10", tmp_path, published=published)
+    assert len(server.asked) == 3
+
+
+def test_files_are_verified_when_they_are_used(tmp_path: Path) -> None:
+    files = idx_files()
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    places, published = places_below(IDX, tmp_path), offered(IDX, files)
+    refuse_changed(IDX, places, published)
+    with_another_pixel(folder / "t10k-images-idx3-ubyte.gz")
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz: is not the publisher's file"):
+        refuse_changed(IDX, places, published)
+    import_files("mnist", folder, tmp_path, published=published)  # taken as it is
+    refuse_changed(IDX, places, published)
+    (folder / CHECKSUMS).write_text("[]")  # nothing that could be believed
+    with pytest.raises(DataError, match="is not the publisher's file"):
+        refuse_changed(IDX, places, published)
+
+
+def test_a_file_is_hashed_once_for_as_long_as_it_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, body in cifar_files().items():
+        (source / name).write_bytes(body)
+    folder, published = import_files("cifar10", source, tmp_path, published=offered(CIFAR, {"a.tar.gz": b""})), {}
+    hashed: list[Path] = []
+    real = disk.digest
+    monkeypatch.setattr(disk, "digest", lambda path: hashed.append(path) or real(path))
+    places = places_below(CIFAR, tmp_path)
+    refuse_changed(CIFAR, places, published)
+    assert hashed == []
+    os.utime(folder / "test_batch.bin", ns=(1, 1))
+    refuse_changed(CIFAR, places, published)
+    assert hashed[0] == folder / "test_batch.bin"
+    hashed.clear()
+    refuse_changed(CIFAR, places, published)
+    assert hashed == []
+    with_another_pixel(folder / "test_batch.bin")
+    with pytest.raises(DataError, match="nor as it was when it was checked"):
+        refuse_changed(CIFAR, places, published)

@@ -1,0 +1,230 @@
+"""Input that used to end in a traceback, or in a run that meant nothing: one message, an exit code, nothing written."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedloom.data.files import Columns, read_csv, read_npz, read_parquet
+from fedloom.data.sources import from_arrays
+from fedloom.errors import DataError
+from terminal import Quick, files
+
+ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+LONG = "x" * 300
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Quick]:
+    server = Quick()
+    yield server
+    server.close()
+
+
+# -- the command line ------------------------------------------------------------------------------
+REFUSED = {
+    "a rate beyond float32": (["local.lr=1e39"], "local.lr: is beyond what can be computed with"),
+    "a norm beyond float32": (["local.clip=1e39"], "local.clip: is beyond what can be computed with"),
+    "a server's rate": (
+        ["algorithm.kind=fedalr", "algorithm.server_lr=1e300", 'evaluate.diagnostics=["hessian"]'],
+        "algorithm.server_lr: is beyond",
+    ),
+    "a long folder": (["--out", LONG], "a name in this path is too long (choose a shorter one)"),
+    "a long name": ([f"name={LONG}"], "name: String should have at most 200 characters"),
+    "a long source": ([f"data={LONG}"], "data.source: there is no data source"),
+    "a long path": ([f"data={LONG}.npz"], "no such file"),
+    "nobody's home": (["data=~nosuchuser/x.npz"], "leads nowhere"),
+    "many brackets": (["seed=" + 3000 * "["], "seed: should be a valid integer"),
+    "many digits": (["seed=" + 5000 * "9"], "seed: should be a valid integer"),
+    "many digits in base 16": (["seed=0x" + 5000 * "f"], "seed: should be a valid integer"),
+    "a file of brackets": (["deep.toml"], "deep.toml: not readable as TOML"),
+    "a file of digits": (["digits.toml"], "digits.toml: not readable as TOML"),
+    "a file of digits in base 16": (["hex.toml"], "hex.toml: not readable as TOML: a whole number has 64 bits at most"),
+}
+
+
+@pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=list(REFUSED))
+def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: list[str], told: str) -> None:
+    (tmp_path / "deep.toml").write_text("a = " + 3000 * "[" + 3000 * "]")
+    (tmp_path / "digits.toml").write_text("seed = " + 5000 * "9")
+    (tmp_path / "hex.toml").write_text("seed = 0x" + 5000 * "f")
+    before = files(tmp_path)
+    done = quick("run", "rounds=1", "model.kind=logistic", *words, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert told in done.err
+    assert len(done.err) < 2000
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("words", [["compare.seeds=" + 19 * "9"], ["--seeds", 19 * "9"], ["compare.seeds=1000000000"]])
+def test_more_seeds_than_anybody_waits_for_are_refused(quick: Quick, tmp_path: Path, words: list[str]) -> None:
+    done = quick("compare", "fedavg", *words, cwd=tmp_path)
+    assert done.code == 2, done.err
+    assert "compare.seeds: " in done.err
+    assert files(tmp_path) == set()
+
+
+def test_a_file_in_the_way_of_all_runs_is_told(quick: Quick, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a folder")
+    done = quick("run", "rounds=1", "model.kind=logistic", cwd=tmp_path)
+    assert (done.code, "writing below runs/" in done.err) == (4, True), done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm=law_afl", "model=logistic", "partition.clients=1"],
+        ["algorithm=dfedavg", "topology=exp", "partition.clients=2", "model=logistic"],
+        ["algorithm=fedalr", "algorithm.server_lr=1e30", 'evaluate.diagnostics=["hessian"]', "model=logistic"],
+    ],
+)
+def test_small_and_extreme_worlds_end_as_documented(quick: Quick, tmp_path: Path, words: list[str]) -> None:
+    done = quick("run", "rounds=1", *words, cwd=tmp_path)
+    assert done.code in (0, 3), done.err
+    assert done.code == 0 or done.err.startswith("error: round 1: ")
+
+
+def test_a_folder_that_holds_everything_is_not_searched_to_its_depths(quick: Quick, tmp_path: Path) -> None:
+    deep = tmp_path.joinpath("data", *"abcdefgh")
+    deep.mkdir(parents=True)
+    (deep / "image.png").write_bytes(b"")
+    done = quick("run", "rounds=1", f"data={tmp_path / 'data'}", cwd=tmp_path)
+    assert (done.code, "holds no images" in done.err) == (2, True), done.err
+
+
+# -- data files ------------------------------------------------------------------------------------
+def saved(path: Path, **arrays: Any) -> Path:
+    np.savez_compressed(path, **arrays)
+    return path
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def told(quick: Quick, path: Path, *words: str) -> str:
+    """What is said of a data file that cannot be used."""
+    before = files(path.parent)
+    done = quick("run", "rounds=1", f"data={path.name}", "partition.clients=2", *words, cwd=path.parent)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert files(path.parent) == before
+    return done.err
+
+
+def test_files_without_rows_features_or_classes_are_refused(quick: Quick, tmp_path: Path) -> None:
+    at, y = tmp_path / "d.npz", np.arange(60) % 2
+    assert "x must have at least two dimensions" in told(quick, saved(at, x=np.float32(1), y=y))
+    assert "x must hold numbers (got |V5)" in told(quick, saved(at, x=np.zeros((60, 3), "V5"), y=y))
+    assert "its rows have no features (x has shape (60, 0))" in told(quick, saved(at, x=ROWS[:, :0], y=y))
+    assert "are of one class, '7', so there is nothing to learn" in told(quick, saved(at, x=ROWS, y=0 * y + 7))
+    with zipfile.ZipFile(at, "w") as archive:
+        archive.writestr("x", b"no array")
+        archive.writestr("y", b"no array either")
+    assert "array 'x' cannot be read" in told(quick, at)
+
+
+def test_lists_are_no_labels(quick: Quick, tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", a=[1.0, 2.0, 3.0], label=[[1], [1, 2], []])
+    assert "column 'label': must hold one value in each row (got list<" in told(quick, path)
+
+
+def test_labels_that_differ_stay_apart(tmp_path: Path) -> None:
+    large = read_npz(saved(tmp_path / "f.npz", x=ROWS, y=np.array([1e19, 2e19] * 30)))
+    assert large.labels == ("10000000000000000000", "20000000000000000000")
+    assert large.y.tolist() == [0, 1] * 30
+    unsigned = read_npz(saved(tmp_path / "u.npz", x=ROWS, y=np.array([2**63, 2**64 - 1] * 30, np.uint64)))
+    assert unsigned.labels == (str(2**63), str(2**64 - 1))
+    with pytest.raises(DataError, match=r"row 0: the label is not UTF-8 text \(got b'\\xff'\)"):
+        read_npz(saved(tmp_path / "b.npz", x=ROWS, y=np.array([b"\xff", b"\xfe"] * 30)))
+    columns, zero = Columns("label"), r"row 1: the word in column 'label' ends in a zero byte"
+    with pytest.raises(DataError, match=zero):
+        read_parquet(parquet(tmp_path / "z.parquet", a=[1.0, 2.0], label=["a", "a\0"]), columns)
+    with pytest.raises(DataError, match="not UTF-8 text"):
+        read_parquet(parquet(tmp_path / "b.parquet", a=[1.0, 2.0], label=[b"\xff", b"\xfe"]), columns)
+    (tmp_path / "z.csv").write_bytes(b"a,label\n1,a\n2,a\0\n")
+    with pytest.raises(DataError, match="line 3: the word in column 'label' ends in a zero byte"):
+        read_csv(tmp_path / "z.csv", columns)
+    with pytest.raises(DataError, match="row 1: the label ends in a zero byte"):
+        from_arrays(ROWS[:2], ["a", "a\0"])
+
+
+def test_a_label_beyond_the_named_classes_is_told_as_it_is(tmp_path: Path) -> None:
+    y = np.array([0, 1] * 29 + [0, 2**64 - 1], np.uint64)
+    with pytest.raises(DataError, match=f"row 59: the label must lie in 0..1 \\(got {2**64 - 1}\\)"):
+        read_npz(saved(tmp_path / "d.npz", x=ROWS, y=y, labels=np.array(["a", "b"])))
+
+
+# -- limits ----------------------------------------------------------------------------------------
+def test_what_unpacks_to_more_than_the_limit_is_refused(quick: Quick, tmp_path: Path) -> None:
+    many = np.zeros((60, 20_000), np.float32)
+    many[:, 0] = np.arange(60)
+    bomb = saved(tmp_path / "d.npz", x=many, y=np.arange(60) % 2)
+    assert bomb.stat().st_size < 50_000
+    message = told(quick, bomb, "data.limit_gb=0.001")
+    assert "d.npz: unpacks to 0.0 GB or more, and data.limit_gb = 0.001" in message
+    words = ("rounds=1", "data=d.npz", "model.kind=logistic", "partition.clients=2", "data.limit_gb=0.01")
+    assert quick("run", *words, cwd=tmp_path).code == 0
+    columns = Columns("label")
+    flat = parquet(tmp_path / "d.parquet", a=np.zeros(100_000), label=np.arange(100_000) % 2)
+    assert flat.stat().st_size < 300_000
+    with pytest.raises(DataError, match=r"unpacks to .* \(if that is right, set data.limit_gb="):
+        read_parquet(flat, columns, limit=500_000)
+    assert len(read_parquet(flat, columns, limit=5_000_000).y) == 100_000
+    (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{i % 2}\n" for i in range(100)))
+    with pytest.raises(DataError, match="unpacks to"):
+        read_csv(tmp_path / "d.csv", columns, limit=400)
+
+
+def test_no_memory_is_taken_for_an_array_that_only_its_header_promises(tmp_path: Path) -> None:
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 64)})
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
+        archive.writestr("x.npy", head.getvalue() + bytes(64))
+    with pytest.raises(DataError, match=r"its header promises 281474976710656 bytes, and it has 64"):
+        read_npz(tmp_path / "d.npz")
+
+
+# -- run folders -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def finished(quick: Quick, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("finished")
+    words = ("rounds=1", "model.kind=logistic", "partition.clients=3", "evaluate.work=true")
+    assert quick("run", *words, "--out", "run", cwd=place).code == 0
+    (place / "run" / "manifest.json").unlink()  # as in runs of earlier versions, whose files nothing vouches for
+    return place / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("environment.json", "[]", 0),
+        ("environment.json", "5", 0),
+        ("environment.json", 3000 * "[", 0),
+        ("partition.json", json.dumps({"data_sha256": 5, "sha256": 5}), 2),
+        ("partition.json", 100_000 * "[", 2),
+        ("timings.jsonl", "5\n", 0),
+        ("timings.jsonl", '{"round": 1, "train": "long"}\n', 0),
+        ("work.jsonl", "[]\n", 0),
+        ("config.toml", "a = " + 3000 * "[", 2),
+    ],
+)
+def test_files_of_a_run_that_hold_something_else(
+    quick: Quick, finished: Path, tmp_path: Path, name: str, text: str, code: int
+) -> None:
+    """What only tells is left aside; what decides numbers is refused by name."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    done = quick("resume", "run", "--rounds", "2", cwd=tmp_path)
+    assert done.code == code, done.err
+    assert code == 0 or done.err.startswith("error: ")
