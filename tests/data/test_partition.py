@@ -65,7 +65,7 @@ drawn = st.sampled_from(
         (Dirichlet, {"alpha": 0.1, "per": "client"}),
         (Dirichlet, {"alpha": 0.1, "per": "prior"}),
         (Dirichlet, {"alpha": 1e-300, "per": "prior"}),
-        (Dirichlet, {"alpha": 1e30, "per": "client"}),
+        (Dirichlet, {"alpha": 1e300, "per": "client"}),
         (Pathological, {}),
         (Pathological, {"balanced": True, "shuffle_within_class": False}),
         (Pathological, {"random": True, "per_client": 3}),
