@@ -336,6 +336,7 @@ _Observed: TypeAlias = bytes | None  # all that a user can see of a run; None wh
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
     """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
     values = list(variation.others(cls, name, around, _WORDS))
+    compared = False  # a class that cannot be run here is not judged
     for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
         for world, beside in _places(cls, name, around) if some else ():
             before = _tried(cls, {**around, **beside}, world, trials)
@@ -343,7 +344,8 @@ def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, tri
                 after = _tried(cls, {**around, **beside, name: value}, world, trials)
                 if after is not None and after != before:
                     return True
-    return not values
+                compared = compared or after is not None
+    return not compared
 
 
 def _places(cls: type[AnyAlgorithm], name: str, around: variation.Settings) -> Iterator[tuple[str, variation.Settings]]:

@@ -32,8 +32,8 @@ class Ridge(Algorithm[Solved, Nothing, Moments]):
 
     family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
 
-    features: int = 4
-    classes: int = 3
+    features: ClassVar[int] = 4
+    classes: ClassVar[int] = 3
     ridge: float = 1e-3
 
     def init(self, w: Tensor) -> Solved:
@@ -102,7 +102,7 @@ def test_the_solution_is_central_ridge(world) -> None:
 class RidgeOnLaws(Ridge):
     """The same, for the five features and the hidden layer of the laws' world: only the form matters there."""
 
-    features: int = 5
+    features: ClassVar[int] = 5
 
     def update(self, server: Solved, inbox: Inbox[Moments]) -> Solved:
         g, h = inbox.total

@@ -234,7 +234,8 @@ NEUTRAL = {"w_init": 1.0, "eta": 0.0, "window": 2}  # with a short start phase, 
 @pytest.mark.parametrize("layers", [1, 2, 3, 99, "all", "none"])
 def test_a1_with_w_at_1_and_no_step_it_is_fedavg_whatever_the_layers(world, layers, executor) -> None:
     more = {"local": LOCAL | {"momentum": 0.9}, "engine": {"executor": executor}}
-    ours = laid_out(world, algorithm=NEUTRAL | {"layers": layers}, **more)
+    neutral = {"layers": "none"} if layers == "none" else NEUTRAL | {"layers": layers}
+    ours = laid_out(world, algorithm=neutral, **more)
     assert torch.equal(ran(ours).w, ran(laid_out(world, kind="fedavg", **more)).w)
 
 
