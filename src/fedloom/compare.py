@@ -315,6 +315,7 @@ def metric_names(config: Config) -> set[str]:
         found |= {f"personal/{alg.served}/test": spread}
     if _may_have_own_rows(config) and evaluate.participants:
         found |= {"participants/pre_fit/test": spread, "participants/post_fit/test": spread}
+    found |= {} if alg.waits else {"staleness": ["mean", "max"]}
     names = {f"{place}/{name}" for place, ends in found.items() for name in ends}
     return names.union(*(RECORDED[name] for name in evaluate.diagnostics if alg.family != "gossip"))
 
