@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from typing import Any
@@ -116,7 +117,7 @@ def test_partial_work_is_what_a_shorter_client_does(world) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedalr", "moon"])
 def test_a_round_in_which_everybody_is_lost_changes_nothing(world, algorithm) -> None:
-    exp = world(algorithm=algorithm, system={"stragglers": 1.0, "policy": "drop"})
+    exp = dataclasses.replace(world(algorithm=algorithm), system=System(stragglers=1.0, policy="drop"))
     first = begin(exp)
     second, excluded = advance(exp, first, RamStore(3))
     assert second.round == 1

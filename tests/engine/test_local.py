@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from worlds import CPU, experiment, federation
 
-from fedloom import tree
+from fedloom import tree, usercode
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT
@@ -42,6 +42,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "conv": lambda: FedAvgCNN(padding="same").build(IMAGE, 4),
     "dropout": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)),
 }
+
+
+usercode.vouch("test_local:Normed")
 
 
 class Normed(nn.Module):
