@@ -43,7 +43,9 @@ FREE = {"latency": 0.0, "up": 1e12, "down": 1e12}  # a network that costs nothin
 
 def fedala(world, *args, kind="fedala", **table):
     """FedALA with a start phase of three passes, since its length is not the point here."""
-    return laid_out(world, *args, kind=kind, algorithm={"window": 2, **table.pop("algorithm", {})}, **table)
+    given = table.pop("algorithm", {})
+    short = {} if given.get("layers") == "none" else {"window": 2}  # a short start phase, where there is one
+    return laid_out(world, *args, kind=kind, algorithm={**short, **given}, **table)
 
 
 def waits(world, *args, **table):
