@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -289,8 +290,8 @@ def value_of(text: str) -> Any:
         return toml_of(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         pass
-    except ValueError:
-        return text  # beyond any use, as whoever has a use for it will say
+    except ValueError:  # a whole number beyond 64 bits, maybe in a list: whoever is given it says what is wrong
+        return int(text) if re.fullmatch(r"[+-]?\d{1,4000}", text) else text
     try:
         return float(text)  # .5 is a number to everybody but TOML
     except ValueError:

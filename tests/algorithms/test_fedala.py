@@ -304,7 +304,7 @@ def test_a3_with_w_at_0_on_the_last_layer_heads_are_private_and_bodies_common(wo
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a4_without_layers_it_is_fedavg(world, weighting) -> None:
-    ours = ran(laid_out(world, algorithm={"layers": "none", "w_init": 0.0, "weighting": weighting}))
+    ours = ran(laid_out(world, algorithm={"layers": "none", "weighting": weighting}))
     theirs = ran(laid_out(world, kind="fedavg", algorithm={"weighting": weighting}))
     assert torch.equal(ours.w, theirs.w)
     assert ours.kept.W == ()

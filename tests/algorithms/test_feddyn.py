@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -279,7 +280,7 @@ def test_alpha_by_samples_finds_what_is_best_for_all_examples(world) -> None:
 
 
 class BySamples(FedDyn):
-    alpha_by: str = "samples"
+    alpha_by: Literal["one", "samples"] = "samples"
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)

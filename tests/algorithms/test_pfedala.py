@@ -626,7 +626,7 @@ def test_settings_that_contradict_each_other_are_refused(wrong, match) -> None:
 
 
 def test_lists_may_be_written_in_a_file() -> None:
-    config = parse({"algorithm": {"kind": "pfedala", "centres": 2, "mix": [1, 3], "lost": [0]}})
+    config = parse({"algorithm": {"kind": "pfedala", "centres": 2, "topology": "sharded", "mix": [1, 3], "lost": [0]}})
     assert (config.algorithm.mix, config.algorithm.lost) == ((1.0, 3.0), (0,))
     assert parse(as_table(config)).algorithm == config.algorithm
 

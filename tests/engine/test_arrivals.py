@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom
+from fedloom import usercode
 from fedloom.algorithm import Work
 from fedloom.algorithms.async_sgd import AsyncSGD
 from fedloom.config import parse
@@ -53,6 +54,7 @@ def line(**table: Any) -> Experiment:
         "system": DEVICES,
         "algorithm": "async_sgd",
     }
+    usercode.vouch(full["model"])
     return prepare(parse(full | table), Path(), arrays).experiment
 
 
