@@ -30,11 +30,11 @@ SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 def one(clients: int, cohort: int, algorithm: str) -> dict[str, Any]:
     """Ten rounds of one size, in this process."""
-    from fedloom.config import parse
     from fedloom.data.arrays import Arrays
     from fedloom.engine.run import advance, begin
     from fedloom.engine.store import DiskStore
-    from fedloom.experiment import prepare
+    from fedloom.runs.config import parse
+    from fedloom.runs.experiment import prepare
 
     rng, n = np.random.default_rng(0), clients * EXAMPLES + 1000
     x = rng.standard_normal((n, 20), dtype=np.float32)

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.machine import interleaved, ratio, write
-from fedloom import tree
-from fedloom.config import Config, parse
+from fedloom.core import tree
 from fedloom.data.arrays import Arrays
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.exchange import Tally, add, inbox, sound
@@ -34,7 +33,8 @@ from fedloom.engine.local import train
 from fedloom.engine.plan import Address, Group, plans
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.experiment import prepare
+from fedloom.runs.config import Config, parse
+from fedloom.runs.experiment import prepare
 
 CLIENTS, EXAMPLES, TEST = 20, 500, 2000
 EVERY = 10  # rounds between evaluations, as usual in long runs

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from benchmarks.machine import interleaved, ratio, write
-from fedloom import tree
-from fedloom.config import parse
+from fedloom.core import tree
 from fedloom.data.arrays import Arrays
 from fedloom.engine.gossip import Mail, delivered, envelopes
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Random, Ring, Weights
-from fedloom.experiment import prepare
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 EXAMPLES, DEGREE, EPOCHS = 500, 10, 5
 

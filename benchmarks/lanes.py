@@ -34,15 +34,15 @@ import torch
 from torch import nn
 
 from benchmarks.machine import commit, interleaved, read, write
-from fedloom.config import parse
+from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
 from fedloom.engine import captured
 from fedloom.engine.local import arithmetic
 from fedloom.engine.run import Experiment, begin, rounds
 from fedloom.engine.store import RamStore
-from fedloom.experiment import prepare
 from fedloom.models.net import Model, Net
-from fedloom.task import KeyedDropout
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfedavg", "moon", "feddyn", "fedsam")
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedloom import record
+from fedloom.runs import record
 
 RESULTS = Path(__file__).parent / "results"
 

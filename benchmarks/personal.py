@@ -22,7 +22,7 @@ import tomli_w
 import torch
 
 from benchmarks.machine import RESULTS, write
-from fedloom import record
+from fedloom.runs import record
 
 METHODS = ("fedavg", "fedala", "pfedala")
 NAME = "personal/pre_fit/test/accuracy"

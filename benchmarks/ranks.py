@@ -27,14 +27,14 @@ from typing import IO, Any
 import numpy as np
 
 from benchmarks.machine import interleaved, ratio, write
-from fedloom import launch
-from fedloom.config import parse
 from fedloom.data.arrays import Arrays
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.ranks import joined
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.experiment import prepare
+from fedloom.runs import launch
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 CLIENTS, EXAMPLES, COHORT, TEST = 100, 500, 20, 10_000
 

@@ -16,15 +16,15 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedloom import config
-from fedloom.config import Basics, algorithms
+from fedloom.core.errors import ConfigError
+from fedloom.core.schema import explained, kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.topology import Topology
-from fedloom.errors import ConfigError
 from fedloom.models.net import Model, parameters
-from fedloom.report.catalogue import costs
-from fedloom.schema import explained, kinds
+from fedloom.runs import config
+from fedloom.runs.catalogue import costs
+from fedloom.runs.config import Basics, algorithms
 
 HERE = Path(__file__).parent
 MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
@@ -83,7 +83,7 @@ beside it, where no installed module has that name. Code that a file or folder n
 | `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
 | `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
 | `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
-| `local.optimizer` | a function of settings that returns a `fedloom.optim.Optimizer`: see below |
+| `local.optimizer` | a function of settings that returns a `fedloom.core.optim.Optimizer`: see below |
 | `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
 
 An `Optimizer(init, update)` is two functions: `init(x)` gives the memory before the first step, and `update(g, memory,

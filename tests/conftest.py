@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom import usercode
-from fedloom.config import parse
+from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
 from fedloom.engine.run import Experiment
-from fedloom.experiment import prepare
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 
 def blobs(sizes: tuple[int, ...] = (4, 12, 7), *, test: int = 20, features: int = 4, classes: int = 3) -> Arrays:

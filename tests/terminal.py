@@ -59,7 +59,7 @@ def started(*words: object, cwd: Path, env: Mapping[str, str] | None = None, **o
 
 _SERVER = """
 import json, os, signal, sys, time
-import fedloom.api, fedloom.cli, fedloom.report.catalogue, fedloom.report.curves
+import fedloom.runs.api, fedloom.cli.main, fedloom.runs.catalogue, fedloom.report.curves
 
 def crash_at(number, place):
     # Die like a power cut just before the process touches a file below `place` for the given time.
@@ -87,7 +87,7 @@ for line in sys.stdin:
         if job["crash_at"]:
             crash_at(job["crash_at"], job["place"])
         try:
-            fedloom.cli.main()
+            fedloom.cli.main.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         except BaseException:

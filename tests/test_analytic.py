@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from fedloom import analytic, rng, tree
-from fedloom.analytic import Statistics
+from fedloom.core import rng, tree
+from fedloom.maths import analytic
+from fedloom.maths.analytic import Statistics
 
 C = 5
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedloom.core.errors import DataError
 from fedloom.data.files import Columns, read_csv, read_npz, read_parquet
 from fedloom.data.sources import from_arrays
-from fedloom.errors import DataError
 from terminal import Quick, files
 
 ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)

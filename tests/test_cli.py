@@ -622,10 +622,10 @@ def test_the_doctor_trains_a_little(tmp_path: Path) -> None:
 def test_version_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     script = """
 import sys
-import fedloom.cli
+import fedloom.cli.main
 sys.argv = ["fedloom", "--version"]
 try:
-    fedloom.cli.main()
+    fedloom.cli.main.main()
 finally:
     assert "torch" not in sys.modules
 """
@@ -642,8 +642,8 @@ finally:
 
 @pytest.mark.parametrize("setting", ["rounds=true", 'rounds="5"', "rounds=5.0", "local.nesterov=yes", "local.lr=true"])
 def test_a_value_of_another_type_is_not_converted(setting: str) -> None:
-    from fedloom.api import load_config
-    from fedloom.errors import ConfigError
+    from fedloom.core.errors import ConfigError
+    from fedloom.runs.api import load_config
 
     with pytest.raises(ConfigError, match=setting.split("=", maxsplit=1)[0].replace(".", r"\.")):
         load_config(None, [setting])

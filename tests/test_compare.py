@@ -21,13 +21,14 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
-from fedloom import compare, record, usercode
-from fedloom.api import start
-from fedloom.config import parse
-from fedloom.errors import ConfigError
-from fedloom.report import catalogue
-from fedloom.report import compare as report
-from fedloom.report.compare import Question, Result
+from fedloom.compare import running as compare
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError
+from fedloom.report import comparison as report
+from fedloom.report.comparison import Question, Result
+from fedloom.runs import catalogue, record
+from fedloom.runs.api import start
+from fedloom.runs.config import parse
 from terminal import fedloom, files, started
 
 SMALL: dict[str, Any] = {
@@ -91,7 +92,7 @@ def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
 
 
 def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
-    from fedloom.experiment import prepare
+    from fedloom.runs.experiment import prepare
 
     cells = compare.plan(table(algorithms=THREE, seeds=[5])).cells
     drawn = [[prepare(c.config, Path()).experiment.present(r).drawn.ids.tolist() for r in range(3)] for c in cells]

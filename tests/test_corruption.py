@@ -15,13 +15,13 @@ from torch import Tensor
 import fedloom
 from conftest import blobs
 from fedloom.algorithm import Update
-from fedloom.analytic import Statistics, from_rows, to_rows
-from fedloom.config import parse
-from fedloom.corruption import Corruption, Rows, corrupted, mass, poisoned
+from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
+from fedloom.maths.analytic import Statistics, from_rows, to_rows
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
+from fedloom.trust.corruption import Corruption, Rows, corrupted, mass, poisoned
 
 SIZES = (40, 12, 7, 9)
 

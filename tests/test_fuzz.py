@@ -31,15 +31,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from fedloom import api, cli, config
+from fedloom.cli import main as cli
+from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
 from fedloom.engine.evaluate import Diagnostic
 from fedloom.engine.run import begin
 from fedloom.engine.topology import Topology
-from fedloom.history import History
 from fedloom.models.net import Model
-from fedloom.schema import kinds
+from fedloom.runs import api, config
+from fedloom.runs.history import History
 from terminal import Done, files
 
 BY_HAND = int(os.environ.get("FEDLOOM_FUZZ", "0"))

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom import analytic, law, tree
-from fedloom.law import Clients, Free, HeadFree, HeadSettings, Settings, Stack, Weighing
-from fedloom.optim import sgd
+from fedloom.core import tree
+from fedloom.core.optim import sgd
+from fedloom.maths import analytic, law
+from fedloom.maths.law import Clients, Free, HeadFree, HeadSettings, Settings, Stack, Weighing
 from test_analytic import C, digits, dirichlet, examples, of_clients, relative, vec, weighted_world
 
 KINDS = ["exp", "quad", "exp_cap", "fixed"]

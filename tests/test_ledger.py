@@ -16,12 +16,13 @@ from scipy import stats
 
 import fedloom
 from conftest import blobs
-from fedloom import noise, tree
+from fedloom.core import tree
+from fedloom.core.errors import CheckpointError, ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import CheckpointError, ConfigError
-from fedloom.noise import SIMULATED
-from fedloom.record import read_metrics
+from fedloom.runs.record import read_metrics
+from fedloom.trust import noise
+from fedloom.trust.noise import SIMULATED
 from terminal import Quick
 
 UNIFORM = {"kind": "fedavg", "weighting": "uniform"}

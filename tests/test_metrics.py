@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 from torch import Tensor
 
-from fedloom.metrics import (
+from fedloom.core.metrics import (
     Verdicts,
     auc,
     lower_is_better,
@@ -165,7 +165,7 @@ def test_many_rows_are_ranked_in_pieces(variant: Any, monkeypatch: pytest.Monkey
     logits, y = torch.randn(3000, 4).mul(8).round() / 8, torch.randint(0, 4, (3000,))
     whole = one(logits, y, variant)
     assert whole == pytest.approx(by_scikit_learn(logits, y, variant), abs=1e-6)
-    monkeypatch.setattr("fedloom.metrics._RANKED", 64)
+    monkeypatch.setattr("fedloom.core.metrics._RANKED", 64)
     assert one(logits, y, variant) == whole
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom import record
-from fedloom.config import parse
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts, faults
-from fedloom.experiment import prepare
+from fedloom.runs import record
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 from terminal import fedloom
 
 METHODS = {"dpsgd": 1, "dfedavg": 1, "dfedavgm": 1, "dfedsam": 2, "dfedgam": 3}  # gradients in a step

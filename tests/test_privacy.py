@@ -20,13 +20,13 @@ from torch import Tensor
 import fedloom
 from conftest import blobs
 from fedloom.algorithm import Update
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError, DivergedError
-from fedloom.experiment import prepare
-from fedloom.noise import seeded
-from fedloom.privacy import (
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
+from fedloom.trust.noise import seeded
+from fedloom.trust.privacy import (
     Privacy,
     Release,
     calibrated,

@@ -15,12 +15,12 @@ from scipy.stats import kstest
 
 import fedloom
 from conftest import blobs
-from fedloom import analytic
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
+from fedloom.maths import analytic
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 from terminal import fedloom as in_a_terminal
 
 SIZES = (20, 12, 7, 9, 30, 11)

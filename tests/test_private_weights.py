@@ -12,14 +12,14 @@ import torch
 from dp_accounting import GaussianDpEvent, rdp
 
 from conftest import blobs
-from fedloom import tree
 from fedloom.algorithms.law_afl import Sent
-from fedloom.config import parse
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin, groups_of, train_all
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
-from fedloom.privacy import protected
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
+from fedloom.trust.privacy import protected
 
 SIZES = (20, 12, 7, 9, 30, 11)
 EQUAL = (12,) * 6

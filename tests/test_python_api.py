@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 import fedloom
 from fedloom import FedAvg, History, Model, Update
 from fedloom.algorithms.fedopt import FedOpt
+from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.sources import Digits, from_arrays
-from fedloom.errors import CheckpointError, ConfigError, DataError
 from terminal import files
 
 SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}

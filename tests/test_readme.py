@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fedloom import cli, laws
-from fedloom.config import parse, read_toml
-from fedloom.report.catalogue import entries
+from fedloom.cli import main as cli
+from fedloom.engine import laws
+from fedloom.runs.catalogue import entries
+from fedloom.runs.config import parse, read_toml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

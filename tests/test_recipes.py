@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedloom import experiment
-from fedloom.api import start
-from fedloom.compare import equalised, plan
-from fedloom.config import Config, as_table, find_algorithm, parse
+from fedloom.compare.running import equalised, plan
+from fedloom.core.errors import FedloomError
+from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Layout, Rows
 from fedloom.data.sources import PublishedSet, from_arrays
-from fedloom.errors import FedloomError
-from fedloom.experiment import initial_task, prepare, share
 from fedloom.models.net import Model
 from fedloom.models.resnet import ResNet20, ResNet50
-from fedloom.task import Task
+from fedloom.runs import experiment
+from fedloom.runs.api import start
+from fedloom.runs.config import Config, as_table, find_algorithm, parse
+from fedloom.runs.experiment import initial_task, prepare, share
 
 ROOT = Path(__file__).parents[1] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom import api as fedloom_api
-from fedloom.experiment import prepare
+from fedloom.runs import api as fedloom_api
+from fedloom.runs.experiment import prepare
 from terminal import Quick, environment, fedloom, started
 
 BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")

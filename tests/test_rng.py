@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom import rng
+from fedloom.core import rng
 
 
 def test_the_same_address_gives_the_same_draws_whatever_was_drawn_before() -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from conftest import blobs
 from fedloom.algorithm import Inbox, Update
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
-from fedloom.robust import Aggregation, krum_scores, replaced, robust, trimmed
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
+from fedloom.trust.robust import Aggregation, krum_scores, replaced, robust, trimmed
 
 RULES = ("median", "trimmed_mean", "krum", "multi_krum")
 
@@ -112,7 +112,7 @@ def test_every_coordinate_stays_within_what_honest_clients_say(rows: list[list[f
 def test_the_cut_is_made_in_pieces_of_a_wide_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(7, 3, 11, generator=torch.Generator().manual_seed(0))
     whole = trimmed(x, 2)
-    monkeypatch.setattr("fedloom.robust._SORTED", 20)
+    monkeypatch.setattr("fedloom.trust.robust._SORTED", 20)
     assert torch.equal(trimmed(x, 2), whole)
     assert whole.shape == (3, 11)
     torch.testing.assert_close(whole, x.double().sort(0).values[2:5].mean(0))

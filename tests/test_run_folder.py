@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import fedloom as package
-from fedloom import api, disk
-from fedloom.errors import ConfigError, StorageError
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, StorageError
+from fedloom.runs import api
 from terminal import Quick, environment, fedloom, files
 
 SMALL = ("partition.clients=6", "cohort.size=3", "model.kind=logistic")
@@ -379,7 +380,7 @@ def test_the_name_of_a_comparison_leads_nowhere_else(quick: Quick, tmp_path: Pat
     assert done.code == 0, done.err
     assert {p.name for p in tmp_path.iterdir()} == {"here"}
     assert [p.name for p in (tmp_path / "here" / "runs").iterdir()] == ["compare-x-..-..-..-out"]
-    from fedloom.compare import plan
+    from fedloom.compare.running import plan
 
     assert plan({"name": "x/../../out", "compare": {"algorithms": ["fedavg"]}}).name == "x-..-..-out"
 
@@ -388,7 +389,7 @@ def test_the_name_of_a_comparison_leads_nowhere_else(quick: Quick, tmp_path: Pat
 KILLED = """
 import os, signal, sys
 import fedloom
-from fedloom import api
+from fedloom.runs import api
 
 class End(api.Silence):
     def advanced(self, progress):

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from fedloom.api import resume, run
-from fedloom.compare import plan
-from fedloom.config import as_table, as_toml, override, parse
-from fedloom.errors import ConfigError
-from fedloom.report.catalogue import settings_of
-from fedloom.schema import GIVEN, Spec, other_than, over, read, when
+from fedloom.compare.running import plan
+from fedloom.core.errors import ConfigError
+from fedloom.core.schema import GIVEN, Spec, other_than, over, read, when
+from fedloom.runs.api import resume, run
+from fedloom.runs.catalogue import settings_of
+from fedloom.runs.config import as_table, as_toml, override, parse
 
 
 class Sample(Spec):

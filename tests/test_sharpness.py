@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import hessian, vmap
 
-from fedloom.sharpness import Gam, Landscape, Surface, cost, flatness, gam, sam, steepest, toward
-from fedloom.task import Batch, Task
+from fedloom.core.task import Batch, Task
+from fedloom.maths.sharpness import Gam, Landscape, Surface, cost, flatness, gam, sam, steepest, toward
 
 RULES = ("paper", "gam_exact", "gam_fd", "gam_repo")
 PRODUCTS = ("fd", "central", "exact")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedloom.core.task import Batch, KeyedDropout, Task
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
 from fedloom.models.resnet import ResNet20
-from fedloom.task import Batch, KeyedDropout, Task
 
 SHAPE = (3, 8, 8)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom import tree
+from fedloom.core import tree
 
 
 class Pair(NamedTuple):

@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 import fedloom as package
-from fedloom import FedAvg, usercode
-from fedloom.disk import digest
-from fedloom.errors import CheckpointError, ConfigError
+from fedloom import FedAvg
+from fedloom.core import usercode
+from fedloom.core.disk import digest
+from fedloom.core.errors import CheckpointError, ConfigError
 from terminal import SMALL, Done, Quick, environment, files
 
 QUICK = ("rounds=1", *SMALL)
@@ -35,7 +36,7 @@ from torch import nn
 
 from fedloom import FedAvg
 from fedloom.engine.topology import Ring
-from fedloom.optim import sgd
+from fedloom.core.optim import sgd
 
 Path(os.environ["MARKER"]).touch()
 from os import system

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fedloom import waiting
-from fedloom.errors import CheckpointError
-from fedloom.waiting import Waited, Waiting, recall, running_mean
+from fedloom.core.errors import CheckpointError
+from fedloom.runs import waiting
+from fedloom.runs.waiting import Waited, Waiting, recall, running_mean
 
 SOON = 20.0  # seconds in which anything that happens at all has happened
 
@@ -328,8 +328,8 @@ import sys, threading
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from test_waiting import FIRST, Trainer
-from fedloom import waiting
-from fedloom.waiting import Waiting
+from fedloom.runs import waiting
+from fedloom.runs.waiting import Waiting
 
 trainer, path = Trainer(), Path({path!r})
 """

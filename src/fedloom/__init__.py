@@ -7,15 +7,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "run": "fedloom.api",
-    "resume": "fedloom.api",
-    "History": "fedloom.history",
+    "run": "fedloom.runs.api",
+    "resume": "fedloom.runs.api",
+    "History": "fedloom.runs.history",
     "Algorithm": "fedloom.algorithm",
     "Inbox": "fedloom.algorithm",
     "Model": "fedloom.algorithm",
     "Update": "fedloom.algorithm",
     "Work": "fedloom.algorithm",
-    "Batch": "fedloom.task",
+    "Batch": "fedloom.core.task",
     "FedAvg": "fedloom.algorithms.fedavg",
 }
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604

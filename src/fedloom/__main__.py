@@ -1,3 +1,3 @@
-from fedloom.cli import main
+from fedloom.cli.main import main
 
 main()

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAl
 from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor
 
-from fedloom import tree
-from fedloom.errors import Fault
-from fedloom.optim import Optimizer
-from fedloom.schema import Spec
-from fedloom.task import Batch, Task
+from fedloom.core import tree
+from fedloom.core.errors import Fault
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import Spec
+from fedloom.core.task import Batch, Task
 
 Nothing: TypeAlias = tuple[()]
 
@@ -133,7 +133,7 @@ class Inbox(NamedTuple, Generic[U]):
     examples: Tensor  # [] how many training examples they have together
     uploads: Any = ()  # [K, ...] every upload, only for algorithms that are not ``linear``
     weights: Any = ()  # [K] the a_k, likewise
-    address: Any = ()  # the seed and the round, for a server that draws: see fedloom.rng
+    address: Any = ()  # the seed and the round, for a server that draws: see fedloom.core.rng
     clients: Any = ()  # [K] who sent, in the order of ``uploads``
     own: Any = ()  # [] how much of the sum is a node's own upload; only where there is no server
 
@@ -204,7 +204,7 @@ class Algorithm(Spec, Generic[S, C, U]):
         return bound
 
     def seeded(self, seed: int) -> Algorithm[S, C, U]:
-        """The same algorithm, which knows the seed of the run, for clients that draw: see fedloom.rng."""
+        """The same algorithm, which knows the seed of the run, for clients that draw: see fedloom.core.rng."""
         bound = self.model_copy()
         bound._seed = seed
         return bound

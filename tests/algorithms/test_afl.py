@@ -11,18 +11,19 @@ from safetensors.torch import load_file
 
 import fedloom
 from conftest import blobs
-from fedloom import analytic, laws
 from fedloom.algorithms.analytic import Analytic, head_of, with_head
-from fedloom.api import load_config, start
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays
+from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.maths import analytic
 from fedloom.models.net import Net
-from fedloom.optim import sgd
-from fedloom.task import Task
+from fedloom.runs.api import load_config, start
+from fedloom.runs.config import parse
 
 
 def rounds(exp, count=1):

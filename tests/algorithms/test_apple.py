@@ -12,16 +12,16 @@ from torch.func import grad
 
 import fedloom
 from conftest import blobs
-from fedloom import laws
 from fedloom.algorithm import Carry, Inbox
 from fedloom.algorithms.apple import Apple, Core, Mine, Server, mixed, scheduled
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import adam, sgd
+from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
-from fedloom.optim import adam, sgd
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 OWN = {"kind": "apple", "p_init": "own", "p_lr": 0.0}
 HOLDOUT = {"kind": "natural", "holdout": 0.3}

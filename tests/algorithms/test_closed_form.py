@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom import laws
 from fedloom.algorithm import Algorithm, Carry, Inbox, Nothing, Work
-from fedloom.task import Batch
+from fedloom.core.task import Batch
+from fedloom.engine import laws
 
 
 class Solved(NamedTuple):

@@ -12,10 +12,10 @@ from test_fedprox import Bowl, Quadratic, after, vec, visit
 from conftest import blobs
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavg import DFedAvg
+from fedloom.core.optim import sgd
 from fedloom.engine.local import train
 from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.optim import sgd
 
 SIZES = (6, 9, 4, 12, 7)
 RAGGED = {"batch": 3, "lr": 0.2, "epochs": 2}

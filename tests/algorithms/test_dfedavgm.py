@@ -10,12 +10,12 @@ from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
+from fedloom.runs.config import parse
 
 PLAIN = RAGGED | {"momentum": 0.0}
 FULL = {"batch": 0, "steps": 3, "lr": 0.2}

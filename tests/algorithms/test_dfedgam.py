@@ -9,12 +9,12 @@ from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedgam import DFedGAM
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
-from fedloom.sharpness import Gam
+from fedloom.maths.sharpness import Gam
+from fedloom.runs.config import parse
 
 RULES = ("paper", "gam_exact", "gam_fd", "gam_repo")
 MLP = {"kind": "mlp", "widths": [5]}

@@ -10,9 +10,9 @@ from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedsam import DFedSAM
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.optim import sgd
 
 
 def test_a15_without_a_radius_it_is_dfedavg_bit_for_bit(world) -> None:

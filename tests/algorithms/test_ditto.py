@@ -10,12 +10,12 @@ from torch import nn
 import fedloom
 from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.ditto import Both, Ditto, Mine
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 OPTIMISERS = [

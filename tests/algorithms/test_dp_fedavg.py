@@ -13,10 +13,10 @@ from dp_accounting import rdp
 import fedloom
 from fedloom.algorithm import Inbox, Work
 from fedloom.algorithms.dp_fedavg import DpFedAvg, Sent, Server
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.runs.config import parse
 
 SIZES = (20, 12, 7, 9, 30, 11)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom import tree
-from fedloom.config import parse
+from fedloom.core import tree
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.gossip import _rejoined, pulled
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment, Topology
+from fedloom.runs.config import parse
 
 SIZES = (6, 6, 6, 6, 6)
 

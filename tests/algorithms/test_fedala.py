@@ -21,19 +21,19 @@ from torch import Tensor, nn
 
 import fedloom
 from conftest import blobs
-from fedloom import tree
 from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.fedala import FedALA, Mine, Walk
-from fedloom.config import as_table, parse
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import optimizers, sgd
+from fedloom.core.task import Batch, Task
 from fedloom.engine import checkpoint, local
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.plan import again
 from fedloom.engine.run import advance, advance_watched, begin, groups_of, look_ahead
 from fedloom.engine.store import DiskStore, RamStore
-from fedloom.errors import ConfigError
 from fedloom.models.net import Net
-from fedloom.optim import optimizers, sgd
-from fedloom.task import Batch, Task
+from fedloom.runs.config import as_table, parse
 
 MLP = {"kind": "mlp", "widths": [6, 5]}  # three layers
 LOCAL = RAGGED | {"state": "persist"}  # of 4, 12 and 7 examples: 4, 8 and 6 steps

@@ -15,12 +15,12 @@ from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedalr import FedALR, Server
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA
-from fedloom.config import as_table, parse
+from fedloom.core.errors import ConfigError
 from fedloom.engine import checkpoint
 from fedloom.engine.plan import draw
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.runs.config import as_table, parse
 
 
 def rounds(alg, uploads, *, counts=None, population=0, w=None):

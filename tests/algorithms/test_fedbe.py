@@ -13,17 +13,17 @@ from test_fedprox import RAGGED, after, hear, vec
 from torch import nn
 from torch.nn.functional import softmax
 
-from fedloom import distill
 from fedloom.algorithm import Held, Model, Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedbe import FedBE
-from fedloom.config import parse
-from fedloom.distill import Lessons
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Task
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
-from fedloom.task import Task
+from fedloom.maths import distill
+from fedloom.maths.distill import Lessons
+from fedloom.runs.config import parse
 
 PROXY = {"size": 40}
 ONLY_SAMPLES = {"with_mean": False, "with_clients": False}

@@ -11,18 +11,19 @@ from test_fedprox import RAGGED, after, hear, vec
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from fedloom import distill, rng
 from fedloom.algorithm import Held, Model, Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddf import FedDF
-from fedloom.config import parse
-from fedloom.distill import Lessons
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import adam, sgd
+from fedloom.core.task import Task
 from fedloom.engine.local import train
 from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import adam, sgd
-from fedloom.task import Task
+from fedloom.maths import distill
+from fedloom.maths.distill import Lessons
+from fedloom.runs.config import parse
 
 PROXY = {"size": 40}
 AT = (3, 1)  # a seed and a round

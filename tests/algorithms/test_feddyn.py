@@ -10,18 +10,18 @@ import pytest
 import torch
 from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
-from fedloom import laws
 from fedloom.algorithm import Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddyn import FedDyn, Mine, Server
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch
+from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.local import full_gradients
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
-from fedloom.task import Batch
+from fedloom.runs.config import parse
 
 
 def feddyn(world, *args, **table):

@@ -16,14 +16,14 @@ import fedloom
 from conftest import blobs
 from fedloom.algorithm import Carry, Inbox, like
 from fedloom.algorithms.fedkd import Factored, FedKD, Mine, Pair, Server, factored, rank, truncated
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch, Task
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
 from fedloom.models.net import Net
-from fedloom.optim import sgd
-from fedloom.task import Batch, Task
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 WIDE = {"kind": "mlp", "widths": [24]}

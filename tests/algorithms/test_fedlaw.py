@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from conftest import blobs
-from fedloom import law
 from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrinking
+from fedloom.core.errors import ConfigError
 from fedloom.engine.plan import Drawn
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.maths import law
 
 SIZES = (30, 50, 20, 40)
 FEDLAW = {"kind": "fedlaw", "server_lr": 0.1, "server_epochs": 50}

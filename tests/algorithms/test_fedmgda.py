@@ -11,7 +11,7 @@ from test_fedprox import Bowl, Quadratic, after, bowls, hear, optimum, play, vec
 from fedloom.algorithm import Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap
-from fedloom.optim import sgd
+from fedloom.core.optim import sgd
 
 
 def step(moves, counts=None, **settings):

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Carry, Inbox, Model, Update, Work
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
-from fedloom.config import parse
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
-from fedloom.task import Batch
+from fedloom.runs.config import parse
 from terminal import Quick
 
 
@@ -313,7 +313,7 @@ def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_proximal_step_that_grows_is_doubted() -> None:
-    from fedloom.config import parse
+    from fedloom.runs.config import parse
 
     def notes(mu):
         return parse({"algorithm": {"kind": "fedprox", "mu": mu}, "local": {"lr": 0.1}}).notes

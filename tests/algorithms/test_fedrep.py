@@ -11,18 +11,18 @@ from test_fedprox import RAGGED, hear, vec, work
 from torch import Tensor, nn
 
 import fedloom
-from fedloom import laws
 from fedloom.algorithm import Carry, Model, Update
 from fedloom.algorithms.fedrep import FedRep, Mine, Parts
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch, Task
+from fedloom.engine import laws
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.net import Net
-from fedloom.optim import sgd
-from fedloom.task import Batch, Task
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 PRESETS = ["fedrep", "fedper", "fedbabu"]

@@ -9,11 +9,11 @@ from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec,
 from fedloom.algorithm import Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedsam import FedSAM, Moving, Walked
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
+from fedloom.runs.config import parse
 
 LINE = Bowl(2 * torch.eye(1).double(), vec(4))  # f = (y - 4)^2
 

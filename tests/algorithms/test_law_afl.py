@@ -11,16 +11,17 @@ import torch
 from test_afl import OWNERS, apart, dealt, rounds
 from test_fedlaw import deserted, spoiled
 
-from fedloom import analytic, laws
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
 from fedloom.algorithms.law_afl import LawAFL, parts_of
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
+from fedloom.maths import analytic
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 MLP = {"kind": "mlp", "widths": [7]}
 PROXY = {"size": 12}

@@ -12,13 +12,13 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedloom.algorithm import Inbox, Model, Update
 from fedloom.algorithms.moon import Mine, Moon
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch, Task
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
 from fedloom.models.net import Net
-from fedloom.optim import sgd
-from fedloom.task import Batch, Task
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 ONE = torch.ones(())

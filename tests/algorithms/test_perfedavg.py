@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.func import grad, jvp
 
 import fedloom
-from fedloom import laws
 from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.perfedavg import PerFedAvg, part
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Batch, Task
+from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
 from fedloom.models.net import Net
-from fedloom.optim import sgd
-from fedloom.task import Batch, Task
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 

@@ -27,15 +27,15 @@ from test_fedala import (
 )
 from test_fedprox import RAGGED, hear
 
-from fedloom import tree
 from fedloom.algorithms.pfedala import Centres, PFedALA, Sent
-from fedloom.config import as_table, parse
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
+from fedloom.core.task import Task
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
-from fedloom.task import Task
+from fedloom.runs.config import as_table, parse
 from terminal import Quick
 
 FREE = {"latency": 0.0, "up": 1e12, "down": 1e12}  # a network that costs nothing

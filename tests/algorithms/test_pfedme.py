@@ -10,11 +10,11 @@ from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec,
 import fedloom
 from fedloom.algorithm import Carry, Model, Update
 from fedloom.algorithms.pfedme import Mine, Pair, PFedMe
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
+from fedloom.runs.config import parse
 
 MLP = {"kind": "mlp", "widths": [5]}
 LINE = Bowl(torch.eye(1).double(), vec(4))  # f = 1/2 (y - 4)^2

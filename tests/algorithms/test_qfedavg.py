@@ -9,9 +9,9 @@ from torch import nn
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.qfedavg import Fair, QFedAvg
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.optim import sgd
 
 
 def upload(q, F, dw, lr=0.5, n=1.0, **settings):

@@ -12,12 +12,12 @@ from torch import nn
 from conftest import blobs
 from fedloom.algorithm import Inbox, Model, Update
 from fedloom.algorithms.relaxation import Relaxation
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
 from fedloom.engine.diagnose import Moves, gamma
 from fedloom.engine.local import train
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.runs.config import parse
 
 
 def relaxed(world, **settings):

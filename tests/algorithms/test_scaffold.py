@@ -15,11 +15,11 @@ from conftest import blobs
 from fedloom.algorithm import Carry
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Mine, Scaffold, Server
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.optim import sgd
+from fedloom.runs.config import parse
 
 
 def scaffold(world, *args, **table):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_fedlaw import after, laid_out, spoiled
 
-from fedloom import law
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
+from fedloom.maths import law
 
 __all__ = ["laid_out"]  # a fixture
 

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedloom import disk
+from fedloom.core import disk
+from fedloom.core.errors import DataError, StorageError
 from fedloom.data import download
 from fedloom.data.download import get, import_files
 from fedloom.data.files import (
@@ -34,7 +35,6 @@ from fedloom.data.files import (
     read_published,
 )
 from fedloom.data.published import CHECKSUMS, PUBLISHED, Published, Remote, refuse_changed
-from fedloom.errors import DataError, StorageError
 
 RNG = np.random.default_rng(1)
 IDX = idx_layout("mnist", "mnist", DIGIT_NAMES, train=400, test=100)

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.core.rng import stream
+from fedloom.core.schema import defined_in, read
 from fedloom.data import partition as module
 from fedloom.data.arrays import Ints
 from fedloom.data.partition import (
@@ -30,9 +33,6 @@ from fedloom.data.partition import (
     split,
     summary,
 )
-from fedloom.errors import ConfigError, DataError
-from fedloom.rng import stream
-from fedloom.schema import defined_in, read
 
 Method: TypeAlias = Literal["balanced_greedy", "deal_repair"]
 Per: TypeAlias = Literal["class", "client", "prior"]

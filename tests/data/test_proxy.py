@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom import compare
-from fedloom.config import as_table, parse
+from fedloom.compare import running as compare
+from fedloom.core.errors import ConfigError
 from fedloom.data.arrays import Arrays
 from fedloom.data.proxy import Proxy, without
-from fedloom.errors import ConfigError
-from fedloom.experiment import share
+from fedloom.runs.config import as_table, parse
+from fedloom.runs.experiment import share
 
 
 def arrays(rows: int = 400, test: int = 100) -> Arrays:

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.core.schema import kinds, read
 from fedloom.data import files
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import (
@@ -57,8 +59,6 @@ from fedloom.data.sources import (
     source_for_path,
     standardised,
 )
-from fedloom.errors import ConfigError, DataError
-from fedloom.schema import kinds, read
 
 RNG = np.random.default_rng(0)
 

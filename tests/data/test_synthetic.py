@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.rng import stream
 from fedloom.data.arrays import Arrays
 from fedloom.data.sources import Synthetic
 from fedloom.data.synthetic import NAME, SHARED, Device, device_sizes, labels, variances
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
-from fedloom.rng import stream
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 OWN = {"kind": "natural", "holdout": 0}
 

@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor, nn
 
 import fedloom
-from fedloom import launch
+from fedloom.core.errors import FedloomError
 from fedloom.data.arrays import Arrays
-from fedloom.errors import FedloomError
+from fedloom.runs import launch
 
 Job = dict[str, Any]  # the arguments of fedloom.run, ``shape`` of an example, and whether a run folder is ``written``
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import fedloom
-from fedloom import usercode
 from fedloom.algorithm import Work
 from fedloom.algorithms.async_sgd import AsyncSGD
-from fedloom.config import parse
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.data.arrays import Arrays
 from fedloom.engine import checkpoint
 from fedloom.engine.forecast import forecast
 from fedloom.engine.run import Experiment, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError, DivergedError
-from fedloom.experiment import prepare
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 # One example of each client takes 1, 2 and 5 seconds; messages take no time worth the name.
 DEVICES = {"speeds": [1.0, 0.5, 0.2], "latency": 0.0, "up": 1e30, "down": 1e30}

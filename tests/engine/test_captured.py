@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import nn
 from worlds import experiment, federation
 
-from fedloom import tree
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.algorithms.local_only import LocalOnly
 from fedloom.algorithms.scaffold import Scaffold
+from fedloom.core import tree
+from fedloom.core.errors import DivergedError
+from fedloom.core.optim import Local
+from fedloom.core.task import Capture
 from fedloom.engine import captured
 from fedloom.engine.captured import pack, width_for
 from fedloom.engine.local import AnyAlgorithm, capture_for, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import Experiment, advance, begin, groups_of, rounds
 from fedloom.engine.store import RamStore
-from fedloom.errors import DivergedError
-from fedloom.optim import Local
-from fedloom.task import Capture
 
 STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import nn
 from worlds import experiment, federation
 
-from fedloom import tree
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedopt import FedOpt
 from fedloom.algorithms.local_only import LocalOnly
+from fedloom.core import tree
+from fedloom.core.errors import CheckpointError
 from fedloom.engine import checkpoint
 from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Ring
-from fedloom.errors import CheckpointError
 
 SIZES = (5, 9, 7, 6)
 KINDS = ("fedopt", "local_only/ram", "local_only/disk", "dpsgd")

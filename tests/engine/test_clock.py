@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom import rng
 from fedloom.algorithms.pfedala import PFedALA
-from fedloom.config import parse
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError
 from fedloom.engine.clock import (
     Load,
     System,
@@ -29,7 +29,7 @@ from fedloom.engine.clock import (
 from fedloom.engine.plan import Amount, Drawn
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
+from fedloom.runs.config import parse
 
 IDS = torch.arange(40)
 DRAWN = Drawn(IDS, torch.ones(40))

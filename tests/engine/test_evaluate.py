@@ -21,16 +21,16 @@ from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT
 from fedloom.algorithms.local_only import LocalOnly
-from fedloom.compare import metric_names
-from fedloom.config import parse
+from fedloom.compare.running import metric_names
+from fedloom.core.errors import ConfigError, DivergedError
+from fedloom.core.metrics import Verdicts, summary
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
 from fedloom.engine.evaluate import _HELD, Evaluate, Judged, _batches, evaluate, judge
 from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
-from fedloom.errors import ConfigError, DivergedError
-from fedloom.metrics import Verdicts, summary
+from fedloom.runs.config import parse
 
 VARIANTS = ("micro_logits", "micro_softmax", "macro_present")
 OWN_TEST = (7, 0, 1, 12, 3)  # held-out rows: one client has none, one has a single class

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from worlds import experiment, federation
 
-from fedloom import tree
 from fedloom.algorithm import Inbox, Model, Update, Work
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.core import tree
+from fedloom.core.errors import DivergedError
+from fedloom.core.optim import Local
 from fedloom.engine.exchange import Sound, Tally, add, inbox, sound
 from fedloom.engine.local import Outcome, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import DivergedError
-from fedloom.optim import Local
 
 NAN = float("nan")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fedloom.config import algorithms, parse
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.experiment import prepare
+from fedloom.runs.config import algorithms, parse
+from fedloom.runs.experiment import prepare
 
 ROUNDS = 3
 DYNAMIC = {"analytic", "fedala", "fedkd", "law_afl", "pfedala"}  # how much these train or send, only training tells

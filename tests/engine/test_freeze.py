@@ -19,16 +19,16 @@ from torch.func import grad, vmap
 
 import fedloom
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config import parse
+from fedloom.core.errors import ConfigError
+from fedloom.core.task import Batch, Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.errors import ConfigError
-from fedloom.experiment import Prepared, has_fixed_features, initial_task, on_features, prepare
 from fedloom.models.net import Net
-from fedloom.task import Batch, Task
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import Prepared, has_fixed_features, initial_task, on_features, prepare
 from terminal import Quick
 
 

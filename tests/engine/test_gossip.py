@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from worlds import experiment, federation
 
 import fedloom
-from fedloom import tree
 from fedloom.algorithm import Model, Work
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.core import tree
+from fedloom.core.errors import DivergedError, SplitError
+from fedloom.core.optim import Local
 from fedloom.engine import checkpoint, gossip
 from fedloom.engine.evaluate import Evaluate, evaluate, models_of
 from fedloom.engine.gossip import Message, hear, is_dense, mix, spread
@@ -40,8 +42,6 @@ from fedloom.engine.topology import (
     psi,
     surviving,
 )
-from fedloom.errors import DivergedError, SplitError
-from fedloom.optim import Local
 
 NAN = float("nan")
 SIXTEEN = (5, 9, 7, 6, 12, 3, 8, 4, 10, 2, 6, 11, 5, 9, 7, 6)

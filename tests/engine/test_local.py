@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from worlds import CPU, experiment, federation
 
-from fedloom import tree, usercode
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT
 from fedloom.algorithms.local_only import LocalOnly
-from fedloom.config import parse
+from fedloom.core import tree, usercode
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import Local
+from fedloom.core.task import Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.data.sources import from_arrays
@@ -25,12 +27,10 @@ from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
-from fedloom.errors import ConfigError
-from fedloom.experiment import prepare
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
-from fedloom.optim import Local
-from fedloom.task import Task
+from fedloom.runs.config import parse
+from fedloom.runs.experiment import prepare
 
 RAGGED = (1, 300, 2, 47, 10, 64, 129, 7)
 IMAGE = (3, 8, 8)

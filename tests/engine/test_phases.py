@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from worlds import experiment, federation, ranges
 
-from fedloom import tree
 from fedloom.algorithm import Carry, Model, Phase, Update, Work
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.core import tree
+from fedloom.core.optim import Local
+from fedloom.core.task import Batch
 from fedloom.engine import local
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.local import Given, Outcome, fit, train
@@ -23,8 +25,6 @@ from fedloom.engine.plan import Address, Group, again, plans
 from fedloom.engine.run import Experiment, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
-from fedloom.optim import Local
-from fedloom.task import Batch
 
 SIZES = (4, 23, 1, 12, 7)
 LOCAL = Local(batch=5, epochs=2, lr=0.1, momentum=0.5)

@@ -12,10 +12,10 @@ import crew
 import pytest
 import torch
 
-from fedloom.config import algorithms
+from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
-from fedloom.errors import ConfigError
-from fedloom.launch import _what_is_left, count, environment, meeting, without_ranks
+from fedloom.runs.config import algorithms
+from fedloom.runs.launch import _what_is_left, count, environment, meeting, without_ranks
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
@@ -135,7 +135,7 @@ def test_ranks_share_a_secret_key(tmp_path: Path) -> None:
 # -- strangers -------------------------------------------------------------------------------------
 _JOIN = """
 from fedloom.engine.ranks import joined
-from fedloom.errors import LostRankError
+from fedloom.core.errors import LostRankError
 try:
     print(joined().told("hello"))
 except LostRankError as error:
@@ -221,7 +221,7 @@ def test_a_rank_takes_its_own_gpu_or_says_what_to_do(monkeypatch: pytest.MonkeyP
 
 def test_how_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("fedloom.launch.cores", lambda: 8)
+    monkeypatch.setattr("fedloom.runs.launch.cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert count("3", cpu) == 3
     assert count("3", cpu, clients=3) == 3

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from fedloom import tree
+from fedloom.core import tree
+from fedloom.core.errors import CheckpointError
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
-from fedloom.errors import CheckpointError
 
 CLIENTS = 9
 

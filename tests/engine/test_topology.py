@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedloom.algorithms.dfedsam import DFedSAM
-from fedloom.config import as_toml, parse, read_toml, topology_of
+from fedloom.core.errors import ConfigError, SplitError
 from fedloom.engine.topology import (
     Custom,
     Exponential,
@@ -48,7 +48,7 @@ from fedloom.engine.topology import (
     weigh,
     window,
 )
-from fedloom.errors import ConfigError, SplitError
+from fedloom.runs.config import as_toml, parse, read_toml, topology_of
 
 FAIR: list[Topology] = [Ring(), Full(), Star(), Grid(), Torus(), Exponential(), SymmetricExponential()]
 FAIR += [OnePeerExponential(), Random(max_degree=4), Random(max_degree=3, exact=True), Matching()]

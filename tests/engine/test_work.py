@@ -9,11 +9,11 @@ from itertools import islice
 import pytest
 import torch
 
-from fedloom.config import algorithms
 from fedloom.engine.forecast import forecast
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
 from fedloom.engine.store import RamStore
+from fedloom.runs.config import algorithms
 
 SIZES, BATCH = (12, 6, 24), 6  # whole batches, of which halves and thirds are whole, too
 KINDS = list(algorithms(own=False))

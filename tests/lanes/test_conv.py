@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.lanes import ops
-from fedloom.lanes.conv import LaneConv2d, in_lanes
-from fedloom.lanes.ops import Geometry
+from fedloom.core.lanes import ops
+from fedloom.core.lanes.conv import LaneConv2d, in_lanes
+from fedloom.core.lanes.ops import Geometry
 
 LANES, IMAGES = 3, 4
 # One channel, a side of 5, one image, strides, wide borders, sides that differ, more channels than a tile has columns.
@@ -157,7 +157,7 @@ def test_pooling_first_is_the_same_function() -> None:
 
 def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float]]:
     """The error of every kernel with every tile that would be tried, for each odd shape, against float64."""
-    from fedloom.lanes import kernels
+    from fedloom.core.lanes import kernels
 
     found = []
     for name, (lanes, batch, channels, outputs, sides, side, stride, padding) in ODD.items():

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from fedloom import laws
 from fedloom.algorithm import Algorithm, Inbox, Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
-from fedloom.config import algorithms
-from fedloom.schema import when
+from fedloom.core.schema import when
+from fedloom.engine import laws
+from fedloom.runs.config import algorithms
 
 KINDS = algorithms(own=False)
 COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them

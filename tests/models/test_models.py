@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from fedloom.errors import ConfigError
+from fedloom.core.errors import ConfigError
+from fedloom.core.schema import kinds, read
 from fedloom.models.cnn import CNN64, FedAvgCNN, LawCNN
 from fedloom.models.densenet import DenseNet121
 from fedloom.models.lenet import LawLeNet, LeNet5
@@ -21,7 +22,6 @@ from fedloom.models.linear import MLP, Logistic
 from fedloom.models.net import Model, NormedModel, parameters
 from fedloom.models.random_features import RandomFeatureNet
 from fedloom.models.resnet import ResNet18, ResNet20, ResNet50
-from fedloom.schema import kinds, read
 
 DIGITS, MNIST, CIFAR, FLAT = (1, 8, 8), (1, 28, 28), (3, 32, 32), (60,)
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom import compare, record
-from fedloom.errors import ConfigError
-from fedloom.report import compare as report
+from fedloom.compare import running as compare
+from fedloom.core.errors import ConfigError
+from fedloom.report import comparison as report
 from fedloom.report import grid
-from fedloom.report.compare import Question, Result, Versus
+from fedloom.report.comparison import Question, Result, Versus
 from fedloom.report.grid import Layout
+from fedloom.runs import record
 from terminal import fedloom
 
 RECIPE = """

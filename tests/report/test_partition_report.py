@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedloom.core.errors import ConfigError, StorageError
+from fedloom.core.rng import stream
 from fedloom.data.arrays import Ints
 from fedloom.data.partition import Dirichlet, Iid, summary
-from fedloom.errors import ConfigError, StorageError
 from fedloom.report.partition import draw, lines, table
-from fedloom.rng import stream
 
 
 def dealt(clients: int, classes: int, rows: int = 4000) -> tuple[Ints, Ints, tuple[str, ...]]:

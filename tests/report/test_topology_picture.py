@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedloom.cli import app
+from fedloom.cli.main import app
+from fedloom.core.errors import ConfigError, StorageError
 from fedloom.engine.topology import Exponential, Full, Matching, Random, Ring, Topology, Torus, facts
-from fedloom.errors import ConfigError, StorageError
 from fedloom.report.topology import draw, places, table
 
 KINDS: list[tuple[Topology, int, int]] = [

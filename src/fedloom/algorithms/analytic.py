@@ -52,13 +52,13 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
-from fedloom import analytic
 from fedloom.algorithm import Algorithm, Held, Inbox, Noise, Nothing, Phase, Work, like
-from fedloom.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
-from fedloom.errors import ConfigError, Fault
-from fedloom.optim import Optimizer
-from fedloom.schema import GIVEN, other_than, when
-from fedloom.task import Batch, Task
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import GIVEN, other_than, when
+from fedloom.core.task import Batch, Task
+from fedloom.maths import analytic
+from fedloom.maths.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
 
 _NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
 _MERGES: dict[str, Callable[[Part, Part], Part]] = {

@@ -25,9 +25,9 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Algorithm, Carry, Inbox, Phase, Work
-from fedloom.task import Batch
+from fedloom.core import tree
+from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):

@@ -31,7 +31,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
-from fedloom.schema import when
+from fedloom.core.schema import when
 
 
 class Sent(NamedTuple):

@@ -35,9 +35,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom import rng, tree
 from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
-from fedloom.schema import other_than, when
+from fedloom.core import rng, tree
+from fedloom.core.schema import other_than, when
 
 _QUANTISED = when(scheme=other_than("none"))
 _ROUNDED = when(scheme=other_than("none"), bits=other_than(32))

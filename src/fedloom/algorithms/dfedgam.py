@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.dfedavg import DFedAvg
-from fedloom.schema import when
-from fedloom.sharpness import Gam, Product, RhoSchedule, Rule, cost, gam
-from fedloom.task import Batch
+from fedloom.core.schema import when
+from fedloom.core.task import Batch
+from fedloom.maths.sharpness import Gam, Product, RhoSchedule, Rule, cost, gam
 
 _BY_DIFFERENCES = when(rule=("gam_fd", "gam_repo")) | when(rule="paper", hvp=("fd", "central"))
 _GAM = when(rule=("gam_exact", "gam_fd"))

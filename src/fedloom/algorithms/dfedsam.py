@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.dfedavg import DFedAvg
-from fedloom.sharpness import RhoSchedule, sam
-from fedloom.task import Batch
+from fedloom.core.task import Batch
+from fedloom.maths.sharpness import RhoSchedule, sam
 
 
 class DFedSAM(DFedAvg):

@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class Mine(NamedTuple):

@@ -29,8 +29,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
-from fedloom.schema import other_than, when
-from fedloom.task import Batch
+from fedloom.core.schema import other_than, when
+from fedloom.core.task import Batch
 
 _PAPER = {"w_init": 0.0, "sample_percent": 1.0, "layers": "all", "later_passes": "step"}
 

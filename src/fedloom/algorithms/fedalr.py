@@ -25,9 +25,9 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
-from fedloom.schema import other_than, when
+from fedloom.core import tree
+from fedloom.core.schema import other_than, when
 
 PRESETS: dict[str, dict[str, Any]] = {
     "literal": {},

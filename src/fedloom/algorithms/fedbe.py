@@ -25,13 +25,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fedloom import rng
 from fedloom.algorithm import Held, Inbox, Model, Update, like
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.distill import Lessons, averaged, last, logits, refuse_statistics, swa
-from fedloom.optim import Optimizer, sgd
-from fedloom.schema import over, when
-from fedloom.task import Task
+from fedloom.core import rng
+from fedloom.core.optim import Optimizer, sgd
+from fedloom.core.schema import over, when
+from fedloom.core.task import Task
+from fedloom.maths.distill import Lessons, averaged, last, logits, refuse_statistics, swa
 
 _VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
 

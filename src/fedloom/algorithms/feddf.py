@@ -24,10 +24,10 @@ from torch.nn.functional import log_softmax
 
 from fedloom.algorithm import Held, Inbox, Model, Update
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.distill import Lessons, averaged, best, logits, refuse_statistics
-from fedloom.optim import Optimizer, adam, sgd
-from fedloom.schema import over, when
-from fedloom.task import Task
+from fedloom.core.optim import Optimizer, adam, sgd
+from fedloom.core.schema import over, when
+from fedloom.core.task import Task
+from fedloom.maths.distill import Lessons, averaged, best, logits, refuse_statistics
 
 _TEACHES = when(epochs=over(0))
 

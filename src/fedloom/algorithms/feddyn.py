@@ -24,7 +24,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Inbox, Nothing, Phase, Update, Work, like
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from fedloom.algorithm import Algorithm, Carry, Inbox, Work, like
-from fedloom.errors import ConfigError, Fault
-from fedloom.task import Batch
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):

@@ -58,14 +58,15 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from fedloom import law, rng
 from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Work, like
 from fedloom.algorithms.fedrep import normalisation
-from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.law import Gradient, ShrinkRule, Stack, Weighing
-from fedloom.optim import Optimizer, sgd
-from fedloom.schema import other_than, over, when
-from fedloom.task import Batch, Task
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.optim import Optimizer, sgd
+from fedloom.core.schema import other_than, over, when
+from fedloom.core.task import Batch, Task
+from fedloom.maths import law
+from fedloom.maths.law import Gradient, ShrinkRule, Stack, Weighing
 
 _OPTIMIZERS: dict[str, Optimizer] = {"adam": law.SERVER_ADAM, "sgd": sgd(momentum=0.9)}
 

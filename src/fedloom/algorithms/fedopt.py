@@ -24,7 +24,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
-from fedloom.schema import other_than, when
+from fedloom.core.schema import other_than, when
 
 
 class Server(NamedTuple):

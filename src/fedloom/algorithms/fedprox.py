@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Model, Nothing
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class FedProx(FedAvg):

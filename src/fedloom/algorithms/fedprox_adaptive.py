@@ -20,7 +20,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Work, like
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):

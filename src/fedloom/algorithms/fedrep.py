@@ -32,10 +32,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_valid
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Model, Phase, Update, Work, like
-from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.optim import Optimizer
-from fedloom.schema import when
-from fedloom.task import Batch, Task
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import when
+from fedloom.core.task import Batch, Task
 
 PRESETS: dict[str, dict[str, Any]] = {
     "fedrep": {"private": "head", "schedule": "alternate"},

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Inbox, Model, Nothing, Update, Work, like
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.sharpness import RhoSchedule, sam
-from fedloom.task import Batch
+from fedloom.core.task import Batch
+from fedloom.maths.sharpness import RhoSchedule, sam
 
 
 class Moving(NamedTuple):

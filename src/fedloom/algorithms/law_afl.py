@@ -19,7 +19,7 @@ AFL is the optimum already, and what is learned is for clients that are not.
                           the best on the proxy set is the head, on the new phi. With ``fresh`` statistics are taken
                           on the new phi: every second round is that light exchange, in which nobody trains.
 
-What is repaired, beside the printed equations that ``fedloom.analytic`` and ``fedloom.law`` name:
+What is repaired, beside the printed equations that ``fedloom.maths.analytic`` and ``fedloom.maths.law`` name:
     line 8      C_k = X'Y + gamma I is not square: X'X; its gamma is the shrink of line 14, too: three names here
     line 12     sizes are divided by that of the proxy set: by their sum
     lines 13-17 what is learned in line 13 never reaches the statistics of lines 15 to 17: weighted sums
@@ -87,7 +87,6 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 from torch import Tensor
 
-from fedloom import analytic, law, tree
 from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Nothing, Phase, Work
 from fedloom.algorithms.analytic import (
     body_features,
@@ -100,12 +99,14 @@ from fedloom.algorithms.analytic import (
 )
 from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, squared, told_of_shrink
 from fedloom.algorithms.proxy_ridge import held_features
-from fedloom.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
-from fedloom.errors import ConfigError, Fault
-from fedloom.law import LearnedHead, ShrinkRule, Stack, Weighing
-from fedloom.optim import Optimizer
-from fedloom.schema import GIVEN, other_than, over, when
-from fedloom.task import Batch, Task
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import GIVEN, other_than, over, when
+from fedloom.core.task import Batch, Task
+from fedloom.maths import analytic, law
+from fedloom.maths.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
+from fedloom.maths.law import LearnedHead, ShrinkRule, Stack, Weighing
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 _RIDGES = tuple(10.0**k for k in range(-6, 1))

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 from fedloom.algorithm import Algorithm, Held, Inbox, Model, Update, Work, like
-from fedloom.errors import ConfigError, Fault
-from fedloom.optim import Optimizer
-from fedloom.schema import over, when
-from fedloom.task import Batch, Task
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import over, when
+from fedloom.core.task import Batch, Task
 
 
 class Mine(NamedTuple):

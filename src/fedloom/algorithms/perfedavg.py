@@ -29,9 +29,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Carry, Model, Nothing, Phase
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.rng import fold
-from fedloom.schema import over, when
-from fedloom.task import Batch
+from fedloom.core.rng import fold
+from fedloom.core.schema import over, when
+from fedloom.core.task import Batch
 
 
 class PerFedAvg(FedAvg):

@@ -10,7 +10,7 @@ What is uploaded is always x_0: what is learned while waiting reaches the server
 start, and only on ALA's layers, since below them the server's model takes its place. Each of the epochs is a
 whole one. How many there are is said by ``wait_mode``: ``fixed`` as in the paper's experiment (none for slow
 clients, 1 to 3 for the others), ``clock`` by the simulated time at which the slowest client is done (section
-``system``). On real devices ``fedloom.waiting.Waiting`` trains on until the next model is there.
+``system``). On real devices ``fedloom.runs.waiting.Waiting`` trains on until the next model is there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
-from fedloom import rng, tree
 from fedloom.algorithm import Carry, Inbox, Model, Phase, Work, like
 from fedloom.algorithms.fedala import FedALA, Mine
-from fedloom.schema import other_than, over, when
+from fedloom.core import rng, tree
+from fedloom.core.schema import other_than, over, when
 
 _SLACK = 1e-9  # an epoch that fits but for rounding fits
 
@@ -113,7 +113,9 @@ class PFedALA(FedALA):
     @model_validator(mode="after")
     def _settings_agree(self) -> PFedALA:
         if self.wait_mode == "wall":
-            raise ValueError("wait_mode = 'wall' needs real devices (fedloom.waiting); simulate with fixed or clock")
+            raise ValueError(
+                "wait_mode = 'wall' needs real devices (fedloom.runs.waiting); simulate with fixed or clock"
+            )
         if self.extra_min > self.extra_max:
             raise ValueError(f"extra_min = {self.extra_min} is more than extra_max = {self.extra_max}")
         if isinstance(self.mix, tuple) and (len(self.mix) != self.centres or not sum(self.mix)):

@@ -15,11 +15,11 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedloom import analytic
 from fedloom.algorithm import Algorithm, Held, Inbox, Model, Nothing, Phase, Update, Work
 from fedloom.algorithms.analytic import body_features, check_head, with_head
-from fedloom.optim import Optimizer
-from fedloom.task import Task
+from fedloom.core.optim import Optimizer
+from fedloom.core.task import Task
+from fedloom.maths import analytic
 
 _CHUNK = 512  # examples of one forward pass
 

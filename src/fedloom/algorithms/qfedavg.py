@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class Fair(NamedTuple):

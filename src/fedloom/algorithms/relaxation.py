@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Carry, Inbox, Model, Nothing, Phase, Update, Work
 from fedloom.algorithms.fedprox import FedProx
-from fedloom.schema import under, when
-from fedloom.task import Batch
+from fedloom.core.schema import under, when
+from fedloom.core.task import Batch
 
 
 class Relaxation(FedProx):

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Work, like
-from fedloom.task import Batch
+from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):

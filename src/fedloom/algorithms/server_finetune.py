@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
 from fedloom.algorithms.fedlaw import proxy_gradients
-from fedloom.optim import Optimizer, adam, sgd
-from fedloom.schema import over, when
+from fedloom.core.optim import Optimizer, adam, sgd
+from fedloom.core.schema import over, when
 
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.errors import DataError
+from fedloom.core.errors import DataError
 
 Ints: TypeAlias = NDArray[np.int64]
 

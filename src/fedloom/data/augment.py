@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedloom import rng
+from fedloom.core import rng
 
 _PAD = 4  # the usual margin of CIFAR's random crop
 

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from fedloom.core.errors import DataError, StorageError, nearest
 from fedloom.data.files import Layout, missing_files, places_below, read_published
 from fedloom.data.published import PUBLISHED, Published, Remote, remember, unverified
-from fedloom.errors import DataError, StorageError, nearest
 
 Report: TypeAlias = Callable[[int, int], None]  # bytes that are here, bytes in all
 _BLOCK = 1 << 18

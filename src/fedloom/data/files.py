@@ -21,8 +21,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from fedloom.core.errors import DataError, nearest
 from fedloom.data.arrays import Ints
-from fedloom.errors import DataError, nearest
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Place: TypeAlias = Callable[[int], str]  # where a row lies, in words

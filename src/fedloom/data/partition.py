@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from fedloom import rng as randomness
+from fedloom.core import rng as randomness
+from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.core.schema import Kind
 from fedloom.data.arrays import Ints
-from fedloom.errors import ConfigError, DataError, Fault
-from fedloom.schema import Kind
 
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]

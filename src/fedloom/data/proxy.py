@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import Spec
 from fedloom.data.arrays import Arrays, Ints
-from fedloom.errors import ConfigError, Fault
-from fedloom.schema import Spec
 
 
 class Proxy(Spec):

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom import disk
+from fedloom.core import disk
+from fedloom.core.errors import DataError
 from fedloom.data.files import LAYOUTS, Layout
-from fedloom.errors import DataError
 
 CHECKSUMS = "checksums.json"  # in the folder of a set
 

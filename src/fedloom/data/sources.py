@@ -14,7 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
-from fedloom import rng
+from fedloom.core import rng
+from fedloom.core.errors import DataError
+from fedloom.core.schema import Kind
 from fedloom.data import synthetic
 from fedloom.data.arrays import Arrays, Ints, checked
 from fedloom.data.files import (
@@ -36,8 +38,6 @@ from fedloom.data.files import (
     words_of,
 )
 from fedloom.data.published import refuse_changed
-from fedloom.errors import DataError
-from fedloom.schema import Kind
 
 TEST_SHARE = 0.2
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # the mean and the std of each channel

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom import rng
+from fedloom.core import rng
 from fedloom.data.arrays import Ints
 from fedloom.data.files import Rows
 

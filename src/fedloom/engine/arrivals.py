@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom import rng, tree
+from fedloom.core import rng, tree
+from fedloom.core.errors import DivergedError
 from fedloom.engine.clock import Present
 from fedloom.engine.exchange import Tally, add, inbox, sound
 from fedloom.engine.plan import Address, Drawn, Group, amounts, draw, plans
@@ -40,7 +41,6 @@ from fedloom.engine.run import (
     upload_size,
 )
 from fedloom.engine.store import ClientStore
-from fedloom.errors import DivergedError
 
 
 class UnderWay(NamedTuple):

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom import tree
 from fedloom.algorithm import Algorithm, Carry, Phase
+from fedloom.core import tree
+from fedloom.core.lanes import ops
+from fedloom.core.task import Batch, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import Group
-from fedloom.lanes import ops
-from fedloom.task import Batch, Task
 
 # Rows of tables begin at multiples of so many numbers, since products of matrices are slower from odd addresses.
 _ALIGNED = 32

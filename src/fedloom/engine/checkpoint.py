@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedloom import disk, tree
+from fedloom.core import disk, tree
+from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.run import RunState
 from fedloom.engine.store import ClientStore, Memo, is_on_disk, moved
-from fedloom.errors import CheckpointError
-from fedloom.privacy import Ledger, Release
+from fedloom.trust.privacy import Ledger, Release
 
 KEEP = 2  # the newest, and one to fall back on
 

@@ -12,10 +12,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from fedloom import rng
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import Spec
 from fedloom.engine.plan import Amount, Drawn
-from fedloom.errors import ConfigError, Fault
-from fedloom.schema import Spec
 
 _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
+from fedloom.core.task import Batch, Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import accepts
 from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
-from fedloom.law import Weighing
-from fedloom.task import Batch, Task
+from fedloom.maths.law import Weighing
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment

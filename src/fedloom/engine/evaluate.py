@@ -28,14 +28,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.func import grad, grad_and_value, jvp
 
-from fedloom import rng, tree
+from fedloom.core import rng, tree
+from fedloom.core.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
+from fedloom.core.schema import Spec
 from fedloom.engine.diagnose import training_chunks
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.topology import Moment
-from fedloom.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
-from fedloom.schema import Spec
-from fedloom.sharpness import Landscape, flatness
+from fedloom.maths.sharpness import Landscape, flatness
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment, RunState

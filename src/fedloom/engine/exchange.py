@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Inbox
+from fedloom.core import tree
 from fedloom.engine.local import Outcome
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import tree
+from fedloom.core import tree
 from fedloom.engine.arrivals import moved_on, traffic_of
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
 from fedloom.engine.plan import amounts, extent

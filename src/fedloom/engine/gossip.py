@@ -31,8 +31,9 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Inbox
+from fedloom.core import tree
+from fedloom.core.errors import DivergedError, SplitError
 from fedloom.data.arrays import Ints
 from fedloom.engine.evaluate import Judged, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
@@ -54,7 +55,6 @@ from fedloom.engine.run import (
 )
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Mask, Moment, Topology, Weights, cut, norm, psi, surviving, usable
-from fedloom.errors import DivergedError, SplitError
 
 T = TypeVar("T")
 

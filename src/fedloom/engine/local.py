@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom import tree
 from fedloom.algorithm import Algorithm, Carry, Phase, Work
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.task import Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine import captured
 from fedloom.engine.plan import Group, again, once
-from fedloom.errors import ConfigError, Fault
-from fedloom.task import Batch, Capture, Task
 
 Executor: TypeAlias = Literal["loop", "lanes"]
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]

@@ -14,11 +14,11 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedloom import rng, tree
 from fedloom.algorithm import Phase, Work
+from fedloom.core import rng, tree
+from fedloom.core.optim import Local
+from fedloom.core.schema import Spec, other_than, when
 from fedloom.data.federation import Ranges
-from fedloom.optim import Local
-from fedloom.schema import Spec, other_than, when
 
 _LAST = torch.iinfo(torch.int64).max
 

@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedloom import tree
-from fedloom.errors import ConfigError, Fault, FedloomError, LostRankError
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, Fault, FedloomError, LostRankError
 
 T = TypeVar("T")
 

@@ -12,9 +12,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom import tree
 from fedloom.algorithm import Algorithm, Inbox, Work
-from fedloom.corruption import Corruption, mass, poisoned
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, DivergedError, Fault
+from fedloom.core.metrics import Verdicts, summary
+from fedloom.core.optim import Local
+from fedloom.core.task import Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
 from fedloom.engine.diagnose import Watch, diagnose
@@ -25,12 +28,9 @@ from fedloom.engine.plan import Address, Cohort, Drawn, Group, amounts, draw, pl
 from fedloom.engine.ranks import ALONE, Ranks, dealt
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Moment, Topology
-from fedloom.errors import ConfigError, DivergedError, Fault
-from fedloom.metrics import Verdicts, summary
-from fedloom.optim import Local
-from fedloom.privacy import Guard, Ledger, protected, silence
-from fedloom.robust import Aggregation, replaced
-from fedloom.task import Task
+from fedloom.trust.corruption import Corruption, mass, poisoned
+from fedloom.trust.privacy import Guard, Ledger, protected, silence
+from fedloom.trust.robust import Aggregation, replaced
 
 
 class RunState(NamedTuple):

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom import disk, tree
-from fedloom.errors import CheckpointError
+from fedloom.core import disk, tree
+from fedloom.core.errors import CheckpointError
 
 Memo = dict[str, int]
 _NOTHING: Memo = {"lines": 0, "crc": 0}  # what a store on disk remembers before anything is in it

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
-from fedloom import rng
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError, Fault, SplitError
+from fedloom.core.schema import Kind
 from fedloom.data.arrays import Ints
-from fedloom.errors import ConfigError, Fault, SplitError
-from fedloom.schema import Kind
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedloom.errors import ConfigError, Fault, nearest
-from fedloom.schema import GIVEN, Kind, when
-from fedloom.task import Task
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.schema import GIVEN, Kind, when
+from fedloom.core.task import Task
 
 
 class Net(nn.Module):

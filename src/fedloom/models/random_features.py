@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedloom.analytic import RandomFeatures, random_features, relu_features
+from fedloom.maths.analytic import RandomFeatures, random_features, relu_features
 from fedloom.models.net import Model, Net
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat
 
-from fedloom.errors import Fault, nearest
-from fedloom.metrics import lower_is_better
-from fedloom.report import compare as report
-from fedloom.report.compare import Mean, Place, Question, Result
-from fedloom.schema import Spec
+from fedloom.core.errors import Fault, nearest
+from fedloom.core.metrics import lower_is_better
+from fedloom.core.schema import Spec
+from fedloom.report import comparison as report
+from fedloom.report.comparison import Mean, Place, Question, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

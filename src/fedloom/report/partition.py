@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedloom.core.errors import ConfigError, Fault, StorageError
 from fedloom.data.arrays import Ints
 from fedloom.data.partition import Summary
-from fedloom.errors import ConfigError, Fault, StorageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Comparisons: many runs, and tables of them."""

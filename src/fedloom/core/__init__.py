@@ -1,0 +1,1 @@
+"""What every method stands on: trees of tensors, randomness, settings, tasks, optimisers."""

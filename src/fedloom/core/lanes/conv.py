@@ -1,0 +1,200 @@
+"""Convolutions of many nets side by side.
+
+``vmap`` turns the convolutions of lanes, each with weights of its own, into one grouped convolution, and cuDNN takes
+the groups one after another. ``LaneConv2d`` is an ``nn.Conv2d`` that uses kernels of our own instead, where there is a
+GPU with Triton and where they are faster. Outside ``vmap`` it is an ordinary convolution.
+
+The convolution y = x * w, the gradient of its inputs and the gradient of its weights are bilinear, and the derivatives
+of each are again among the three. So derivatives of any order, in either direction, take these three functions alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, max_pool2d
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from fedloom.core.lanes.ops import Geometry, Pair, lane_conv, lane_conv_inputs, lane_conv_weights
+
+
+class LaneConv2d(nn.Conv2d):
+    """A convolution whose lanes, under ``vmap``, share one kernel.
+
+    It also does the work of a ReLU and a max-pooling that follow it, in the other order: the maximum is taken first,
+    so that the bias and the ReLU, which keep the order of numbers, have fewer pixels left.
+    """
+
+    sides: Pair  # of the padding
+    pool: tuple[Any, Any] | None = None  # the sides and the stride of the pooling
+    relu = False
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        (kh, kw), (sh, sw) = self.kernel_size, self.stride
+        out = convolve(input, weight, Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32))
+        if self.pool is not None:
+            out = max_pool2d(out, *self.pool)
+        if bias is not None:
+            out = out + bias[:, None, None]
+        return out.relu() if self.relu else out
+
+
+def in_lanes(net: nn.Module) -> None:
+    """Let the plain convolutions of a net share kernels over lanes; parameters and names stay as they are."""
+    for layer in net.modules():
+        if type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1):
+            left, right, top, bottom = layer._reversed_padding_repeated_twice
+            if layer.padding_mode == "zeros" and left == right and top == bottom:
+                layer.__class__ = LaneConv2d
+                layer.__dict__["sides"] = (top, left)
+    for parent in list(net.modules()):
+        if type(parent) is nn.Sequential:
+            _absorb(parent)
+
+
+def _absorb(layers: nn.Sequential) -> None:
+    """Let convolutions do the work of the ReLU and the max-pooling right after them."""
+    names = list(layers._modules)
+    for places in zip(names, names[1:], names[2:], strict=False):
+        conv, relu, pool = (layers._modules[name] for name in places)
+        if not (isinstance(conv, LaneConv2d) and type(relu) is nn.ReLU and isinstance(pool, nn.MaxPool2d)):
+            continue
+        if pool.padding == 0 and pool.dilation == 1 and not pool.ceil_mode and not pool.return_indices:
+            conv.pool, conv.relu = (pool.kernel_size, pool.stride), True
+            layers._modules.update(dict.fromkeys(places[1:], nn.Identity()))
+
+
+# -- the three functions --------------------------------------------------------------------------
+def convolve(x: Tensor, w: Tensor, how: Geometry) -> Tensor:
+    """y = x * w for x [B, C, H, W] and w [O, C, KH, KW]."""
+    return _applied(_Convolve, x, w, how)
+
+
+def input_gradient(g: Tensor, w: Tensor, how: Geometry, sides: Pair) -> Tensor:
+    """The gradient of x [B, C, *sides], given that of y [B, O, h, w]."""
+    return _applied(_InputGradient, g, w, how, sides)
+
+
+def weight_gradient(x: Tensor, g: Tensor, how: Geometry) -> Tensor:
+    """The gradient of w [O, C, KH, KW], given that of y [B, O, h, w]."""
+    return _applied(_WeightGradient, x, g, how)
+
+
+def _applied(function: type[_Bilinear], *given: Any) -> Tensor:
+    out: Tensor = function.apply(*given)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Bilinear(torch.autograd.Function):
+    """Two tensors in, one out, which is linear in each; ``rest`` is not differentiated."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004  autograd's signature
+        first, second, *rest = inputs
+        ctx.save_for_backward(first, second)
+        ctx.save_for_forward(first, second)
+        ctx.rest = rest
+
+    @classmethod
+    def tangent(cls, ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
+        """The derivative along (da, db), by the product rule."""
+        a, b = ctx.saved_tensors
+        moved = [] if da is None else [_applied(cls, da, b, *ctx.rest)]
+        moved += [] if db is None else [_applied(cls, a, db, *ctx.rest)]
+        return moved[0] if len(moved) == 1 else moved[0] + moved[1]
+
+
+class _Convolve(_Bilinear):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, how: Geometry) -> Tensor:
+        return conv2d(x, w, None, how.stride, how.padding)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        (x, w), (how,) = ctx.saved_tensors, ctx.rest
+        dx = input_gradient(g, w, how, _sides(x)) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient(x, g, how) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, *_: None) -> Tensor:
+        return _Convolve.tangent(ctx, dx, dw)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, how: Geometry) -> tuple[Tensor, int]:
+        if in_dims[1] is None:  # all lanes have the same weights: they are more images of one net
+            x = x.movedim(in_dims[0], 0)
+            return convolve(x.flatten(0, 1), w, how).unflatten(0, x.shape[:2]), 0  # type: ignore[no-untyped-call]
+        x, w = _lanes(info, in_dims, x, w)
+        return _first(lane_conv(_last(x), _last(w), *how)), 0
+
+
+class _InputGradient(_Bilinear):
+    @staticmethod
+    def forward(g: Tensor, w: Tensor, how: Geometry, sides: Pair) -> Tensor:
+        dx: Tensor = conv2d_input((len(g), w.shape[1], *sides), w, g, how.stride, how.padding)  # type: ignore[no-untyped-call]
+        return dx
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> tuple[Any, ...]:
+        (g, w), (how, _) = ctx.saved_tensors, ctx.rest
+        dg = convolve(ddx, w, how) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient(ddx, g, how) if ctx.needs_input_grad[1] else None
+        return dg, dw, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dg: Tensor | None, dw: Tensor | None, *_: None) -> Tensor:
+        return _InputGradient.tangent(ctx, dg, dw)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, w: Tensor, how: Geometry, sides: Pair) -> tuple[Tensor, int]:
+        if in_dims[1] is None:
+            g = g.movedim(in_dims[0], 0)
+            dx = input_gradient(g.flatten(0, 1), w, how, sides)
+            return dx.unflatten(0, g.shape[:2]), 0  # type: ignore[no-untyped-call]
+        g, w = _lanes(info, in_dims, g, w)
+        return _first(lane_conv_inputs(_last(g), w.permute(0, 2, 3, 4, 1).contiguous(), *how, sides)), 0
+
+
+class _WeightGradient(_Bilinear):
+    @staticmethod
+    def forward(x: Tensor, g: Tensor, how: Geometry) -> Tensor:
+        dw: Tensor = conv2d_weight(x, (g.shape[1], x.shape[1], *how.kernel), g, how.stride, how.padding)  # type: ignore[no-untyped-call]
+        return dw
+
+    @staticmethod
+    def backward(ctx: Any, ddw: Tensor) -> tuple[Any, ...]:
+        (x, g), (how,) = ctx.saved_tensors, ctx.rest
+        dx = input_gradient(g, ddw, how, _sides(x)) if ctx.needs_input_grad[0] else None
+        dg = convolve(x, ddw, how) if ctx.needs_input_grad[1] else None
+        return dx, dg, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dg: Tensor | None, *_: None) -> Tensor:
+        return _WeightGradient.tangent(ctx, dx, dg)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, how: Geometry) -> tuple[Tensor, int]:
+        x, g = _lanes(info, in_dims, x, g)
+        return _first(lane_conv_weights(_last(x), _last(g), *how)), 0
+
+
+def _sides(x: Tensor) -> Pair:
+    return x.shape[-2], x.shape[-1]
+
+
+def _lanes(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with their lanes in front; what lanes share is repeated."""
+    each = zip(tensors, in_dims, strict=False)
+    return tuple(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in each)
+
+
+def _last(x: Tensor) -> Tensor:
+    """Channels last: [L, n, H, W, C] for [L, n, C, H, W]."""
+    return x.movedim(2, -1).contiguous()
+
+
+def _first(x: Tensor) -> Tensor:
+    return x.movedim(-1, 2)

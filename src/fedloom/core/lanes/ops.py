@@ -1,0 +1,323 @@
+"""The convolution of many nets and its two gradients, as operators that ``vmap``, compilers and CUDA graphs take.
+
+Images are ``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``. On a CPU, and
+wherever it is faster, an operator is PyTorch's grouped convolution; on a GPU with Triton there are kernels of our own.
+Which of them, and with which tiles, is measured once for each shape and precision, and remembered beside the
+compiler's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+Pair = tuple[int, int]
+Ints = Sequence[int]
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+class Geometry(NamedTuple):
+    """The sides of a convolution; ``exact``: products of float32 are not shortened to TF32."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    exact: bool
+
+    def out(self, sides: Ints) -> Pair:
+        """The sides of what comes out."""
+        each = zip(sides, self.kernel, self.stride, self.padding, strict=True)
+        high, wide = ((side + 2 * p - k) // s + 1 for side, k, s, p in each)
+        return high, wide
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts up its work."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    parts: int = 1  # of the sum over pixels, for the gradient of weights
+
+
+def _geometry(kernel: Ints, stride: Ints, padding: Ints, exact: bool) -> Geometry:
+    return Geometry((kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), exact)
+
+
+# -- the operators --------------------------------------------------------------------------------
+@torch.library.custom_op("fedloom::lane_conv", mutates_args=())
+def lane_conv(x: Tensor, w: Tensor, kernel: Ints, stride: Ints, padding: Ints, exact: bool) -> Tensor:
+    """x [L, B, H, W, C] convolved with w [L, O, KH, KW, C]: [L, B, h, w, O]."""
+    how = _geometry(kernel, stride, padding, exact)
+    if x.device.type != "cuda":
+        return grouped(x, w, how)
+    return _fastest("forward", (x, w), how, w.shape[1], ())(x, w)
+
+
+@torch.library.custom_op("fedloom::lane_conv_inputs", mutates_args=())
+def lane_conv_inputs(
+    g: Tensor, w: Tensor, kernel: Ints, stride: Ints, padding: Ints, exact: bool, sides: Ints
+) -> Tensor:
+    """The gradient of the inputs [L, B, *sides, C], given that of the outputs g [L, B, h, w, O].
+
+    The weights are [L, C, KH, KW, O] here: what is summed over lies side by side.
+    """
+    how = _geometry(kernel, stride, padding, exact)
+    if g.device.type != "cuda":
+        return grouped_inputs(g, w, how, sides)
+    return _fastest("inputs", (g, w), how, w.shape[1], (sides[0], sides[1]))(g, w)
+
+
+@torch.library.custom_op("fedloom::lane_conv_weights", mutates_args=())
+def lane_conv_weights(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, exact: bool) -> Tensor:
+    """The gradient of the weights [L, O, KH, KW, C], given that of the outputs g [L, B, h, w, O]."""
+    how = _geometry(kernel, stride, padding, exact)
+    if x.device.type != "cuda":
+        return grouped_weights(x, g, how)
+    return _fastest("weights", (x, g), how, g.shape[4], ())(x, g)
+
+
+@lane_conv.register_fake
+def _(x: Tensor, w: Tensor, kernel: Ints, stride: Ints, padding: Ints, exact: bool) -> Tensor:
+    sides = _geometry(kernel, stride, padding, exact).out(x.shape[2:4])
+    return x.new_empty(*x.shape[:2], *sides, w.shape[1])
+
+
+@lane_conv_inputs.register_fake
+def _(g: Tensor, w: Tensor, *how: Any) -> Tensor:
+    *_, sides = how
+    return g.new_empty(*g.shape[:2], *sides, w.shape[1])
+
+
+@lane_conv_weights.register_fake
+def _(x: Tensor, g: Tensor, kernel: Ints, *_: Any) -> Tensor:
+    return x.new_empty(len(x), g.shape[4], *kernel, x.shape[4])
+
+
+def _lanes_of_lanes(op: Any) -> Callable[..., tuple[Tensor, int]]:
+    """Lanes of lanes are so many more lanes."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        moved = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip((a, b), in_dims, strict=False)
+        ]
+        out: Tensor = op(*(x.flatten(0, 1).contiguous() for x in moved), *rest)
+        return out.view(*moved[0].shape[:2], *out.shape[1:]), 0
+
+    return rule
+
+
+for _op in (lane_conv, lane_conv_inputs, lane_conv_weights):
+    _op.register_vmap(_lanes_of_lanes(_op))
+
+
+# -- by PyTorch's own, with a group for each lane -------------------------------------------------
+def grouped(x: Tensor, w: Tensor, how: Geometry) -> Tensor:
+    out = conv2d(_beside(x), _stacked(w), None, how.stride, how.padding, 1, len(x))
+    return _apart(out, len(x))
+
+
+def grouped_inputs(g: Tensor, w: Tensor, how: Geometry, sides: Ints) -> Tensor:
+    lanes, images, channels = len(g), g.shape[1], w.shape[1]
+    shape, turned = (images, lanes * channels, *sides), w.permute(0, 4, 2, 3, 1)
+    out: Tensor = conv2d_input(shape, _stacked(turned), _beside(g), how.stride, how.padding, 1, lanes)  # type: ignore[no-untyped-call]
+    return _apart(out, lanes)
+
+
+def grouped_weights(x: Tensor, g: Tensor, how: Geometry) -> Tensor:
+    lanes, channels, outputs = len(x), x.shape[4], g.shape[4]
+    shape = (lanes * outputs, channels, *how.kernel)
+    out: Tensor = conv2d_weight(_beside(x), shape, _beside(g), how.stride, how.padding, 1, lanes)  # type: ignore[no-untyped-call]
+    return out.reshape(lanes, outputs, channels, *how.kernel).movedim(2, -1).contiguous()
+
+
+def _beside(x: Tensor) -> Tensor:
+    """[B, L * C, H, W]: the lanes of an image as more of its channels."""
+    return _laid(x.permute(1, 0, 4, 2, 3).flatten(1, 2))
+
+
+def _stacked(w: Tensor) -> Tensor:
+    return _laid(w.movedim(-1, 2).flatten(0, 1))
+
+
+def _laid(x: Tensor) -> Tensor:
+    """The same numbers, channels first beyond doubt: where a side is 1, strides alone would not say so."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
+def _apart(x: Tensor, lanes: int) -> Tensor:
+    return x.reshape(len(x), lanes, -1, *x.shape[2:]).permute(1, 0, 3, 4, 2).contiguous()
+
+
+# -- which is the fastest -------------------------------------------------------------------------
+_GROUPED = "grouped"
+_TAPS = {  # by how many columns there are: tiles that were the fastest for some shape on an H200
+    32: ((128, 32, 16, 4, 4), (128, 32, 32, 4, 4), (64, 32, 32, 4, 4), (64, 32, 64, 4, 3), (256, 32, 32, 4, 3)),
+    64: ((128, 64, 16, 4, 4), (128, 64, 32, 4, 3), (64, 64, 32, 4, 4), (128, 64, 64, 4, 3), (256, 64, 32, 8, 3)),
+    128: ((128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (64, 128, 32, 4, 3), (128, 64, 32, 4, 3)),
+}
+_PIXELS = {  # in 32 bits, where Hopper's matrix units would want operands the other way round, and in 16
+    False: ((64, 64, 16, 2, 4), (64, 64, 32, 2, 3), (32, 128, 32, 4, 3), (32, 32, 32, 2, 4), (64, 32, 32, 2, 4)),
+    True: ((64, 64, 64, 4, 3), (64, 128, 32, 4, 3), (128, 128, 64, 8, 3), (32, 32, 64, 4, 4), (64, 16, 64, 4, 3),
+           (32, 128, 32, 4, 3)),
+}  # fmt: skip
+_PROGRAMS = (264, 1056)  # twice and eight times the multiprocessors of an H200: how many programs a sum is split into
+
+
+def _fastest(what: str, tensors: tuple[Tensor, Tensor], how: Geometry, columns: int, sides: tuple[int, ...]) -> Run:
+    """The function that computes ``what`` fastest, measured on these tensors unless it is known already."""
+    a, b = tensors
+    key = _key(what, a, b, how)
+    if key in _CHOSEN:
+        return _by_name(what, _CHOSEN[key], how, sides)
+    known = _remembered().get(key)
+    if known is None:
+        plain = _by_name(what, _GROUPED, how, sides)
+        own = {name: _by_name(what, name, how, sides) for name in map(_name, _tiles(what, a, b, how, columns))}
+        right = _right(own, plain(a, b), a, b)
+        taken = {name: _seconds(run, a, b) for name, run in ({_GROUPED: plain} | right).items()}
+        known = min(taken, key=lambda name: taken[name])
+        _remember(key, known)
+    _CHOSEN[key] = known
+    return _by_name(what, known, how, sides)
+
+
+_CHOSEN: dict[str, str] = {}
+
+
+def chosen() -> dict[str, str]:
+    """What computes each convolution that has been met so far, by its shape."""
+    return dict(_CHOSEN)
+
+
+def _key(what: str, a: Tensor, b: Tensor, how: Geometry) -> str:
+    kind = "bf16" if a.dtype == torch.bfloat16 else "fp32" if how.exact else "tf32"
+    shapes = " ".join("x".join(map(str, t.shape)) for t in (a, b))
+    return f"{what} {kind} {shapes} stride {how.stride[0]}x{how.stride[1]} padding {how.padding[0]}x{how.padding[1]}"
+
+
+def _tiles(what: str, a: Tensor, b: Tensor, how: Geometry, columns: int) -> list[Tile]:
+    """The tiles worth trying; none without Triton."""
+    if find_spec("triton") is None:
+        return []
+    depth = how.kernel[0] * how.kernel[1] * a.shape[4]
+    if what != "weights":
+        wide = 32 if columns <= 32 else 64 if columns <= 64 else 128
+        return [Tile(*t) for t in _TAPS[wide] if (t[2] == 16) == (a.shape[4] % 32 != 0) or a.shape[4] < 16]
+    fits = [t for t in _PIXELS[a.dtype == torch.bfloat16] if t[0] <= max(32, columns) and t[1] <= max(32, 2 * depth)]
+    return [Tile(*t, parts) for t in fits for parts in sorted({_parts(t, a, b, depth, n) for n in _PROGRAMS})]
+
+
+def _parts(tile: tuple[int, ...], x: Tensor, g: Tensor, depth: int, programs: int) -> int:
+    """Into how many parts the sum over pixels is split to keep ``programs`` at work."""
+    rows, columns, at_once = tile[:3]
+    whole = -(-g.shape[4] // rows) * -(-depth // columns) * len(x)
+    pixels = g.shape[1] * g.shape[2] * g.shape[3]
+    return max(1, min(-(-programs // whole), pixels // (4 * at_once), 32))
+
+
+def _name(tile: Tile) -> str:
+    return "x".join(map(str, tile))
+
+
+def _by_name(what: str, name: str, how: Geometry, sides: tuple[int, ...]) -> Run:
+    if name == _GROUPED:
+        if what == "inputs":
+            return lambda g, w: grouped_inputs(g, w, how, sides)
+        own = grouped if what == "forward" else grouped_weights
+        return lambda a, b: own(a, b, how)
+    from fedloom.core.lanes import kernels
+
+    tile = Tile(*map(int, name.split("x")))
+    if what == "inputs":
+        return lambda g, w: kernels.inputs(g, w, how, (sides[0], sides[1]), tile)
+    own_kernel = kernels.forward if what == "forward" else kernels.weights
+    return lambda a, b: own_kernel(a, b, how, tile)
+
+
+_WRONG = 0.02  # relative error beyond which a kernel computes something else: TF32 has 1e-3, bfloat16 1e-2
+
+
+def _right(own: dict[str, Run], expected: Tensor, a: Tensor, b: Tensor) -> dict[str, Run]:
+    """Those that can be compiled for this GPU and compute what is expected, compiled side by side."""
+
+    def tried(run: Run) -> Tensor | None:
+        try:
+            return run(a, b)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a tile that needs more shared memory or registers than this GPU has
+            return None
+
+    torch.cuda.synchronize()  # threads have streams of their own
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(zip(own, pool.map(tried, own.values()), strict=True))
+    torch.cuda.synchronize()
+    size = torch.linalg.vector_norm(expected.float())
+    return {
+        name: own[name]
+        for name, got in found.items()
+        if got is not None and bool(torch.linalg.vector_norm((got - expected).float()) <= _WRONG * size)
+    }
+
+
+def _seconds(run: Run, a: Tensor, b: Tensor) -> float:
+    """How long it takes."""
+    run(a, b)
+    best = float("inf")
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(3):
+            run(a, b)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 3e3)
+    return best
+
+
+@cache
+def _store() -> Path:
+    """Where choices are kept: one file for each GPU, compiler and version of PyTorch."""
+    import triton
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    gpu = torch.cuda.get_device_name().replace(" ", "-")
+    return Path(cache_dir()) / f"fedloom-lane-conv-{gpu}-triton{triton.__version__}-torch{torch.__version__}.json"
+
+
+@cache
+def _remembered() -> dict[str, str]:
+    if find_spec("triton") is None:
+        return {}
+    with suppress(OSError, ValueError):
+        found = json.loads(_store().read_text())
+        return {str(k): str(v) for k, v in found.items()}
+    return {}
+
+
+def _remember(key: str, name: str) -> None:
+    """Keep a choice for later runs; without a writable folder it is measured again."""
+    _remembered()[key] = name
+    if find_spec("triton") is None:
+        return
+    with suppress(OSError):
+        _store().parent.mkdir(parents=True, exist_ok=True)
+        part = _store().with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(_remembered(), indent=1, sort_keys=True))
+        part.replace(_store())

@@ -1,0 +1,373 @@
+"""The class is the schema: settings are typed fields, read strictly, and found by name without a registry.
+
+A field may say under which other settings it has an effect, as ``Annotated[float, when(rule=("adam", "yogi"))]``.
+``read`` refuses it where it was written and has none; presets and defaults are not what somebody wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_origin
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from fedloom.core.errors import Fault, nearest
+
+
+# -- when a setting has an effect ------------------------------------------------------------------
+class Test(Protocol):
+    """What is asked of the value of a setting."""
+
+    def holds(self, value: Any) -> bool: ...
+
+    def words(self, name: str) -> str: ...
+
+
+class OneOf(NamedTuple):
+    """The setting has one of these values."""
+
+    values: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return value in self.values
+
+    def words(self, name: str) -> str:
+        return f"{name} unset" if self.values == (None,) else f"{name} = {_listed(self.values)}"
+
+
+class Other(NamedTuple):
+    """The setting has any value but these."""
+
+    values: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return value not in self.values
+
+    def words(self, name: str) -> str:
+        return f"{name} other than {_listed(self.values)}"
+
+
+class Over(NamedTuple):
+    """The setting is a number above this one."""
+
+    limit: float
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int | float) and value > self.limit
+
+    def words(self, name: str) -> str:
+        return f"{name} > {self.limit:g}"
+
+
+class Under(NamedTuple):
+    """The setting is a number below this one."""
+
+    limit: float
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int | float) and value < self.limit
+
+    def words(self, name: str) -> str:
+        return f"{name} < {self.limit:g}"
+
+
+class Given(NamedTuple):
+    """The setting is neither unset nor empty."""
+
+    def holds(self, value: Any) -> bool:
+        return value is not None and value not in ((), "")
+
+    def words(self, name: str) -> str:
+        return f"{name} set"
+
+
+class When(NamedTuple):
+    """The settings under which a field has an effect: all that one of the alternatives asks for.
+
+    A name with a dot, such as ``algorithm.family``, is of another section.
+    """
+
+    alternatives: tuple[Mapping[str, Test], ...]
+
+    def __or__(self, other: When) -> When:
+        return When(self.alternatives + other.alternatives)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for tests in self.alternatives for name in tests}
+
+    def words(self) -> str:
+        """The condition as a reader wants to know it, such as ``rule = adam or yogi``."""
+        each = [" and ".join(test.words(name) for name, test in tests.items()) for tests in self.alternatives]
+        return ", or with ".join(each)
+
+
+def when(others: Mapping[str, Any] | None = None, /, **tests: Any) -> When:
+    """The field has an effect only where each of these settings has its value, or one of a tuple of values.
+
+    Instead of a value there may be a test: ``other_than("none")``, ``over(0)``, ``under(0)`` or ``GIVEN``. ``others``
+    is for names with a dot. ``when(...) | when(...)`` holds where either does.
+    """
+    return When(({name: _test(asked) for name, asked in {**(others or {}), **tests}.items()},))
+
+
+def other_than(*values: Any) -> Other:
+    return Other(values)
+
+
+def over(limit: float) -> Over:
+    return Over(limit)
+
+
+def under(limit: float) -> Under:
+    return Under(limit)
+
+
+GIVEN = Given()
+
+
+class Unseen(NamedTuple):
+    """Why the effect of a setting cannot be seen in the small federation of the laws."""
+
+    reason: str
+
+
+def unseen(reason: str) -> Unseen:
+    """The setting has an effect, which the law of settings cannot see for this reason: the law leaves it out."""
+    return Unseen(reason)
+
+
+def excused(field: FieldInfo) -> str:
+    """Why the law of settings leaves this one out, or nothing."""
+    return next((m.reason for m in field.metadata if isinstance(m, Unseen)), "")
+
+
+def _test(asked: Any) -> Test:
+    if isinstance(asked, tuple) and type(asked) is not tuple:
+        return asked  # type: ignore[return-value]
+    return OneOf(asked if isinstance(asked, tuple) else (asked,))
+
+
+def _listed(values: Iterable[Any]) -> str:
+    *most, last = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in values]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyError where there is no telling
+
+
+class Spec(BaseModel):
+    """A frozen record of settings; an unknown key or a wrong type is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {}
+    # setting -> value -> the settings that this value stands for, unless they are written
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A condition names settings that there are."""
+        for name, condition in conditions(cls).items():
+            strangers = [other for other in condition.names if "." not in other and other not in cls.model_fields]
+            if strangers:
+                raise TypeError(f"{cls.__name__}: '{name}' is of use only with '{strangers[0]}', which is no setting")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _settled(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what presets stand for, which nobody wrote."""
+        if not isinstance(given, dict):
+            return make(given)
+        written = as_python_has_it(cls, given)
+        made = make(meant(cls, written))
+        made.model_fields_set.intersection_update(written)
+        return made
+
+
+def conditions(cls: type[BaseModel]) -> dict[str, When]:
+    """When each setting that is not always of use has an effect."""
+    return {name: m for name, field in cls.model_fields.items() for m in field.metadata if isinstance(m, When)}
+
+
+def explained(field: FieldInfo, meaning: str = "") -> str:
+    """What a setting means, and with which others only."""
+    said = [field.description or meaning]
+    return "; ".join([*said, *(f"only with {m.words()}" for m in field.metadata if isinstance(m, When))])
+
+
+def meant(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
+    """What was written, with what its presets stand for."""
+    found: dict[str, Any] = {}
+    for setting, named in cls.presets.items():
+        value = written.get(setting)
+        found |= named.get(value, {}) if isinstance(value, str) else {}
+    return {**found, **written}
+
+
+def without_effect(
+    cls: type[Spec],
+    settings: Mapping[str, Any],
+    names: Iterable[str],
+    lookup: Lookup | None = None,
+    doubtful: Collection[str] = (),
+) -> dict[str, str]:
+    """Of these settings those that have no effect, each with the reason; ``lookup`` tells of other sections.
+
+    Nothing is concluded from settings that are ``doubtful``, since their own values are wrong.
+    """
+    everything = {name: field.default for name, field in cls.model_fields.items()} | dict(settings)
+    values = {name: value for name, value in everything.items() if name not in doubtful}
+    declared = conditions(cls)
+
+    def known(name: str) -> list[Any]:
+        """The value of a setting, or nothing where there is no telling."""
+        try:
+            return [values[name] if "." not in name else lookup(name) if lookup is not None else values[name]]
+        except KeyError:
+            return []
+
+    def holds(name: str, test: Test) -> bool:
+        return all(test.holds(value) for value in known(name))
+
+    def applies(name: str) -> bool:
+        alternatives = declared[name].alternatives if name in declared else ({},)
+        return any(all(holds(other, test) for other, test in tests.items()) for tests in alternatives)
+
+    def reason(name: str) -> str:
+        asked = dict.fromkeys(other for tests in declared[name].alternatives for other in tests)
+        here = ", ".join(f"{other} is {_shown(value)}" for other in asked for value in known(other))
+        return f"has an effect only with {declared[name].words()}, and {here}"
+
+    asked = [name for name in names if name in declared and name not in doubtful]
+    return {name: reason(name) for name in asked if not applies(name)}
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def overruled(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
+    """Presets of which nothing is left, since everything they stand for was written otherwise."""
+    found = {}
+    for setting, named in cls.presets.items():
+        stands_for = named.get(written.get(setting, ""), {}) if isinstance(written.get(setting), str) else {}
+        if stands_for and all(name in written and written[name] != value for name, value in stands_for.items()):
+            found[setting] = (
+                f"stands for {_listed(f'{k} = {v}' for k, v in stands_for.items())}, which is set otherwise"
+            )
+    return found
+
+
+def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has lists where settings are tuples, and NumPy has numbers of its own; nothing else is converted."""
+    tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+    return {key: _plain(value, key in tuples) for key, value in given.items()}
+
+
+def _plain(value: Any, as_tuple: bool) -> Any:
+    if as_tuple and isinstance(value, list):
+        return tuple(value)
+    if as_tuple and isinstance(value, str):  # one of them needs no brackets, which a shell would not like
+        return (value,)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+class Kind(Spec):
+    """A spec that is chosen by name: ``kind = "dirichlet"``."""
+
+    kind: ClassVar[str]
+
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, list[Fault]]:
+    """``table`` as a ``cls``, or every fault in it, each with its place below ``at``; what was written and has no
+    effect is one, too."""
+    try:
+        made, wrong = cls.model_validate(dict(table)), []
+    except ValidationError as error:
+        made, wrong = None, error.errors(include_url=False)
+    faults = [_fault(cls, item, at) for item in wrong]
+    if issubclass(cls, Spec):
+        written, doubtful = as_python_has_it(cls, table), {str(item["loc"][0]) for item in wrong if item["loc"]}
+        useless = without_effect(cls, meant(cls, written), written, doubtful=doubtful)
+        for name, why in (useless | ({} if wrong else overruled(cls, written))).items():
+            where = f"{at}.{name}" if at else name
+            faults.append(Fault(where, f"{why} (got {_short(written[name])})", "leave it out"))
+        for name in (name for name, value in written.items() if name not in doubtful and _huge(value)):
+            what = f"is beyond what can be computed with: {_LARGEST:.2g}, or 64 bits of a whole number"
+            got = _short(written[name])
+            faults.append(Fault(f"{at}.{name}" if at else name, f"{what} (got {got})", "take a smaller number"))
+    return None if faults else made, faults
+
+
+def kinds(base: type[T], package: str) -> dict[str, type[T]]:
+    """Every concrete ``base`` defined in the modules of ``package``, by its ``kind``."""
+    found: dict[str, type[T]] = {}
+    for module in modules(package):
+        for cls in vars(module).values():
+            if defined_in(cls, base, module) and "kind" in vars(cls):
+                found[cls.kind] = cls
+    return found
+
+
+@functools.cache  # a comparison asks for them in each of its cells
+def modules(package: str) -> tuple[ModuleType, ...]:
+    """The package itself and its modules, in order of name."""
+    root = importlib.import_module(package)
+    names = sorted(info.name for info in pkgutil.iter_modules(getattr(root, "__path__", [])))
+    return root, *(importlib.import_module(f"{package}.{name}") for name in names if not name.startswith("_"))
+
+
+def defined_in(thing: Any, base: type[Any], module: ModuleType) -> bool:
+    """Whether ``thing`` is a subclass of ``base`` written in ``module`` (not merely imported there)."""
+    return (
+        inspect.isclass(thing)
+        and issubclass(thing, base)
+        and thing is not base
+        and thing.__module__ == module.__name__
+        and not inspect.isabstract(thing)
+    )
+
+
+def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
+    path = [str(part) for part in item["loc"]]
+    where = ".".join([at, *path]) if at else ".".join(path)
+    if item["type"] == "extra_forbidden":
+        return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], cls.model_fields))
+    if item["type"] == "missing":
+        return Fault(where, "required")
+    message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return Fault(where, f"{message} (got {_short(item['input'])})")
+
+
+def _short(value: Any) -> str:
+    """A value as it was written, or the beginning of one that would fill the screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "a number of more than 4,300 digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+_LARGEST = float(np.finfo(np.float32).max)  # what nets compute with
+
+
+def _huge(value: Any) -> bool:
+    """Whether a number, or one of several, is more than can be computed with."""
+    if isinstance(value, int | float):
+        return abs(value) > _LARGEST if isinstance(value, float) else not -(1 << 63) <= value < 1 << 63
+    if isinstance(value, Mapping):
+        return any(_huge(each) for each in value.values())
+    return isinstance(value, list | tuple) and any(_huge(each) for each in value)

@@ -1,0 +1,438 @@
+"""A task: a network and its loss, seen as pure functions of one flat parameter vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, jvp
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedloom.core import rng, tree
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.lanes.conv import in_lanes
+
+X = TypeVar("X")
+# All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
+# gradient then takes no part in its backward pass.
+Weights: TypeAlias = Tensor | tuple[Tensor, ...]
+# How exact the arithmetic of local training is: tf32 is float32 with short products, where the device has them;
+# bf16 computes the net in 16 bits, while parameters, gradients and updates stay float32.
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
+# Whether steps in lanes run as they are, are replayed as a CUDA graph, or are compiled first.
+Capture: TypeAlias = Literal["eager", "graph", "compiled"]
+
+
+class Batch(NamedTuple):
+    """What one local step sees."""
+
+    x: Tensor  # [B, ...] normalised
+    y: Tensor  # [B]
+    mask: Tensor  # [B] 1 for a real example, 0 for padding
+    key: Tensor  # [] int64: this step's randomness, as data
+    progress: Tensor  # [] in [0, 1): how far into the client's local work this step is
+    lr: Tensor  # [] the local learning rate of this round
+    buffers: Tensor  # [Q] the running statistics that the net starts this step with
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a function of a key, so that it is the same in every executor and after a resume."""
+
+    key: Tensor
+
+    def __init__(self, p: float, index: int) -> None:
+        super().__init__()
+        self.p, self.index = p, index
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        place = torch.arange(x.numel(), device=x.device).view(x.shape)
+        keep = rng.unit(rng.fold(self.key, self.index, place)) >= self.p
+        return x * keep / (1.0 - self.p)
+
+
+class Task:
+    """``apply``, ``loss`` and ``grad`` of one net at any point ``w`` [P]; the net itself never changes.
+
+    ``lanes`` says who will call: torch.func's transforms (which nest in vmap) or plain autograd
+    (which costs less when one client trains at a time). Both compute the same function.
+
+    ``frozen`` names parts of the net that are not trained. Their parameters and statistics stay in the net, once for
+    all clients, and are neither in ``w`` nor in the buffers; these parts are in evaluation mode during training, too.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        lanes: bool = False,
+        shape: tuple[int, ...] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        net = _with_keyed_dropout(copy.deepcopy(net))
+        _refuse_hidden_state(net)
+        _freeze(net, frozen)
+        self.lanes, self._shape = lanes, shape
+        self.precision: Precision = "fp32"
+        self.capture: Capture = "eager"
+        self._shares: dict[int, float] = {}
+        self._frozen = tuple(name.removesuffix(".") for name in frozen)
+        self._train, self._eval = copy.deepcopy(net).train(), net.eval()
+        for name, part in self._train.named_modules():
+            if self._is_frozen(name):
+                part.eval()
+        self._whole = self._eval  # with the body, also where inputs are what the body has made of them
+        parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.names = tuple(parameters)
+        self._shapes = [p.shape for p in parameters.values()]
+        self._sizes = [p.numel() for p in parameters.values()]
+        self.w0 = _flat(p.detach() for p in parameters.values())  # [P]
+        moving = {n: b for n, b in net.named_buffers() if not self._is_frozen(n)}
+        floats = {n: b for n, b in moving.items() if b.is_floating_point()}
+        self._buffer_names, self._buffer_shapes = tuple(floats), [b.shape for b in floats.values()]
+        self._buffer_sizes = [b.numel() for b in floats.values()]
+        self.buffers0 = _flat(floats.values())  # [Q]
+        drops = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
+        self._dropouts = [n for n in drops if not self._is_frozen(n)]
+        keys = {_key(n) for n in self._dropouts}
+        self._counters = [n for n, b in moving.items() if not b.is_floating_point() and n not in keys]
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether the module, parameter or buffer of this name belongs to a frozen part."""
+        return any(_within(name, part) for part in self._frozen)
+
+    @property
+    def size(self) -> int:
+        """P, the number of parameters that are trained."""
+        return self.w0.numel()
+
+    @property
+    def whole(self) -> int:
+        """The number of all parameters of the net, those that are not trained among them."""
+        return sum(p.numel() for p in self._whole.parameters())
+
+    @property
+    def passed(self) -> int:
+        """The number of parameters that an example meets on its way through what is computed in training."""
+        return sum(p.numel() for p in self._train.parameters())
+
+    @property
+    def fixed(self) -> list[Tensor]:
+        """The tensors of the net that training never changes: what is frozen, parameters and statistics, in order."""
+        return [x for name, x in self._whole.state_dict().items() if self._is_frozen(name)]
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether examples of one batch influence each other in training, as in BatchNorm."""
+        layers = self._train.named_modules()
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not self._is_frozen(n) for n, m in layers)
+
+    @property
+    def has_convolutions(self) -> bool:
+        return any(isinstance(m, nn.modules.conv._ConvNd) for m in self._train.modules())
+
+    def to(
+        self, device: torch.device, *, lanes: bool, precision: Precision = "fp32", capture: Capture = "eager"
+    ) -> Task:
+        """The same task on another device, for another kind of caller."""
+        other = copy.copy(self)
+        other.lanes, other.precision, other.capture = lanes, precision, capture
+        other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
+        other._whole = other._eval if self._whole is self._eval else self._whole
+        other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
+        for name, layer in other._train.named_modules():
+            # BatchNorm takes inputs of 16 bits with statistics of 32, which then its parameters have to be, too.
+            if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                for parameter in layer.parameters(recurse=False):
+                    parameter.data = other._short(parameter.data)
+        if lanes and (device.type == "cuda" or capture != "eager"):
+            if other._whole is other._eval:  # which is handed out, and stays an ordinary net
+                other._whole = copy.deepcopy(other._eval)
+            in_lanes(other._train)
+            in_lanes(other._eval)
+        return other
+
+    @property
+    def is_headed(self) -> bool:
+        """Whether the whole body is frozen, so that its features of an example are always the same."""
+        return self._is_frozen("body") and not any(name.startswith("body.") for name in self.names)
+
+    def on_features(self) -> Task:
+        """The same task for inputs that are features of the body: what is left of the net is its head.
+
+        For nets that are ``head(body(x))`` with a frozen body. Saved nets are whole all the same.
+        """
+        other = copy.copy(self)
+        other._train, other._eval = copy.deepcopy(self._train), copy.deepcopy(self._eval)
+        other._train.body, other._eval.body = nn.Identity(), nn.Identity()
+        other._shape, other._shares = (self.linear_head.in_features,), {}
+        return other
+
+    def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
+        """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
+        out: Tensor = functional_call(self._eval, {**self._unflat(w), **self._unflat_buffers(buffers)}, (x,))
+        return out
+
+    def logits(self, w: Weights, batch: Batch) -> Tensor:
+        """The logits at ``w`` in training mode.  ``[B, classes]``"""
+        return self._forward(w, batch)[0]
+
+    def loss(self, w: Weights, batch: Batch, *, training: bool = True) -> Tensor:
+        """The mean cross-entropy over the real examples of ``batch``, in training or in evaluation mode."""
+        logits = self.logits(w, batch) if training else self.apply(w, batch.x, batch.buffers)
+        # The same as nn.functional.cross_entropy, which vmap takes apart into many more small operations.
+        each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
+        return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
+
+    def loss_and_encoding(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``loss`` and ``encode`` at ``w`` from one forward pass, where the net calls its ``body`` once."""
+        seen: list[Tensor] = []
+        hook = self._encoder(frozen=False).register_forward_hook(lambda _layer, _given, out: seen.append(out))
+        try:
+            loss = self.loss(w, batch)
+        finally:
+            hook.remove()
+        return loss, self._full(seen[0].flatten(1)) if len(seen) == 1 else self.encode(w, batch)
+
+    def encode(self, w: Tensor, batch: Batch, *, frozen: bool = False) -> Tensor:
+        """What the net's ``body`` makes of the inputs, in training mode or, ``frozen``, in evaluation mode."""
+        body = self._encoder(frozen=frozen)
+        inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
+        out: Tensor = functional_call(body, inside, (self._short(batch.x),))
+        return self._full(out.flatten(1))
+
+    def _encoder(self, *, frozen: bool) -> nn.Module:
+        body = getattr(self._eval if frozen else self._train, "body", None)
+        if not isinstance(body, nn.Module):
+            raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
+        if next(self._whole.get_submodule("body").parameters(), None) is None:
+            what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
+            raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
+        return body
+
+    def features(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
+        """What the net's ``body``, which need not have parameters, makes of ``x`` in evaluation mode.  ``[B, d]``"""
+        body = getattr(self._eval, "body", None)
+        if not isinstance(body, nn.Module):
+            raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
+        held = {**self._unflat(w), **self._unflat_buffers(buffers)}
+        inside = {n.removeprefix("body."): v for n, v in held.items() if n.startswith("body.")}
+        out: Tensor = functional_call(body, inside, (x,))
+        return out.flatten(1)
+
+    @property
+    def linear_head(self) -> nn.Linear:
+        """The net's last layer, which is called ``head`` and is linear."""
+        head = getattr(self._eval, "head", None)
+        if not isinstance(head, nn.Linear) or "head.weight" not in self.names:
+            what = "the net has no linear layer called 'head' that can be trained, after its 'body'"
+            raise ConfigError([Fault("model.kind", what, "name its last layer so")])
+        return head
+
+    @property
+    def is_head_of_body(self) -> bool:
+        """Whether the logits are ``head(body(x))``, as far as one input can tell."""
+        if self._shape is None:
+            return True
+        x = torch.linspace(-1, 1, prod(self._shape), device=self.w0.device).view(1, *self._shape)
+        with torch.no_grad():
+            logits = self.apply(self.w0, x, self.buffers0)
+            own = self.linear_head(self.features(self.w0, x, self.buffers0))
+        return bool(torch.allclose(own, logits, rtol=1e-4, atol=1e-4))
+
+    def place(self, name: str) -> slice:
+        """Where the parameter of this name lies in the vector of all."""
+        at = self.names.index(name)
+        first = sum(self._sizes[:at])
+        return slice(first, first + self._sizes[at])
+
+    def grad(self, w: Tensor, batch: Batch) -> Tensor:
+        """The gradient of ``loss`` at ``w``.  ``[P]``"""
+        return self.differentiate(lambda v: self.loss(v, batch), w)
+
+    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+        """The Hessian of ``loss`` at ``w``, times ``v``.  ``[P]``"""
+        product: Tensor = jvp(grad(partial(self.loss, batch=batch)), (w,), (v,))[1]
+        return product
+
+    def differentiate(self, f: Callable[[X], Tensor], x: X) -> X:
+        """The gradient of the scalar function ``f`` at the tree ``x``."""
+        return self.evaluate_and_differentiate(f, x)[1]
+
+    def evaluate_and_differentiate(self, f: Callable[[X], Tensor], x: X) -> tuple[Tensor, X]:
+        """The value of the scalar function ``f`` at the tree ``x``, and its gradient there."""
+        if self.lanes:
+            gradient, value = grad_and_value(f)(x)
+            return value, gradient
+        with torch.enable_grad():
+            point = tree.tmap(lambda leaf: leaf.detach().requires_grad_(), x)
+            at = f(point)
+            found = torch.autograd.grad(at, tree.leaves(point), materialize_grads=True)
+        return at.detach(), tree.unflatten(x, found)
+
+    def below(self, layers: int | Literal["all", "none"]) -> int:
+        """How many parameters lie below the top ``layers`` (modules that own parameters), which come last."""
+        if layers == "none":
+            return self.size
+        owners = [name.rpartition(".")[0] for name in self.names]
+        every = list(dict.fromkeys(owners))
+        top = set(every if layers == "all" else every[-layers:])
+        first = next(k for k, owner in enumerate(owners) if owner in top)
+        return sum(self._sizes[:first])
+
+    def work_above(self, below: int) -> float:
+        """The share of a forward pass's arithmetic that the parameters after the first ``below`` take part in."""
+        if below not in self._shares:
+            self._shares[below] = self._work_above(below)
+        return self._shares[below]
+
+    def _work_above(self, below: int) -> float:
+        if self._shape is None or below >= self.size:
+            return (self.size - below) / max(self.size, 1)
+        first = next(k for k in range(len(self._sizes)) if sum(self._sizes[:k]) >= below)
+        top = {name.rpartition(".")[0] for name in self.names[first:]}
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self._eval(torch.zeros(1, *self._shape, device=self.w0.device))
+        counts = {place: sum(ops.values()) for place, ops in counter.get_flop_counts().items()}
+        above = sum(n for place, n in counts.items() if place.partition(".")[2] in top)
+        return float(above / max(counts["Global"], 1))
+
+    def statistics(self, w: Tensor, batch: Batch) -> Tensor:
+        """The running statistics after the net has seen ``batch`` at ``w``.  ``[Q]``"""
+        with torch.no_grad():
+            return self._forward(w, batch)[1]
+
+    def mask(self, *prefixes: str) -> Tensor:
+        """1 on the parameters whose name starts with one of ``prefixes``, else 0.  ``[P]``"""
+        parts = zip(self.names, self._sizes, strict=True)
+        return torch.cat([torch.full((n,), float(name.startswith(prefixes))) for name, n in parts]).to(self.w0.device)
+
+    def tensors(self, w: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """The parameters and statistics under their own names, as ``nn.Module.load_state_dict`` wants them."""
+        flat = {**self._whole.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
+        return {name: value.detach().clone().contiguous() for name, value in flat.items()}
+
+    def module(self, w: Tensor, buffers: Tensor) -> nn.Module:
+        """A plain module in evaluation mode that holds these parameters."""
+        net = copy.deepcopy(self._whole)
+        net.load_state_dict(self.tensors(w, buffers), strict=False)
+        return net
+
+    def _forward(self, w: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
+        held = self._held(w, batch)
+        logits: Tensor = functional_call(self._train, held, (self._short(batch.x),))
+        return self._full(logits), _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
+
+    def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
+        """All that the net holds during one forward pass."""
+        # BatchNorm writes its buffers in place: give it copies, which can be read back.
+        buffers = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
+        counters = {n: self._train.get_buffer(n).clone() for n in self._counters}
+        keys = {_key(n): batch.key for n in self._dropouts}
+        return {**self._unflat(tree.tmap(self._short, w)), **buffers, **counters, **keys}
+
+    def _short(self, x: Tensor) -> Tensor:
+        """What the net computes with: 16 bits of it where that is precise enough."""
+        return x.bfloat16() if self.precision == "bf16" else x
+
+    def _full(self, x: Tensor) -> Tensor:
+        return x.float() if self.precision == "bf16" else x
+
+    def _unflat(self, w: Weights) -> dict[str, Tensor]:
+        if isinstance(w, tuple):
+            parts = [
+                part for piece, sizes in zip(w, self._sizes_of(w), strict=True) for part in torch.split(piece, sizes)
+            ]
+        else:
+            parts = list(torch.split(w, self._sizes))
+        each = zip(self.names, parts, self._shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in each}
+
+    def _sizes_of(self, pieces: tuple[Tensor, ...]) -> list[list[int]]:
+        """The sizes of the tensors in each of some consecutive pieces of the parameters."""
+        left, found = iter(self._sizes), []
+        for piece in pieces:
+            sizes: list[int] = []
+            while sum(sizes) < piece.shape[-1]:
+                sizes.append(next(left))
+            assert sum(sizes) == piece.shape[-1], "a piece must hold whole tensors"
+            found.append(sizes)
+        return found
+
+    def _unflat_buffers(self, buffers: Tensor) -> dict[str, Tensor]:
+        if not self._buffer_names:
+            return {}
+        parts = zip(self._buffer_names, torch.split(buffers, self._buffer_sizes), self._buffer_shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in parts}
+
+
+def _flat(tensors: Any) -> Tensor:
+    parts = [t.reshape(-1) for t in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _key(dropout: str) -> str:
+    return f"{dropout}.key" if dropout else "key"
+
+
+def _with_keyed_dropout(net: nn.Module) -> nn.Module:
+    """The net with every ``nn.Dropout`` replaced, since torch's own draws from a hidden generator."""
+    places = [n for n, m in net.named_modules(remove_duplicate=False) if isinstance(m, nn.Dropout)]
+    for index, place in enumerate(places):
+        parent_name, _, name = place.rpartition(".")
+        drop = net.get_submodule(place)
+        if not isinstance(drop, nn.Dropout):  # its parent has several names, and was met under another
+            continue
+        if place == "":
+            return KeyedDropout(drop.p, index)
+        setattr(net.get_submodule(parent_name), name, KeyedDropout(drop.p, index))
+    return net
+
+
+def _within(name: str, part: str) -> bool:
+    """Whether the thing of this dotted name is ``part`` of a net, or lies in it."""
+    return name == part or name.startswith(f"{part}.")
+
+
+def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
+    """Take the parameters of these parts out of training; refuse names of nothing, and to leave nothing to train."""
+    at, faults = "model.freeze", []
+    names = [name for name, p in net.named_parameters() if p.requires_grad]
+    parts = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
+    for part in frozen:
+        inside = [name for name in names if _within(name, part.removesuffix("."))]
+        if not inside:
+            exists = part.removesuffix(".") in dict(net.named_modules())
+            what = f"'{part}' has no parameters that could be trained" if exists else f"the net has no part '{part}'"
+            faults.append(Fault(at, what, "leave it out" if exists else nearest(part, parts)))
+        for name in inside:
+            net.get_parameter(name).requires_grad_(False)
+    if not faults and frozen and not any(p.requires_grad for p in net.parameters()):
+        what = f"all {len(names)} parameters of the net would be frozen, and nothing would be trained"
+        faults.append(Fault(at, f"{what} (got {list(frozen)})", "leave out the head, as freeze = 'body' does"))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _refuse_hidden_state(net: nn.Module) -> None:
+    """Layers that draw or count where nobody sees it would make a resumed run another run."""
+    faults = []
+    for name, layer in net.named_modules():
+        drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+        draws = drops or isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d)
+        inner = isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0
+        if draws or inner:
+            what = f"{type(layer).__name__} at '{name}' draws from torch's hidden generator"
+            faults.append(Fault("model.kind", what, "nn.Dropout is the dropout that can be repeated"))
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
+            what = f"{type(layer).__name__} at '{name}' has no momentum, and so counts batches across clients"
+            faults.append(Fault("model.kind", what, "give it one, such as momentum=0.1"))
+    if faults:
+        raise ConfigError(faults)

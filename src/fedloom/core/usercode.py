@@ -1,0 +1,259 @@
+"""Code of the user's own: how a setting names it, whether it may run, and the hashes by which a run knows it again.
+
+A setting names code as ``file.py:Name`` or ``package.module:Name``; an algorithm also as ``file.py``, or by the bare
+name of a file in the folder ``algorithms``. A configuration is text that may come from anybody, and importing a file
+runs it. So nothing is imported unless the user has vouched for it: by writing its name on the command line or in
+Python, by ``--trust``, or by having done so before for the same name in the same file, of which a list is kept in the
+user's home. This module is the only one that imports what a setting names. Why: docs/adr/0017.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedloom.core.disk import digest
+from fedloom.core.errors import ConfigError, Fault, nearest
+
+REFUSED = "FEDLOOM_NO_USER_CODE"  # the environment variable that refuses all of it
+NEEDS_TRUST = "if you trust it, add --trust"
+_REFERENCE = re.compile(r"(.+\.py|[\w.]+):(.+)")
+_MAIN = "__main__"  # the user's own program: it is running already
+
+_vouched: set[tuple[str, str]] = set()  # names that the user has given to this process, and the working folder then
+_files: dict[str, dict[str, str]] = {}  # by such a name, the files that were loaded for it, with their hashes
+
+
+# -- consent ---------------------------------------------------------------------------------------
+def vouch(values: Any) -> None:
+    """Take every text in ``values``, however deep in tables and lists, for a name that the user has given."""
+    if isinstance(values, str):
+        _vouched.add((os.getcwd(), values))
+    elif isinstance(values, Mapping):
+        vouch(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            vouch(value)
+
+
+def adopt(reference: str) -> None:
+    """Vouch for what was handed over in Python, by the name under which a run folder will call for it."""
+    if is_reference(reference):
+        vouch(reference)
+        with suppress(ConfigError):  # what is nowhere in a module cannot be found again: told when it is looked for
+            load(reference, "")
+
+
+def refuse_all() -> None:
+    """Refuse all code of the user's from now on, in the processes that this one starts, too."""
+    os.environ[REFUSED] = "1"
+
+
+def _consented(called: str, at: str, file: Path | None, name: str) -> None:
+    """Refuse ``name`` in ``file``, which a setting ``called`` for, unless the user has vouched for it."""
+    where = f" in {file}" if file is not None else ""
+    if os.environ.get(REFUSED, "") not in ("", "0"):
+        what = f"'{called}' is code{where}, and all code but fedloom's own is refused"
+        raise ConfigError([Fault(at, what, f"--no-user-code or {REFUSED} is set")])
+    if (os.getcwd(), called) in _vouched:
+        _remember(file, name)
+    elif not called.startswith(f"{_MAIN}:") and not _is_remembered(file, name):
+        raise ConfigError([Fault(at, f"'{called}' is code{where} that you have not run before", NEEDS_TRUST)])
+
+
+def _list() -> Path:
+    """The file that lists what this user has vouched for, one ``/path/to/file.py:Name`` in a line."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home, "fedloom", "trusted").expanduser()
+
+
+def _is_remembered(file: Path | None, name: str) -> bool:
+    """Whether the user has vouched for ``name`` in ``file`` before, and nobody else can have changed it since."""
+    if file is None:
+        return False
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):
+        found = file.stat()
+        safe = found.st_uid in (0, os.getuid()) and not found.st_mode & stat.S_IWOTH
+        return safe and f"{file}:{name}" in _list().read_text(encoding="utf-8").splitlines()
+    return False
+
+
+def _remember(file: Path | None, name: str) -> None:
+    """Put ``name`` in ``file`` on the list; without a home that can be written to, it has to be trusted again."""
+    line = f"{file}:{name}"
+    if file is None or len(line.splitlines()) != 1 or _is_remembered(file, name):
+        return
+    with suppress(OSError, RuntimeError, UnicodeEncodeError):
+        _list().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        to = os.open(_list(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(to, f"{line}\n".encode())
+        finally:
+            os.close(to)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+def is_reference(name: str) -> bool:
+    """Whether a name is of the form ``file.py:Name`` or ``package.module:Name``."""
+    return _REFERENCE.fullmatch(name) is not None
+
+
+def load(reference: str, at: str) -> Any:
+    """What ``file.py:Name`` or ``package.module:Name`` refers to; whether it may be called, the caller has to judge."""
+    found = _REFERENCE.fullmatch(reference)
+    assert found is not None
+    place, name = found.groups()
+    if place.endswith(".py"):
+        module = load_file(place, at, called=reference, name=name)
+    else:
+        module = _load_module(place, at, reference, name)
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError([Fault(at, f"'{place}' has no '{name}'", nearest(name, public))])
+    return getattr(module, name)
+
+
+def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType:
+    """The module of a .py file, which a setting ``called`` for. It may import what lies beside it."""
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise ConfigError([Fault(at, f"no such file: {place}", f"looked in {path.parent}")])
+    _consented(called, at, path, name)
+    known = sys.modules.get(_module_name(place))
+    if known is not None and known.__file__ == str(path):
+        _files.setdefault(called, _sources(known))
+        return known
+    spec = importlib.util.spec_from_file_location(_module_name(place), path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    _extend_path(path.parent)
+    try:
+        # Not by way of a .pyc file, which may be an older one, and would be a trace in the user's folder.
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise ConfigError([Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")]) from error
+    _files[called] = _sources(module)
+    return module
+
+
+def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
+    """The module ``package.module``: an installed one, or else one of the working folder."""
+    top, _, rest = place.partition(".")
+    file, here = _found(top), Path.cwd()
+    if file is None and (spec := PathFinder.find_spec(top, [str(here)])) is not None:
+        file = _origin(spec)
+        _extend_path(here)
+    _consented(called, at, file, f"{rest}.{name}" if rest else name)
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError([Fault(at, f"cannot import '{place}': {error}", "is it on PYTHONPATH?")]) from error
+    except Exception as error:
+        raise ConfigError([Fault(at, f"'{place}' failed to load: {type(error).__name__}: {error}")]) from error
+    if place != _MAIN:  # a program that is running is edited for its next run
+        _files[called] = _sources(module)
+    return module
+
+
+def _found(top: str) -> Path | None:
+    """The file of an importable module or package, which is not imported for that."""
+    with suppress(ValueError, ImportError):
+        spec = importlib.util.find_spec(top)
+        return _origin(spec) if spec is not None else None
+    return None
+
+
+def _origin(spec: Any) -> Path | None:
+    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+    return Path(places[0]).resolve() if places else None
+
+
+def _extend_path(folder: Path) -> None:
+    """Let modules of a folder be imported, where no installed one has their name: a random.py there hides nothing."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _module_name(place: str) -> str:
+    return f"fedloom_user_{Path(place).stem}"
+
+
+def is_written(thing: Any, reference: str) -> bool:
+    """Whether ``thing`` is a function or class that the .py file in the reference defines, not one it has imported."""
+    place = reference.rpartition(":")[0]
+    made = inspect.isfunction(thing) or inspect.isclass(thing)
+    return made and place.endswith(".py") and thing.__module__ == _module_name(place)
+
+
+# -- hashes ----------------------------------------------------------------------------------------
+def files(names: Iterable[str]) -> dict[str, str]:
+    """The files that were loaded for the things of these names, with their hashes; fedloom's own have none."""
+    return {path: sha for name in names for path, sha in _files.get(name, {}).items()}
+
+
+def changes(then: Mapping[str, str]) -> dict[str, str]:
+    """Those of the files that do not have the hash they had then, with what has become of them, in words."""
+    found = {}
+    for path, old in then.items():
+        try:
+            new = digest(Path(path)) if Path(path).is_file() else ""  # a pipe, or a device, has no end
+        except OSError:
+            new = ""
+        if new != old:
+            found[path] = f"has changed (SHA-256 {old[:12]}, now {new[:12]})" if new else "is not there"
+    return found
+
+
+def _sources(module: ModuleType) -> dict[str, str]:
+    """The file of a module, and those of the modules that it imports unless they are installed, with their hashes."""
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        path = Path(getattr(one, "__file__", None) or "").absolute()
+        if _short(path) in found or not path.is_file() or (one is not module and _is_installed(path)):
+            continue
+        found[_short(path)] = digest(path)
+        if path.suffix == ".py":
+            names = _imported(path.read_bytes(), one.__package__ or "")
+            waiting += [sys.modules[name] for name in names if name in sys.modules]
+    return found
+
+
+def _imported(source: bytes, package: str) -> Iterator[str]:
+    """Names of modules that the source of a module may import, among them some that are none."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (".".join(parts[: n + 1]) for n in range(len(parts)))
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+def _short(path: Path) -> str:
+    """A file below the working folder by its way from there, so that both can be moved together."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether a file is Python's, fedloom's or of an installed package, of which the version is recorded instead."""
+    home, standard = Path(__file__).parents[1], Path(os.__file__).parent
+    packaged = {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(packaged) or path.is_relative_to(home) or path.is_relative_to(standard)

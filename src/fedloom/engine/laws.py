@@ -1,0 +1,485 @@
+"""The laws that every algorithm obeys, as functions that anybody can put an algorithm to.
+
+Each law takes an algorithm class and raises ``BrokenLawError`` where it does not hold. They run on a small
+federation with very unequal clients; ``fedloom check my_method.py`` runs them all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Carry, Held, Noise, Work
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, FedloomError
+from fedloom.core.optim import Local
+from fedloom.core.schema import excused
+from fedloom.core.task import Batch, Capture, Task
+from fedloom.data.arrays import Arrays
+from fedloom.data.federation import federate
+from fedloom.engine import checkpoint, variation
+from fedloom.engine.clock import System
+from fedloom.engine.evaluate import Evaluate, evaluate, models_of
+from fedloom.engine.exchange import Tally, add, inbox, sound
+from fedloom.engine.local import AnyAlgorithm, Executor, train
+from fedloom.engine.plan import Address, Cohort, Group, plans
+from fedloom.engine.run import Experiment, RunState, advance, advance_watched, begin, groups_of, look_ahead
+from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.engine.topology import Full
+from fedloom.models.net import Net
+
+_SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
+_TOLERANCE = 1e-5
+# Everybody reads its data in a tenth of a second, but for the client with most of it.
+_LATE = System(speeds=tuple(n * (0.25 if n == max(_SIZES) else 10.0) for n in _SIZES), deadline=3.5)
+
+
+class BrokenLawError(Exception):
+    """A law that does not hold, and how."""
+
+
+def batched_is_alone(cls: type[AnyAlgorithm]) -> None:
+    """Clients trained side by side do what each does alone."""
+    _agree(_after(_world(cls, executor="lanes"), 3), _after(_world(cls, executor="loop"), 3), "lanes and loop")
+
+
+def replayed_is_alone(cls: type[AnyAlgorithm]) -> None:
+    """Clients whose steps are packed onto a few lanes and replayed, as on a GPU, do what each does alone."""
+    _agree(_after(_world(cls, capture="graph"), 3), _after(_world(cls, executor="loop"), 3), "replayed steps and loop")
+
+
+def lane_count_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
+    """How many clients train side by side changes nothing."""
+    _agree(_after(_world(cls, lanes=6), 3), _after(_world(cls, lanes=2), 3), "6 lanes and 2 lanes")
+
+
+def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
+    """The order in which the clients of a round are heard changes nothing."""
+    world = _world(cls, executor="loop")
+    if world.is_network or world.is_asynchronous:
+        return  # a node hears its neighbours by name, and who waits for nobody hears clients as they arrive
+    state, store, present = begin(world), _store(world), world.present(0)
+    groups = list(groups_of(world, 0, present, look_ahead(world, state, present, 0).extra))
+    heard = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
+    _agree(heard[0], heard[1], "clients heard forwards and backwards")
+
+
+def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
+    """A client that is too late is not heard; it keeps what it learned, unless the server keeps count of it."""
+    if cls.family == "gossip" or not cls.waits:
+        return  # without a server, or with one that waits for nobody, there is nothing to be late for
+    world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
+    state, store, present = begin(world), _store(world), world.present(0)
+    ahead = look_ahead(world, state, present, 0)
+    groups = [group for group in groups_of(world, 0, present, ahead.extra) if len(ahead.heard(group.ids))]
+    expected = _first_round(world, state, store, groups)
+    before = _everything(world, state, store).clients
+    after = _everything(world, advance(world, state, store)[0], store)
+    _agree(expected, after.server, "the server that heard all but the late, and the one that had a deadline")
+    late = tree.tmap(lambda x: x[ahead.late], (before, after.clients))
+    if not len(ahead.late) or not tree.leaves(late):
+        return
+    if world.algorithm.mirrored:
+        _agree(*late, "the states of late clients before and after the round", exactly=True)
+    elif _alike(*late) and not _alike(
+        before, _after(_world(cls, executor="loop", cohort=Cohort(sampling="all")), 1)[1]
+    ):
+        raise BrokenLawError("a late client has forgotten what it learned, although the class is not mirrored")
+
+
+def _alike(old: Any, new: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (old, new)), strict=True))
+
+
+def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
+    """A class whose server keeps the mean of its clients' states says so by `mirrored`."""
+    if cls.family == "gossip" or cls.mirrored:
+        return
+    world = _world(cls, cohort=Cohort(sampling="all"))
+    server, clients = _after(world, 2)
+    sizes = world.federation.train.sizes.double()
+    for (name, kept), (_, first) in zip(tree.named(server), tree.named(begin(world).server), strict=True):
+        for theirs, states in tree.named(clients):
+            if name == "w" or states.shape[1:] != kept.shape or torch.equal(kept, first):
+                continue
+            means = (states.double().mean(0), torch.tensordot(sizes / sizes.sum(), states.double(), 1))
+            if any(torch.allclose(kept.double(), mean, rtol=1e-4, atol=1e-6) for mean in means):
+                what = f"the server's '{name}' is the mean of the clients' '{theirs}'"
+                raise BrokenLawError(f"{what}: a client that is not heard would break that (set mirrored = True)")
+
+
+def resumed_is_never_crashed(cls: type[AnyAlgorithm]) -> None:
+    """A run saved and loaded after every round is the run that never stopped, bit for bit."""
+    world = _world(cls)
+    whole = _after(world, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        state, store = begin(world), _store(world)
+        for _ in range(4):
+            state, _ = advance(world, state, store)
+            checkpoint.save(Path(folder), state, store, {})
+            store = _store(world)
+            state = checkpoint.load(Path(folder), begin(world), store).state
+    _agree(whole, _everything(world, state, store), "the whole run and the resumed one", exactly=True)
+
+
+def ram_is_disk(cls: type[AnyAlgorithm]) -> None:
+    """Clients' states kept in memory and on disk give the same run, bit for bit."""
+    world = _world(cls)
+    with tempfile.TemporaryDirectory() as folder:
+        on_disk = _after(world, 4, store=DiskStore(Path(folder), len(_SIZES)))
+    _agree(_after(world, 4), on_disk, "the store in memory and the one on disk", exactly=True)
+
+
+def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
+    """No function of the algorithm writes into what it is given."""
+    alg, down, mine, batch = _one_client(cls)
+    x = alg.start(down, mine)
+    at = Carry(x, alg.memory(x))
+    work = _work(alg, batch, down, mine)
+    _untouched("start", alg.start, down, mine)
+    _untouched("step", alg.step, at, batch, down, mine)
+    moved = alg.step(at, batch, down, mine).x
+    _untouched("finish", alg.finish, moved, down, mine, work)
+    _untouched("serve", alg.serve, down, mine)
+    world = _world(cls)
+    state = begin(world)
+    before = tree.tmap(torch.clone, state.server)
+    advance(world, state, _store(world))
+    _agree(before, state.server, "the server's state before and after a round was computed from it", exactly=True)
+
+
+def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
+    """The states of server and clients keep their structure, shapes and data types."""
+    alg, down, mine, batch = _one_client(cls)
+    x = alg.start(down, mine)
+    moved = alg.step(Carry(x, alg.memory(x)), batch, down, mine).x
+    _, kept = alg.finish(moved, down, mine, _work(alg, batch, down, mine))
+    _same_form(mine, kept, "a client's state")
+    world = _world(cls)
+    first = begin(world)
+    second, _ = advance(world, first, _store(world))
+    _same_form(first.server, second.server, "the server's state")
+
+
+def neutral_is_fedavg(cls: type[AnyAlgorithm]) -> None:
+    """Under its neutral settings, where it names any, the algorithm is FedAvg, bit for bit."""
+    if cls.fedavg_when is None:
+        return
+    ours = _after(_world(cls, settings=dict(cls.fedavg_when)), 3).server.w
+    theirs = _after(_world(FedAvg, settings=dict(cls.fedavg_as)), 3).server.w
+    _agree(ours, theirs, f"{cls.__name__} with {dict(cls.fedavg_when)} and FedAvg", exactly=True)
+
+
+def training_changes_something(cls: type[AnyAlgorithm]) -> None:
+    """After a round the models that clients are served are no longer the initial ones, and all is finite."""
+    world = _world(cls)
+    state, store = begin(world), _store(world)
+    before = evaluate(world, state, store)
+    state, excluded = advance(world, state, store)
+    after = evaluate(world, state, store)
+    if excluded:
+        raise BrokenLawError(f"clients {list(excluded)} returned numbers that are not finite")
+    if before == after:
+        raise BrokenLawError("no metric moved in a whole round of training")
+
+
+def frozen_parts_stay(cls: type[AnyAlgorithm]) -> None:
+    """With a frozen body the algorithm trains the rest of the net, and only that; or it says that it cannot."""
+    try:
+        world = _world(cls, frozen=("body",))
+    except ConfigError:
+        return
+    state, store = begin(world), _store(world)
+    before, metrics = tuple(x.clone() for x in world.task.fixed), evaluate(world, state, store)
+    for _ in range(2):
+        state, _ = advance(world, state, store)
+    _agree(before, tuple(world.task.fixed), "the frozen body before and after training", exactly=True)
+    if metrics == evaluate(world, state, store):
+        raise BrokenLawError("no metric moved in two rounds of training with a frozen body")
+
+
+def settings_have_an_effect(cls: type[AnyAlgorithm], most: int | None = 6) -> None:
+    """Every setting, changed alone, changes a result, a record or the bytes sent, or is refused.
+
+    It is changed beside the settings that it needs, and beside each choice that another setting offers; of the latter
+    ``most`` are tried, evenly picked, so that the law takes seconds.
+    """
+    for name, where in idle_settings(cls, most):
+        fix = "let it have one, or say with fedloom.core.schema.when() in which settings it has"
+        raise BrokenLawError(f"the setting '{name}' has no effect{where}, whatever it is: {fix}")
+
+
+def idle_settings(cls: type[AnyAlgorithm], most: int | None) -> Iterator[tuple[str, str]]:
+    """Settings that have no effect and do not say so, each with the settings beside which that was seen."""
+    names = [name for name, field in cls.model_fields.items() if not excused(field)]
+    ways = None if most is None else 1  # of having the settings that one needs
+    alone = [(name, needed) for name in names for needed in islice(variation.needed(cls, name, _WORDS), ways)]
+    pairs = [(name, around) for name, needed in alone for around in variation.beside(cls, name, needed, _WORDS)]
+    every = 1 if most is None else max(1, -(-len(pairs) // most))
+    trials: dict[str, _Observed] = {}
+    for name, around in (*alone, *pairs[::every]):
+        if not _is_felt(cls, name, around, trials):
+            yield name, f" beside {_shown(around)}" if around else ""
+
+
+LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
+    batched_is_alone,
+    replayed_is_alone,
+    lane_count_is_irrelevant,
+    client_order_is_irrelevant,
+    late_is_unheard,
+    mirrors_are_declared,
+    resumed_is_never_crashed,
+    ram_is_disk,
+    arguments_are_unchanged,
+    state_keeps_its_shape,
+    neutral_is_fedavg,
+    training_changes_something,
+    frozen_parts_stay,
+    settings_have_an_effect,
+)
+
+
+def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) -> str:
+    """How the law is broken, or an empty string where it holds."""
+    try:
+        law(cls)
+    except BrokenLawError as broken:
+        return str(broken)
+    except Exception as error:  # an algorithm that raises is as broken as one that errs
+        return f"raised {type(error).__name__}: {error}"
+    return ""
+
+
+def title(law: Callable[[type[AnyAlgorithm]], None]) -> str:
+    """The law in words."""
+    return (law.__doc__ or law.__name__).strip().split("\n")[0]
+
+
+# -- a small world -------------------------------------------------------------------------------
+def _world(
+    cls: type[AnyAlgorithm],
+    *,
+    executor: Executor = "lanes",
+    capture: Capture = "eager",
+    lanes: int = 6,
+    settings: dict[str, Any] | None = None,
+    system: System | None = None,
+    cohort: Cohort | None = None,
+    frozen: tuple[str, ...] = (),
+    local: Local | None = None,
+    layers: Sequence[Callable[[], nn.Module]] = (),
+    sizes: tuple[int, ...] = _SIZES,
+) -> Experiment:
+    """Six clients with 1 to 40 examples of three overlapping classes, and a net with a hidden layer."""
+    rng = np.random.default_rng(5)
+    owner = np.repeat(np.arange(len(sizes)), [n + 2 for n in sizes])
+    n = len(owner) + 30
+    y = rng.integers(0, 3, n)
+    x = rng.normal(size=(n, 5)).astype(np.float32) + 2 * np.eye(3, 5, dtype=np.float32)[y]
+    test = np.arange(n) >= len(owner)
+    held_out = np.concatenate([np.arange(k + 2) < 2 for k in sizes])
+    arrays = Arrays("law", x, y, test, ("a", "b", "c"))
+    device = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        net = Net(nn.Sequential(nn.Linear(5, 6), *(layer() for layer in layers), nn.Tanh()), 6, 3)
+    task = Task(net, frozen=frozen).to(device, lanes=executor == "lanes", capture=capture)
+    local = local or Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
+    federation = federate(arrays, owner, len(sizes), held_out, device=device)
+    proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
+    return Experiment(
+        algorithm=cls(**(settings or {})).bind(task, local.optimiser(), federation.train.sizes, proxy).paced(local.lr),
+        task=task,
+        federation=federation,
+        local=local,
+        cohort=cohort or Cohort(size=4),
+        evaluate=Evaluate(),
+        rounds=4,
+        seed=3,
+        device=device,
+        executor=executor,
+        lanes=lanes if executor == "lanes" else 1,
+        topology=Full() if cls.family == "gossip" else None,
+        system=system or System(),
+    )
+
+
+def _first_round(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Any:
+    """The server after it heard these groups, in this order."""
+    tally = Tally()
+    for group in groups:
+        outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
+        tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
+    return world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes, (world.seed, 0)))
+
+
+def _store(world: Experiment) -> ClientStore:
+    return RamStore(world.federation.clients)
+
+
+# -- whether a setting is felt ---------------------------------------------------------------------
+_WORDS = ("bias", "bn", "head.", "body.", "body.0.bias")  # texts of settings, which name parts of the net
+_Observed: TypeAlias = bytes | None  # all that a user can see of a run; None where it was refused
+
+
+def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
+    """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
+    values = list(variation.others(cls, name, around, _WORDS))
+    compared = False  # a class that cannot be run here is not judged
+    for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
+        for world, beside in _places(cls, name, around) if some else ():
+            before = _tried(cls, {**around, **beside}, world, trials)
+            for value in some if before is not None else ():
+                after = _tried(cls, {**around, **beside, name: value}, world, trials)
+                if after is not None and after != before:
+                    return True
+                compared = compared or after is not None
+    return not compared
+
+
+def _places(cls: type[AnyAlgorithm], name: str, around: variation.Settings) -> Iterator[tuple[str, variation.Settings]]:
+    """Where a setting may be felt: mostly at once, else in another world, or beside other numbers."""
+    yield from ((world, {}) for world in _TRIALS)
+    for other, field in cls.model_fields.items():
+        if other != name and other not in around and not variation.is_choice(field):
+            few = islice(variation.others(cls, other, around, _WORDS), 3)
+            yield from ((next(iter(_TRIALS)), {other: value}) for value in few)
+
+
+def _tried(
+    cls: type[AnyAlgorithm], settings: variation.Settings, world: str, trials: dict[str, _Observed]
+) -> _Observed:
+    key = f"{world} {sorted(settings.items(), key=str)}"
+    if key not in trials:
+        trials[key] = _observed(cls, settings, world)
+    return trials[key]
+
+
+def _observed(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> _Observed:
+    """All that a user can see of three rounds: metrics, what is told of them, bytes, time, and everybody's model."""
+    if not variation.accepted(cls, settings):
+        return None
+    try:
+        exp = _TRIALS[world](cls, dict(settings))
+        state, store = begin(exp), _store(exp)
+        seen: list[Any] = [exp.algorithm.defaults()]
+        for _ in range(3):
+            done = advance_watched(exp, state, store)
+            state = done.state
+            seen += [done.found, done.work, evaluate(exp, state, store), state.up, state.down, state.busiest]
+            seen += [state.seconds, state.gradients]
+        everybody = torch.arange(exp.federation.clients)
+        models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
+    except (FedloomError, ValueError, RuntimeError):  # numbers that are too large for it, say
+        return None
+    return repr(seen).encode() + models.numpy().tobytes()
+
+
+def _shown(settings: variation.Settings) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in settings.items())
+
+
+def _trial(cls: type[AnyAlgorithm], settings: dict[str, Any], **how: Any) -> Experiment:
+    """A world in which little is computed and much is measured; a rate that falls, and clients of unequal speed."""
+    local = Local(batch=32, epochs=2, lr=how.pop("lr", 0.1), momentum=0.5, schedule="exponential", decay=0.7)
+    system = System(speed=100.0, speed_spread=1.0, latency=0.1)
+    world = _world(cls, settings=settings, local=local, system=system, **how)
+    looks = world.algorithm.communicates and world.algorithm.common
+    return replace(world, evaluate=Evaluate(diagnostics=("updates", "weights") if looks else ()))
+
+
+def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
+    world = _trial(cls, settings)
+    if world.algorithm.against_noise(local=True):
+        raise ConfigError([])
+    return replace(world, algorithm=world.algorithm.told_of_noise(Noise(1.0, 0.5, 0.5)))
+
+
+def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
+    layers, sizes = (partial(nn.BatchNorm1d, 6), nn.Dropout), tuple(n + 1 for n in _SIZES)  # one cannot be normalised
+    return _trial(cls, settings, layers=layers, executor="loop", sizes=sizes)
+
+
+# Worlds in which a setting may be felt, the first of which is enough for most.
+_TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] = {
+    "plain": _trial,
+    "with a rate that is too large": partial(_trial, lr=3.0),
+    "with BatchNorm": _normalised,
+    "with noise in sums": _private,
+}
+
+
+class _Whole(NamedTuple):
+    """All that there is after some rounds."""
+
+    server: Any
+    clients: Any
+
+
+def _after(world: Experiment, rounds: int, store: ClientStore | None = None) -> _Whole:
+    store = _store(world) if store is None else store
+    state = begin(world)
+    for _ in range(rounds):
+        state, _ = advance(world, state, store)
+    return _everything(world, state, store)
+
+
+def _everything(world: Experiment, state: RunState, store: ClientStore) -> _Whole:
+    return _Whole(state.server, world.given(state, store, torch.arange(world.federation.clients)).mine)
+
+
+def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]:
+    """An algorithm, and what its client functions are given in a first step."""
+    world = _world(cls, executor="loop")
+    alg = world.algorithm
+    down = alg.send(alg.init(world.task.w0))
+    group = next(iter(plans(world.local, world.federation.train, torch.tensor([3]), Address(3, 0), lr=0.05, lanes=1)))
+    x, y = world.federation.examples(group.rows[0, 0])
+    one = torch.ones(())
+    return alg, down, alg.join(down), Batch(x, y, torch.ones(len(y)), group.keys[0, 0], 0 * one, 0.05 * one, x[0, :0])
+
+
+def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
+    """The work of a client that has this one batch."""
+    survey = alg.survey(batch, down, mine) if alg.surveys else ()
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    return Work(2 * one, batch.mask.sum(), 0.1 * one, zero, survey, torch.tensor(3), one)
+
+
+def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:
+    for (name, left), (_, right) in zip(tree.named(a), tree.named(b), strict=True):
+        if exactly and not torch.equal(left, right):
+            raise BrokenLawError(f"{what} differ in '{name}' by up to {_gap(left, right):.3g}")
+        if not torch.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise BrokenLawError(f"{what} differ in '{name}' by up to {_gap(left, right):.3g}")
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("nan")
+
+
+def _untouched(name: str, function: Callable[..., Any], *arguments: Any) -> None:
+    before = [tree.tmap(torch.clone, argument) for argument in arguments]
+    function(*arguments)
+    for place, (old, new) in enumerate(zip(before, arguments, strict=True)):
+        for (leaf, a), (_, b) in zip(tree.named(old), tree.named(new), strict=True):
+            if not torch.equal(a, b):
+                raise BrokenLawError(f"{name}() wrote into its argument {place + 1} ('{leaf}')")
+
+
+def _same_form(a: Any, b: Any, what: str) -> None:
+    old = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(a)]
+    new = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(b)]
+    if old != new:
+        raise BrokenLawError(f"{what} changed its form: {old} became {new}")

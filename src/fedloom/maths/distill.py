@@ -1,0 +1,155 @@
+"""Distillation: a student learns to say what teachers say of examples whose labels nobody looks at.
+
+    target p(x) of the teachers;      w <- w - lr grad KL(p || softmax f(x; w)), batch by batch
+
+The student is in evaluation mode, as its teachers are: with the same parameters it says the same, and there is
+nothing to learn. What the teachers say is computed once, and kept in float64: in float32 probabilities do not sum to
+one, and the divergence from oneself is not zero. Randomness is the order of the batches, from an address.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.optim import Optimizer
+from fedloom.core.task import Task
+
+_CHUNK = 512  # examples of one forward pass
+_ALIKE = 1e-12  # a divergence no larger than this is rounding, of which Adam would make full steps
+
+
+class Lessons(NamedTuple):
+    """How a student learns."""
+
+    optimizer: Optimizer
+    lr: float
+    epochs: int
+    batch: int
+    temperature: float = 1.0  # of the student; that of the target is in the target
+    schedule: Literal["constant", "cosine"] = "constant"
+
+    def steps(self, rows: int) -> int:
+        """How many steps there are in an epoch on so many rows."""
+        return -(-rows // self.batch)
+
+
+def logits(task: Task, w: Tensor, x: Tensor) -> Tensor:
+    """What one model says.  ``[n, classes]``"""
+    return torch.cat([task.apply(w, some, task.buffers0) for some in torch.split(x, _CHUNK)])
+
+
+def averaged(said: Iterable[Tensor], voices: Iterable[float] = repeat(1.0)) -> Tensor:
+    """The mean of what several say, one after another so that only one is held, in float64."""
+    total, weight = torch.zeros(()), 0.0
+    for each, voice in zip(said, voices, strict=False):  # equal voices have no end
+        total, weight = total.to(each.device) + voice * each.double(), weight + voice
+    return total / weight
+
+
+def divergence(said: Tensor, target: Tensor) -> Tensor:
+    """KL(p || q), meant over the rows, of log-probabilities ``target`` from those ``said``.  ``[]``"""
+    return (target.exp() * (target - said)).sum(-1).mean()
+
+
+def apart(task: Task, w: Tensor, x: Tensor, target: Tensor, temperature: float = 1.0) -> float:
+    """How far a student is from its target, in float64."""
+    return float(divergence(log_softmax(logits(task, w, x).double() / temperature, -1), target))
+
+
+def taught(
+    task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]
+) -> Iterator[Tensor]:
+    """The student after each step."""
+    memory, done = how.optimizer.init(w), 0
+    total = how.epochs * how.steps(len(x))
+    for epoch in range(how.epochs):
+        for rows in torch.split(_order(len(x), address, epoch).to(x.device), how.batch):
+            lr = how.lr * (1 + math.cos(math.pi * done / total)) / 2 if how.schedule == "cosine" else how.lr
+            g = _slope(task, w, x[rows], target[rows], how.temperature)
+            w, memory = how.optimizer.update(g, memory, w, torch.tensor(lr, device=w.device))
+            done += 1
+            yield w
+
+
+def _slope(task: Task, w: Tensor, x: Tensor, target: Tensor, temperature: float) -> Tensor:
+    def loss(at: Tensor) -> Tensor:
+        return divergence(log_softmax(task.apply(at, x, task.buffers0) / temperature, -1), target.to(at.dtype))
+
+    return task.differentiate(loss, w)
+
+
+def _order(rows: int, address: tuple[int, int], epoch: int) -> Tensor:
+    return torch.from_numpy(rng.stream(address[0], "distill", address[1], epoch).permutation(rows))
+
+
+# -- what of the way is kept -----------------------------------------------------------------------
+def best(
+    task: Task,
+    w: Tensor,
+    x: Tensor,
+    target: Tensor,
+    how: Lessons,
+    address: tuple[int, int],
+    *,
+    held_out: float = 0.1,
+    patience: int | None = None,
+) -> Tensor:
+    """The student after the epoch, or before the first, at which it is nearest to what the teachers say of a share
+    of the examples that it does not learn from; the last, where none are held out.
+
+    ``patience``: after so many epochs without a gain it stops.
+    """
+    if apart(task, w, x, target, how.temperature) <= _ALIKE:
+        return w
+    order = torch.from_numpy(rng.stream(address[0], "distill_held_out").permutation(len(x))).to(x.device)
+    aside, rows = order[: int(held_out * len(x))], order[int(held_out * len(x)) :]
+    if not len(aside):
+        return last(task, w, x, target, how, address)
+    found, least, waited = w, apart(task, w, x[aside], target[aside], how.temperature), 0
+    for step, student in enumerate(taught(task, w, x[rows], target[rows], how, address), 1):
+        if step % how.steps(len(rows)):
+            continue
+        now = apart(task, student, x[aside], target[aside], how.temperature)
+        found, least, waited = (student, now, 0) if now < least else (found, least, waited + 1)
+        if waited == patience:
+            break
+    return found
+
+
+def swa(
+    task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int], *, start: int, every: int
+) -> Tensor:
+    """The mean of the student after step ``start``, after each ``every`` steps from there, and after the last.
+
+    Where there are no more than ``start`` steps, it starts after half of them.
+    """
+    total = how.epochs * how.steps(len(x))
+    start = start if start < total else total // 2
+    sum_, count = torch.zeros_like(w, dtype=torch.float64), 0
+    for step, student in enumerate(taught(task, w, x, target, how, address), 1):
+        if step == total or (step >= start and (step - start) % every == 0):
+            sum_, count = sum_ + student.double(), count + 1
+    return (sum_ / count).to(w.dtype) if count else w
+
+
+def last(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]) -> Tensor:
+    """The student after the last step."""
+    for student in taught(task, w, x, target, how, address):
+        w = student
+    return w
+
+
+def refuse_statistics(task: Task) -> None:
+    """A server that runs its clients' models would need their running statistics, which it is not told."""
+    if task.has_statistics:
+        what = "the server runs each client's model, and does not know its running statistics"
+        raise ConfigError([Fault("model", what, 'take a net without BatchNorm, such as one with norm = "group"')])

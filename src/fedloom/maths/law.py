@@ -1,0 +1,603 @@
+"""Learned aggregation weights: how much each client counts, and how much the result shrinks, from proxy examples.
+
+FedLAW (Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023) weighs
+models, LAW-AFL (Jiang et al.) also the statistics of which a head is solved:
+
+    models:      w = gamma sum_i lambda_i w_i,                         lambda = softmax(a), gamma = e^b
+    statistics:  W = (gamma sum_i lambda_i G_i / n_i + rho I)^-1 gamma sum_i lambda_i B_i / n_i,    logits e^c X W
+
+Both descend the loss on the server's proxy examples. Neither needs a graph through all clients: one backward of the
+aggregate (or one more solve) gives g, and two products with the stacked clients do the rest. Everything is a
+function of its arguments: the order of batches and the folds are passed in, or come from an address of ``rng``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedloom.core import rng, tree
+from fedloom.core.optim import Optimizer, adam
+from fedloom.maths.analytic import (
+    Proxy,
+    cross_entropy,
+    inner,
+    off_mean,
+    simplex_gradient,
+    weighted_gradient,
+    weighted_head,
+)
+
+SERVER_ADAM = adam(beta1=0.5, beta2=0.999)  # as in FedLAW's code
+
+
+class Weighing(NamedTuple):
+    """How clients are put together: mu_i = shrink * lam_i."""
+
+    lam: Tensor  # [m] at least 0, sums to 1
+    shrink: Tensor  # [] gamma_s
+
+    @property
+    def mu(self) -> Tensor:
+        return self.shrink * self.lam
+
+
+# -- parametrisations ------------------------------------------------------------------------------
+Kind: TypeAlias = Literal["exp", "quad", "exp_cap", "fixed"]
+
+
+class Free(NamedTuple):
+    """What descends: logits a and b = ln gamma; under ``quad`` roots u of lambda and v of gamma."""
+
+    a: Tensor  # [m]
+    b: Tensor  # []
+
+
+def initial(kind: Kind, lam: Tensor, shrink: float = 1.0) -> Free:
+    """The parameters of these weights, all of which are positive."""
+    b = lam.new_tensor(math.sqrt(shrink) if kind == "quad" else math.log(shrink))
+    return Free(lam.sqrt() if kind == "quad" else lam.log(), b)
+
+
+def weighing(kind: Kind, free: Free) -> Weighing:
+    """exp: lambda = softmax(a), gamma = e^b; exp_cap: gamma = e^min(b, 0); quad: lambda = u^2 / sum u^2, gamma = v^2.
+
+    LAW-AFL, Algorithm 3 line 13 descends lambda itself, which leaves the simplex; and its gamma, said to lie in
+    (0, 1], is free to grow unless it is capped.
+    """
+    if kind == "quad":
+        squares = free.a.square()
+        return Weighing(squares / squares.sum(), free.b.square())
+    return Weighing(free.a.softmax(0), (free.b.clamp(max=0) if kind == "exp_cap" else free.b).exp())
+
+
+def pulled_back(kind: Kind, free: Free, lam: Tensor, along_lam: Tensor, along_log_shrink: Tensor) -> Free:
+    """The gradient along the parameters, from those along lambda and along ln gamma."""
+    if kind == "quad":
+        return Free(2 * free.a / free.a.square().sum() * off_mean(lam, along_lam), 2 * along_log_shrink / free.b)
+    return Free(simplex_gradient(lam, along_lam), along_log_shrink)
+
+
+class Bounds(NamedTuple):
+    """Where gamma may lie while it is learned."""
+
+    low: float
+    high: float
+
+    def reached(self, shrink: Tensor) -> Tensor:
+        """1 where gamma lies on one of its bounds, which then decides it, else 0.  ``[]``"""
+        on = (shrink <= self.low * (1 + 1e-6)) | (shrink >= self.high * (1 - 1e-6))
+        return on.to(shrink.dtype)
+
+
+def of_kind(kind: Kind, bounds: Bounds) -> Bounds:
+    """These bounds; under exp_cap gamma does not exceed 1 either."""
+    return bounds._replace(high=min(bounds.high, 1.0)) if kind == "exp_cap" else bounds
+
+
+def check_bounds(shrink: float, bounds: Bounds, prefix: str = "") -> None:
+    """Refuse a gamma that would begin outside of its bounds."""
+    if not bounds.low <= shrink <= bounds.high:
+        ends = f"{prefix}shrink_min = {bounds.low:g} and {prefix}shrink_max = {bounds.high:g}"
+        raise ValueError(f"gamma begins at {shrink:g}, which is not between {ends}")
+
+
+OF_MODELS = Bounds(0.5, 1.5)  # FedLAW's gamma multiplies the model in every round
+OF_HEADS = Bounds(0.05, 20.0)  # in a closed form gamma only divides the ridge
+
+
+def bounded(kind: Kind, free: Free, bounds: Bounds = OF_MODELS, reach: float = 20.0) -> Free:
+    """Parameters with gamma within its bounds and logits within ``reach`` of their mean.
+
+    Roots have bounds of the same effect: no weight is below e^(-2 reach) of another, and none is ever 0.
+    """
+    low, high = of_kind(kind, bounds)
+    if kind == "quad":
+        u = free.a.abs()
+        u = u.clamp(min=math.exp(-reach) * u.max()).copysign(free.a)
+        return Free(u, free.b.clamp(math.sqrt(low), math.sqrt(high)))
+    centre = free.a.mean()
+    b = free.b if kind == "fixed" else free.b.clamp(math.log(low), math.log(high))
+    return Free(free.a.clamp(centre - reach, centre + reach), b)
+
+
+# -- FedLAW: weights of models ---------------------------------------------------------------------
+class Stack(NamedTuple):
+    """Models w_i = base + moves_i: the server's and what clients uploaded."""
+
+    base: Tensor  # [P]
+    moves: Tensor  # [m, P]
+
+
+def stacked(models: Tensor) -> Stack:
+    """Models ``[m, P]``, seen from the first of them."""
+    return Stack(models[0], models - models[0])
+
+
+def aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None = None) -> Tensor:
+    """w = gamma (base + sum_i lambda_i moves_i), where gamma is 1 outside of ``shrinks``.  ``[P]``
+
+    LAW-AFL, Algorithm 1 line 9 multiplies by gamma twice, Algorithm 3 line 14 not at all.
+    ``shrinks`` ``[P]`` must be false where nobody trains: 0.95 in each of 120 rounds leaves 0.2 % of such a layer.
+    """
+    heard = how.lam != 0  # what counts nothing need not be finite
+    lam, moves = (how.lam, stack.moves) if bool(heard.all()) else (how.lam[heard], stack.moves[heard])
+    mean = stack.base + tree.mix(lam[None], moves)[0].to(stack.base.dtype)
+    return mean * _scale(how.shrink, shrinks, mean)
+
+
+def _scale(shrink: Tensor, shrinks: Tensor | None, like: Tensor) -> Tensor:
+    """gamma for each parameter, as one number if it is the same for all."""
+    shrink = shrink.to(like)
+    return shrink if shrinks is None else torch.where(shrinks, shrink, torch.ones_like(shrink))
+
+
+Gradient: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]  # w [P] -> loss [], its gradient [P]
+
+
+class Lean(NamedTuple):
+    """The proxy loss of the aggregate, and its slopes."""
+
+    loss: Tensor  # []
+    lam: Tensor  # [m] gamma <g, w_i>, up to a constant that is the same for all i
+    log_shrink: Tensor  # [] gamma <g, w>
+
+
+def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor | None = None) -> Lean:
+    """One backward of the aggregated model and two products with the stacked moves.
+
+    dL/da_i = gamma lambda_i (<g, w_i> - <g, sum_j lambda_j w_j>) and dL/db = gamma <g, sum_j lambda_j w_j>.
+    """
+    w = aggregated(stack, how, shrinks)
+    loss, g = grad(w)
+    shrinking = g if shrinks is None else g * shrinks
+    return Lean(
+        loss.double(), inner(stack.moves, g * _scale(how.shrink, shrinks, g)), inner(shrinking[None], w).squeeze(0)
+    )
+
+
+class Settings(NamedTuple):
+    """How FedLAW's server learns; the number of epochs is that of the batches it is handed."""
+
+    kind: Kind = "exp"
+    stage: Literal["joint", "two_stage"] = "joint"
+    lr: float = 0.01  # Adam moves a logit by about so much in a step: 40 steps change a weight by e^0.4 at most
+    optimizer: Optimizer = SERVER_ADAM
+    step_every: int = 20  # epochs between decays of lr
+    decay: float = 0.5
+    shrink: float = 1.0  # gamma at the start, which ``fixed`` keeps
+    learns_weights: bool = True  # False: weights stay by size, and only gamma is learned
+    bounds: Bounds = OF_MODELS
+
+
+AS_FEDLAW = Settings()
+
+
+class Learned(NamedTuple):
+    """What the server has learned in a round."""
+
+    how: Weighing
+    losses: Tensor  # [steps] each at the weights before its step
+    reverted: bool  # a loss was not finite, so that the weights are those of the start
+
+
+def learn(
+    stack: Stack,
+    start: Tensor,
+    epochs: Sequence[Sequence[Gradient]],
+    settings: Settings = AS_FEDLAW,
+    shrinks: Tensor | None = None,
+) -> Learned:
+    """Learn lambda and gamma, each epoch along the gradients of its batches.
+
+    ``start`` ``[m]`` is how much clients count at first, by FedAvg their sizes; it need not sum to 1. LAW-AFL,
+    Algorithm 3 line 12 divides sizes by that of the proxy set, so that they sum to far more. A client that counts
+    nothing or sent a number that is not finite is left out. Where nothing is learned, lambda is ``start`` over its
+    sum to the bit. If nobody is left, all of lambda is 0 and the aggregate is the base.
+    """
+    usable = tree.finite_rows(stack.moves, len(start)) & (start > 0)
+    lam0 = torch.where(usable, start.double(), 0.0)
+    lam0 = lam0 / lam0.sum().clamp(min=1e-300)
+    begin = Weighing(lam0, lam0.new_tensor(settings.shrink))
+    if not bool(usable.any()):
+        return Learned(begin, lam0.new_zeros(0), False)
+    some = stack if bool(usable.all()) else Stack(stack.base, stack.moves[usable])
+    first = initial(settings.kind, lam0[usable], settings.shrink)
+    last, losses = _LEARNERS[settings.stage](some, first, epochs, settings, shrinks)
+    if not all(bool(x.isfinite().all()) for x in (losses, *last)):
+        return Learned(begin, losses, True)
+    found = weighing(settings.kind, last)
+    lam = lam0 if torch.equal(last.a, first.a) else lam0.masked_scatter(usable, found.lam)
+    return Learned(Weighing(lam, begin.shrink if torch.equal(last.b, first.b) else found.shrink), losses, False)
+
+
+def _jointly(
+    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: Settings, shrinks: Tensor | None
+) -> tuple[Free, Tensor]:
+    """lambda and gamma at once, the rate halved every so many epochs."""
+    rates = [step_rate(settings, e) for e in range(len(epochs))]
+    way = _descent(stack, free, zip(epochs, rates, strict=True), settings, shrinks)
+    return way.points[-1], way.losses
+
+
+def _in_two_stages(
+    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: Settings, shrinks: Tensor | None
+) -> tuple[Free, Tensor]:
+    """First lambda, as the mean of the points after epoch 5 (SWA), then gamma; half of the epochs each.
+
+    FedLAW's code returns the starting point where there are no more than six epochs; here it is the last one.
+    """
+    half = len(epochs) // 2
+    rates = [swa_rate(settings.lr, e) for e in range(half)]
+    one = _descent(stack, free, zip(epochs[:half], rates, strict=True), settings, shrinks, of_b=False)
+    averaged = one.points[SWA_START + 2 :] or one.points[-1:]
+    free = free._replace(a=torch.stack([point.a for point in averaged]).mean(0))
+    rates = [step_rate(settings, e) for e in range(half)]
+    two = _descent(stack, free, zip(epochs[half : 2 * half], rates, strict=True), settings, shrinks, of_a=False)
+    return two.points[-1], torch.cat([one.losses, two.losses])
+
+
+_LEARNERS = {"joint": _jointly, "two_stage": _in_two_stages}
+
+
+class _Way(NamedTuple):
+    points: list[Free]  # the start, and where each epoch ended
+    losses: Tensor  # [steps]
+
+
+def _descent(
+    stack: Stack,
+    free: Free,
+    epochs: Iterable[tuple[Sequence[Gradient], float]],
+    settings: Settings,
+    shrinks: Tensor | None,
+    *,
+    of_a: bool = True,
+    of_b: bool = True,
+) -> _Way:
+    """Descend along one or both parameters, with the learning rate of each epoch; end where a loss is not finite."""
+    memory = settings.optimizer.init(free)
+    moves_a, moves_b = of_a and settings.learns_weights, of_b and settings.kind != "fixed"
+    points, losses = [free], [free.a.new_zeros(0)]
+    for batches, lr in epochs:
+        for grad in batches:
+            how = weighing(settings.kind, free)
+            lean = lean_gradient(stack, how, grad, shrinks)
+            losses.append(lean.loss[None])
+            if not bool(lean.loss.isfinite()):
+                return _Way(points, torch.cat(losses))
+            along = pulled_back(settings.kind, free, how.lam, lean.lam, lean.log_shrink)
+            still = tree.tmap(torch.zeros_like, along)
+            along = Free(along.a if moves_a else still.a, along.b if moves_b else still.b)
+            free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(lr))
+            free = bounded(settings.kind, free, settings.bounds)
+        points.append(free)
+    return _Way(points, torch.cat(losses))
+
+
+def step_rate(settings: Settings, epoch: int) -> float:
+    """lr * decay^(epoch // step_every), as torch's StepLR."""
+    return settings.lr * settings.decay ** (epoch // settings.step_every)
+
+
+SWA_START = 5  # iterates are averaged after the epochs above this one, counted from 0
+
+
+def swa_rate(lr: float, epoch: int, swa_lr: float = 0.05, anneal: int = 10, period: int = 100) -> float:
+    """A cosine of period 100 until averaging starts, then one towards swa_lr within 10 epochs, as torch's SWALR."""
+    start = SWA_START + 1
+    before = lr * (1 + math.cos(math.pi * min(epoch, start) / period)) / 2
+    done = (1 - math.cos(math.pi * min(1.0, max(0, epoch - start) / anneal))) / 2
+    return before * (1 - done) + swa_lr * done
+
+
+def proxy_batches(rows: int, batch: int, seed: int, *path: int) -> list[Tensor]:
+    """The proxy examples in the order of this address, cut into batches."""
+    order = torch.from_numpy(rng.stream(seed, "proxy_batches", *path).permutation(rows))
+    return list(torch.split(order, batch))
+
+
+def grid_shrink(
+    stack: Stack,
+    lam: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    grid: Sequence[float] = (0.90, 0.93, 0.95, 0.97, 0.99, 1.00),
+    shrinks: Tensor | None = None,
+) -> Weighing:
+    """gamma by trying: the one of least proxy loss, of equals the largest."""
+    tried = [Weighing(lam, lam.new_tensor(shrink)) for shrink in sorted(grid, reverse=True)]
+    losses = torch.stack([loss(aggregated(stack, how, shrinks)).double() for how in tried])
+    return tried[int(losses.argmin())]
+
+
+def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0.5) -> Tensor:
+    """gamma = |w| / (|w| + kappa |g| v) in [low, 1], where g is the mean move and v how much moves disagree.  ``[]``
+
+    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It stands for LAW-AFL eq. 5: see ``printed_shrink``.
+    """
+    m = len(moves)
+    length = tree.mix(torch.full((1, m), 1 / m, device=moves.device), moves)[0].norm()
+    squares = squares_of(moves).sum()
+    v = (1 - m * length.square() / squares.clamp(min=1e-300)).clamp(0, 1)
+    size = mean.double().norm()
+    down = kappa * length * v
+    return torch.where(down > 0, size / (size + down).clamp(min=1e-300), torch.ones_like(down)).clamp(low, 1.0)
+
+
+def printed_shrink(squares: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
+    """gamma = eta / (E |g_i|^2 + eps), LAW-AFL eq. 5 as printed, from the squares |g_i|^2 ``[m]``.  ``[]``
+
+    It has the unit of 1 / |g|^2, and grows without bound as training converges, where gamma is said to be in (0, 1].
+    """
+    return eta / (squares.double().mean() + smooth)
+
+
+def squares_of(moves: Tensor) -> Tensor:
+    """The squared length of each move.  ``[m]``"""
+    return torch.stack([one.double().square().sum() for one in moves])
+
+
+ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5", "eq5_moves"]
+
+
+def before(rule: ShrinkRule, settings: Settings) -> Settings:
+    """How weights are learned where gamma comes from a rule: with gamma = 1, unless it is learned with them."""
+    return settings if rule == "law" else settings._replace(kind="fixed", shrink=1.0)
+
+
+def shrunk(
+    rule: ShrinkRule,
+    how: Weighing,
+    stack: Stack,
+    loss: Callable[[Tensor], Tensor],
+    settings: Settings,
+    slopes: Tensor | None = None,
+    shrinks: Tensor | None = None,
+) -> Weighing:
+    """Learned weights with gamma by a rule: as learned, tried on a grid, by disagreement, or by eq. 5.
+
+    Eq. 5 takes ``slopes`` ``[m]``, the squared lengths of the clients' gradients at the base, or those of their moves.
+    """
+    if rule == "grid":
+        return grid_shrink(stack, how.lam, loss, shrinks=shrinks)
+    if rule == "ratio":
+        return how._replace(shrink=ratio_shrink(aggregated(stack, how), stack.moves, low=settings.bounds.low))
+    if rule == "law":
+        return how
+    squares = slopes if rule == "eq5" else squares_of(stack.moves)
+    assert squares is not None, "eq. 5 needs the clients' gradients"
+    return how._replace(shrink=printed_shrink(squares, settings.shrink))
+
+
+def grouped(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor:
+    """The aggregate of clients that train the groups 1 .. depth_i ``[m]`` of layers only; 1 is the head.  ``[P]``
+
+    w_g = gamma (base_g + sum_i lambda_i moves_ig / sum_i lambda_i), over the clients with depth_i >= g; a group that
+    nobody trains stays as it is, to the bit. ``group`` ``[P]`` says to which group a parameter belongs.
+    """
+    out = stack.base.clone()
+    for g in range(1, int(group.max()) + 1):
+        lam = how.lam * (depth >= g)
+        here = group == g
+        if bool(lam.sum() > 0):
+            part = Stack(stack.base[here], stack.moves[:, here])
+            out[here] = aggregated(part, Weighing(lam / lam.sum(), how.shrink))
+    return out
+
+
+# -- LAW-AFL: weights of statistics ----------------------------------------------------------------
+class Clients(NamedTuple):
+    """Whose statistics the head is solved from."""
+
+    rows: Tensor  # [K, d (d + 1) / 2 + d C] normalised statistics, as analytic.to_rows lays them out
+    lam0: Tensor  # [K] how much they count by size or quality; sums to 1
+    ridge: float
+    classes: int
+
+
+class HeadSettings(NamedTuple):
+    """How the weights of statistics are learned."""
+
+    lr: float = 0.05
+    steps: int = 100
+    cv_steps: int = 60  # of each fold, when the strength of the prior is chosen
+    grid: tuple[float, ...] = (0.0, 0.1, 1.0, math.inf)  # strengths beta of the prior
+    temperature: float = 10.0  # at the start: ridge outputs lie in [0, 1]
+    loss: Literal["ce", "mse"] = "ce"
+    bounds: Bounds = OF_HEADS
+    spread: float = 0.0  # weight of sum lambda^2, which keeps noise for privacy from being concentrated
+    optimizer: Optimizer = SERVER_ADAM
+
+
+AS_LAW_AFL = HeadSettings()
+
+
+class HeadFree(NamedTuple):
+    """What descends: mu = e^b softmax(a), and the temperature s = e^c of the logits."""
+
+    a: Tensor  # [K]
+    b: Tensor  # []
+    c: Tensor  # []
+
+
+class LearnedHead(NamedTuple):
+    """A head in closed form, with the weights it was solved from."""
+
+    head: Tensor  # [d, C] s W, so that what trains on cross-entropy later sees logits
+    how: Weighing
+    temperature: Tensor  # [] s
+    beta: float
+    held_out: tuple[float, ...]  # cross-entropy of each strength in the grid, in the half it was not learned on
+    reverted: bool  # a loss was not finite, so that the weights are those of the start
+
+
+def kl(lam: Tensor, lam0: Tensor) -> Tensor:
+    """KL(lambda || lambda0), where both are 0 only together.  ``[]``"""
+    return (torch.xlogy(lam, lam) - torch.xlogy(lam, lam0)).sum()
+
+
+def head_gradient(
+    clients: Clients, proxy: Proxy, free: HeadFree, beta: float, settings: HeadSettings = AS_LAW_AFL
+) -> tuple[Tensor, HeadFree]:
+    """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient.
+
+    Under beta = inf lambda is lambda0, whatever a is. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
+    reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a closed form.
+    """
+    held = math.isinf(beta)
+    lam = clients.lam0 if held else free.a.softmax(0)
+    g = weighted_gradient(clients.rows, lam, free.b.exp(), clients.ridge, free.c, proxy, clients.classes, settings.loss)
+    if held:
+        return g.loss, HeadFree(torch.zeros_like(g.a), g.b, g.c)
+    # The slope of the prior is beta (ln(lambda / lambda0) + 1), of which the 1 does not count on the simplex.
+    prior = beta * (lam.log() - clients.lam0.log()) + 2 * settings.spread * lam
+    loss = g.loss + beta * kl(lam, clients.lam0) + settings.spread * lam.square().sum()
+    return loss, HeadFree(g.a + simplex_gradient(lam, prior), g.b, g.c)
+
+
+def learn_head(
+    clients: Clients,
+    proxy: Proxy,
+    beta: float,
+    settings: HeadSettings = AS_LAW_AFL,
+    offsets: Tensor | None = None,
+    steps: int | None = None,
+) -> LearnedHead:
+    """Learn lambda, gamma and the temperature through the solve, all proxy examples at once.
+
+    ``offsets`` ``[K]`` is where a starts, seen from ln lambda0; ``steps``, if given, replaces that of the settings.
+    """
+    counts = clients.lam0 > 0
+    some = clients if bool(counts.all()) else clients._replace(rows=clients.rows[counts], lam0=clients.lam0[counts])
+    a = some.lam0.log() if offsets is None else some.lam0.log() + offsets[counts]
+    first = free = HeadFree(a, torch.zeros_like(a[0]), torch.full_like(a[0], math.log(settings.temperature)))
+    memory = settings.optimizer.init(free)
+    finite = True
+    for _ in range(settings.steps if steps is None else steps):
+        loss, along = head_gradient(some, proxy, free, beta, settings)
+        finite = bool(loss.isfinite())
+        if not finite:
+            break
+        free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(settings.lr))
+        free = HeadFree(*bounded("exp", Free(free.a, free.b), settings.bounds), free.c)
+    finite = finite and all(bool(x.isfinite().all()) for x in free)
+    free = free if finite else first
+    learned = finite and not math.isinf(beta) and not torch.equal(free.a, some.lam0.log())
+    lam = clients.lam0.masked_scatter(counts, free.a.softmax(0)) if learned else clients.lam0
+    how = Weighing(lam, free.b.exp())
+    head = free.c.exp() * weighted_head(clients.rows, how.mu, clients.ridge, clients.classes).head
+    return LearnedHead(head, how, free.c.exp(), beta, (), not finite)
+
+
+def held_out_losses(
+    clients: Clients, proxy: Proxy, folds: Tensor, settings: HeadSettings, offsets: Tensor | None = None
+) -> tuple[float, ...]:
+    """For each strength of the prior, the cross-entropy of proxy examples under heads learned from the other half."""
+    x, y = proxy
+
+    def one(beta: float) -> float:
+        missed = x.new_zeros(())
+        for half in (folds, ~folds):
+            learned = learn_head(clients, (x[half], y[half]), beta, settings, offsets, settings.cv_steps)
+            missed = missed + proxy_loss(learned.head, (x[~half], y[~half])) * (~half).sum()
+        return float(missed / len(y))
+
+    return tuple(one(beta) for beta in settings.grid)
+
+
+def proxy_loss(head: Tensor, proxy: Proxy) -> Tensor:
+    """The cross-entropy of the logits X W.  ``[]``"""
+    return cross_entropy(head, torch.zeros_like(head[0, 0]), proxy).value
+
+
+def strongest_best(grid: Sequence[float], losses: Sequence[float], tolerance: float = 1e-9) -> float:
+    """The strength of least loss, of equals the largest: where weights bring nothing, they stay lambda0."""
+    known = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    return max(beta for beta, loss in zip(grid, known, strict=True) if loss <= min(known) + tolerance)
+
+
+def cross_validated_head(
+    clients: Clients,
+    proxy: Proxy,
+    folds: Tensor,
+    settings: HeadSettings = AS_LAW_AFL,
+    offsets: Tensor | None = None,
+) -> LearnedHead:
+    """The head learned from all proxy examples, under the strength of the prior that two folds of them choose.
+
+    With beta = inf it is AFL but for a learned ridge and temperature: that is how clean clients lose nothing.
+    """
+    losses = held_out_losses(clients, proxy, folds, settings, offsets)
+    learned = learn_head(clients, proxy, strongest_best(settings.grid, losses), settings, offsets)
+    return learned._replace(held_out=losses)
+
+
+def two_folds(y: Tensor, seed: int, *path: int) -> Tensor:
+    """Which examples are in the first half, drawn at this address; halves have the same classes up to one.  ``[n]``"""
+    drawn = torch.from_numpy(rng.stream(seed, "proxy_folds", *path).permutation(len(y))).to(y.device)
+    by_class = drawn[y[drawn].argsort(stable=True)]
+    first = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+    first[by_class[::2]] = True
+    return first
+
+
+def remembered(offsets: Tensor, ids: Tensor, how: Weighing, lam0: Tensor) -> Tensor:
+    """ln(lambda_i / lambda0_i) of every client ``[N]`` after these have been learned; 0 for one never seen.
+
+    Kept so, a client that joins later starts from its lambda0, and the others from what was learned of them.
+    """
+    out = offsets.clone()
+    counts = lam0 > 0
+    out[ids[counts]] = how.lam[counts].log() - lam0[counts].log()
+    return out
+
+
+# -- which head is taken ---------------------------------------------------------------------------
+def better(candidate: float, before: float, tolerance: float = 1e-4) -> bool:
+    """Whether a head whose loss in two folds is ``candidate`` replaces one of loss ``before``."""
+    return candidate < before - tolerance
+
+
+class Blend(NamedTuple):
+    """A head between the aggregated and the analytic one."""
+
+    head: Tensor  # [d, C]
+    kappa: float  # share of the analytic one
+    loss: float  # on the proxy examples
+
+
+def blended(
+    aggregate: Tensor, analytic: Tensor, proxy: Proxy, grid: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+) -> Blend:
+    """(1 - kappa) W_agg + kappa W_an with the kappa of least proxy loss, of equals the smallest.
+
+    LAW-AFL, Algorithm 3 sets the model twice, in lines 14 and 17; here the first sets the body, and this the head.
+    """
+    tried = [(kappa, (1 - kappa) * aggregate + kappa * analytic) for kappa in sorted(grid)]
+    losses = [float(proxy_loss(head, proxy)) for _, head in tried]
+    best = min(range(len(tried)), key=lambda k: (not math.isfinite(losses[k]), losses[k]))
+    return Blend(tried[best][1], tried[best][0], losses[best])

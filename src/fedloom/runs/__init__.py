@@ -1,0 +1,1 @@
+"""A run: settings in, objects out, the run folder."""

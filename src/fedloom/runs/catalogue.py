@@ -1,0 +1,211 @@
+"""The catalogue: what there is by name, and a page for each thing, read off its class."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import torch
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedloom.algorithm import Carry, Held, Phase, Work
+from fedloom.core import tree
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.optim import Local, optimizers, takes
+from fedloom.core.schema import explained, kinds
+from fedloom.core.task import Batch, Task
+from fedloom.data.partition import Partition
+from fedloom.data.sources import Source
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.topology import Topology
+from fedloom.models.net import Model, Net
+from fedloom.runs.config import SECTIONS, algorithms, find_algorithm, user_algorithms
+
+
+class Entry(NamedTuple):
+    """One line of a list."""
+
+    name: str
+    summary: str
+    origin: str  # "fedloom", or the file where it lies
+
+
+class Setting(NamedTuple):
+    """A field, as a reader wants to know it."""
+
+    name: str
+    kind: str  # with its bounds
+    default: str
+    meaning: str
+
+
+class Page(NamedTuple):
+    """All that is to be said of one thing."""
+
+    name: str
+    family: str
+    text: str
+    settings: list[Setting]
+    costs: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"settings": [s._asdict() for s in self.settings]}
+
+
+_FAMILIES: dict[str, tuple[type[Any], str]] = {
+    "datasets": (Source, "fedloom.data.sources"),
+    "partitions": (Partition, "fedloom.data.partition"),
+    "models": (Model, "fedloom.models"),
+    "topologies": (Topology, "fedloom.engine.topology"),
+}
+
+
+_SINGULAR = {"datasets": "data set", "partitions": "partition", "models": "model", "topologies": "topology"}
+
+
+def entries(family: str) -> list[Entry]:
+    """Everything of one family; the user's own algorithm files are read, not run."""
+    if family == "optimizers":
+        return [Entry(name, _first(inspect.getdoc(make) or ""), "fedloom") for name, make in optimizers().items()]
+    if family != "algorithms":
+        found = kinds(*_FAMILIES[family])
+        return [Entry(name, _first(inspect.getdoc(cls) or ""), "fedloom") for name, cls in sorted(found.items())]
+    packaged = algorithms(own=False)
+    listed = [Entry(name, _first(_module_doc(cls)), "fedloom") for name, cls in packaged.items()]
+    for path in user_algorithms():
+        try:
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        except (SyntaxError, UnicodeDecodeError) as error:
+            text = f"cannot be read: {error}"
+        listed.append(Entry(path.stem, _first(text), str(path)))
+    return listed
+
+
+def describe(name: str) -> Page:
+    """The page of the thing with this name, in whatever family it is."""
+    for family, (base, package) in _FAMILIES.items():
+        found = kinds(base, package)
+        if name in found:
+            cls = found[name]
+            return Page(name, _SINGULAR[family], (inspect.getdoc(cls) or "").replace("``", "`"), settings_of(cls), [])
+    if name in optimizers():
+        make = optimizers()[name]
+        own = [s for s in settings_of(Local) if s.name in takes(make)]
+        return Page(name, "optimizer", (inspect.getdoc(make) or "").replace("``", "`"), own, [])
+    if name in SECTIONS:
+        section = SECTIONS[name]
+        return Page(name, "section", inspect.getdoc(section) or "", settings_of(section), [])
+    try:
+        algorithm = find_algorithm(name, "describe")
+    except ConfigError as error:
+        known = [e.name for family in ("algorithms", "optimizers", *_FAMILIES) for e in entries(family)]
+        if ":" in name or name.endswith(".py"):
+            raise
+        raise ConfigError([Fault(name, "nothing of this name", nearest(name, known))]) from error
+    return Page(name, "algorithm", _module_doc(algorithm), settings_of(algorithm), costs(algorithm))
+
+
+def settings_of(cls: type[BaseModel]) -> list[Setting]:
+    """The fields of a spec with their bounds, defaults and meaning."""
+    return [
+        Setting(name, _type(field), "required" if field.is_required() else _shown(field.default), explained(field))
+        for name, field in cls.model_fields.items()
+    ]
+
+
+def costs(cls: type[AnyAlgorithm]) -> list[str]:
+    """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
+    task = Task(Net(nn.Linear(30, 5), 5, 4), lanes=True)
+    proxy = Held(torch.ones(8, 30), torch.arange(8) % 4)
+    alg = cls().bind(task, Local().optimiser(), torch.full((10,), 10), proxy)
+    server = alg.init(task.w0)
+    down = alg.send(server)
+    mine = alg.join(down)
+    one = torch.ones(())
+    batch = Batch(torch.ones(2, 30), torch.zeros(2).long(), torch.ones(2), one.long(), 0 * one, one, torch.zeros(0))
+    survey = alg.survey(batch, down, mine) if alg.surveys else ()
+    with torch.no_grad():
+        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one, survey, one.long(), one))
+
+    def times(count: float) -> str:
+        return f"{count:.3g} x model" if count else "nothing"
+
+    def models(value: Any) -> str:
+        return times(sum(x.numel() for x in tree.leaves(value)) / task.size)
+
+    def traced(phase: Phase) -> str:
+        """Why the steps of a phase cannot be taken side by side, as far as a CPU can tell; mostly empty."""
+        x = alg.start(down, mine)
+
+        def lane(x: Any, *b: Tensor) -> list[Tensor]:
+            return tree.leaves(phase.step(Carry(x, alg.memory(x)), Batch(*b), down, mine))
+
+        try:
+            make_fx(torch.func.vmap(lane))(*tree.tmap(lambda leaf: leaf[None], (x, *batch)))
+        except Exception as error:  # whatever a user's own step does
+            return str(error).split("\n")[0].partition(". ")[0]
+        return ""
+
+    phases = alg.phases()
+    refused = [why for phase in phases if (why := traced(phase))]
+    replayed = "are recorded once and replayed, in lanes"
+    if refused:
+        replayed = f"cannot be taken side by side; set engine.executor=loop ({refused[0]})"
+    keeper = "each node" if alg.family == "gossip" else "the server"
+    lines = [
+        "",
+        f"family: {alg.family}; uploads are {'needed one by one' if alg.hears_each else 'summed'}"
+        + ("; each client looks at all of its data once before it trains" if alg.surveys else ""),
+        f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
+        f"on a GPU: local steps {replayed}" if phases else "on a GPU: there are no local steps",
+    ]
+    if not alg.communicates:
+        return [*lines, "bytes: nothing is sent"]
+    if alg.family == "gossip":
+        return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
+    one_model = tree.nbytes(task.w0)
+    if alg.family == "closed_form":
+        lines.append("a net with 5 features and 4 classes is meant; sums grow with the square of the features")
+    received = times(alg.sent_bytes(down) / one_model)
+    sent = times(alg.upload_bytes(tree.tmap(lambda x: x[None], upload)) / one_model)
+    return [*lines, f"bytes: {received} down and {sent} up for each client and round"]
+
+
+def _module_doc(cls: type[Any]) -> str:
+    """The docstring of the class's file, where the paper and the pseudo-code stand."""
+    module = sys.modules[cls.__module__]
+    return (inspect.getdoc(module) or inspect.getdoc(cls) or "").replace("``", "`")
+
+
+def _first(text: str) -> str:
+    """The first sentence or line."""
+    return text.strip().split("\n")[0]
+
+
+def _type(field: FieldInfo) -> str:
+    """The type of a field and its bounds, such as ``float >= 0, < 1``."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    marks = [*field.metadata, *(m for part in get_args(field.annotation) for m in getattr(part, "__metadata__", ()))]
+    limits = [f"{sign} {getattr(m, key):g}" for m in marks for key, sign in signs.items() if hasattr(m, key)]
+    return " ".join([_named(field.annotation), ", ".join(limits)]).strip()
+
+
+def _named(kind: Any) -> str:
+    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " | ".join(str(value) for value in parts)
+    if get_origin(kind) is tuple:
+        return f"list of {_named(parts[0])}"
+    if parts:
+        return " | ".join(_named(part) for part in parts)
+    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

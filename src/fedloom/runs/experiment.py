@@ -1,0 +1,363 @@
+"""From settings to objects: load the data, share it out, build the net, choose the executor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.algorithm import Held, Noise
+from fedloom.core import rng
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.task import Task
+from fedloom.data.arrays import Arrays, Ints
+from fedloom.data.federation import Federation, federate
+from fedloom.data.partition import Summary, fingerprint, split, summary
+from fedloom.data.proxy import lacking, without
+from fedloom.engine.clock import check_clients
+from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
+from fedloom.engine.plan import amounts, draw
+from fedloom.engine.run import Experiment, begin, specimen
+from fedloom.engine.topology import faults as topology_faults
+from fedloom.maths.analytic import sensitivity
+from fedloom.models.net import Model, Net
+from fedloom.runs.config import Config
+from fedloom.trust import corruption, noise, privacy, robust
+from fedloom.trust.corruption import Corruption, Rows, corrupted
+from fedloom.trust.noise import Key
+from fedloom.trust.privacy import Guard, Release, Sums, calibrated, factors
+
+_CHUNK = 512  # examples of one forward pass
+
+
+class Shared(NamedTuple):
+    """The data, and who has which of it."""
+
+    arrays: Arrays
+    owner: Ints  # [n] the client of each row that is not a test row
+    held_out: NDArray[np.bool_]  # [n] whether its client keeps it for its own test
+    clients: int
+    notes: tuple[str, ...]  # the repairs that the partition needed
+    proxy: Arrays  # what the server took for itself before the rest was dealt out
+    bad: tuple[int, ...] = ()  # the bad clients, in order
+    badness: str = ""  # what they do
+
+    @property
+    def labels(self) -> Ints:
+        return self.arrays.y[~self.arrays.test]
+
+    def summary(self) -> Summary:
+        return summary(self.labels, self.owner, self.clients, self.arrays.classes)
+
+    def described(self) -> dict[str, Any]:
+        """What a run folder says of its partition."""
+        return {
+            "sha256": fingerprint(self.owner, self.held_out),
+            "data_sha256": _digest((self.arrays.x, self.arrays.y, self.arrays.test)),
+            "notes": list(self.notes),
+            **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
+            **self.summary()._asdict(),
+        }
+
+
+class Prepared(NamedTuple):
+    """An experiment that is ready to run."""
+
+    experiment: Experiment
+    shared: Shared
+    config: Config
+    reason: str  # why the executor is what it is
+
+    @property
+    def net_sha256(self) -> str:
+        """Which net the run starts with, frozen parts included."""
+        task = self.experiment.task
+        return _digest(x.cpu().numpy() for x in task.tensors(task.w0, task.buffers0).values())
+
+
+def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
+    """Load the data (unless it is given) and partition it."""
+    seed, partition = config.basics.seed, config.partition
+    if arrays is None:
+        arrays = config.data.load(root, seed)
+    own = config.proxy.rows(arrays, config.algorithm.needs_proxy, rng.stream(seed, "proxy"))
+    proxy, arrays = without(arrays, ~own), without(arrays, own)
+    train = ~arrays.test
+    client = arrays.client[train] if arrays.client is not None else None
+    chance = rng.stream(seed, "partition")
+    found = partition.assign(arrays.y[train], arrays.classes, chance, client)
+    held_out = split(found.owner, found.clients, partition.holdout, seed)
+    bad = config.corruption.bad(found.clients, seed)
+    lacks = lacking(proxy, arrays) if config.algorithm.needs_proxy else []
+    return Shared(
+        arrays,
+        found.owner,
+        held_out,
+        found.clients,
+        (*found.notes, *lacks),
+        proxy,
+        bad,
+        config.corruption.kind if bad else "",
+    )
+
+
+def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
+    """Everything that the first round needs; ``key``: of noise that is a secret, where there is one already."""
+    reuse_memory()
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    device = pick_device(config.engine.device)
+    if device.type == "cuda" and config.engine.threads is None:
+        torch.set_num_threads(1)  # the CPU only plans, in steps so small that threads take longer to wake
+    shared = share(config, root, arrays)
+    federation = federate(
+        shared.arrays,
+        shared.owner,
+        shared.clients,
+        shared.held_out,
+        device=device,
+        augment=getattr(config.data, "augment", "none"),
+    )
+    federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
+    _check_fit(config, shared, len(federation.common))
+    task = initial_task(config.model, shared.arrays, config.basics.seed)
+    held = _held(shared.proxy, federation)
+    if has_fixed_features(task, federation):
+        wide = task.linear_head.in_features
+        note = f"the body is frozen: its {wide:,} features of each of {len(federation.x):,} rows are computed once"
+        config = config._replace(notes=(*config.notes, note))
+        task, federation, held = on_features(task, federation, held)
+    cohort = shared.clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, shared.clients)
+    executor, reason = _executor(config, task, device, cohort)
+    steps = amounts(config.local, federation.train.sizes).steps.double().mean()
+    ticks = config.basics.rounds * float(steps)
+    capture = capture_for(config.engine.compile, device, executor == "lanes", ticks)
+    task = task.to(device, lanes=executor == "lanes", precision=config.engine.precision, capture=capture)
+    if config.engine.compile == "on" and capture != "compiled":
+        note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
+        config = config._replace(notes=(*config.notes, note))
+    guard = _guard(config, federation, key)
+    algorithm = config.algorithm.bind(task, config.local.optimiser(), federation.train.sizes, held)
+    algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
+    if guard is not None and guard.sums is not None:
+        algorithm = algorithm.told_of_noise(_told_noise(guard, guard.sums))
+    lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
+    experiment = Experiment(
+        algorithm=algorithm,
+        task=task,
+        federation=federation,
+        local=config.local,
+        cohort=config.cohort,
+        evaluate=config.evaluate,
+        rounds=config.basics.rounds,
+        seed=config.basics.seed,
+        device=device,
+        executor=executor,
+        lanes=lanes,
+        topology=config.topology,
+        starts=_starts(config, shared, device),
+        system=config.system,
+        corruption=config.corruption,
+        bad=shared.bad,
+        aggregation=config.aggregation,
+        guard=guard,
+        # Where nothing is sent, running statistics are not sent either.
+        buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
+    )
+    _check_statistics(experiment)
+    _check_uploads(config, experiment)
+    return Prepared(experiment, shared, config, reason)
+
+
+def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
+    """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
+    if not bad or not how.spoils:
+        return fed
+    x = fed.x.float() if how.kind == "feature_noise" else fed.x
+    x, y = (x.clone(), fed.y) if how.spoils == "x" else (x, fed.y.clone())
+    for client in bad:
+        rows = fed.train.rows[fed.train.start[client] : fed.train.start[client + 1]].to(fed.x.device)
+        theirs = corrupted(how, Rows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
+        if how.spoils == "x":
+            x[rows] = theirs.x
+        else:
+            y[rows] = theirs.y
+    return fed._replace(x=x, y=y)
+
+
+def _guard(config: Config, fed: Federation, key: Key | None) -> Guard | None:
+    """Privacy as it is in this run: for its sampling, its rounds and its clients."""
+    how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
+    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
+    if how.feature_clip is not None and how.clip is None:
+        return _guard_of_sums(config, fed, how.feature_clip, key)
+    if how.clip is None or cohort.sampling == "proportional":
+        return None
+    sizes = fed.train.sizes
+    able = int((sizes > 0).sum())
+    size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
+    counts = np.zeros((fed.clients, fed.classes))
+    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
+    charged = how.histogram_epsilon if how.asks_for_labels else 0.0
+    release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
+    uses: tuple[int, ...] = tuple(range(rounds + 1))
+    if release.local:  # only the rounds in which a client takes part count for it
+        taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+        for r in range(rounds):
+            taken[r + 1, draw(cohort, sizes, seed, r).ids] = config.algorithm.releases_in(r)
+        uses = tuple(taken.cumsum(0).max(1).values.tolist())
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
+    # A sum over who happens to be there is only divided by a number that does not tell how many these are.
+    fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
+    weight = float(size) if fixed else None
+    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
+    noisier = factors(how, counts, key)
+    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _told_noise(guard: Guard, sums: Sums) -> Noise:
+    """What the algorithm must know of how its sums, or means, are hidden."""
+    if guard.features is not None:
+        std = guard.release.noise * sums.sensitivity
+        return Noise(guard.features, std, std / sums.cross_scale, of_means=True)
+    std = guard.deviation(guard.release.size)
+    return Noise(guard.clip, std, std / sums.cross_scale)
+
+
+def _sums(config: Config, norm: float) -> Sums:
+    """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
+    scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
+    return Sums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
+
+
+def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
+    """The same of sums over examples, each of which is in one sum of one client, and is released once."""
+    how, able, sums = config.privacy, int((fed.train.sizes > 0).sum()), _sums(config, norm)
+    release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
+    uses = (0, *[1] * config.basics.rounds)
+    return Guard(key, norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
+
+
+def _check_statistics(exp: Experiment) -> None:
+    """A mean of running statistics needs clients that are heard together."""
+    if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
+        what = (
+            f"the server of {type(exp.algorithm).__name__} waits for nobody, and has no mean of BatchNorm's statistics"
+        )
+        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
+
+
+def _check_uploads(config: Config, experiment: Experiment) -> None:
+    """What can only be known once the net is there: of what uploads consist."""
+    poisons = bool(experiment.bad) and bool(config.corruption.changes)
+    if not poisons and experiment.guard is None:
+        return
+    upload, fed = specimen(experiment, begin(experiment)), experiment.federation
+    faults = corruption.refused(config.corruption, upload) if poisons else []
+    travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
+    faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
+    """The models with which the nodes of a network begin, where each has one of its own; what is frozen is common to
+    all, and no part of them.  ``[N, P]``"""
+    if config.topology is None or config.topology.start == "common":
+        return None
+    seed, nodes = config.basics.seed, range(shared.clients)
+    return torch.stack([initial_task(config.model, shared.arrays, seed, node).w0 for node in nodes]).to(device)
+
+
+def _held(proxy: Arrays, federation: Federation) -> Held | None:
+    """The server's own examples, as clients' are: normalised, on the device."""
+    if not len(proxy.y):
+        return None
+    x, y = torch.from_numpy(proxy.x).to(federation.x.device), torch.from_numpy(proxy.y).to(federation.x.device)
+    return Held(*federation._replace(x=x, y=y).examples(torch.arange(len(y), device=x.device)))
+
+
+def has_fixed_features(task: Task, fed: Federation) -> bool:
+    """Whether what the body makes of an example is the same whenever it is read."""
+    if not task.is_headed or fed.augment != "none":
+        return False
+    return type(task.module(task.w0, task.buffers0)).forward is Net.forward
+
+
+def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, Federation, Held | None]:
+    """The task of the head alone, and the features of all examples instead of these."""
+    body, rows = task.to(fed.x.device, lanes=False), torch.arange(len(fed.x), device=fed.x.device)
+
+    def features(x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        return body.features(body.w0, x, body.buffers0)
+
+    with torch.no_grad():
+        seen = torch.cat([features(fed.examples(some)[0]) for some in torch.split(rows, _CHUNK)])
+        if held is not None:
+            held = held._replace(x=torch.cat([features(x) for x in torch.split(held.x, _CHUNK)]))
+    one = torch.ones(1, device=seen.device)
+    return task.on_features(), fed._replace(x=seen, scale=one, shift=0 * one), held
+
+
+def initial_task(model: Model, arrays: Arrays, seed: int, *node: int) -> Task:
+    """The net with the initial parameters of this seed, or of a node; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.stream(seed, "init", *node).integers(1 << 62)))
+        return model.task(arrays.shape, arrays.classes)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name; ``auto`` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError([Fault("engine.device", f"torch sees no GPU here (got '{name}')", "use cpu or auto")])
+    return torch.device(name)
+
+
+def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
+    wanted = config.engine.executor
+    if wanted == "auto":
+        return choose(task, device, cohort)
+    if wanted == "lanes" and task.has_statistics:
+        why = "lanes pads batches, and padding would enter the statistics of BatchNorm"
+        raise ConfigError([Fault("engine.executor", why, 'use loop, or a net with norm = "group"')])
+    return wanted, "as configured"
+
+
+def _check_fit(config: Config, shared: Shared, common: int) -> None:
+    """What can only be known once the data is there."""
+    check_clients(config.system, shared.clients)
+    faults = []
+    size = config.cohort.size
+    if config.cohort.sampling in ("uniform", "poisson") and size is not None and size > shared.clients:
+        faults.append(Fault("cohort.size", f"{size}, but the data has {shared.clients} clients"))
+    senders = shared.clients if config.cohort.sampling == "all" else min(size or 10, shared.clients)
+    faults += robust.refused(config.aggregation, senders)
+    if config.algorithm.family == "gossip" and shared.clients < 2:
+        faults.append(Fault("partition.clients", "a network needs at least two nodes (got 1)"))
+    elif config.topology is not None:
+        sizes = np.bincount(shared.owner[~shared.held_out], minlength=shared.clients)
+        faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)
+    if not common and config.algorithm.communicates and config.algorithm.common:
+        fix = "set partition.holdout=0.2, or data.test=0.2"
+        faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _digest(arrays: Iterable[NDArray[Any]]) -> str:
+    sha = hashlib.sha256()
+    for part in arrays:
+        sha.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return sha.hexdigest()

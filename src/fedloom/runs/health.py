@@ -1,0 +1,65 @@
+"""The health of an installation, found by trying things."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fedloom import __version__
+from fedloom.data.files import default_root, missing_files
+from fedloom.data.published import PUBLISHED
+from fedloom.runs import api
+
+
+class Finding(NamedTuple):
+    ok: bool
+    what: str
+    detail: str
+
+
+def findings() -> Iterator[Finding]:
+    """One finding after another, the quick ones first."""
+    yield Finding(
+        True, "versions", f"fedloom {__version__}, python {platform.python_version()}, torch {torch.__version__}"
+    )
+    yield _tried("devices", _devices)
+    root = default_root()
+    here = [name for name, p in PUBLISHED.items() if not missing_files(p.layout, root)]
+    yield Finding(True, "data", f"digits (built in), below {root}: {', '.join(here) or 'nothing yet'}")
+    yield _tried("run folder", _folder)
+    yield _tried("training", _training)
+
+
+def _tried(what: str, attempt: Callable[[], str]) -> Finding:
+    try:
+        return Finding(True, what, attempt())
+    except Exception as error:  # whatever goes wrong here is what the user came to learn
+        return Finding(False, what, f"{type(error).__name__}: {error}")
+
+
+def _devices() -> str:
+    cpu = f"cpu with {torch.get_num_threads()} threads"
+    if not torch.cuda.is_available():
+        return f"{cpu}; no GPU"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    assert float(torch.ones(2, device="cuda").sum()) == 2.0
+    return f"{cpu}; {', '.join(names)}"
+
+
+def _folder() -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "probe").write_bytes(b"0" * 4096)
+    return "can be written"
+
+
+def _training() -> str:
+    began = time.perf_counter()
+    history = api.run("fedavg", data="digits", rounds=3, seed=0)
+    accuracy, seconds = history.summary["global/test/accuracy"].last, time.perf_counter() - began
+    return f"3 rounds of FedAvg on digits in {seconds:.1f} s, accuracy {accuracy:.2f}"

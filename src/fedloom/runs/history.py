@@ -1,0 +1,99 @@
+"""What a run returns: its metrics as a small table, its model, and a picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from fedloom.core.metrics import Summary, summarise
+
+
+class Frame:
+    """A table of numbers by column name, one row for each evaluation; missing values are NaN."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.columns = list(dict.fromkeys(k for r in records for k, v in r.items() if not isinstance(v, list)))
+        self._data = {c: np.array([r.get(c, np.nan) for r in records], dtype=np.float64) for c in self.columns}
+        self._rows = len(records)
+
+    def __getitem__(self, column: str) -> NDArray[np.float64]:
+        if column not in self._data:
+            raise KeyError(f"no column '{column}' (there are: {', '.join(self.columns)})")
+        return self._data[column]
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._data
+
+    def row(self, index: int) -> dict[str, float]:
+        """One evaluation."""
+        return {c: float(self._data[c][index]) for c in self.columns}
+
+    def to_pandas(self) -> Any:
+        """The same table as a pandas DataFrame, where pandas is installed."""
+        import pandas as pd
+
+        return pd.DataFrame(self._data)
+
+    def __repr__(self) -> str:
+        shown = [c for c in self.columns if not c.endswith(("_mean", "_std", "_worst10"))]
+        lines = ["  ".join(f"{c:>12}" for c in shown)]
+        for i in [*range(min(5, self._rows)), *range(max(5, self._rows - 5), self._rows)]:
+            lines.append("  ".join(f"{self._data[c][i]:>{max(12, len(c))}.6g}" for c in shown))
+        return "\n".join([*lines, f"[{self._rows} rows x {len(self.columns)} columns]"])
+
+
+class History(NamedTuple):
+    """A finished run."""
+
+    algorithm: str
+    rounds: int
+    seconds: float
+    records: list[dict[str, Any]]
+    model: nn.Module | None  # the common model; None where every client has only its own
+    run_dir: Path | None
+
+    @property
+    def metrics(self) -> Frame:
+        return Frame(self.records)
+
+    @property
+    def summary(self) -> dict[str, Summary]:
+        """Of each metric the last value, the best and the mean of the last ten, once training has begun."""
+        trained = [line for line in self.records if line["round"] > 0]
+        frame = Frame(trained or self.records)
+        series = {c: frame[c][~np.isnan(frame[c])] for c in frame.columns if c != "round"}
+        return {name: summarise(name, values.tolist()) for name, values in series.items() if len(values)}
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The curves of accuracy and loss as a matplotlib figure, saved where ``path`` says."""
+        from fedloom.report.curves import draw
+
+        return draw(self.records, title=self.algorithm, path=Path(path) if path is not None else None)
+
+    def picture(self) -> bytes:
+        """The same as a PNG file."""
+        from fedloom.report.curves import rendered
+
+        return rendered(self.plot(), ".png")
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``fedloom run --json`` prints."""
+        return {
+            "run_dir": str(self.run_dir) if self.run_dir is not None else None,
+            "algorithm": self.algorithm,
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 3),
+            "rounds_per_second": round(self.rounds / self.seconds, 3) if self.seconds else None,
+            "metrics": {name: value._asdict() for name, value in self.summary.items()},
+        }

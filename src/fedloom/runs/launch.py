@@ -1,0 +1,193 @@
+"""Several ranks of one run on this machine: what torchrun does, for who does not want to write its line.
+
+Each rank is a process of its own. They meet in a folder that nobody else can open, and listen on the loopback interface
+alone. They have a session of their own, so that Ctrl-C reaches only who started them, which passes it on once; and they
+follow it when it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.core.errors import ConfigError, Fault, LostRankError
+
+if TYPE_CHECKING:
+    import torch
+
+_PARENT = "FEDLOOM_PARENT"  # the process that started this one
+_GRACE = 10.0  # seconds that the others have to end by themselves once one has failed
+_LOOK = 0.05  # seconds between two looks at the ranks
+_MOST = 16  # ranks for each core: more of them would only wait
+
+
+def count(wanted: str, device: torch.device, cohort: int | None = None, clients: int | None = None) -> int:
+    """How many ranks ``--ranks`` means: a number, or with ``auto`` one for each core or GPU, up to one a client."""
+    if wanted == "auto":
+        import torch
+
+        found = torch.cuda.device_count() if device.type == "cuda" else cores()
+        return max(1, min(found, cohort or found))
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise ConfigError([Fault("--ranks", f"should be a number of processes or auto (got '{wanted}')")])
+    if clients is not None and int(wanted) > clients:
+        raise ConfigError([Fault("--ranks", f"there are {clients} clients to share out (got {wanted})")])
+    if int(wanted) > _MOST * cores():
+        raise ConfigError([Fault("--ranks", f"this machine has {cores()} cores (got {wanted})", "use auto")])
+    return int(wanted)
+
+
+def cores() -> int:
+    """The physical cores that this process may use: two threads of one core would wait for each other."""
+    able = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    places = set()
+    for cpu in able:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            places.add(siblings.read_text().strip())
+        except OSError:
+            places.add(str(cpu))
+    return len(places)
+
+
+def launch(words: list[str], ranks: int) -> tuple[int, str]:
+    """Run ``fedloom words...`` as so many ranks, and return the exit code of rank 0 and what it could not say itself.
+
+    If one of them fails, the others are given a moment to say so, and are then ended.
+    """
+    folder = meeting()
+    processes = [_started(words, rank, ranks, folder) for rank in range(ranks)]
+    try:
+        with _passing_on(processes) as passed:
+            failed = _watched(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+    code = processes[0].returncode
+    if code < 0 and passed:  # before it could take it for a wish to stop
+        raise KeyboardInterrupt
+    rank = failed or 0
+    ended = f"rank {rank} of {ranks} {_end(processes[rank].returncode)}"
+    if code < 0:
+        raise LostRankError(f"{ended}; {_what_is_left(words)}")
+    lost = rank > 0 and processes[rank].returncode < 0  # of which rank 0 only knows that it is gone
+    return code, f"{ended}; {_what_is_left(words)}" if lost else ""
+
+
+def _what_is_left(words: list[str]) -> str:
+    """How a run whose ranks were lost goes on, if it can."""
+    given = words[1:]  # the first is the command
+    named = [word.removeprefix("--out=") for word in given]
+    runs = [word for word in named if (Path(word) / "config.toml").is_file()]
+    if not runs and ("--out" in given or named != given):
+        return "nothing had been saved"
+    return f"what has been saved goes on with: fedloom resume {runs[0] if runs else 'RUN'}"
+
+
+def meeting() -> Path:
+    """A folder in which ranks of this machine can meet: only their user can open it, and it holds their secret."""
+    from fedloom.engine.ranks import SECRET
+
+    folder = Path(tempfile.mkdtemp(prefix="fedloom-ranks-"))  # which is made with mode 0700
+    (folder / SECRET).touch(mode=0o600)
+    (folder / SECRET).write_bytes(secrets.token_bytes(32))
+    return folder
+
+
+def without_ranks(words: list[str]) -> list[str]:
+    """The words of a command line but for how many ranks there are to be."""
+    found, skip = [], False
+    for word in words:
+        if skip or word == "--ranks" or word.startswith("--ranks="):
+            skip = word == "--ranks" and not skip
+            continue
+        found.append(word)
+    return found
+
+
+def follow_parent(world: Mapping[str, str] = os.environ) -> None:
+    """Let a rank that was started here be stopped, as by SIGTERM, when who started it dies."""
+    if _PARENT in world and platform.system() == "Linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != int(world[_PARENT]):  # it died before it was asked for
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """What a rank on this machine is told; one thread for each, unless somebody has said otherwise."""
+    from fedloom.engine.ranks import MEETING
+
+    world = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        MEETING: folder,
+        _PARENT: os.getpid(),
+    }
+    # Nothing listens on a network, whatever this machine is called and somebody has set for other programs.
+    loopback = {"Linux": "lo", "Darwin": "lo0"}.get(platform.system())
+    world |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **{key: str(value) for key, value in world.items()}}
+
+
+def _started(words: list[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "fedloom", *words],  # no module of the working folder hides an installed one
+        env=environment(rank, ranks, folder),
+        stdin=subprocess.DEVNULL,
+        stdout=None if rank == 0 else subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _watched(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """The rank that failed first, once all have ended, or have had the time to."""
+    failed, until = None, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if failed is None:
+            failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+            until = until if failed is None else time.monotonic() + _GRACE
+        time.sleep(_LOOK)
+    if failed is None:
+        failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+    return failed
+
+
+@contextmanager
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Signals to this process reach every rank; those that did are in the list."""
+    passed: list[int] = []
+
+    def handle(number: int, _frame: Any) -> None:
+        passed.append(number)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield passed
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _end(code: int) -> str:
+    return f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,429 @@
+"""The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON or safetensors.
+
+config.toml  environment.json  partition.safetensors  partition.json     written once
+metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
+timings.jsonl   how long rounds took; never the same twice, hence apart
+work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
+checkpoints/    model.safetensors  curves.png
+noise.key       of a private run, for its owner alone: who has it can subtract the noise
+manifest.json   the SHA-256 of these files, so that a changed one is noticed
+summary.json    written last: the run has ended
+
+A kill at any moment leaves a folder that can be resumed. The manifest therefore never speaks of a file that is about to
+change: it is deleted before, and written again after.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom import __version__
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.data.arrays import Ints
+from fedloom.engine import checkpoint
+from fedloom.trust import noise
+from fedloom.trust.noise import Key
+
+METRICS = "metrics.jsonl"
+DAMAGED = "metrics.damaged.jsonl"  # what was found in its place before it was repaired
+_MANIFEST, _SUMMARY, _LOCK, _CONFIG = "manifest.json", "summary.json", ".lock", "config.toml"
+# Written before the first round. A run goes on only with those that it wrote itself; config.toml may be edited.
+_KEY = "noise.key"
+_SETTINGS = ("environment.json", "privacy.json", _KEY, "topology.json", "partition.safetensors", "partition.json")
+_GROWING = (METRICS, "timings.jsonl", "work.jsonl")  # written in place, line by line
+# Written while a run lasts, or at its end.
+_RESULTS = (
+    *(*_GROWING, DAMAGED),
+    *("model.safetensors", "personal.safetensors", "steps.json", "curves.png", "topology.png"),
+)
+
+
+class Timing(NamedTuple):
+    """How long the parts of a round took, in seconds."""
+
+    round: int
+    train: float
+    evaluate: float
+    record: float
+    clients: int
+
+
+class RunFolder:
+    """A run's folder, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._lock = disk.lock(path / _LOCK)  # for as long as the run lives
+        except BlockingIOError as error:
+            raise CheckpointError(f"{path}: another process is using this run folder") from error
+        self._files: dict[str, BinaryIO] = {}
+        self._sums = Sums()  # of the metrics
+        try:
+            disk.refuse_links(path)
+            for name in self._present(*_GROWING):
+                self._there(name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # what a full disk did not take was reported when it was written
+                file.close()
+        os.close(self._lock)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one evaluation, and have it on its way to disk before going on."""
+        self._sums.add(self._append(METRICS, record))
+
+    def work(self, round_: int, did: Iterable[tuple[int, int, int, bool]]) -> None:
+        """Append what each client of a round did: number, steps, epochs while it waited, and whether it was late."""
+        columns = zip(("clients", "steps", "extra", "late"), zip(*did, strict=True), strict=False)
+        self._append("work.jsonl", {"round": round_, **{name: list(column) for name, column in columns}})
+
+    def timing(self, timing: Timing) -> None:
+        self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
+
+    def lengths(self) -> Lengths:
+        """How long the metrics are, and how they sum, once all of them are on disk."""
+        os.fsync(self._there(METRICS).fileno())
+        return self._sums.told()
+
+    def before_last(self) -> Lengths:
+        """The lengths as they were before the last line of the metrics was written."""
+        return Sums(_lines(_bytes(self.path / METRICS))[:-1]).told()
+
+    def fault(self, lengths: Lengths) -> str:
+        """What is wrong with the metrics of which a checkpoint says these lengths; nothing where they are whole."""
+        return _fault(self.path / METRICS, lengths)
+
+    def sound(self, lengths: Lengths) -> list[bytes]:
+        """The lines of damaged metrics that are still as they were written, as the checkpoint's checksums say."""
+        sums, at, kept = str(lengths.get(f"{METRICS} lines", "")), 0, []
+        expected = [sums[k : k + 8] for k in range(0, len(sums), 8)]
+        for line in _lines(_bytes(self.path / METRICS)):
+            with suppress(ValueError):
+                at = expected.index(_sum(line), at) + 1
+                kept.append(line)
+        return kept
+
+    def mend(self, kept: Iterable[bytes]) -> None:
+        """Put these lines in place of damaged metrics, which stay beside them under another name."""
+        disk.write_bytes(self.path / DAMAGED, _bytes(self.path / METRICS))
+        disk.write_bytes(self.path / METRICS, b"".join(kept))
+        if METRICS in self._files:
+            self._files.pop(METRICS).close()
+
+    def rewind(self, lengths: Lengths, done: int) -> None:
+        """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
+        keep = lengths.get(METRICS, 0)
+        self._sums = Sums(_lines(_bytes(self.path / METRICS)[:keep]))
+        # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
+        self._cut(METRICS, keep)
+        for name in _GROWING[1:]:
+            self._cut(name, sum(len(line) for line, entry in self._entries(name) if entry["round"] <= done))
+
+    def spent(self) -> float:
+        """How many seconds the rounds so far took."""
+        parts = ("train", "evaluate", "record")
+        took = [entry.get(part) for _, entry in self._entries("timings.jsonl") for part in parts]
+        return sum(seconds for seconds in took if isinstance(seconds, float))
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file, whole or not at all."""
+        disk.write_bytes(self.path / name, _indented(value))
+
+    def seal(self) -> None:
+        """Write down what the files of a run that begins are, so that it goes on with no others."""
+        self._write_manifest({name: disk.digest(self.path / name) for name in self._present(_CONFIG, *_SETTINGS)})
+
+    def unseal(self) -> None:
+        """The files are about to change."""
+        if (self.path / _MANIFEST).exists():
+            (self.path / _MANIFEST).unlink()
+            disk.sync(self.path)
+
+    def end(self, summary: dict[str, Any] | None = None) -> None:
+        """Write down what all files of a run that has ended are, then its ``summary``, where it has one."""
+        if METRICS in self._files:
+            self._there(METRICS)
+        known = {name: disk.digest(self.path / name) for name in self._present(_CONFIG, *_SETTINGS, *_RESULTS)}
+        known |= {f"checkpoints/{name}": digest for name, digest in checkpoint.digests(self.checkpoints).items()}
+        last = {} if summary is None else {_SUMMARY: _indented(summary)}
+        self._write_manifest(known | {name: disk.digest_of(data) for name, data in last.items()})
+        for name, data in last.items():
+            disk.write_bytes(self.path / name, data)
+
+    def _write_manifest(self, digests: Mapping[str, str]) -> None:
+        self.write(_MANIFEST, {"sha256": digests})
+
+    def _present(self, *names: str) -> list[str]:
+        return [name for name in names if (self.path / name).is_file()]
+
+    def _entries(self, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        if not (self.path / name).exists():
+            return
+        for line in (self.path / name).read_bytes().splitlines(keepends=True):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
+                return  # cut short by a crash, or damaged; what these files tell is not worth a refusal
+            yield line, entry
+
+    def _cut(self, name: str, size: int) -> None:
+        if (self.path / name).exists():
+            self._there(name).truncate(size)
+            self._there(name).seek(0, os.SEEK_END)
+
+    def _there(self, name: str) -> BinaryIO:
+        """A file that grows with the run, as long as it is where the run wrote it."""
+        path = self.path / name
+        if name not in self._files:
+            self._files[name] = os.fdopen(disk.open_own(path, os.O_WRONLY | os.O_APPEND), "ab")
+        disk.still_there(self._files[name].fileno(), path)
+        return self._files[name]
+
+    def _append(self, name: str, record: dict[str, Any]) -> bytes:
+        line = as_json(record).encode() + b"\n"
+        file = self._there(name)
+        file.write(line)
+        file.flush()
+        return line
+
+
+Lengths = dict[str, Any]  # of the metrics, as a checkpoint remembers them
+
+
+class Sums:
+    """How long the metrics are, and their checksums: of all, and of each line, so that a damaged one can be found."""
+
+    def __init__(self, lines: Iterable[bytes] = ()) -> None:
+        self._length, self._crc, self._lines = 0, 0, list[str]()
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: bytes) -> None:
+        self._length, self._crc = self._length + len(line), zlib.crc32(line, self._crc)
+        self._lines.append(_sum(line))
+
+    def told(self) -> Lengths:
+        return {METRICS: self._length, f"{METRICS} crc32": self._crc, f"{METRICS} lines": "".join(self._lines)}
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _fault(path: Path, lengths: Lengths) -> str:
+    metrics, keep = _bytes(path), lengths.get(METRICS, 0)
+    if len(metrics) < keep:
+        return f"{path}: has {len(metrics)} bytes, the checkpoint needs {keep}"
+    if zlib.crc32(metrics[:keep]) != lengths.get(f"{METRICS} crc32", 0):
+        return f"{path}: is damaged (its checksum is not the checkpoint's)"
+    return ""
+
+
+def _sum(line: bytes) -> str:
+    return f"{zlib.crc32(line):08x}"
+
+
+def _lines(text: bytes) -> list[bytes]:
+    """The lines with their ends; what comes after the last end was cut short by a crash."""
+    return [line + b"\n" for line in text.split(b"\n")[:-1]]
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: null for a number that is not finite."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _indented(value: Any) -> bytes:
+    return as_json(value, indent=1).encode() + b"\n"
+
+
+# -- folders -------------------------------------------------------------------------------------
+def create(path: Path, config: str) -> RunFolder:
+    """A new run folder; one that already holds anything (but a start that was cut short) is refused.
+
+    It is held before anything is written: of two that are started at once, one is refused and changes nothing.
+    """
+    if path.exists():
+        _refuse_used(path)
+    disk.make_folder(path)
+    folder = RunFolder(path)
+    try:
+        _refuse_used(path)  # another run may have come and gone
+        write_text(path / _CONFIG, config)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def _refuse_used(path: Path) -> None:
+    if not path.is_dir() or any(p.name not in (_LOCK, f"{_CONFIG}.part") for p in path.iterdir()):
+        fix = f"choose another, or continue it with: fedloom resume {path}" if (path / _CONFIG).exists() else ""
+        raise ConfigError([Fault("--out", f"{path} already exists and is not empty", fix or "choose another")])
+
+
+def opened(path: Path) -> RunFolder:
+    """A run folder that is there, to go on with: nobody else uses it, and it is as the run left it."""
+    if not (path / _CONFIG).is_file():
+        raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
+    folder = RunFolder(path)
+    try:
+        verify(path, _SETTINGS)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def unused(path: Path) -> Path:
+    """A new folder ``path``, or ``path-2`` and so on; two processes never get the same."""
+    for count in itertools.count(1):
+        new = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        try:
+            disk.make_folder(new, exist_ok=False)
+            break
+        except FileExistsError:
+            if not path.parent.is_dir():  # a file is in the way of all of them
+                raise
+    return new
+
+
+def write_text(path: Path, text: str) -> None:
+    disk.write_bytes(path, text.encode())
+
+
+def write_key(folder: Path, key: Key) -> None:
+    """Keep the key of a run's noise, where only its owner can read it; one that is there stays."""
+    if (folder / _KEY).exists():
+        return
+    write_text(folder / _KEY, noise.as_text(key))
+
+
+def read_key(folder: Path) -> Key | None:
+    """The key of a run's noise, if it has been written."""
+    path = folder / _KEY
+    try:
+        return noise.from_text(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # without what stands there
+        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}): the noise of this run is lost") from None
+
+
+def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], described: dict[str, Any]) -> None:
+    """Who has which row, and its fingerprint."""
+    tensors = {"owner": torch.from_numpy(owner), "held_out": torch.from_numpy(held_out.astype(np.uint8))}
+    checkpoint.save_model(folder.path / "partition.safetensors", tensors)
+    folder.write("partition.json", described)
+
+
+# -- reading -------------------------------------------------------------------------------------
+def verify(path: Path, names: Iterable[str]) -> None:
+    """Refuse files of a run folder that are not as the run wrote them; of some the manifest may not know anything."""
+    known = _digests(path)
+    for name in (name for name in names if name in known):
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name}: is gone, and the run needs it (put it back, or start a new run)")
+        found = disk.digest(path / name)
+        if found != known[name]:
+            what = f"is not what the run wrote (sha256 {found[:12]}, manifest.json says {known[name][:12]})"
+            raise CheckpointError(f"{path / name}: {what}")
+
+
+def _digests(path: Path) -> dict[str, str]:
+    if not (path / _MANIFEST).is_file():  # runs of earlier versions have none, nor has one that was killed just now
+        return {}
+    try:
+        return {str(k): str(v) for k, v in json.loads((path / _MANIFEST).read_bytes())["sha256"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = "delete it to go on without a check of the files"
+        raise CheckpointError(f"{path / _MANIFEST}: is damaged ({why})") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, in order; a last line that a crash cut short is left out."""
+    return [json.loads(line) for line in _lines((path / METRICS).read_bytes())]
+
+
+def read_ended(path: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run that has ended, which must be as it wrote them."""
+    verify(path, (METRICS, "partition.json", "privacy.json"))
+    if METRICS not in _digests(path):  # of earlier versions: the newest checkpoint knows how the metrics were
+        saved = checkpoint.readable(path / "checkpoints")
+        fault = _fault(path / METRICS, saved[max(saved)]["lengths"]) if saved else ""
+        if fault:
+            raise CheckpointError(fault)
+    return read_metrics(path)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """With what a run was made: versions, machine, commit."""
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "versions": versions(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        **gpu,
+        "commit": _commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of what decides numbers."""
+    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version(), **packages}
+
+
+def _cpu() -> str:
+    try:
+        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    """The commit of fedloom's own sources, or nothing where they are not a checkout."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found[1] if Path(found[0]) / "src" / "fedloom" == here else ""

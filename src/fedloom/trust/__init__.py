@@ -1,0 +1,1 @@
+"""Privacy, robust aggregation, and corrupted clients."""

@@ -1,0 +1,140 @@
+"""Robust aggregation: what the server takes for the mean of the clients when some of them may lie.
+
+    median        of every coordinate                                    Yin et al., ICML 2018
+    trimmed_mean  of every coordinate, without the f largest and the f smallest values       likewise
+    krum          the one upload that is nearest to its n - f - 2 nearest others             Blanchard et al., NIPS 2017
+    multi_krum    the mean of the ``chosen`` nearest                                         likewise
+
+A rule counts uploads alike: how much data a client has is only its own word. Where all are honest and nothing is
+trimmed, a rule is the plain mean of the uploads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from fedloom.algorithm import Inbox
+from fedloom.core import tree
+from fedloom.core.errors import Fault
+from fedloom.core.schema import Spec
+
+# Numbers that are sorted at once.
+_SORTED = 1 << 24
+
+
+class Aggregation(Spec):
+    """How uploads become one."""
+
+    rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = Field(
+        "mean", description="the algorithm's own weighted mean, or one that withstands bad clients: see docs/trust.md"
+    )
+    bad: float = Field(
+        0.25, ge=0, lt=0.5, description="share of a round's clients that may be bad: f, rounded down, in the rules"
+    )
+    chosen: PositiveInt | None = Field(None, description="uploads that multi_krum averages; unset: all but f")
+
+    def distrusted(self, senders: int) -> int:
+        """f, for so many uploads."""
+        return math.floor(self.bad * senders + 1e-9)
+
+
+def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
+    """What a rule cannot be combined with."""
+    if how.rule == "mean":
+        return []
+    name, faults = type(alg).__name__, []
+    what = ""
+    if alg.family == "gossip":
+        what = f"is a server's rule, and {name} has none"
+    elif alg.family == "closed_form":
+        what = f"would change the statistics of {name}, whose exactness lies in their sum"
+    elif not alg.communicates:
+        what = f"needs uploads, and {name} has none"
+    elif alg.hears_each:
+        what = f"replaces a sum of uploads, and {name} reads every one of them"
+    elif alg.mirrored:
+        what = f"discards what clients of {name} have done and still keep, so that server and clients would disagree"
+    if what:
+        faults.append(Fault("aggregation.rule", f"'{how.rule}' {what}", "set aggregation.rule=mean"))
+    if sampling == "proportional":
+        what = f"'proportional' may draw a client twice, which '{how.rule}' would take for two that agree"
+        faults.append(Fault("cohort.sampling", what, "use uniform, poisson or all"))
+    return faults
+
+
+def refused(how: Aggregation, senders: int) -> list[Fault]:
+    """What a rule cannot do with so many clients in a round."""
+    f, faults = how.distrusted(senders), []
+    if how.rule in ("krum", "multi_krum") and senders - f - 2 < 1:
+        what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, and a round has n = {senders} clients of whom f = {f}"
+        faults.append(Fault("aggregation.rule", what, "lower aggregation.bad, or raise cohort.size"))
+    if how.rule == "multi_krum" and how.chosen is not None and how.chosen > senders:
+        faults.append(Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round"))
+    return faults
+
+
+class Robust(NamedTuple):
+    """What a rule made of the uploads."""
+
+    mean: Any  # float64
+    counted: Tensor | None  # [K] 1 for uploads that were taken, else 0; None where that differs by coordinate
+
+
+def robust(how: Aggregation, uploads: Any) -> Robust:
+    """The robust mean of the uploads [K, ...]."""
+    senders = len(tree.leaves(uploads)[0])
+    f = how.distrusted(senders)
+    if how.rule == "mean":
+        return Robust(_mean_of(uploads, torch.arange(senders)), torch.ones(senders))
+    if how.rule in ("median", "trimmed_mean"):
+        cut = (senders - 1) // 2 if how.rule == "median" else min(f, (senders - 1) // 2)
+        return Robust(tree.tmap(lambda x: trimmed(x, cut), uploads), None)
+    count = 1 if how.rule == "krum" else min(how.chosen or senders - f, senders)
+    taken = krum_scores(uploads, f).argsort(stable=True)[:count].sort().values
+    counted = torch.zeros(senders, dtype=torch.float64, device=taken.device).index_fill(0, taken, 1.0)
+    return Robust(_mean_of(uploads, taken), counted)
+
+
+def trimmed(x: Tensor, cut: int) -> Tensor:
+    """The mean over the first axis of every coordinate, without its ``cut`` largest and smallest values; float64."""
+    flat = x.reshape(len(x), -1)
+    wide = max(1, _SORTED // len(x))
+    parts = [part.sort(dim=0).values[cut : len(x) - cut].double().mean(0) for part in torch.split(flat, wide, 1)]
+    return torch.cat(parts).view(x.shape[1:])
+
+
+def krum_scores(uploads: Any, f: int) -> Tensor:
+    """For each upload the sum of the squared distances to its n - f - 2 nearest others (at least one).  ``[K]``
+
+    All parts of an upload count together.
+    """
+    leaves = tree.leaves(uploads)
+    n = len(leaves[0])
+    apart = torch.zeros(n, n, dtype=torch.float64, device=leaves[0].device)
+    for leaf in leaves:
+        flat = leaf.reshape(n, -1).double()
+        flat = flat - flat.mean(0)  # distances of points that are far from zero would lose their digits
+        square = flat.square().sum(1)
+        apart += square[:, None] + square[None] - 2 * flat @ flat.T
+    apart = apart.clamp(min=0).fill_diagonal_(float("inf")).sort(dim=1).values
+    near = max(1, n - f - 2)
+    return apart[:, : min(near, n - 1)].sum(1)
+
+
+def replaced(how: Aggregation, inbox: Inbox[Any]) -> Inbox[Any]:
+    """The same inbox with a total from which every algorithm reads the robust mean as its weighted mean."""
+    found = robust(how, inbox.uploads)
+    total = tree.tmap(lambda x: x * inbox.weight, found.mean)
+    weights = () if found.counted is None else found.counted.to(inbox.weight)
+    return inbox._replace(total=total, weights=weights)
+
+
+def _mean_of(uploads: Any, taken: Tensor) -> Any:
+    share = torch.full((1, len(taken)), 1.0 / len(taken), dtype=torch.float64)
+    device = tree.leaves(uploads)[0].device
+    return tree.take(tree.mix(share.to(device), tree.take(uploads, taken.to(device))), 0)
