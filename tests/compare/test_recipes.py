@@ -27,7 +27,7 @@ from fedloom.runs.api import start
 from fedloom.runs.config import Config, as_table, find_algorithm, parse
 from fedloom.runs.experiment import initial_task, prepare, share
 
-ROOT = Path(__file__).parents[1] / "experiments"
+ROOT = Path(__file__).parents[2] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))
 COMPARED = [path for path in FILES if "compare" in tomllib.loads(path.read_text(encoding="utf-8"))]
 Table = dict[str, Any]

@@ -1,0 +1,181 @@
+"""From a table to cells: what is refused, what goes where, and what is noted."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.compare import running as compare
+from fedloom.core.errors import ConfigError
+from support.comparisons import table
+from terminal import fedloom, files
+
+
+def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        """
+        seed = 3
+        local = { lr = -1 }
+        [compare]
+        algorithms = ["fedavg", "fedproxx", { kind = "fedprox", mu = -2 }]
+        baseline = "moon"
+        grid = { "partition.alpha" = [0.1, -1.0] }
+        [[compare.paper]]
+        algorithm = "fedalr"
+        where = { partition = "c=2" }
+        value = 1
+        """
+    )
+    done = fedloom("compare", "c.toml", cwd=tmp_path)
+    assert done.code == 2
+    for words in (
+        r"seed: is set by compare.seeds",
+        r"local\.lr: .*greater than.*-1",
+        r"no algorithm 'fedproxx'.*fedproxx.*did you mean 'fedprox'",
+        r"algorithm\.mu: .*\[in fedprox",
+        r"compare\.baseline: 'moon' is not one",
+        r"partition\.alpha: .*-1\.0.*\[in .*fedavg · -1\.0",
+        r"compare\.paper\.0\.algorithm: there is no method 'fedalr'",
+        r"compare\.paper\.0\.where\.partition: is not an axis",
+    ):
+        assert re.search(words, done.err), (words, done.err)
+    assert files(tmp_path) == {"c.toml"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"algorithms": []}, "compare.algorithms"),
+        ({"algorithms": ["fedavg", "fedavg"]}, "'fedavg' is there twice"),
+        ({"seeds": 0}, "compare.seeds"),
+        ({"seeds": [1, 1]}, "a seed is there twice"),
+        ({"grid": {"seed": [1, 2]}}, "cannot be an axis"),
+        ({"grid": {"rounds": []}}, "has no values"),
+        ({"grid": {"rounds": [1, 1]}}, "same label"),
+        ({"grid": {"algorithm.muu": [1]}}, "no method has this setting"),
+        ({"best": 1}, "compare.best: unknown key"),
+    ],
+)
+def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compare.plan(table(**settings))
+
+
+def test_missing_data_is_told_once_and_nothing_written(tmp_path: Path) -> None:
+    done = fedloom("compare", "fedavg", "fedprox", "data=cifar10", "--data-root", "none", cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.count("fedloom data get cifar10") == 1
+    assert files(tmp_path) == set()
+
+
+def test_shared_settings_go_to_the_methods_that_know_them() -> None:
+    given = table(algorithms=["fedavg", "fedprox", "dpsgd"], seeds=1) | {"algorithm": {"mu": 0.5}}
+    configs = {c.method.label: c.config for c in compare.plan(given).cells}
+    assert getattr(configs["fedprox"].algorithm, "mu", None) == 0.5
+    assert configs["dpsgd"].topology is not None
+    assert configs["fedavg"].cohort.size == 3
+
+
+def test_labels_grids_and_nested_keys() -> None:
+    shards = {"kind": "shards", "clients": 10, "label": "c=2"}
+    spec = table(
+        algorithms=["fedavg", {"kind": "fedprox", "mu": 0.1}, {"kind": "fedprox", "mu": 1.0, "label": "strong"}],
+        seeds=[7],
+        grid={"partition": [shards, "iid"], "local": {"lr": [0.1, 0.2]}},
+    )
+    planned = compare.plan(spec)
+    assert [m.label for m in planned.methods] == ["fedavg", "fedprox (mu=0.1)", "strong"]
+    assert planned.places == (("c=2", "0.1"), ("c=2", "0.2"), ("iid", "0.1"), ("iid", "0.2"))
+    assert [c.config.local.lr for c in planned.cells[:4]] == [0.1, 0.1, 0.1, 0.2]
+    assert {c.seed for c in planned.cells} == {7}
+    again = compare.plan(tomllib.loads(planned.as_toml()))
+    assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
+    assert again.as_toml() == planned.as_toml()
+
+
+def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:
+    methods = [
+        {"kind": "fedavg"},
+        {"kind": "fedopt", "rule": "sgd"},
+        {"kind": "fedavg", "server_lr": 0.5, "label": "half"},
+    ]
+    planned = compare.plan(table(algorithms=methods, gain="half", seeds=[0], baseline="fedopt"))
+    assert compare._versus(planned.spec.gain, planned.methods) == (
+        "half",
+        ("fedopt",),
+    )  # no variant of its own
+    assert tomllib.loads(planned.as_toml())["compare"]["gain"] == {"of": "half"}
+    for gain, said in (
+        ("halve", "compare.gain.of: 'halve' is not one of the methods (did you mean 'half'?)"),
+        ({"of": "half", "over": ["fedprox"]}, "compare.gain.over: 'fedprox' is not one of the methods"),
+        ({"of": "half", "over": ["half"]}, "compare.gain: needs another method than 'half' to be better than"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            compare.plan(table(algorithms=methods, gain=gain))
+
+
+def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
+    planned = compare.plan(
+        {
+            "partition": {"clients": 5},
+            "compare": {
+                "algorithms": ["fedavg", {"kind": "fedprox", "preset": "paper"}],
+                "grid": {"partition": [{"kind": "iid", "clients": 10}, {"kind": "iid", "clients": 12}]},
+            },
+        }
+    )
+    assert any("partition.clients = 5 is in no cell" in note for note in planned.notes)
+    assert any("fedprox draws other clients than fedavg" in note for note in planned.notes)
+
+
+def test_policies_that_differ_by_definition_are_told() -> None:
+    """FedALA's clients keep their optimisers' memory, others do not: with Adam that is half of a difference."""
+    table = {"compare": {"algorithms": ["fedavg", "fedala"], "seeds": 1}, "local": {"optimizer": "adam"}}
+    said = "local.state differs by the methods' own definitions: reset for fedavg; persist for fedala"
+    assert any(said in note for note in compare.plan(table).notes)
+    for state in ("reset", "persist"):
+        agreed = {**table, "local": {"optimizer": "adam", "state": state}}
+        assert not any("own definitions" in note for note in compare.plan(agreed).notes)
+    meant = {"kind": "fedala", "with": {"local.state": "persist"}}
+    told = compare.plan({**table, "compare": {"algorithms": ["fedavg", meant], "seeds": 1}}).notes
+    assert not any("own definitions" in note for note in told)
+    plain = {**table, "local": {"optimizer": "sgd"}}  # which has no memory to keep
+    assert not any("own definitions" in note for note in compare.plan(plain).notes)
+
+
+def test_what_comes_with_a_method_stays_with_it() -> None:
+    """Also where the grid sets the whole section that it is in."""
+    planned = compare.plan(
+        {
+            "rounds": 1,
+            "compare": {
+                "algorithms": ["fedavg", {"kind": "fedprox", "with": {"local.momentum": 0.9}}, "fedsam"],
+                "seeds": [0, 1],
+                "grid": {"local": [{"lr": 0.1}, {"lr": 0.2}]},
+            },
+        }
+    )
+    momentum = {(cell.method.kind, cell.config.local.momentum) for cell in planned.cells}
+    assert momentum == {("fedavg", 0.0), ("fedprox", 0.9), ("fedsam", 0.0)}
+
+
+def test_the_number_of_clients_can_be_an_axis() -> None:
+    """With what goes with each number, under whatever else the section partition says."""
+    planned = compare.plan(
+        {
+            "rounds": 1,
+            "partition": {"kind": "iid", "holdout": 0.0},
+            "compare": {
+                "algorithms": ["fedavg"],
+                "seeds": [0],
+                "grid": {"partition.clients": [4, {"value": 8, "label": "eight", "with": {"cohort.size": 2}}]},
+            },
+        }
+    )
+    found = {cell.place: (cell.config.partition.clients, cell.config.cohort.size) for cell in planned.cells}
+    assert found == {("4",): (4, None), ("eight",): (8, 2)}
+    assert all(cell.config.partition.holdout == 0 for cell in planned.cells)

@@ -1,0 +1,223 @@
+"""Running a comparison: cells that are fair, computed once and kept."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.compare import running as compare
+from fedloom.runs import record
+from support.comparisons import GRID, SMALL, TABLES, THREE, contents, table
+from terminal import fedloom, started
+
+
+def test_what_a_comparison_leaves(whole: Path) -> None:
+    assert {p.name for p in whole.iterdir()} == {*TABLES, "cells", ".lock"}
+    lines = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text())))
+    assert len(lines) == 12 == len(list((whole / "cells").iterdir()))
+    for line in lines:
+        home = whole / line["folder"]
+        config = tomllib.loads((home / "config.toml").read_text())
+        assert config["algorithm"]["kind"] == line["kind"]
+        assert config["seed"] == int(line["seed"])
+        assert config["partition"]["alpha"] == float(line["partition.alpha"])
+        described = json.loads((home / "environment.json").read_text())
+        assert described["config_hash"].startswith(home.name)
+        assert float(line["last"]) == record.read_metrics(home)[-1]["global/test/accuracy"]
+
+
+def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text())))
+    for alpha in ("0.1", "1.0"):
+        per_seed = []
+        for seed in ("0", "1"):
+            homes = [whole / x["folder"] for x in lines if (x["partition.alpha"], x["seed"]) == (alpha, seed)]
+            assert len(homes) == 3
+            splits = {json.loads((h / "partition.json").read_text())["sha256"] for h in homes}
+            first = {json.dumps(record.read_metrics(h)[0]) for h in homes}
+            assert len(splits) == len(first) == 1
+            timings = [[json.loads(x)["clients"] for x in (h / "timings.jsonl").open()] for h in homes]
+            assert timings[0] == timings[1] == timings[2]
+            per_seed.append(splits)
+        assert per_seed[0] != per_seed[1]
+
+
+def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
+    from fedloom.runs.experiment import prepare
+
+    cells = compare.plan(table(algorithms=THREE, seeds=[5])).cells
+    drawn = [[prepare(c.config, Path()).experiment.present(r).drawn.ids.tolist() for r in range(3)] for c in cells]
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_finished_cells_are_reused(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    before = contents(folder)
+    times = {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")}
+    compare.run(tomllib.loads((folder / "compare.toml").read_text()), folder)
+    assert contents(folder) == before
+    assert {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")} == times
+    larger = compare.run(table(grid=GRID, algorithms=[*THREE, "local_only"]), folder, jobs=2)
+    assert len(larger.results) == 16
+    assert {p: p.stat().st_mtime_ns for p in times if p.is_file()} == {p: t for p, t in times.items() if p.is_file()}
+
+
+def test_the_number_of_jobs_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    compare.run(tomllib.loads((whole / "compare.toml").read_text()), tmp_path / "one", jobs=1)
+    assert contents(tmp_path / "one") == contents(whole)
+
+
+def test_two_labels_of_one_config_are_computed_once(tmp_path: Path) -> None:
+    same = [{"kind": "fedavg", "label": "a"}, {"kind": "fedavg", "label": "b"}]
+    done = compare.run(table(algorithms=same, seeds=1), tmp_path / "c", jobs=1)
+    assert len(list((tmp_path / "c" / "cells").iterdir())) == 1
+    assert [row.rank for row in done.rows] == [1, 1]
+
+
+LONG = ("compare", "fedavg", "fedopt", "--seeds", "2", "--jobs", "2", "--out", "out")
+LONG_SETTINGS = ("rounds=40", "partition.clients=6", "cohort.size=3", "checkpoint.every=3")
+
+
+def lines_in(folder: Path) -> int:
+    return sum(p.read_bytes().count(b"\n") for p in folder.glob("cells/*/metrics.jsonl"))
+
+
+def children(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    limit = time.perf_counter() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.perf_counter() < limit
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
+    want_at = tmp_path / "want"
+    want_at.mkdir()
+    assert fedloom(*LONG, *LONG_SETTINGS, cwd=want_at).code == 0
+    for goal in (5, 60):
+        process = started(*LONG, *LONG_SETTINGS, cwd=tmp_path)
+        wait_for(lambda goal=goal: lines_in(tmp_path / "out") > goal, process)
+        workers = children(process.pid)
+        assert workers
+        if goal == 5:
+            os.kill(workers[0], signal.SIGKILL)
+        process.kill()
+        process.communicate()
+        limit = time.perf_counter() + 20
+        while not all(gone(pid) for pid in workers):  # they end with their parent
+            assert time.perf_counter() < limit
+            time.sleep(0.01)
+    done = fedloom(*LONG, *LONG_SETTINGS, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert contents(tmp_path / "out") == contents(want_at / "out")
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = started(*LONG, *LONG_SETTINGS, "rounds=2000", cwd=tmp_path)
+    wait_for(lambda: lines_in(tmp_path / "out") > 5, process)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "of 4 cells done; the same command goes on from here" in out
+    assert all(gone(pid) for pid in workers)
+    assert "Traceback" not in out + err
+    assert not (tmp_path / "out" / "table.csv").exists()
+    homes = list((tmp_path / "out" / "cells").iterdir())
+    assert all(list((h / "checkpoints").iterdir()) for h in homes if lines_in(tmp_path / "out") and h.is_dir())
+
+
+def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
+    own = tmp_path / "dies.py"
+    own.write_text(
+        "import os, signal\nfrom fedloom.algorithms.fedavg import FedAvg\n\n\n"
+        "class Dies(FedAvg):\n    def update(self, server, inbox):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = compare.run(table(algorithms=["fedavg", str(own)], seeds=1), tmp_path / "c", jobs=1)
+    assert [r.state for r in done.results] == ["done", "failed"]
+    assert "killed" in next(iter(done.failures.values()))
+    assert done.rows[0].rank == 1
+    assert done.rows[1].rank is None
+
+
+def test_a_diverged_cell_does_not_stop_the_others(tmp_path: Path) -> None:
+    wild = {"kind": "fedopt", "label": "wild", "lr": 1e38}
+    for _ in range(2):
+        done = compare.run(table(algorithms=["fedavg", wild], seeds=2), tmp_path / "c", jobs=1)
+        assert [r.state for r in done.results] == ["done", "diverged"] * 2
+        assert done.rows[1].diverged == 2
+        assert not done.failures
+        assert "| wild | diverged | diverged | diverged | - | - | - |" in (tmp_path / "c" / "table.md").read_text()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    words = ("compare", "fedavg", "fedprox", "--seeds", "2", "rounds=2", "partition.clients=6", "cohort.size=3")
+    done = fedloom(*words, "--target", "0.2", "--grid", "local.lr=0.1,0.2", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 1
+    found = done.json
+    assert list(found) == [
+        *("folder", "metric", "baseline", "seeds", "target", "cells", "diverged", "failed", "table", "notes"),
+        "failures",
+    ]
+    assert found["folder"] == "runs/compare-fedavg-fedprox-digits"
+    assert (found["cells"], found["diverged"], found["failed"]) == (8, 0, 0)
+    assert [(x["local.lr"], x["algorithm"]) for x in found["table"]] == [
+        (lr, m) for lr in ("0.1", "0.2") for m in ("fedavg", "fedprox")
+    ]
+    assert {"last", "last_std", "rank", "p", "rounds_to_target"} <= set(found["table"][0])
+    folder = tmp_path / found["folder"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == {k: v for k, v in found.items() if k not in ("folder", "failures")}
+    plain = fedloom("compare", folder / "compare.toml", "--out", folder, cwd=tmp_path)
+    assert "8 of 8 cells are done already" in plain.out
+    assert "local.lr = 0.2" in plain.out
+    assert "\x1b" not in plain.out
+
+
+def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> None:
+    settings = SMALL | {"rounds": 2, "privacy": {"clip": 1.0, "noise": 1.0}, "cohort": {"sampling": "all"}}
+    methods = [{"kind": "fedavg", "weighting": "uniform"}, {"kind": "fedprox", "weighting": "uniform"}]
+    done = compare.run({**settings, "compare": {"algorithms": methods, "seeds": [0]}}, tmp_path / "out", jobs=1)
+    homes = [done.cells / result.hash for result in done.results]
+    assert len({(home / "noise.key").read_text() for home in homes}) == 2
+    each = [record.read_metrics(home)[-1]["privacy/epsilon"] for home in homes]
+    note = next(note for note in done.summary()["notes"] if note.startswith("epsilon"))
+    assert f"2 cells on the same data add up to epsilon {sum(each):.4g} at delta 2e-05" in note
+    assert note in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: Path) -> None:
+    """The other reading of when a personal model is judged, by settings that a recipe can have."""
+    settings = SMALL | {"rounds": 2, "evaluate": {"participants": True}, "cohort": {"sampling": "all"}}
+    wanted = {"algorithms": ["fedala", "fedavg"], "seeds": [0], "metric": "participants/post_fit/test/accuracy"}
+    done = compare.run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)
+    assert {row.method for row in done.rows} == {"fedala", "fedavg"}
+    for result in done.results:
+        last = record.read_metrics(done.cells / result.hash)[-1]
+        assert last["participants/post_fit/test/accuracy"] != last["personal/pre_fit/test/accuracy"]

@@ -1,0 +1,97 @@
+"""Comparisons in which every method spends the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.compare import running as compare
+from fedloom.core.errors import ConfigError
+from fedloom.report import comparison as report
+from support.comparisons import SMALL, THREE, table
+from terminal import fedloom
+
+FOUR = ["fedavg", "dfedavg", "dfedsam", "dfedgam"]
+EIGHT = ("partition.clients=8", "cohort.size=4", "model.kind=logistic", "local.steps=5", "evaluate.every=2")
+
+
+def test_equal_gradients_through_the_command(tmp_path: Path) -> None:
+    """FedAvg calls 4 clients and takes one gradient in a step; networks train all 8 with one, two and three."""
+    words = ("compare", *FOUR, "--seeds", "1", "--equal", "gradients", "--reference", "dfedgam", "rounds=2", *EIGHT)
+    schedule = ("local.schedule=exponential", "local.decay=0.9")
+    done = fedloom(*words, *schedule, "--metric", "*/test/accuracy", "--json", "--out", "c", cwd=tmp_path)
+    assert done.code == 0, done.err
+    rows = {row["algorithm"]: row for row in done.json["table"]}
+    assert {m: row["rounds_spent"] for m, row in rows.items()} == dict(zip(FOUR, (12, 6, 3, 2), strict=True))
+    assert {row["gradients_spent"] for row in rows.values()} == {240.0}
+    assert done.json["equal"] == "gradients"
+    assert done.json["budgets"] == {"all": 240.0}
+    cells = list(csv.DictReader(io.StringIO((tmp_path / "c" / "cells.csv").read_text())))
+    assert {cell["gradients"] for cell in cells} == {"240.0"}
+    for cell in cells:
+        config = tomllib.loads((tmp_path / "c" / cell["folder"] / "config.toml").read_text())
+        share = 2 / config["rounds"]
+        assert config["local"]["decay"] == pytest.approx(0.9**share)
+        assert config["evaluate"]["every"] == max(1, round(2 / share))
+    text = (tmp_path / "c" / "table.md").read_text()
+    assert "as many rounds as 240 gradients of a batch allow" in text
+    assert "| rounds | gradients | MB |" in text
+    again = fedloom(*words, *schedule, "--metric", "*/test/accuracy", "--out", "c", cwd=tmp_path)
+    assert "4 of 4 cells are done already" in again.out
+    assert "gradients of a batch" in (tmp_path / "c" / "curves.svg").read_text()
+
+
+@pytest.mark.parametrize(("equal", "spent"), [("bytes", "bytes_spent"), ("busiest", "busiest_spent")])
+def test_equal_bytes_through_the_command(equal: str, spent: str, tmp_path: Path) -> None:
+    words = ("compare", "fedavg", "dfedavg", "local_only", "--seeds", "1", "--equal", equal, "rounds=8", *EIGHT)
+    done = fedloom(*words, "--json", "--out", "c", cwd=tmp_path)
+    assert done.code == 0, done.err
+    server, ring, alone = done.json["table"]
+    # A ring of 8 sends 16 models in a round, 4 of which pass every node; a server sends and receives 8.
+    assert (server["rounds_spent"], alone["rounds_spent"], alone[spent]) == (8, 8, 0)
+    assert ring["rounds_spent"] == (4 if equal == "bytes" else 16)
+    assert ring[spent] == server[spent] == 8 * 4 * 2 * 4 * 650
+    assert any("local_only takes none of it" in note for note in done.json["notes"])
+
+
+def test_a_budget_of_ones_own(tmp_path: Path) -> None:
+    terms = {"equal": "gradients", "budget": 100.0, "algorithms": ["fedavg", "dfedavg", "dfedgam"], "seeds": 1}
+    base = SMALL | {"local": {"steps": 5}, "compare": terms}
+    planned = compare.equalised(compare.plan(base), tmp_path)
+    assert [cell.config.basics.rounds for cell in planned.cells] == [6, 3, 1]  # of 15, 30 and 90 in a round
+    done = compare.run(base, tmp_path / "c", jobs=1)
+    notes = " ".join(report.notes(done.question, done.rows))
+    assert "Equal gradients: each method trains for as many rounds as 100 gradients" in notes
+    assert "fedavg came to 90% of that" in notes
+    unequal = compare.plan(SMALL | {"compare": {"algorithms": THREE}})
+    assert compare.equalised(unequal, tmp_path) is unequal
+
+
+@pytest.mark.parametrize(
+    ("terms", "says"),
+    [
+        ({"budget": 5.0}, "compare.budget: methods have equal rounds (got 5.0)"),
+        ({"equal": "bytes", "budget": 5.0, "reference": "fedavg"}, "keep one of them"),
+        ({"equal": "bytes", "reference": "fedagv"}, "'fedagv' is not one of the methods (did you mean 'fedavg'?)"),
+        ({"equal": "time"}, "compare.equal"),
+        (
+            {"equal": "bytes", "algorithms": ["fedavg", {"kind": "fedprox", "with": {"rounds": 9}}]},
+            "how many it has follows from compare.equal = 'bytes' [in fedprox]",
+        ),
+    ],
+)
+def test_terms_that_contradict_each_other_are_refused(terms: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compare.plan(table(**terms))
+
+
+def test_a_reference_that_spends_nothing_is_no_reference(tmp_path: Path) -> None:
+    planned = compare.plan(table(algorithms=["local_only", "fedavg"], equal="bytes"))
+    with pytest.raises(ConfigError, match="local_only spends no bytes"):
+        compare.equalised(planned, tmp_path)

@@ -1,0 +1,95 @@
+"""Which metrics the cells of a comparison can record."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.compare import running as compare
+from fedloom.core.errors import ConfigError
+from fedloom.runs import catalogue
+from fedloom.runs.api import start
+from fedloom.runs.config import parse
+from support.comparisons import table
+from terminal import fedloom, files
+
+EVERYTHING = {
+    "train": True,
+    "participants": True,
+    "auc": ["micro_logits", "macro_present"],
+    "diagnostics": ["updates", "gamma", "dissimilarity", "rho"],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(entry.name for entry in catalogue.entries("algorithms")))
+@pytest.mark.parametrize("evaluate", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any]) -> None:
+    given = {"rounds": 2, "partition": {"clients": 4}, "model": "mlp", "algorithm": kind}
+    if not parse(given).algorithm.common or kind == "local_only":  # diagnostics are about a common model
+        evaluate = {key: value for key, value in evaluate.items() if key != "diagnostics"}
+    if not parse(given).algorithm.waits:  # who waits for nobody has no round of clients to look at
+        evaluate = {key: value for key, value in evaluate.items() if key not in ("diagnostics", "participants")}
+    config = parse(given | {"evaluate": evaluate})
+    history = start(config, out=None, root=Path("unused"))
+    recorded = {name for line in history.records for name in line} - {"round", "excluded"}
+    foreseen = compare.metric_names(config)
+    told = {
+        name for name in recorded - foreseen if compare._tells(config) and name.split("/")[0] not in compare._JUDGED
+    }
+    assert recorded - told <= foreseen
+    if not evaluate:
+        rare = {f"personal/{config.algorithm.served}/test/diverged", "network/offline", "network/away", "network/dead"}
+        assert foreseen - recorded <= rare
+
+
+@pytest.mark.parametrize(
+    ("metric", "more", "says"),
+    [
+        ("global/test/acuracy", {}, "no method records 'global/test/acuracy' (did you mean 'global/test/accuracy'?)"),
+        ("consensus/test/accuracy", {}, "no method records"),
+        ("personal/post_fit/test/accuracy", {}, "did you mean 'personal/pre_fit/test/accuracy'"),
+        ("personal/*/test/acuracy", {}, "no method records"),
+        ("global/train/loss", {}, "it takes evaluate.train=true"),
+        ("personal/pre_fit/test/loss", {"evaluate": {"personal": False}}, "it takes evaluate.personal=true"),
+        ("personal/pre_fit/test/loss", {"partition": {"kind": "iid", "holdout": 0.0}}, "no method records"),
+        ("participants/post_fit/test/accuracy_std", {}, "it takes evaluate.participants=true"),
+        ("global/test/auc_micro_softmax", {}, 'it takes evaluate.auc=["micro_softmax"]'),
+        ("gamma/max", {}, 'it takes evaluate.diagnostics=["gamma"]'),
+        ("fedalr/eta_mean", {"evaluate": {"diagnostics": ["updates"]}}, "no method records"),
+    ],
+)
+def test_a_metric_that_no_method_can_record_is_refused_before_any_runs(
+    metric: str, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compare.plan(table(metric=metric) | more)
+
+
+@pytest.mark.parametrize(
+    ("metric", "algorithms", "more"),
+    [
+        ("global/test/loss", ["fedavg", "local_only"], {}),
+        ("consensus/distance", ["fedavg", "dpsgd"], {}),
+        ("nodes/test/accuracy", ["dpsgd"], {}),
+        ("personal/pre_fit/test/accuracy_worst10", ["fedavg"], {}),
+        ("personal/*/test/accuracy", ["fedavg", "local_only"], {}),
+        ("personal/pre_fit/test/accuracy", ["fedavg"], {"partition": {"kind": "natural", "holdout": 0.0}}),
+        ("bytes/up", ["fedavg"], {}),
+        ("theory/rho", ["fedprox"], {"evaluate": {"diagnostics": ["rho"]}}),
+        ("fedalr/eta_mean", ["fedalr"], {"evaluate": {"diagnostics": ["updates"]}}),  # only a run can tell
+    ],
+)
+def test_a_metric_that_some_method_may_record_is_taken(
+    metric: str, algorithms: list[str], more: dict[str, Any]
+) -> None:
+    assert compare.plan(table(metric=metric, algorithms=algorithms) | more).spec.metric == metric
+
+
+def test_a_mistyped_metric_costs_nothing(tmp_path: Path) -> None:
+    done = fedloom("compare", "fedavg", "--metric", "global/test/acuracy", "--out", "c", cwd=tmp_path)
+    assert done.code == 2
+    assert "compare.metric: no method records 'global/test/acuracy' (did you mean 'global/test/accuracy'?)" in done.err
+    assert files(tmp_path) == set()

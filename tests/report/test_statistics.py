@@ -1,0 +1,117 @@
+"""Statistics over seeds, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedloom.report import comparison as report
+from fedloom.report.comparison import Result
+from support.comparisons import question, result
+
+
+def test_statistics_by_hand() -> None:
+    base = [[0.0, *[0.5] * 9, 0.7], [0.0, *[0.5] * 9, 0.8], [0.0, *[0.6] * 9, 0.6]]
+    ours = [[0.0, *[0.7] * 9, 0.6], [0.0, *[0.8] * 9, 0.8], [0.0, *[0.9] * 9, 0.7]]
+    results = [result("a", s, v) for s, v in enumerate(base)] + [
+        result("b", s, v, time_simulated=2.0) for s, v in enumerate(ours)
+    ]
+    a, b = report.rows(question(("a", "b"), 3, target=0.7), results)
+    assert a.last is not None
+    assert a.last.mean == pytest.approx(0.7)
+    assert a.last.std == pytest.approx(0.1)
+    assert b.best == pytest.approx((0.8, 0.1))
+    tails = [[0.52, 0.53, 0.6], [0.69, 0.8, 0.88]]
+    assert a.tail == pytest.approx((np.mean(tails[0]), np.std(tails[0], ddof=1)))
+    assert (a.rank, b.rank) == (2, 1)
+    assert b.difference == pytest.approx((np.mean([0.17, 0.27, 0.28]), np.std([0.17, 0.27, 0.28], ddof=1)))
+    assert b.p == pytest.approx(stats.ttest_rel(tails[1], tails[0]).pvalue)
+    t = np.mean([0.17, 0.27, 0.28]) / (np.std([0.17, 0.27, 0.28], ddof=1) / math.sqrt(3))
+    assert b.p == pytest.approx(2 * stats.t.sf(t, 2))
+    assert a.p is None
+    assert a.rounds == report.Reached(report.Mean(10.0, 0.0), 2)  # one seed never reaches it
+    assert b.rounds == report.Reached(report.Mean(1.0, 0.0), 3)
+    assert b.bytes == report.Reached(report.Mean(40.0, 0.0), 3)
+    assert b.seconds == report.Reached(report.Mean(2.0, 0.0), 3)
+    assert a.seconds is None
+
+
+def test_few_seeds_and_ties() -> None:
+    assert report.paired_p([0.5], [0.4]) is None
+    assert report.paired_p([0.5, 0.6], [0.5, 0.6]) == 1.0
+    one = report.rows(question(("a", "b"), 1), [result("a", 0, [0.5]), result("b", 0, [0.5])])
+    assert [r.rank for r in one] == [1, 1]
+    assert one[0].last == (0.5, None)
+    assert "one seed gives none" in " ".join(report.notes(question(("a", "b"), 1), one))
+    assert "says little" in " ".join(report.notes(question(("a", "b"), 3), one))
+
+
+def test_a_method_that_lost_a_seed_is_not_ranked() -> None:
+    results = [result("a", 0, [0.5]), result("a", 1, [0.6]), result("b", 0, [0.9]), result("b", 1, [0.2], "diverged")]
+    asked = question(("a", "b"), 2)
+    _, b = rows = report.rows(asked, results)
+    assert (b.rank, b.seeds, b.diverged, b.p) == (None, 1, 1, None)
+    assert report.sections(asked, rows)[0].lines[1][1] == "90.00 (1 diverged)"
+
+
+def test_a_loss_ranks_the_other_way() -> None:
+    name = "global/test/loss"
+    results = [
+        Result((), m, m, 0, "", "done", [{"round": i, name: v} for i, v in enumerate(values)], "")
+        for m, values in (("a", [3.0, 1.0, 2.0]), ("b", [3.0, 0.5, 0.4]))
+    ]
+    asked = question(("a", "b"), 1, metrics=dict.fromkeys("ab", name), target=1.0)
+    a, b = report.rows(asked, results)
+    assert (a.rank, b.rank) == (2, 1)
+    assert a.best == (1.0, None)
+    assert a.rounds == ((1.0, None), 1)
+
+
+def test_the_metric_is_the_first_accuracy_of_all() -> None:
+    def run(method: str, *names: str) -> Result:
+        return Result((), method, method, 0, "", "done", [{"round": 0, **dict.fromkeys(names, 0.5)}], "")
+
+    runs = [run("a", "global/test/accuracy", "personal/test/accuracy"), run("b", "personal/test/accuracy")]
+    assert set(report.choose_metrics("", "ab", runs).values()) == {"personal/test/accuracy"}
+    apart = [run("a", "global/test/accuracy"), run("b", "personal/test/accuracy")]
+    assert report.choose_metrics("", "ab", apart) == {"a": "global/test/accuracy", "b": "personal/test/accuracy"}
+    assert report.choose_metrics("x", "ab", apart) == {"a": "x", "b": "x"}
+
+
+def test_a_gain_is_of_whole_methods_and_for_a_loss_of_less() -> None:
+    runs = [result("a", 0, [0.1, 0.5]), result("b", 0, [0.1], "diverged"), result("c", 0, [0.1, 0.6])]
+    asked = question(("a", "b", "c"), 1, gain=report.Versus("c", ("a", "b")))
+    (found,) = report.gains(asked, report.rows(asked, runs))
+    assert found.last == pytest.approx(0.2)
+    (nothing,) = report.gains(asked._replace(gain=report.Versus("b", ("a", "c"))), report.rows(asked, runs))
+    assert nothing[1:] == (None, None, None, None)
+    assert report.relative_gain("global/test/loss", 0.5, [2.0, 1.0]) == 0.5
+    assert report.relative_gain("global/test/accuracy", 0.5, []) is None
+    assert report.relative_gain("global/test/accuracy", 0.5, [0.0]) is None
+
+
+def private(seed: int, method: str = "a", *, data: str = "d", partition: str = "p", **more: Any) -> Result:
+    spent = report.Spent(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)
+    return Result((), method, method, seed, f"{method}{seed}{data}", "done", [], partition, spent)
+
+
+def test_what_cells_on_the_same_data_tell_adds_up() -> None:
+    assert report.composed([private(0)._replace(spent=None)]) == []
+    assert report.composed([private(0)]) == [
+        "epsilon: a (seed 0) 2 at delta 1e-05, for each client (add or remove one)."
+    ]
+    same = [private(0), private(0, "b", epsilon=3.5), private(0)]  # of which the last is the first
+    assert report.composed(same) == [
+        "epsilon: a (seed 0) 2, b (seed 0) 3.5; 2 cells on the same data add up to epsilon 5.5 at delta 2e-05, "
+        "for each client (add or remove one)."
+    ]
+    assert len(report.composed([private(0), private(0, data="e")])) == 2
+    other = report.composed([private(0), private(1, partition="q")])
+    assert len(other) == 3
+    assert "of an example, they all tell something" in other[-1]
+    assert "epsilon inf" in report.composed([private(0), private(0, "b", epsilon=math.inf)])[0]
+    assert report.composed([private(0, warning="simulated")])[0].endswith("(add or remove one) (simulated).")
