@@ -12,24 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
 from fedloom.engine.run import Experiment
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
+from support.blobs import blobs
 
-
-def blobs(sizes: tuple[int, ...] = (4, 12, 7), *, test: int = 20, features: int = 4, classes: int = 3) -> Arrays:
-    """Overlapping classes; the rows of client i lie together and know their client."""
-    rng = np.random.default_rng(0)
-    client = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.zeros(test, dtype=np.int64)])
-    y = rng.integers(0, classes, len(client))
-    x = rng.normal(size=(len(client), features)) + 1.5 * np.eye(classes, features)[y]
-    rows = np.arange(len(client)) >= sum(sizes)
-    return Arrays("blobs", x.astype(np.float32), y, rows, tuple("abcdefghij"[:classes]), client=client)
+# A busy machine is no fault of the code: neither an example nor its generation has a limit of time.
+hypothesis_settings.register_profile("fedloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("fedloom")
 
 
 @pytest.fixture(autouse=True, scope="session")

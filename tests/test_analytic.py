@@ -6,63 +6,27 @@ A, L and D with a number are the oracles that the method is held to: identities,
 from __future__ import annotations
 
 import math
-from functools import cache, reduce
+from functools import reduce
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 
-from fedloom.core import rng, tree
+from fedloom.core import tree
 from fedloom.maths import analytic
 from fedloom.maths.analytic import Statistics
-
-C = 5
-
-
-@cache
-def examples(n=400, d=12, classes=C, seed=0):
-    """Overlapping classes in float64."""
-    g = torch.Generator().manual_seed(seed)
-    y = torch.arange(n) % classes
-    x = torch.randn(n, d, generator=g, dtype=torch.float64)
-    x[torch.arange(n), y % d] += 1.5
-    return x, y
-
-
-def vec(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from support.ridge import C, digits, dirichlet, examples, of_clients, relative, vec, weighted_world
 
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def of_clients(x, y, owner, classes=C, clients=None):
-    """The stacked statistics of clients, row i being that of client ``owner[i]``."""
-    clients = int(owner.max()) + 1 if clients is None else clients
-    return tree.stack([analytic.statistics(x[owner == k], y[owner == k], classes) for k in range(clients)])
-
-
 def central(x, y, ridge, classes=C):
     onehot = torch.nn.functional.one_hot(y, classes).double()
     return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1], dtype=torch.float64), x.T @ onehot)
-
-
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
-def dirichlet(y, clients, alpha, seed=0):
-    """Each class is dealt to the clients in proportions drawn from Dir(alpha); some clients may have nothing."""
-    r = np.random.default_rng(seed)
-    owner = torch.zeros(len(y), dtype=torch.int64)
-    for c in y.unique():
-        rows = torch.where(y == c)[0]
-        owner[rows] = torch.from_numpy(r.choice(clients, len(rows), p=r.dirichlet(np.full(clients, alpha))))
-    return owner
 
 
 def sorted_by_label(y, clients, seed=0):
@@ -211,16 +175,6 @@ def test_a5_a_single_client_has_its_own_ridge() -> None:
     x, y = examples()
     stats = of_clients(x, y, torch.zeros_like(y))
     assert relative(analytic.heads(stats, 2.0)[0], central(x, y, 2.0)) < 1e-12
-
-
-@cache
-def digits(features=96):
-    """The digits in fixed random features, a fifth of them for the test."""
-    data = load_digits()
-    x = analytic.relu_features(torch.from_numpy(data.data).float() / 16, analytic.random_features(64, features, seed=0))
-    order = torch.from_numpy(rng.stream(0, "deal").permutation(len(x)))
-    x, y = x.double()[order], torch.from_numpy(data.target)[order]
-    return x[360:], y[360:], x[:360], y[:360]
 
 
 def test_a7_predictions_do_not_depend_on_the_partition_and_a9_are_good() -> None:
@@ -449,13 +403,6 @@ def test_repaired_equations_are_right(repaired) -> None:
 
 
 # -- the weighted closed form ----------------------------------------------------------------------
-@cache
-def weighted_world(clients=7):
-    """Normalised rows of unequal clients, their shares, and proxy examples."""
-    x, y = examples()
-    stacked = of_clients(x, y, dirichlet(y, clients, 0.5, seed=3), clients=clients)
-    proxy = examples(n=50, seed=9)
-    return analytic.to_rows(analytic.normalised(stacked)), stacked.examples / 400, proxy
 
 
 @pytest.mark.parametrize("name", PARTITIONS)

@@ -18,7 +18,7 @@ import pytest
 from fedloom.core.errors import DataError
 from fedloom.data.files import Columns, read_csv, read_npz, read_parquet
 from fedloom.data.sources import from_arrays
-from terminal import Quick, files
+from support.terminal import Quick, files
 
 ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
 LONG = "x" * 300

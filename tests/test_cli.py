@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from terminal import SMALL, Done, Quick, environment, fedloom, files, started
+from support.terminal import SMALL, Done, Quick, environment, fedloom, files, started
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
@@ -22,6 +21,7 @@ from fedloom.maths.analytic import Statistics, from_rows, to_rows
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
 from fedloom.trust.corruption import Corruption, Rows, corrupted, mass, poisoned
+from support.blobs import blobs
 
 SIZES = (40, 12, 7, 9)
 

@@ -41,7 +41,7 @@ from fedloom.engine.topology import Topology
 from fedloom.models.net import Model
 from fedloom.runs import api, config
 from fedloom.runs.history import History
-from terminal import Done, files
+from support.terminal import Done, files
 
 BY_HAND = int(os.environ.get("FEDLOOM_FUZZ", "0"))
 ROOM = 6 << 30  # bytes of memory that a case may have on top of what there is

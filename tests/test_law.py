@@ -17,7 +17,7 @@ from fedloom.core import tree
 from fedloom.core.optim import sgd
 from fedloom.maths import analytic, law
 from fedloom.maths.law import Clients, Free, HeadFree, HeadSettings, Settings, Stack, Weighing
-from test_analytic import C, digits, dirichlet, examples, of_clients, relative, vec, weighted_world
+from support.ridge import C, digits, dirichlet, examples, of_clients, relative, vec, weighted_world
 
 KINDS = ["exp", "quad", "exp_cap", "fixed"]
 SIZES = vec(10, 30, 5, 55)

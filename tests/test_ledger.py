@@ -15,7 +15,6 @@ import torch
 from scipy import stats
 
 import fedloom
-from conftest import blobs
 from fedloom.core import tree
 from fedloom.core.errors import CheckpointError, ConfigError
 from fedloom.engine.run import advance, begin
@@ -23,7 +22,8 @@ from fedloom.engine.store import RamStore
 from fedloom.runs.record import read_metrics
 from fedloom.trust import noise
 from fedloom.trust.noise import SIMULATED
-from terminal import Quick
+from support.blobs import blobs
+from support.terminal import Quick
 
 UNIFORM = {"kind": "fedavg", "weighting": "uniform"}
 SMALL: dict[str, Any] = {

@@ -17,7 +17,7 @@ from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts,
 from fedloom.runs import record
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
-from terminal import fedloom
+from support.terminal import fedloom
 
 METHODS = {"dpsgd": 1, "dfedavg": 1, "dfedavgm": 1, "dfedsam": 2, "dfedgam": 3}  # gradients in a step
 NODES = ("partition.clients=16", "partition.alpha=0.5", "model.kind=logistic", "local.steps=5", "local.batch=20")

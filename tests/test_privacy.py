@@ -18,7 +18,6 @@ from scipy.stats import norm
 from torch import Tensor
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.engine.run import advance, advance_watched, begin
@@ -38,6 +37,7 @@ from fedloom.trust.privacy import (
     mean_entropy,
     noised,
 )
+from support.blobs import blobs
 
 DELTA = 1e-5
 KEY = seeded(1)

@@ -14,14 +14,14 @@ from dp_accounting import rdp
 from scipy.stats import kstest
 
 import fedloom
-from conftest import blobs
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths import analytic
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
-from terminal import fedloom as in_a_terminal
+from support.blobs import blobs
+from support.terminal import fedloom as in_a_terminal
 
 SIZES = (20, 12, 7, 9, 30, 11)
 WIDE = {"kind": "random_features", "width": 300}

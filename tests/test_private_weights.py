@@ -11,7 +11,6 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, rdp
 
-from conftest import blobs
 from fedloom.algorithms.law_afl import Sent
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
@@ -20,6 +19,7 @@ from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
 from fedloom.trust.privacy import protected
+from support.blobs import blobs
 
 SIZES = (20, 12, 7, 9, 30, 11)
 EQUAL = (12,) * 6

@@ -19,7 +19,7 @@ from fedloom import FedAvg, History, Model, Update
 from fedloom.algorithms.fedopt import FedOpt
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.sources import Digits, from_arrays
-from terminal import files
+from support.terminal import files
 
 SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from terminal import environment, fedloom, started
+from support.terminal import environment, fedloom, started
 
 WORDS = ("partition.clients=8", "cohort.size=4", "engine.executor=loop", "checkpoint.every=2", "algorithm.kind=ditto")
 MANY = (*WORDS, "rounds=400")

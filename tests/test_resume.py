@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedloom.runs import api as fedloom_api
 from fedloom.runs.experiment import prepare
-from terminal import Quick, environment, fedloom, started
+from support.terminal import Quick, environment, fedloom, started
 
 BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")
 SERVER = (*BASE, "cohort.size=3")

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import blobs
 from fedloom.algorithm import Inbox, Update
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
@@ -19,6 +18,7 @@ from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
 from fedloom.trust.robust import Aggregation, krum_scores, replaced, robust, trimmed
+from support.blobs import blobs
 
 RULES = ("median", "trimmed_mean", "krum", "multi_krum")
 

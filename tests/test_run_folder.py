@@ -21,7 +21,7 @@ import fedloom as package
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, StorageError
 from fedloom.runs import api
-from terminal import Quick, environment, fedloom, files
+from support.terminal import Quick, environment, fedloom, files
 
 SMALL = ("partition.clients=6", "cohort.size=3", "model.kind=logistic")
 

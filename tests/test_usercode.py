@@ -23,7 +23,7 @@ from fedloom import FedAvg
 from fedloom.core import usercode
 from fedloom.core.disk import digest
 from fedloom.core.errors import CheckpointError, ConfigError
-from terminal import SMALL, Done, Quick, environment, files
+from support.terminal import SMALL, Done, Quick, environment, files
 
 QUICK = ("rounds=1", *SMALL)
 SETTINGS = {"rounds": 2, "partition": {"clients": 6}, "cohort": {"size": 3}, "model": {"kind": "logistic"}}

@@ -10,36 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithms.analytic import Analytic, head_of, with_head
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Task
-from fedloom.data.arrays import Arrays
 from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
-from fedloom.engine.run import advance, begin
-from fedloom.engine.store import RamStore
 from fedloom.maths import analytic
 from fedloom.models.net import Net
 from fedloom.runs.api import load_config, start
 from fedloom.runs.config import parse
-
-
-def rounds(exp, count=1):
-    """The state after some rounds."""
-    state, store = begin(exp), RamStore(exp.federation.clients)
-    for _ in range(count):
-        state, _ = advance(exp, state, store)
-    return state
-
-
-def dealt(owner, classes=3) -> Arrays:
-    """Always the same 60 training rows, of which row i belongs to client ``owner[i]``."""
-    arrays = blobs((60,), features=6, classes=classes)
-    client = arrays.client.copy()
-    client[:60] = owner
-    return arrays._replace(client=client)
+from support.closed_form import OWNERS, apart, dealt, rounds
 
 
 def central(exp, *, ridge=1e-3, bias=False, rows=slice(None)) -> torch.Tensor:
@@ -54,20 +35,6 @@ def central(exp, *, ridge=1e-3, bias=False, rows=slice(None)) -> torch.Tensor:
     long = np.concatenate([x, np.sqrt(rho) * np.eye(x.shape[1])])
     padded = np.concatenate([y, np.zeros((x.shape[1], fed.classes))])
     return torch.from_numpy(np.linalg.lstsq(long, padded, rcond=None)[0])
-
-
-def apart(a, b) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-RANDOM = np.random.default_rng(1)
-OWNERS = {
-    "one": np.zeros(60, dtype=int),
-    "two": np.arange(60) % 2,
-    "sixty": RANDOM.permutation(60),
-    "skewed": np.sort(RANDOM.geometric(0.3, 60).clip(1, 9) - 1),
-    "one class each": dealt(0).y[:60],
-}
 
 
 @pytest.mark.parametrize("model", ["logistic", {"kind": "random_features", "width": 9}, {"kind": "mlp", "widths": [7]}])

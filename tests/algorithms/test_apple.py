@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, vec, work
 from torch.func import grad
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithm import Carry, Inbox
 from fedloom.algorithms.apple import Apple, Core, Mine, Server, mixed, scheduled
 from fedloom.core.errors import ConfigError
@@ -22,6 +20,8 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
+from support.blobs import blobs
+from support.quadratic import RAGGED, Bowl, Quadratic, vec, work
 
 OWN = {"kind": "apple", "p_init": "own", "p_lr": 0.0}
 HOLDOUT = {"kind": "natural", "holdout": 0.3}

@@ -75,7 +75,7 @@ def solved(world, sizes, order=slice(None)) -> Tensor:
 
 def _regrouped(sizes) -> Any:
     """The same 24 rows, shared out in other ways."""
-    from conftest import blobs
+    from support.blobs import blobs
 
     arrays = blobs((24,))
     client = arrays.client.copy()

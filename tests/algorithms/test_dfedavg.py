@@ -6,40 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from test_dpsgd import gradient, models
-from test_fedprox import Bowl, Quadratic, after, vec, visit
 
-from conftest import blobs
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.optim import sgd
-from fedloom.engine.local import train
-from fedloom.engine.run import advance, begin, groups_of
+from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-
-SIZES = (6, 9, 4, 12, 7)
-RAGGED = {"batch": 3, "lr": 0.2, "epochs": 2}
-
-
-def network(world, kind="dfedavg", sizes=SIZES, **table):
-    algorithm = {"kind": kind, **table.pop("algorithm", {})}
-    return world(sizes, algorithm=algorithm, **({"topology": "ring", "local": RAGGED} | table))
-
-
-def trained(exp, state, store):
-    """What every node sends in the next round.  [N, P]"""
-    found = {}
-    for group in groups_of(exp, state.round, exp.present(state.round)):
-        sent = train(exp.algorithm, exp.federation, group, exp.given(state, store, group.ids)).uploads.w
-        found |= dict(zip(group.ids.tolist(), sent, strict=True))
-    return torch.stack([found[i] for i in range(exp.federation.clients)])
-
-
-def run(exp, rounds):
-    state, store = begin(exp), RamStore(exp.federation.clients)
-    for _ in range(rounds):
-        state, _ = advance(exp, state, store)
-    return models(exp, state, store)
+from support.blobs import blobs
+from support.gossip import RAGGED, SIZES, gradient, models, network, run, trained
+from support.quadratic import Bowl, Quadratic, after, vec, visit
 
 
 class Sloping(Quadratic):

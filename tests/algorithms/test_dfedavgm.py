@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_dfedavg import RAGGED, SIZES, network, run, trained
-from test_dpsgd import models
-from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
@@ -16,6 +13,8 @@ from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment
 from fedloom.runs.config import parse
+from support.gossip import RAGGED, SIZES, models, network, run, trained
+from support.quadratic import Quadratic, bowls, vec, visit
 
 PLAIN = RAGGED | {"momentum": 0.0}
 FULL = {"batch": 0, "steps": 3, "lr": 0.2}

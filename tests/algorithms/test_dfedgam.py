@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_dfedavg import RAGGED, SIZES, network, run
-from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedgam import DFedGAM
@@ -15,6 +13,8 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.sharpness import Gam
 from fedloom.runs.config import parse
+from support.gossip import RAGGED, SIZES, network, run
+from support.quadratic import Quadratic, bowls, vec, visit
 
 RULES = ("paper", "gam_exact", "gam_fd", "gam_repo")
 MLP = {"kind": "mlp", "widths": [5]}

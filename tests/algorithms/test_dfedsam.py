@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_dfedavg import SIZES, network, run
-from test_dpsgd import gradient, models
-from test_fedprox import Quadratic, bowls, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
+from support.gossip import SIZES, gradient, models, network, run
+from support.quadratic import Quadratic, bowls, vec, visit
 
 
 def test_a15_without_a_radius_it_is_dfedavg_bit_for_bit(world) -> None:

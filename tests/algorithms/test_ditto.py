@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, vec, work
-from torch import nn
 
 import fedloom
 from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.ditto import Both, Ditto, Mine
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.evaluate import models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.personal import full_gradient, run, served
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, vec, work
 
 MLP = {"kind": "mlp", "widths": [5]}
 OPTIMISERS = [
@@ -28,27 +27,6 @@ OPTIMISERS = [
 
 def ditto(world, *args, **table):
     return world(*args, algorithm={"kind": "ditto", **table.pop("algorithm", {})}, **table)
-
-
-def run(exp, rounds):
-    """The state after some rounds, and what every client is served [N, P]."""
-    state, store = begin(exp), RamStore(exp.federation.clients)
-    for _ in range(rounds):
-        state, _ = advance(exp, state, store)
-    return state, served(exp, state, store)
-
-
-def served(exp, state, store):
-    parts = list(models_of(exp, state, store, torch.arange(exp.federation.clients)))
-    return torch.cat([p.w for p in parts])[torch.cat([p.ids for p in parts]).argsort()]
-
-
-def full_gradient(exp, client, w):
-    start = exp.federation.train.start
-    net = exp.task.module(w, exp.task.buffers0)
-    x, y = exp.federation.examples(exp.federation.train.rows[start[client] : start[client + 1]])
-    nn.functional.cross_entropy(net(x), y).backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
 def test_hand_worked_numbers() -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from fedloom.core import tree
-from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine.evaluate import evaluate
 from fedloom.engine.gossip import _rejoined, pulled
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment, Topology
 from fedloom.runs.config import parse
+from support.gossip import gradient, models
 
 SIZES = (6, 6, 6, 6, 6)
 
@@ -24,18 +25,6 @@ def network(world, order, topology="ring", **more):
     return world(
         SIZES, algorithm={"kind": "dpsgd", "order": order}, topology=topology, local={"batch": 0, "lr": 0.3}, **more
     )
-
-
-def gradient(exp, node, w):
-    rows = exp.federation.train.rows[exp.federation.train.start[node] : exp.federation.train.start[node + 1]]
-    net = exp.task.module(w, exp.task.buffers0)
-    x, y = exp.federation.examples(rows)
-    torch.nn.functional.cross_entropy(net(x), y).backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def models(exp, state, store):
-    return torch.cat([part.w for part in models_of(exp, state, store, torch.arange(exp.federation.clients))])
 
 
 @pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])

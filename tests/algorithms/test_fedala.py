@@ -1,11 +1,10 @@
 """FedALA against its definition written as a plain loop, and against FedAvg and local training where it is one of them.
 
-Tests are named after the oracles of the method (a1 to a11); pFedALA's tests use what is defined here.
+Tests are named after the oracles of the method (a1 to a11).
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from itertools import pairwise
@@ -16,102 +15,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
-from test_fedprox import RAGGED, Quadratic, vec
 from torch import Tensor, nn
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.fedala import FedALA, Mine, Walk
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
-from fedloom.core.optim import optimizers, sgd
+from fedloom.core.optim import sgd
 from fedloom.core.task import Batch, Task
 from fedloom.engine import checkpoint, local
-from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine.evaluate import evaluate
 from fedloom.engine.plan import again
 from fedloom.engine.run import advance, advance_watched, begin, groups_of, look_ahead
 from fedloom.engine.store import DiskStore, RamStore
 from fedloom.models.net import Net
 from fedloom.runs.config import as_table, parse
+from support.ala import (
+    EXECUTORS,
+    HELD,
+    LOCAL,
+    MLP,
+    NORMED,
+    OPTIMIZERS,
+    Ran,
+    laid_out,
+    memory_of,
+    ran,
+    recorded,
+    same,
+)
+from support.blobs import blobs
+from support.quadratic import RAGGED, Quadratic, vec
 
-MLP = {"kind": "mlp", "widths": [6, 5]}  # three layers
-LOCAL = RAGGED | {"state": "persist"}  # of 4, 12 and 7 examples: 4, 8 and 6 steps
 EVERYBODY = torch.arange(3)
-HELD = {"kind": "natural", "holdout": 0.3}
-EXECUTORS = pytest.mark.parametrize("executor", ["lanes", "loop"])
-
-
-# -- what tests of FedALA and pFedALA share ------------------------------------------------------------
-def laid_out(world, *args, kind="fedala", **table):
-    """An experiment with a net of three layers and optimisers that remember."""
-    algorithm = {"kind": kind, **table.pop("algorithm", {})}
-    return world(*args, **({"model": MLP, "local": LOCAL} | table), algorithm=algorithm)
-
-
-class Ran(NamedTuple):
-    """A run so far."""
-
-    exp: Any
-    state: Any
-    store: Any
-
-    @property
-    def w(self) -> Tensor:
-        """The server's model."""
-        return self.state.server.w
-
-    @property
-    def kept(self) -> Any:
-        """What every client keeps.  [N, ...]"""
-        return self.given.mine
-
-    @property
-    def given(self) -> Any:
-        return self.exp.given(self.state, self.store, torch.arange(self.exp.federation.clients))
-
-    def on(self, rounds: int = 1) -> Ran:
-        state, store = self.state, copy.deepcopy(self.store)
-        for _ in range(rounds):
-            state, _ = advance(self.exp, state, store)
-        return Ran(self.exp, state, store)
-
-    def trained(self) -> tuple[Tensor, Any]:
-        """The clients of the next round in order, and what they do in it, watched."""
-        exp, state = self.exp, self.state
-        present = exp.present(state.round)
-        ids, parts = [], []
-        for group in groups_of(exp, state.round, present, look_ahead(exp, state, present, 0).extra):
-            given = exp.given(state, self.store, group.ids)
-            with torch.no_grad():
-                parts.append(local.train(exp.algorithm, exp.federation, group, given, watched=True))
-            ids.append(group.ids)
-        order = torch.cat(ids).argsort()
-        return torch.cat(ids)[order], tree.take(tree.cat(parts), order)
-
-    def served(self, ids: Tensor) -> Tensor:
-        """The models with which these clients predict.  [K, P]"""
-        with torch.no_grad():
-            parts = list(models_of(self.exp, self.state, self.store, ids))
-        found = dict(zip(torch.cat([p.ids for p in parts]).tolist(), torch.cat([p.w for p in parts]), strict=True))
-        return torch.stack([found[i] for i in ids.tolist()])
-
-
-def ran(exp, rounds: int = 3) -> Ran:
-    return Ran(exp, begin(exp), RamStore(exp.federation.clients)).on(rounds)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees are equal, bit for bit."""
-    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
-
-
-def memory_of(name: str) -> dict[str, Any]:
-    """Settings of ``local`` for this optimiser; SGD with momentum, so that it has something to remember."""
-    return {"optimizer": name, "lr": 0.02} | ({"momentum": 0.9} if name == "sgd" else {})
-
-
-OPTIMIZERS = pytest.mark.parametrize("optimizer", sorted(optimizers()))
 
 
 class Told(NamedTuple):
@@ -138,19 +75,6 @@ class Counting(FedALA):
 def replaced(exp, algorithm):
     """The same experiment with another algorithm object."""
     return dataclasses.replace(exp, algorithm=algorithm.bind(exp.task, exp.local.optimiser()))
-
-
-def recorded(monkeypatch) -> list[tuple[str, list[int], list[int]]]:
-    """A list that grows by (phase, clients, steps of each) with every stretch of training that is computed."""
-    calls: list[tuple[str, list[int], list[int]]] = []
-    descend = local._descend
-
-    def spy(alg, phase, fed, group, *args, **more):
-        calls.append((phase.name, group.ids.tolist(), list(group.steps)))
-        return descend(alg, phase, fed, group, *args, **more)
-
-    monkeypatch.setattr(local, "_descend", spy)
-    return calls
 
 
 # -- the definition, as anybody would write it ---------------------------------------------------------
@@ -725,21 +649,6 @@ def test_in_evaluation_mode_ala_sees_the_net_without_dropout(world, executor) ->
         torch.testing.assert_close(done.states.W[client], want.W, rtol=1e-4, atol=5e-5)
     noisy = Ran(replaced(exp, FedALA(layers="all")), *now[1:]).trained()[1]
     assert (noisy.states.W - done.states.W).abs().max() > 1e-3
-
-
-class Normed(nn.Module):
-    """A net with BatchNorm."""
-
-    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__()
-        self.fc, self.norm, self.head = nn.Linear(shape[0], 6), nn.BatchNorm1d(6), nn.Linear(6, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.relu(self.norm(self.fc(x))))
-        return out
-
-
-NORMED = {"model": {"kind": "test_fedala:Normed"}, "local": LOCAL | {"drop_last": True}}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

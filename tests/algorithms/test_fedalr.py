@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, after, hear, play, vec
 
 from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedalr import FedALR, Server
@@ -21,6 +20,7 @@ from fedloom.engine.plan import draw
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import as_table, parse
+from support.quadratic import RAGGED, Bowl, after, hear, play, vec
 
 
 def rounds(alg, uploads, *, counts=None, population=0, w=None):

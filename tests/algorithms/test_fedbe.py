@@ -8,8 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_feddf import AT, Line, heard, setup, small
-from test_fedprox import RAGGED, after, hear, vec
 from torch import nn
 from torch.nn.functional import softmax
 
@@ -24,6 +22,8 @@ from fedloom.engine.store import RamStore
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons
 from fedloom.runs.config import parse
+from support.distillation import AT, Line, heard, setup, small
+from support.quadratic import RAGGED, after, hear, vec
 
 PROXY = {"size": 40}
 ONLY_SAMPLES = {"with_mean": False, "with_clients": False}

@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-from test_fedprox import RAGGED, after, hear, vec
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from fedloom.algorithm import Held, Model, Update
+from fedloom.algorithm import Held, Model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddf import FedDF
 from fedloom.core import rng
@@ -24,9 +23,10 @@ from fedloom.engine.store import RamStore
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons
 from fedloom.runs.config import parse
+from support.distillation import AT, Line, heard, setup
+from support.quadratic import RAGGED, after, vec
 
 PROXY = {"size": 40}
-AT = (3, 1)  # a seed and a round
 
 
 def feddf(world, **table):
@@ -36,33 +36,6 @@ def feddf(world, **table):
 def line(**settings) -> FedDF:
     """On a net of one weight with two classes: f(x; w) = (w x, 0)."""
     return FedDF(**settings).bind(Task(Line()), sgd(), proxy=Held(torch.tensor([[1.0], [2.0]]), torch.zeros(2)))
-
-
-class Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.w * x, 0 * x], 1)
-
-
-def heard(*moves: float, weights: torch.Tensor | None = None):
-    uploads = Update(torch.tensor(moves)[:, None])
-    return hear(uploads, torch.ones(len(moves)).double() if weights is None else weights)._replace(address=AT)
-
-
-def small(seed: int = 0) -> Task:
-    torch.manual_seed(seed)
-    return Task(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)))
-
-
-def setup(rows: int = 30, seed: int = 0):
-    """A task, inputs, and what a teacher with other parameters says of them."""
-    task, g = small(seed), torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 3, generator=g)
-    teacher = task.w0 + 0.5 * torch.randn(task.size, generator=g)
-    return task, x, log_softmax(distill.logits(task, teacher, x).double(), -1)
 
 
 # -- FedDF ---------------------------------------------------------------------------------------------

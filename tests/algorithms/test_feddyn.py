@@ -8,7 +8,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.fedavg import FedAvg
@@ -22,6 +21,7 @@ from fedloom.engine.local import full_gradients
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
 
 def feddyn(world, *args, **table):

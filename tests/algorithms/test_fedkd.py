@@ -7,13 +7,11 @@ import math
 
 import pytest
 import torch
-from test_fedprox import RAGGED, vec, work
 from torch import nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss, softmax
 
 import fedloom
-from conftest import blobs
 from fedloom.algorithm import Carry, Inbox, like
 from fedloom.algorithms.fedkd import Factored, FedKD, Mine, Pair, Server, factored, rank, truncated
 from fedloom.core.errors import ConfigError
@@ -24,6 +22,8 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.config import parse
+from support.blobs import blobs
+from support.quadratic import RAGGED, vec, work
 
 MLP = {"kind": "mlp", "widths": [5]}
 WIDE = {"kind": "mlp", "widths": [24]}

@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from conftest import blobs
 from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrinking
 from fedloom.core.errors import ConfigError
-from fedloom.engine.plan import Drawn
-from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths import law
+from support.blobs import blobs
+from support.proxies import SIZES, after, deserted, spoiled
 
-SIZES = (30, 50, 20, 40)
 FEDLAW = {"kind": "fedlaw", "server_lr": 0.1, "server_epochs": 50}
-
-
-def after(exp, rounds=1):
-    state, store = begin(exp), RamStore(exp.federation.clients)
-    for _ in range(rounds):
-        state, _ = advance(exp, state, store)
-    return state
-
-
-def spoiled(exp, *bad):
-    """The experiment with labels of these clients moved on by one; the proxy set is as it was."""
-    fed = exp.federation
-    y = fed.y.clone()
-    for i in bad:
-        rows = fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]]
-        y[rows] = (y[rows] + 1) % fed.classes
-    return replace(exp, federation=fed._replace(y=y))
-
-
-def deserted(exp, *rounds):
-    """The experiment in which nobody takes part in these rounds."""
-
-    class Deserted(type(exp)):
-        def present(self, round_):
-            found = super().present(round_)
-            nobody = Drawn(found.drawn.ids[:0], found.drawn.times[:0])
-            return found._replace(drawn=nobody, steps=found.steps[:0]) if round_ in rounds else found
-
-    return Deserted(**exp.__dict__)
-
-
-@pytest.fixture
-def laid_out(world):
-    def make(algorithm, **table):
-        table = {"proxy": {"size": 20}, "local": {"lr": 0.5, "batch": 5}} | table
-        return world(SIZES, algorithm=algorithm, **table)
-
-    return make
 
 
 @pytest.mark.parametrize("param", ["exp", "quad", "exp_cap", "fixed"])

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_fedprox import Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 
 from fedloom.algorithm import Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap
 from fedloom.core.optim import sgd
+from support.quadratic import Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 
 
 def step(moves, counts=None, **settings):

@@ -6,8 +6,6 @@ from typing import Literal
 
 import pytest
 import torch
-from test_ditto import run, served
-from test_fedprox import RAGGED, hear, vec, work
 from torch import Tensor, nn
 
 import fedloom
@@ -23,6 +21,8 @@ from fedloom.engine.store import RamStore
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.net import Net
 from fedloom.runs.config import parse
+from support.personal import run, served
+from support.quadratic import RAGGED, hear, vec, work
 
 MLP = {"kind": "mlp", "widths": [5]}
 PRESETS = ["fedrep", "fedper", "fedbabu"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 from fedloom.algorithm import Model
 from fedloom.algorithms.fedavg import FedAvg
@@ -14,6 +13,7 @@ from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 LINE = Bowl(2 * torch.eye(1).double(), vec(4))  # f = (y - 4)^2
 

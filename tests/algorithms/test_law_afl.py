@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_afl import OWNERS, apart, dealt, rounds
-from test_fedlaw import deserted, spoiled
 
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
@@ -22,6 +20,8 @@ from fedloom.engine.store import RamStore
 from fedloom.maths import analytic
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
+from support.closed_form import OWNERS, apart, dealt, rounds
+from support.proxies import deserted, spoiled
 
 MLP = {"kind": "mlp", "widths": [7]}
 PROXY = {"size": 12}

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from test_fedprox import RAGGED, after, vec, work
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
@@ -19,6 +18,7 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.config import parse
+from support.quadratic import RAGGED, after, vec, work
 
 MLP = {"kind": "mlp", "widths": [5]}
 ONE = torch.ones(())

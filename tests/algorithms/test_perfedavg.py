@@ -6,8 +6,6 @@ from typing import Literal
 
 import pytest
 import torch
-from test_ditto import full_gradient, run, served
-from test_fedprox import RAGGED, after, vec
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
@@ -24,6 +22,8 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.config import parse
+from support.personal import full_gradient, run, served
+from support.quadratic import RAGGED, after, vec
 
 MLP = {"kind": "mlp", "widths": [5]}
 

@@ -12,20 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_fedala import (
-    EXECUTORS,
-    HELD,
-    LOCAL,
-    NORMED,
-    OPTIMIZERS,
-    Ran,
-    laid_out,
-    memory_of,
-    ran,
-    recorded,
-    same,
-)
-from test_fedprox import RAGGED, hear
 
 from fedloom.algorithms.pfedala import Centres, PFedALA, Sent
 from fedloom.core import tree
@@ -36,7 +22,9 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import as_table, parse
-from terminal import Quick
+from support.ala import EXECUTORS, HELD, LOCAL, NORMED, OPTIMIZERS, Ran, laid_out, memory_of, ran, recorded, same
+from support.quadratic import RAGGED, hear
+from support.terminal import Quick
 
 FREE = {"latency": 0.0, "up": 1e12, "down": 1e12}  # a network that costs nothing
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ditto import run, served
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 import fedloom
 from fedloom.algorithm import Carry, Model, Update
@@ -15,6 +13,8 @@ from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.personal import run, served
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 MLP = {"kind": "mlp", "widths": [5]}
 LINE = Bowl(torch.eye(1).double(), vec(4))  # f = 1/2 (y - 4)^2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 from torch import nn
 
 from fedloom.algorithm import Model
@@ -12,6 +11,7 @@ from fedloom.algorithms.qfedavg import Fair, QFedAvg
 from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 
 def upload(q, F, dw, lr=0.5, n=1.0, **settings):

@@ -6,10 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, after, bowls, play, vec
 from torch import nn
 
-from conftest import blobs
 from fedloom.algorithm import Inbox, Model, Update
 from fedloom.algorithms.relaxation import Relaxation
 from fedloom.core.errors import ConfigError
@@ -18,6 +16,8 @@ from fedloom.engine.local import train
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.blobs import blobs
+from support.quadratic import RAGGED, Bowl, after, bowls, play, vec
 
 
 def relaxed(world, **settings):

@@ -8,10 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_fedprox import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 from torch import nn
 
-from conftest import blobs
 from fedloom.algorithm import Carry
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Mine, Scaffold, Server
@@ -20,6 +18,8 @@ from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.config import parse
+from support.blobs import blobs
+from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 
 
 def scaffold(world, *args, **table):

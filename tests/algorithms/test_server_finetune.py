@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_fedlaw import after, laid_out, spoiled
 
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
 from fedloom.maths import law
-
-__all__ = ["laid_out"]  # a fixture
+from support.proxies import after, spoiled
 
 
 def test_server_finetune_is_fedavg_and_then_training_on_the_proxy_set(laid_out) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fedloom.compare import running as compare
 from fedloom.core.errors import ConfigError
 from support.comparisons import GRID, contents, table
-from terminal import fedloom, files
+from support.terminal import fedloom, files
 
 
 def test_a_folder_with_anything_else_in_it_is_refused(tmp_path: Path) -> None:

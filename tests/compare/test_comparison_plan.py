@@ -12,7 +12,7 @@ import pytest
 from fedloom.compare import running as compare
 from fedloom.core.errors import ConfigError
 from support.comparisons import table
-from terminal import fedloom, files
+from support.terminal import fedloom, files
 
 
 def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:

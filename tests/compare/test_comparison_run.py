@@ -19,7 +19,7 @@ import pytest
 from fedloom.compare import running as compare
 from fedloom.runs import record
 from support.comparisons import GRID, SMALL, TABLES, THREE, contents, table
-from terminal import fedloom, started
+from support.terminal import fedloom, started
 
 
 def test_what_a_comparison_leaves(whole: Path) -> None:

@@ -15,7 +15,7 @@ from fedloom.compare import running as compare
 from fedloom.core.errors import ConfigError
 from fedloom.report import comparison as report
 from support.comparisons import SMALL, THREE, table
-from terminal import fedloom
+from support.terminal import fedloom
 
 FOUR = ["fedavg", "dfedavg", "dfedsam", "dfedgam"]
 EIGHT = ("partition.clients=8", "cohort.size=4", "model.kind=logistic", "local.steps=5", "evaluate.every=2")

@@ -14,7 +14,7 @@ from fedloom.runs import catalogue
 from fedloom.runs.api import start
 from fedloom.runs.config import parse
 from support.comparisons import table
-from terminal import fedloom, files
+from support.terminal import fedloom, files
 
 EVERYTHING = {
     "train": True,

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from worlds import experiment, federation
 
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
@@ -26,6 +25,7 @@ from fedloom.engine.local import AnyAlgorithm, capture_for, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import Experiment, advance, begin, groups_of, rounds
 from fedloom.engine.store import RamStore
+from support.worlds import experiment, federation
 
 STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from worlds import experiment, federation
 
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedopt import FedOpt
@@ -22,6 +21,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Ring
+from support.worlds import experiment, federation
 
 SIZES = (5, 9, 7, 6)
 KINDS = ("fedopt", "local_only/ram", "local_only/disk", "dpsgd")

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from worlds import experiment, federation, ranges
 
-from conftest import blobs
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engine import diagnose as d
 from fedloom.engine.local import full_gradients
 from fedloom.engine.plan import Drawn
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
+from support.blobs import blobs
+from support.worlds import experiment, federation, ranges
 
 
 def test_no_work_is_gamma_one(world) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
-from worlds import experiment, federation, ranges
 
 import fedloom
 from fedloom.algorithm import Model
@@ -31,6 +30,7 @@ from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
 from fedloom.runs.config import parse
+from support.worlds import experiment, federation, ranges
 
 VARIANTS = ("micro_logits", "micro_softmax", "macro_present")
 OWN_TEST = (7, 0, 1, 12, 3)  # held-out rows: one client has none, one has a single class

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from worlds import experiment, federation
 
 from fedloom.algorithm import Inbox, Model, Update, Work
 from fedloom.algorithms.fedavg import FedAvg
@@ -21,6 +20,7 @@ from fedloom.engine.local import Outcome, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
+from support.worlds import experiment, federation
 
 NAN = float("nan")
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import worlds
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -29,7 +28,8 @@ from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import Prepared, has_fixed_features, initial_task, on_features, prepare
-from terminal import Quick
+from support import worlds
+from support.terminal import Quick
 
 
 class Body(nn.Module):

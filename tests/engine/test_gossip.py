@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from worlds import experiment, federation
 
 import fedloom
 from fedloom.algorithm import Model, Work
@@ -42,6 +41,7 @@ from fedloom.engine.topology import (
     psi,
     surviving,
 )
+from support.worlds import experiment, federation
 
 NAN = float("nan")
 SIXTEEN = (5, 9, 7, 6, 12, 3, 8, 4, 10, 2, 6, 11, 5, 9, 7, 6)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import CPU, experiment, federation
 
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
@@ -31,6 +30,7 @@ from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
+from support.worlds import CPU, experiment, federation
 
 RAGGED = (1, 300, 2, 47, 10, 64, 129, 7)
 IMAGE = (3, 8, 8)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from worlds import experiment, federation, ranges
 
 from fedloom.algorithm import Carry, Model, Phase, Update, Work
 from fedloom.algorithms.dpsgd import DPSGD
@@ -25,6 +24,7 @@ from fedloom.engine.plan import Address, Group, again, plans
 from fedloom.engine.run import Experiment, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
+from support.worlds import experiment, federation, ranges
 
 SIZES = (4, 23, 1, 12, 7)
 LOCAL = Local(batch=5, epochs=2, lr=0.1, momentum=0.5)

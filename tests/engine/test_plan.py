@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import ranges
 
 from fedloom.core.optim import Local
 from fedloom.data.federation import Ranges
 from fedloom.engine.plan import Address, Cohort, Group, amounts, draw, groups, plans
+from support.worlds import ranges
 
 ragged = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
 Steps = dict[tuple[int, int], tuple[int, ...]]

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import crew
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
 from fedloom.runs.config import algorithms
 from fedloom.runs.launch import _what_is_left, count, environment, meeting, without_ranks
+from support import crew
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}

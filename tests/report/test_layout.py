@@ -18,7 +18,7 @@ from fedloom.report import grid
 from fedloom.report.comparison import Question, Result, Versus
 from fedloom.report.grid import Layout
 from fedloom.runs import record
-from terminal import fedloom
+from support.terminal import fedloom
 
 RECIPE = """
 rounds = 2
