@@ -16,7 +16,7 @@ from fedloom.core.optim import sgd
 from fedloom.core.task import Task
 from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
-from fedloom.maths import analytic
+from fedloom.maths.ridge import upload_bytes
 from fedloom.models.net import Net
 from fedloom.runs.api import load_config, start
 from fedloom.runs.config import parse
@@ -114,7 +114,7 @@ def test_nobody_trains_and_later_rounds_cost_nothing(world) -> None:
     exp = world(arrays=dealt(OWNERS["two"]), algorithm="analytic", evaluate={"diagnostics": ["updates"]})
     one, five = rounds(exp, 1), rounds(exp, 5)
     d, classes = 6, 3
-    assert one.up == 2 * analytic.upload_bytes(d, classes) == five.up
+    assert one.up == 2 * upload_bytes(d, classes) == five.up
     assert one.down == 2 * 4 * (d * classes + classes)
     assert five.gradients == 0
     assert torch.equal(one.server.w, five.server.w)

@@ -1,4 +1,4 @@
-"""DFedGAM: DFedAvg with the gradients of tests/test_sharpness.py, here as nodes take them."""
+"""DFedGAM: DFedAvg with the gradients of tests/maths/test_sharpness.py, here as nodes take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedLAW in a run: what the server makes of uploads and its proxy set. The mathematics is tested in test_law.py."""
+"""FedLAW in a run: what the server makes of uploads and its proxy set. The mathematics is tested in tests/maths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrin
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.maths import law
+from fedloom.maths.learned_weights import Stack, aggregated, learn_weights
 from support.blobs import blobs
 from support.proxies import SIZES, after, deserted, spoiled
 
@@ -32,8 +32,8 @@ def test_a_round_is_what_law_learns_of_these_uploads(laid_out) -> None:
     moves = torch.stack(_moves(exp))
     epochs = proxy_gradients(exp.task, exp.algorithm.proxy, 3, 7, (5, 0))
     assert [len(e) for e in epochs] == [3, 3, 3]
-    how = law.learn(law.Stack(w0, moves), sizes.double(), epochs).how
-    assert torch.equal(state.server.w, law.aggregated(law.Stack(w0, moves), how))
+    how = learn_weights(Stack(w0, moves), sizes.double(), epochs).how
+    assert torch.equal(state.server.w, aggregated(Stack(w0, moves), how))
     assert torch.equal(state.server.lam, how.lam)
 
 

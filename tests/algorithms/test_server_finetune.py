@@ -8,7 +8,7 @@ import torch
 
 from fedloom.algorithms.analytic import head_of
 from fedloom.algorithms.fedlaw import proxy_loss
-from fedloom.maths import law
+from fedloom.maths.learned_weights import proxy_batches
 from support.proxies import after, spoiled
 
 
@@ -17,7 +17,7 @@ def test_server_finetune_is_fedavg_and_then_training_on_the_proxy_set(laid_out) 
     w = torch.nn.Parameter(after(laid_out("fedavg", seed=3)).server.w.clone())
     steps = torch.optim.SGD([w], lr=0.1, momentum=0.9)
     for epoch in range(2):
-        for rows in law.proxy_batches(20, 8, 3, 0, epoch):
+        for rows in proxy_batches(20, 8, 3, 0, epoch):
             steps.zero_grad()
             x, y = exp.algorithm.proxy.x[rows], exp.algorithm.proxy.y[rows]
             torch.nn.functional.cross_entropy(exp.task.apply(w, x, exp.task.buffers0), y).backward()

@@ -57,16 +57,27 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Optimizer
 from fedloom.core.schema import GIVEN, other_than, when
 from fedloom.core.task import Batch, Task
-from fedloom.maths import analytic
-from fedloom.maths.analytic import Part, Statistics, default_ridge, from_rows, to_rows, with_ridge
+from fedloom.maths.merging import Solution, merge, merge_product, own_solution, remove_ridge, scaled
+from fedloom.maths.private_sums import clipped_rows, mixed_noise, noise_ridge, private_head
+from fedloom.maths.ridge import (
+    Statistics,
+    default_ridge,
+    from_rows,
+    no_statistics,
+    solve,
+    statistics,
+    to_rows,
+    with_bias,
+    with_ridge,
+)
 
 _NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
-_MERGES: dict[str, Callable[[Part, Part], Part]] = {
-    "aa": analytic.merge_product,
-    "aa_simplified": analytic.merge,
-    "eq29": partial(analytic.merge_product, form="eq29"),
-    "eq32": partial(analytic.merge_product, form="eq32"),
-    "eq35": partial(analytic.merge_product, form="eq35"),
+_MERGES: dict[str, Callable[[Solution, Solution], Solution]] = {
+    "aa": merge_product,
+    "aa_simplified": merge,
+    "eq29": partial(merge_product, form="eq29"),
+    "eq32": partial(merge_product, form="eq32"),
+    "eq35": partial(merge_product, form="eq35"),
 }
 
 
@@ -157,7 +168,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     def init(self, w: Tensor) -> Server:
         d, classes = features_of(self.task, self.bias), self.task.linear_head.out_features
-        none = Statistics(*(x.to(w.device) for x in analytic.no_statistics(d, classes)))
+        none = Statistics(*(x.to(w.device) for x in no_statistics(d, classes)))
         standing = torch.full((len(self.sizes),), _NEVER, dtype=torch.uint8, device=w.device)
         merged = torch.zeros_like(none.cross if self.hears_each else none.cross[:0])
         return Server(w, to_rows(none), none.counts, standing, none.cross, merged)
@@ -183,7 +194,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
             return batch.mask[:0]
         classes = self.task.linear_head.out_features
         x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
-        return analytic.statistics(x, batch.y, classes, batch.mask)
+        return statistics(x, batch.y, classes, batch.mask)
 
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sums, Nothing]:
         if not len(down.standing):
@@ -209,17 +220,17 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         if self.noise is not None and self.noise.std:
             head, merged = self.despite(self.noise.std, gram, cross, standing), server.merged
         elif self.agg == "sum":
-            head, merged = analytic.solve(gram, cross, rho), server.merged
+            head, merged = solve(gram, cross, rho), server.merged
         else:
             whole = self.absolute(server, inbox.uploads.rows, turns[inbox.clients])
-            head, merged = analytic.remove_ridge(whole, float(rho)), whole.head
+            head, merged = remove_ridge(whole, float(rho)), whole.head
         return Server(with_head(self.task, server.w, head), rows, counts, standing, head, merged)
 
     def despite(self, std: float, gram: Tensor, cross: Tensor, standing: Tensor) -> Tensor:
         """The head from sums in which everybody who counts has noise of this deviation."""
-        sigma = analytic.mixed_noise(std, (standing == _COUNTS).double())
-        least = analytic.noise_ridge(sigma, len(gram), self.noise_ridge)
-        return analytic.private_head(gram, cross, max(least, float(default_ridge(gram, self.ridge))))
+        sigma = mixed_noise(std, (standing == _COUNTS).double())
+        least = noise_ridge(sigma, len(gram), self.noise_ridge)
+        return private_head(gram, cross, max(least, float(default_ridge(gram, self.ridge))))
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return before  # the body is frozen, and so is what it has seen
@@ -245,17 +256,17 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         asks[list(self.forget)] = True
         return (standing == _NEVER).double() - (asks & (standing == _COUNTS)).double()
 
-    def absolute(self, server: Server, rows: Tensor, turns: Tensor) -> Part:
+    def absolute(self, server: Server, rows: Tensor, turns: Tensor) -> Solution:
         """All merged with those who came ``[K, ...]``, one after another; who leaves is merged with weight -1."""
         classes, already = len(server.counts), int((server.standing == _COUNTS).sum())
         parts = []
         if already:
             ridge = already * self.ri_ridge
-            parts.append(Part(server.merged, with_ridge(from_rows(server.rows, classes)[0], ridge), ridge))
+            parts.append(Solution(server.merged, with_ridge(from_rows(server.rows, classes)[0], ridge), ridge))
         for row, turn in zip(rows, turns.tolist(), strict=True):
             if turn:
                 own = Statistics(*from_rows(turn * row, classes), server.counts)
-                parts.append(analytic.weighed(analytic.part(own, self.ri_ridge), turn))
+                parts.append(scaled(own_solution(own, self.ri_ridge), turn))
         return reduce(_MERGES[self.agg], parts)
 
 
@@ -275,7 +286,7 @@ def spoke(uploads: HasSums) -> Tensor:
 
 def shortened(x: Tensor, noise: Noise | None) -> Tensor:
     """Features as they are summed: where the sums are private, no example's are longer than R.  ``[B, d]``"""
-    return x if noise is None else analytic.clipped_rows(x.double(), noise.norm)
+    return x if noise is None else clipped_rows(x.double(), noise.norm)
 
 
 # -- a net as features and a head ------------------------------------------------------------------
@@ -296,7 +307,7 @@ def features_of(task: Task, bias: bool) -> int:
 def body_features(task: Task, w: Tensor, x: Tensor, buffers: Tensor, bias: bool) -> Tensor:
     """What the body makes of the inputs, and a constant 1 for a bias.  ``[B, d]``"""
     found = task.features(w, x, buffers)
-    return analytic.with_bias(found) if bias else found
+    return with_bias(found) if bias else found
 
 
 def with_head(task: Task, w: Tensor, head: Tensor) -> Tensor:

@@ -65,10 +65,26 @@ from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Optimizer, sgd
 from fedloom.core.schema import other_than, over, when
 from fedloom.core.task import Batch, Task
-from fedloom.maths import law
-from fedloom.maths.law import Gradient, ShrinkRule, Stack, Weighing
+from fedloom.maths.learned_weights import (
+    OF_MODELS,
+    SERVER_ADAM,
+    Bounds,
+    Gradient,
+    ShrinkRule,
+    Stack,
+    Weighing,
+    WeightSettings,
+    aggregated,
+    check_bounds,
+    learn_weights,
+    of_kind,
+    proxy_batches,
+    remembered,
+    settings_for,
+    with_shrink,
+)
 
-_OPTIMIZERS: dict[str, Optimizer] = {"adam": law.SERVER_ADAM, "sgd": sgd(momentum=0.9)}
+_OPTIMIZERS: dict[str, Optimizer] = {"adam": SERVER_ADAM, "sgd": sgd(momentum=0.9)}
 
 _LEARNS = when(server_epochs=over(0))
 _GAMMA_TOO = when(server_epochs=over(0), shrink_rule="law", param=other_than("fixed"))
@@ -113,11 +129,9 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta"
     )
     shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
-    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
-        law.OF_MODELS.low, description="the least that gamma may become"
-    )
+    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="the least that gamma may become")
     shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
-        law.OF_MODELS.high, description="the most that gamma may become by learning"
+        OF_MODELS.high, description="the most that gamma may become by learning"
     )
     shrink_exclude: tuple[str, ...] = Field(
         (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
@@ -136,7 +150,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         if self.shrink_rule != "law" and self.param == "fixed":
             raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
         if self.shrink_rule == "law" and self.param != "fixed":
-            law.check_bounds(self.shrink, law.of_kind(self.param, self.learning.bounds))
+            check_bounds(self.shrink, of_kind(self.param, self.learning.bounds))
         return self
 
     @property
@@ -188,7 +202,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
             after = noted(server, inbox, how)
         # FedAvg to the bit: its mean is divided once, after the sum.
         plain = server.w + like(inbox.mean.dw, server.w)
-        return after._replace(w=plain if self.is_fedavg else law.aggregated(stack, how, shrinks))
+        return after._replace(w=plain if self.is_fedavg else aggregated(stack, how, shrinks))
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         if self.bn == "average" or self.is_fedavg or not self.task.has_statistics:
@@ -205,19 +219,19 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         """lambda and gamma of this round, as they are learned."""
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
         settings, loss = self.learning, partial(proxy_loss, self.task, self.proxy)
-        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, settings), shrinks).how
-        return law.shrunk(self.shrink_rule, how, stack, loss, settings, inbox.uploads.slope, shrinks)
+        how = learn_weights(stack, inbox.weights, epochs, settings_for(self.shrink_rule, settings), shrinks).how
+        return with_shrink(self.shrink_rule, how, stack, loss, settings, inbox.uploads.slope, shrinks)
 
     @property
-    def learning(self) -> law.Settings:
-        return law.Settings(
+    def learning(self) -> WeightSettings:
+        return WeightSettings(
             kind=self.param,
             stage=self.stage,
             lr=self.server_lr,
             optimizer=_OPTIMIZERS[self.server_optimizer],
             shrink=self.shrink,
             learns_weights=self.learns_weights,
-            bounds=law.Bounds(self.shrink_min, self.shrink_max),
+            bounds=Bounds(self.shrink_min, self.shrink_max),
         )
 
     def counted(self, before: Server, inbox: Inbox[Moved], after: Server) -> Tensor:
@@ -246,17 +260,17 @@ def spread(lam: Tensor, clients: Tensor, like: Tensor) -> Tensor:
 def noted(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
     """What the server remembers of the weights that it has learned in a round."""
     lam0 = inbox.weights / inbox.weights.sum()
-    offsets = law.remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
+    offsets = remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
     lam = spread(how.lam, inbox.clients, server.lam)
     return server._replace(lam=lam, offsets=offsets, shrink=how.shrink, learned=server.learned + 1)
 
 
-def told_of_shrink(name: str, shrink: Tensor, rule: ShrinkRule, settings: law.Settings) -> dict[str, Tensor]:
+def told_of_shrink(name: str, shrink: Tensor, rule: ShrinkRule, settings: WeightSettings) -> dict[str, Tensor]:
     """gamma, and whether it lies on a bound, where it has any."""
     found = {f"{name}/shrink": shrink}
     if rule != "law" or settings.kind == "fixed":
         return found
-    return found | {f"{name}/shrink_bounded": law.of_kind(settings.kind, settings.bounds).reached(shrink)}
+    return found | {f"{name}/shrink_bounded": of_kind(settings.kind, settings.bounds).reached(shrink)}
 
 
 def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:
@@ -279,7 +293,7 @@ def proxy_gradients(task: Task, proxy: Held, epochs: int, batch: int, address: t
     """For each epoch the loss and its gradient on each batch of the proxy set, in training mode."""
     found: list[list[Gradient]] = []
     for epoch in range(epochs):
-        parts = law.proxy_batches(len(proxy.y), batch, *address, epoch)
+        parts = proxy_batches(len(proxy.y), batch, *address, epoch)
         # A single example has no variance that BatchNorm could divide by.
         parts = [rows for rows in parts if len(rows) > 1 or not task.has_statistics]
         found.append([partial(_gradient, task, proxy, rows, (*address, epoch, k)) for k, rows in enumerate(parts)])

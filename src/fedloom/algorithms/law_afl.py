@@ -19,7 +19,7 @@ AFL is the optimum already, and what is learned is for clients that are not.
                           the best on the proxy set is the head, on the new phi. With ``fresh`` statistics are taken
                           on the new phi: every second round is that light exchange, in which nobody trains.
 
-What is repaired, beside the printed equations that ``fedloom.maths.analytic`` and ``fedloom.maths.law`` name:
+What is repaired, beside the printed equations that modules of ``fedloom.maths`` name:
     line 8      C_k = X'Y + gamma I is not square: X'X; its gamma is the shrink of line 14, too: three names here
     line 12     sizes are divided by that of the proxy set: by their sum
     lines 13-17 what is learned in line 13 never reaches the statistics of lines 15 to 17: weighted sums
@@ -104,9 +104,46 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Optimizer
 from fedloom.core.schema import GIVEN, other_than, over, when
 from fedloom.core.task import Batch, Task
-from fedloom.maths import analytic, law
-from fedloom.maths.analytic import Registry, Statistics, default_ridge, from_rows, to_rows
-from fedloom.maths.law import LearnedHead, ShrinkRule, Stack, Weighing
+from fedloom.maths.data_quality import ProxyScores, data_quality, proxy_scores, quality_weights, trained_groups
+from fedloom.maths.learned_heads import (
+    HeadClients,
+    HeadSettings,
+    LearnedHead,
+    better,
+    blended,
+    cross_validated_head,
+    two_folds,
+)
+from fedloom.maths.learned_weights import (
+    OF_HEADS,
+    OF_MODELS,
+    Bounds,
+    ShrinkRule,
+    Stack,
+    Weighing,
+    WeightSettings,
+    aggregated,
+    aggregated_by_depth,
+    check_bounds,
+    learn_weights,
+    of_kind,
+    remembered,
+    settings_for,
+    with_shrink,
+)
+from fedloom.maths.private_sums import mixed_noise, noise_ridge, psd
+from fedloom.maths.registry import Registry, body_fingerprint, no_registry, statistics_faults
+from fedloom.maths.ridge import (
+    Statistics,
+    default_ridge,
+    from_rows,
+    pack_symmetric,
+    ridge_path,
+    solve,
+    statistics,
+    to_rows,
+)
+from fedloom.maths.weighted_ridge import ProxyFeatures, projection, sketched, squared_error, weighted_head
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 _RIDGES = tuple(10.0**k for k in range(-6, 1))
@@ -245,16 +282,14 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         "law", description="of FedLAW: where gamma comes from, see there"
     )
     shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
-        law.OF_MODELS.low, description="of FedLAW: the least that gamma may become"
+        OF_MODELS.low, description="of FedLAW: the least that gamma may become"
     )
     shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
-        law.OF_MODELS.high, description="of FedLAW: the most that it may become"
+        OF_MODELS.high, description="of FedLAW: the most that it may become"
     )
-    head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(
-        law.OF_HEADS.low, description="the least gamma of statistics"
-    )
+    head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(OF_HEADS.low, description="the least gamma of statistics")
     head_shrink_max: Annotated[PositiveFloat, _STEPS] = Field(
-        law.OF_HEADS.high, description="the largest gamma of statistics"
+        OF_HEADS.high, description="the largest gamma of statistics"
     )
 
     _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
@@ -266,8 +301,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if self.fresh and self.share_lambda:
             raise ValueError("fresh statistics are those of other clients than the models that share_lambda weighs")
         if self.trains and self.shrink_rule == "law" and self.param != "fixed":
-            law.check_bounds(self.shrink, law.of_kind(self.param, self.of_models.bounds))
-        law.check_bounds(1.0, self.learning.bounds, "head_")
+            check_bounds(self.shrink, of_kind(self.param, self.of_models.bounds))
+        check_bounds(1.0, self.learning.bounds, "head_")
         return self
 
     def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> LawAFL:
@@ -367,7 +402,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def deepened(self, at: Carry, seen: Nothing, down: Server, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
         """How deep a client trains in the steps that follow."""
-        depth = analytic.trained_groups(work.survey.counts, int(self.parts.max()))
+        depth = trained_groups(work.survey.counts, int(self.parts.max()))
         return at._replace(x=at.x._replace(depth=depth.to(at.x.w.dtype))), torch.ones_like(depth, dtype=torch.bool)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Nothing) -> Carry:
@@ -389,7 +424,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def init(self, w: Tensor) -> Server:
         n, d = len(self.sizes), features_of(self.task, self.bias)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
-        registry = analytic.no_registry(n, d, self.classes, self.body(w, 0.0), dtype)
+        registry = no_registry(n, d, self.classes, self.body(w, 0.0), dtype)
         if self.schedule == "per_round":
             registry = registry._replace(rows=registry.rows[:0], counts=registry.counts[:0])
         registry = tree.tmap(lambda x: x.to(w.device), registry)
@@ -440,7 +475,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             labels = torch.arange(self.classes if self.depth != "all" else 0, device=batch.y.device)
             return Seen(batch.mask @ (batch.y[:, None] == labels).to(batch.mask), slope=slope)
         x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
-        sums = analytic.statistics(x, batch.y, self.classes, batch.mask)
+        sums = statistics(x, batch.y, self.classes, batch.mask)
         none = torch.zeros_like(sums.counts[:1])
         if self.quality != "report":
             return Seen(sums.counts, sums, none, none, slope)
@@ -473,13 +508,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """FedLAW's round: w = gamma sum_i lambda_i w_i."""
         stack = Stack(server.w, inbox.uploads.dw)
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
-        how = law.learn(stack, inbox.weights, epochs, law.before(self.shrink_rule, self.of_models)).how
+        how = learn_weights(stack, inbox.weights, epochs, settings_for(self.shrink_rule, self.of_models)).how
         loss = partial(proxy_loss, self.task, self.proxy)
-        how = law.shrunk(self.shrink_rule, how, stack, loss, self.of_models, inbox.uploads.slope)
+        how = with_shrink(self.shrink_rule, how, stack, loss, self.of_models, inbox.uploads.slope)
         models = noted(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
-        w = law.aggregated(stack, how)
+        w = aggregated(stack, how)
         if self.depth != "all":
-            w = law.grouped(stack, how, inbox.uploads.depth[:, 0], self.parts)
+            w = aggregated_by_depth(stack, how, inbox.uploads.depth[:, 0], self.parts)
         return server._replace(w=w, models=models)
 
     def solved(self, server: Server, inbox: Inbox[Sent]) -> Server:
@@ -496,7 +531,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             before = float(proxy_loss(self.task, self.proxy, server.w))
         candidate = min(found.head.held_out)
         server = server._replace(registry=registry, claims=claims)
-        if self.gate and not law.better(candidate, before):
+        if self.gate and not better(candidate, before):
             return server._replace(loss=server.loss.new_tensor(before))
         w, taken = with_head(self.task, server.w, found.head.head), torch.ones_like(server.kappa)
         return self.noted(server, found, ids)._replace(w=w, kappa=taken, loss=server.loss.new_tensor(candidate))
@@ -515,7 +550,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if self.share_lambda:
             lam = after.models.lam[ids[sound]]
             rho, shared = self.believed(server.w, rows, counts, lam).ridge, lam / lam.sum()
-            w_an = self.temperature * analytic.weighted_head(rows, shared, rho, self.classes).head
+            w_an = self.temperature * weighted_head(rows, shared, rho, self.classes).head
             how = Weighing(shared, torch.ones_like(server.kappa))
             after = after._replace(statistics=noted(after.statistics, ids[sound], how, shared))
         else:
@@ -526,65 +561,65 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         w_agg = head_of(self.task, after.w, has_bias)
         w_an = torch.cat([w_an, torch.zeros_like(w_agg[len(w_an) :])])
         features = held_features(self.task, after.w, self.proxy, has_bias)
-        best = law.blended(w_agg, w_an, features, _BLENDS if self.gate else (1.0,))
+        best = blended(w_agg, w_an, features, _BLENDS if self.gate else (1.0,))
         w = with_head(self.task, after.w, best.head)
         new = server.loss.new_tensor
         return after._replace(w=w, kappa=new(best.kappa), loss=new(best.loss))
 
-    def learned(self, server: Server, clients: law.Clients, ids: Tensor, address: tuple[int, int]) -> Found:
+    def learned(self, server: Server, clients: HeadClients, ids: Tensor, address: tuple[int, int]) -> Found:
         """lambda, gamma and s through the solve, under the strength of the prior that was asked for."""
         proxy = self.held(server.w)
         offsets = server.statistics.offsets[ids] if self.persist else None
-        folds, wide = law.two_folds(proxy[1], *address), proxy[0].shape[1]
+        folds, wide = two_folds(proxy[1], *address), proxy[0].shape[1]
         if self.sketch is None or self.sketch >= wide:
-            return Found(law.cross_validated_head(clients, proxy, folds, self.learning, offsets), clients.lam0)
-        p = analytic.projection(wide, self.sketch, address[0]).to(proxy[0].device)
-        small = analytic.sketched(clients.rows, p, self.classes)
+            return Found(cross_validated_head(clients, proxy, folds, self.learning, offsets), clients.lam0)
+        p = projection(wide, self.sketch, address[0]).to(proxy[0].device)
+        small = sketched(clients.rows, p, self.classes)
         # The mean eigenvalue of P'GP is so much larger, as its trace is that of G.
         fewer = clients._replace(rows=small, ridge=clients.ridge * wide / self.sketch)
-        found = law.cross_validated_head(fewer, (proxy[0] @ p, proxy[1]), folds, self.learning, offsets)
-        head = analytic.weighted_head(clients.rows, found.how.mu, clients.ridge, self.classes).head
+        found = cross_validated_head(fewer, (proxy[0] @ p, proxy[1]), folds, self.learning, offsets)
+        head = weighted_head(clients.rows, found.how.mu, clients.ridge, self.classes).head
         return Found(found._replace(head=found.temperature * head), clients.lam0)
 
     @property
-    def of_models(self) -> law.Settings:
+    def of_models(self) -> WeightSettings:
         """How FedLAW's server learns."""
-        bounds = law.Bounds(self.shrink_min, self.shrink_max)
-        return law.Settings(kind=self.param, lr=self.server_lr, shrink=self.shrink, bounds=bounds)
+        bounds = Bounds(self.shrink_min, self.shrink_max)
+        return WeightSettings(kind=self.param, lr=self.server_lr, shrink=self.shrink, bounds=bounds)
 
     @property
-    def learning(self) -> law.HeadSettings:
+    def learning(self) -> HeadSettings:
         one = math.inf if self.prior == "fixed" else self.prior
-        return law.HeadSettings(
+        return HeadSettings(
             lr=self.head_lr,
             steps=self.head_steps,
             cv_steps=min(60, self.head_steps),
             grid=_GRID if isinstance(one, str) else (one,),
             temperature=self.temperature,
             loss=self.head_loss,
-            bounds=law.Bounds(self.head_shrink_min, self.head_shrink_max),
+            bounds=Bounds(self.head_shrink_min, self.head_shrink_max),
             spread=self.spread,
         )
 
-    def believed(self, w: Tensor, rows: Tensor, counts: Tensor, lam0: Tensor) -> law.Clients:
+    def believed(self, w: Tensor, rows: Tensor, counts: Tensor, lam0: Tensor) -> HeadClients:
         """These statistics as they are solved with: the ridge goes by their scale and by the noise in them."""
         gram, cross = from_rows(tree.mix(lam0[None], rows)[0], self.classes)
         ridge = self.gridded(w, gram, cross) if self.ridge == "grid" else float(default_ridge(gram, self.ridge))
         if self.noise is not None and self.noise.std:
-            sigma = analytic.mixed_noise(self.noise.std, lam0 / self.examples(counts))
-            ridge = max(ridge, analytic.noise_ridge(sigma, len(gram), self.noise_ridge))
-            lift = analytic.pack(analytic.psd(gram) - gram)
+            sigma = mixed_noise(self.noise.std, lam0 / self.examples(counts))
+            ridge = max(ridge, noise_ridge(sigma, len(gram), self.noise_ridge))
+            lift = pack_symmetric(psd(gram) - gram)
             rows = torch.cat([rows[:, : len(lift)] + lift, rows[:, len(lift) :].double()], 1)
-        return law.Clients(rows, lam0, ridge, self.classes)
+        return HeadClients(rows, lam0, ridge, self.classes)
 
     def gridded(self, w: Tensor, gram: Tensor, cross: Tensor) -> float:
         """The ridge of least squared error on the proxy examples, of equals the largest."""
         ridges = [float(default_ridge(gram, r)) for r in reversed(_RIDGES)]
         proxy, zero = self.held(w), torch.zeros_like(gram[0, 0])
-        losses = [analytic.squared_error(h, zero, proxy).value for h in analytic.ridge_path(gram, cross, ridges)]
+        losses = [squared_error(h, zero, proxy).value for h in ridge_path(gram, cross, ridges)]
         return ridges[int(torch.stack(losses).argmin())]
 
-    def held(self, w: Tensor) -> analytic.Proxy:
+    def held(self, w: Tensor) -> ProxyFeatures:
         """Features of the server's examples, as long as those of clients may be, and their labels."""
         x, y = held_features(self.task, w, self.proxy, self.bias)
         return shortened(x, self.noise), y
@@ -596,21 +631,21 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
             return sizes / sizes.sum()
         accuracy, loss = claims.T if self.quality == "report" else self.measured(w, rows, counts)
         by = sizes if self.size_factor else None
-        return analytic.quality_weights(analytic.data_quality(counts), accuracy, loss, by)
+        return quality_weights(data_quality(counts), accuracy, loss, by)
 
     def examples(self, counts: Tensor) -> Tensor:
         """How many examples clients have, as far as anybody knows: one each where they send means.  ``[K]``"""
         return torch.ones_like(counts[:, 0]) if self.sends_means else examples(counts)
 
-    def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> analytic.Judged:
+    def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> ProxyScores:
         """How each client's own head does on the proxy examples of the classes that it has."""
         x, y = self.held(w)
         said = []
         for row in rows:
             gram, cross = from_rows(row.double(), self.classes)
             rho = default_ridge(gram, 1e-3 if self.ridge == "grid" else self.ridge)
-            said.append(self.temperature * x @ analytic.solve(gram, cross, rho))
-        return analytic.judged(torch.stack(said), y, counts)
+            said.append(self.temperature * x @ solve(gram, cross, rho))
+        return proxy_scores(torch.stack(said), y, counts)
 
     def enrolled(self, server: Server, inbox: Inbox[Sent]) -> tuple[Registry, Tensor]:
         """The registry and the claims with those who came for the first time; all others are as they were."""
@@ -636,7 +671,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         holds = spoke(uploads)
         last = features_of(self.task, True) - 1 if self.bias else None
         norm, std, cross_std, _ = self.noise or (None, 0.0, 0.0, False)
-        wrong = partial(analytic.faults, bias=last, norm=norm, noise=max(std, cross_std))
+        wrong = partial(statistics_faults, bias=last, norm=norm, noise=max(std, cross_std))
         each = zip(uploads.rows, uploads.counts, holds.tolist(), strict=True)
         possible = [
             here and (not self.verify or not wrong(Statistics(*from_rows(row, self.classes), n)))
@@ -659,7 +694,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """
         if self.trains:
             return min(int(t), self.warmup)
-        return analytic.fingerprint([w[self.task.mask("body.").bool()], self.task.buffers0, *self.task.fixed])
+        return body_fingerprint([w[self.task.mask("body.").bool()], self.task.buffers0, *self.task.fixed])
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return mean if self.trains else before
@@ -725,5 +760,5 @@ def claimed(uploads: Sent) -> Tensor:
 
 def noted(weights: Weights, ids: Tensor, how: Weighing, lam0: Tensor) -> Weights:
     """What is remembered of clients after these ``[K]`` were weighed."""
-    offsets = law.remembered(weights.offsets, ids, how, torch.where(how.lam > 0, lam0, 0.0))
+    offsets = remembered(weights.offsets, ids, how, torch.where(how.lam > 0, lam0, 0.0))
     return Weights(torch.zeros_like(weights.lam).index_copy(0, ids, how.lam), offsets, how.shrink)

@@ -19,7 +19,8 @@ from fedloom.algorithm import Algorithm, Held, Inbox, Model, Nothing, Phase, Upd
 from fedloom.algorithms.analytic import body_features, check_head, with_head
 from fedloom.core.optim import Optimizer
 from fedloom.core.task import Task
-from fedloom.maths import analytic
+from fedloom.maths.ridge import Statistics, default_ridge, solve, statistics
+from fedloom.maths.weighted_ridge import ProxyFeatures
 
 _CHUNK = 512  # examples of one forward pass
 
@@ -56,7 +57,7 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         sums = held_statistics(self.task, self.task.w0, self.proxy, self.bias)
-        head = analytic.solve(sums.gram, sums.cross, analytic.default_ridge(sums.gram, self.ridge))
+        head = solve(sums.gram, sums.cross, default_ridge(sums.gram, self.ridge))
         return Model(with_head(self.task, server.w, head))
 
     def statistics(self, before: Tensor, mean: Tensor, server: Model) -> Tensor:
@@ -66,12 +67,12 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
         return None  # no client does
 
 
-def held_features(task: Task, w: Tensor, proxy: Held, bias: bool) -> analytic.Proxy:
+def held_features(task: Task, w: Tensor, proxy: Held, bias: bool) -> ProxyFeatures:
     """Features of the server's examples in float64, and their labels."""
     parts = [body_features(task, w, x, task.buffers0, bias) for x in torch.split(proxy.x, _CHUNK)]
     return torch.cat(parts).double(), proxy.y
 
 
-def held_statistics(task: Task, w: Tensor, proxy: Held, bias: bool) -> analytic.Statistics:
+def held_statistics(task: Task, w: Tensor, proxy: Held, bias: bool) -> Statistics:
     """G, B and the counts of the server's examples."""
-    return analytic.statistics(*held_features(task, w, proxy, bias), task.linear_head.out_features)
+    return statistics(*held_features(task, w, proxy, bias), task.linear_head.out_features)

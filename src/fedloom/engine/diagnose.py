@@ -25,7 +25,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clock import accepts
 from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
-from fedloom.maths.law import Weighing
+from fedloom.maths.learned_weights import Weighing
 
 if TYPE_CHECKING:
     from fedloom.engine.run import Experiment

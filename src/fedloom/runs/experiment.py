@@ -25,7 +25,7 @@ from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reus
 from fedloom.engine.plan import amounts, draw
 from fedloom.engine.run import Experiment, begin, specimen
 from fedloom.engine.topology import faults as topology_faults
-from fedloom.maths.analytic import sensitivity
+from fedloom.maths.private_sums import sensitivity
 from fedloom.models.net import Model, Net
 from fedloom.runs.config import Config
 from fedloom.trust import corruption, noise, privacy, robust

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Spec
-from fedloom.maths.analytic import features_of
+from fedloom.maths.ridge import features_in_upload
 
 Kind: TypeAlias = Literal[
     "label_flip_cyclic",
@@ -171,7 +171,7 @@ def _changed(how: Corruption, part: str, uploads: Any, ids: Tensor, address: tup
         return how.model_std * torch.stack(each).to(x)
     if how.kind == "stat_negate_B" and x.shape[1]:
         classes = uploads.counts.shape[-1]
-        cross = features_of(x.shape[1], classes) * classes  # B comes last
+        cross = features_in_upload(x.shape[1], classes) * classes  # B comes last
         return torch.cat([x[:, :-cross], -x[:, -cross:]], 1)
     return (-how.kappa if how.kind == "model_sign_flip" else how.scale) * x
 

@@ -56,7 +56,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Spec
-from fedloom.maths import analytic
+from fedloom.maths.private_sums import noised_sums
 from fedloom.trust import noise
 from fedloom.trust.noise import SIMULATED, Key
 
@@ -414,7 +414,7 @@ def _both(guard: Guard, sums: Sums, uploads: Any, ids: Tensor, round_: int) -> A
             for client in ids.tolist()
         ]
         normals = torch.from_numpy(np.stack(drawn)).to(rows)
-        rows = analytic.noised(rows, std, normals[:, :wide], counts.shape[-1], sums.cross_scale)
+        rows = noised_sums(rows, std, normals[:, :wide], counts.shape[-1], sums.cross_scale)
         counts = counts + std * normals[:, wide:]
     return uploads._replace(dw=dw, rows=rows, counts=counts)
 
@@ -434,7 +434,7 @@ def hidden(how: Sums, std: float, uploads: Any, ids: Tensor, key: Key) -> Any:
     width = rows.shape[-1] + counts.shape[-1]
     drawn = np.stack([noise.normals(key, width, "privacy/sums", client) for client in ids.tolist()])
     normals = turn * torch.from_numpy(drawn).to(rows)
-    rows = analytic.noised(rows, std, normals[:, : rows.shape[-1]], counts.shape[-1], how.cross_scale)
+    rows = noised_sums(rows, std, normals[:, : rows.shape[-1]], counts.shape[-1], how.cross_scale)
     return uploads._replace(rows=rows, counts=shown + std * normals[:, rows.shape[-1] :] * how.counts)
 
 

@@ -17,7 +17,7 @@ from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.maths.analytic import Statistics, from_rows, to_rows
+from fedloom.maths.ridge import Statistics, from_rows, to_rows
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
 from fedloom.trust.corruption import Corruption, Rows, corrupted, mass, poisoned

@@ -1,14 +1,12 @@
-"""Learned aggregation weights: how much each client counts, and how much the result shrinks, from proxy examples.
+"""Learned aggregation weights of models: how much each client counts, and how much the result shrinks.
 
-FedLAW (Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023) weighs
-models, LAW-AFL (Jiang et al.) also the statistics of which a head is solved:
+FedLAW (Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023):
 
-    models:      w = gamma sum_i lambda_i w_i,                         lambda = softmax(a), gamma = e^b
-    statistics:  W = (gamma sum_i lambda_i G_i / n_i + rho I)^-1 gamma sum_i lambda_i B_i / n_i,    logits e^c X W
+    w = gamma sum_i lambda_i w_i,    lambda = softmax(a), gamma = e^b
 
-Both descend the loss on the server's proxy examples. Neither needs a graph through all clients: one backward of the
-aggregate (or one more solve) gives g, and two products with the stacked clients do the rest. Everything is a
-function of its arguments: the order of batches and the folds are passed in, or come from an address of ``rng``.
+a and b descend the loss on the server's proxy examples. That needs no graph through all clients: one backward of the
+aggregate gives g, and two products with the stacked clients do the rest. Everything is a function of its arguments:
+the order of batches is passed in, or comes from an address of ``rng``.
 """
 
 from __future__ import annotations
@@ -22,15 +20,7 @@ from torch import Tensor
 
 from fedloom.core import rng, tree
 from fedloom.core.optim import Optimizer, adam
-from fedloom.maths.analytic import (
-    Proxy,
-    cross_entropy,
-    inner,
-    off_mean,
-    simplex_gradient,
-    weighted_gradient,
-    weighted_head,
-)
+from fedloom.maths.weighted_ridge import inner, off_mean, simplex_gradient
 
 SERVER_ADAM = adam(beta1=0.5, beta2=0.999)  # as in FedLAW's code
 
@@ -47,7 +37,7 @@ class Weighing(NamedTuple):
 
 
 # -- parametrisations ------------------------------------------------------------------------------
-Kind: TypeAlias = Literal["exp", "quad", "exp_cap", "fixed"]
+WeightForm: TypeAlias = Literal["exp", "quad", "exp_cap", "fixed"]
 
 
 class Free(NamedTuple):
@@ -57,13 +47,13 @@ class Free(NamedTuple):
     b: Tensor  # []
 
 
-def initial(kind: Kind, lam: Tensor, shrink: float = 1.0) -> Free:
+def initial(kind: WeightForm, lam: Tensor, shrink: float = 1.0) -> Free:
     """The parameters of these weights, all of which are positive."""
     b = lam.new_tensor(math.sqrt(shrink) if kind == "quad" else math.log(shrink))
     return Free(lam.sqrt() if kind == "quad" else lam.log(), b)
 
 
-def weighing(kind: Kind, free: Free) -> Weighing:
+def weighing(kind: WeightForm, free: Free) -> Weighing:
     """exp: lambda = softmax(a), gamma = e^b; exp_cap: gamma = e^min(b, 0); quad: lambda = u^2 / sum u^2, gamma = v^2.
 
     LAW-AFL, Algorithm 3 line 13 descends lambda itself, which leaves the simplex; and its gamma, said to lie in
@@ -75,7 +65,7 @@ def weighing(kind: Kind, free: Free) -> Weighing:
     return Weighing(free.a.softmax(0), (free.b.clamp(max=0) if kind == "exp_cap" else free.b).exp())
 
 
-def pulled_back(kind: Kind, free: Free, lam: Tensor, along_lam: Tensor, along_log_shrink: Tensor) -> Free:
+def pulled_back(kind: WeightForm, free: Free, lam: Tensor, along_lam: Tensor, along_log_shrink: Tensor) -> Free:
     """The gradient along the parameters, from those along lambda and along ln gamma."""
     if kind == "quad":
         return Free(2 * free.a / free.a.square().sum() * off_mean(lam, along_lam), 2 * along_log_shrink / free.b)
@@ -94,7 +84,7 @@ class Bounds(NamedTuple):
         return on.to(shrink.dtype)
 
 
-def of_kind(kind: Kind, bounds: Bounds) -> Bounds:
+def of_kind(kind: WeightForm, bounds: Bounds) -> Bounds:
     """These bounds; under exp_cap gamma does not exceed 1 either."""
     return bounds._replace(high=min(bounds.high, 1.0)) if kind == "exp_cap" else bounds
 
@@ -110,7 +100,7 @@ OF_MODELS = Bounds(0.5, 1.5)  # FedLAW's gamma multiplies the model in every rou
 OF_HEADS = Bounds(0.05, 20.0)  # in a closed form gamma only divides the ridge
 
 
-def bounded(kind: Kind, free: Free, bounds: Bounds = OF_MODELS, reach: float = 20.0) -> Free:
+def bounded(kind: WeightForm, free: Free, bounds: Bounds = OF_MODELS, reach: float = 20.0) -> Free:
     """Parameters with gamma within its bounds and logits within ``reach`` of their mean.
 
     Roots have bounds of the same effect: no weight is below e^(-2 reach) of another, and none is ever 0.
@@ -180,10 +170,10 @@ def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor |
     )
 
 
-class Settings(NamedTuple):
+class WeightSettings(NamedTuple):
     """How FedLAW's server learns; the number of epochs is that of the batches it is handed."""
 
-    kind: Kind = "exp"
+    kind: WeightForm = "exp"
     stage: Literal["joint", "two_stage"] = "joint"
     lr: float = 0.01  # Adam moves a logit by about so much in a step: 40 steps change a weight by e^0.4 at most
     optimizer: Optimizer = SERVER_ADAM
@@ -194,10 +184,10 @@ class Settings(NamedTuple):
     bounds: Bounds = OF_MODELS
 
 
-AS_FEDLAW = Settings()
+AS_FEDLAW = WeightSettings()
 
 
-class Learned(NamedTuple):
+class LearnedWeights(NamedTuple):
     """What the server has learned in a round."""
 
     how: Weighing
@@ -205,13 +195,13 @@ class Learned(NamedTuple):
     reverted: bool  # a loss was not finite, so that the weights are those of the start
 
 
-def learn(
+def learn_weights(
     stack: Stack,
     start: Tensor,
     epochs: Sequence[Sequence[Gradient]],
-    settings: Settings = AS_FEDLAW,
+    settings: WeightSettings = AS_FEDLAW,
     shrinks: Tensor | None = None,
-) -> Learned:
+) -> LearnedWeights:
     """Learn lambda and gamma, each epoch along the gradients of its batches.
 
     ``start`` ``[m]`` is how much clients count at first, by FedAvg their sizes; it need not sum to 1. LAW-AFL,
@@ -224,19 +214,19 @@ def learn(
     lam0 = lam0 / lam0.sum().clamp(min=1e-300)
     begin = Weighing(lam0, lam0.new_tensor(settings.shrink))
     if not bool(usable.any()):
-        return Learned(begin, lam0.new_zeros(0), False)
+        return LearnedWeights(begin, lam0.new_zeros(0), False)
     some = stack if bool(usable.all()) else Stack(stack.base, stack.moves[usable])
     first = initial(settings.kind, lam0[usable], settings.shrink)
     last, losses = _LEARNERS[settings.stage](some, first, epochs, settings, shrinks)
     if not all(bool(x.isfinite().all()) for x in (losses, *last)):
-        return Learned(begin, losses, True)
+        return LearnedWeights(begin, losses, True)
     found = weighing(settings.kind, last)
     lam = lam0 if torch.equal(last.a, first.a) else lam0.masked_scatter(usable, found.lam)
-    return Learned(Weighing(lam, begin.shrink if torch.equal(last.b, first.b) else found.shrink), losses, False)
+    return LearnedWeights(Weighing(lam, begin.shrink if torch.equal(last.b, first.b) else found.shrink), losses, False)
 
 
 def _jointly(
-    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: Settings, shrinks: Tensor | None
+    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: WeightSettings, shrinks: Tensor | None
 ) -> tuple[Free, Tensor]:
     """lambda and gamma at once, the rate halved every so many epochs."""
     rates = [step_rate(settings, e) for e in range(len(epochs))]
@@ -245,7 +235,7 @@ def _jointly(
 
 
 def _in_two_stages(
-    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: Settings, shrinks: Tensor | None
+    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: WeightSettings, shrinks: Tensor | None
 ) -> tuple[Free, Tensor]:
     """First lambda, as the mean of the points after epoch 5 (SWA), then gamma; half of the epochs each.
 
@@ -273,7 +263,7 @@ def _descent(
     stack: Stack,
     free: Free,
     epochs: Iterable[tuple[Sequence[Gradient], float]],
-    settings: Settings,
+    settings: WeightSettings,
     shrinks: Tensor | None,
     *,
     of_a: bool = True,
@@ -299,7 +289,7 @@ def _descent(
     return _Way(points, torch.cat(losses))
 
 
-def step_rate(settings: Settings, epoch: int) -> float:
+def step_rate(settings: WeightSettings, epoch: int) -> float:
     """lr * decay^(epoch // step_every), as torch's StepLR."""
     return settings.lr * settings.decay ** (epoch // settings.step_every)
 
@@ -364,17 +354,17 @@ def squares_of(moves: Tensor) -> Tensor:
 ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5", "eq5_moves"]
 
 
-def before(rule: ShrinkRule, settings: Settings) -> Settings:
+def settings_for(rule: ShrinkRule, settings: WeightSettings) -> WeightSettings:
     """How weights are learned where gamma comes from a rule: with gamma = 1, unless it is learned with them."""
     return settings if rule == "law" else settings._replace(kind="fixed", shrink=1.0)
 
 
-def shrunk(
+def with_shrink(
     rule: ShrinkRule,
     how: Weighing,
     stack: Stack,
     loss: Callable[[Tensor], Tensor],
-    settings: Settings,
+    settings: WeightSettings,
     slopes: Tensor | None = None,
     shrinks: Tensor | None = None,
 ) -> Weighing:
@@ -393,7 +383,7 @@ def shrunk(
     return how._replace(shrink=printed_shrink(squares, settings.shrink))
 
 
-def grouped(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor:
+def aggregated_by_depth(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor:
     """The aggregate of clients that train the groups 1 .. depth_i ``[m]`` of layers only; 1 is the head.  ``[P]``
 
     w_g = gamma (base_g + sum_i lambda_i moves_ig / sum_i lambda_i), over the clients with depth_i >= g; a group that
@@ -409,162 +399,6 @@ def grouped(stack: Stack, how: Weighing, depth: Tensor, group: Tensor) -> Tensor
     return out
 
 
-# -- LAW-AFL: weights of statistics ----------------------------------------------------------------
-class Clients(NamedTuple):
-    """Whose statistics the head is solved from."""
-
-    rows: Tensor  # [K, d (d + 1) / 2 + d C] normalised statistics, as analytic.to_rows lays them out
-    lam0: Tensor  # [K] how much they count by size or quality; sums to 1
-    ridge: float
-    classes: int
-
-
-class HeadSettings(NamedTuple):
-    """How the weights of statistics are learned."""
-
-    lr: float = 0.05
-    steps: int = 100
-    cv_steps: int = 60  # of each fold, when the strength of the prior is chosen
-    grid: tuple[float, ...] = (0.0, 0.1, 1.0, math.inf)  # strengths beta of the prior
-    temperature: float = 10.0  # at the start: ridge outputs lie in [0, 1]
-    loss: Literal["ce", "mse"] = "ce"
-    bounds: Bounds = OF_HEADS
-    spread: float = 0.0  # weight of sum lambda^2, which keeps noise for privacy from being concentrated
-    optimizer: Optimizer = SERVER_ADAM
-
-
-AS_LAW_AFL = HeadSettings()
-
-
-class HeadFree(NamedTuple):
-    """What descends: mu = e^b softmax(a), and the temperature s = e^c of the logits."""
-
-    a: Tensor  # [K]
-    b: Tensor  # []
-    c: Tensor  # []
-
-
-class LearnedHead(NamedTuple):
-    """A head in closed form, with the weights it was solved from."""
-
-    head: Tensor  # [d, C] s W, so that what trains on cross-entropy later sees logits
-    how: Weighing
-    temperature: Tensor  # [] s
-    beta: float
-    held_out: tuple[float, ...]  # cross-entropy of each strength in the grid, in the half it was not learned on
-    reverted: bool  # a loss was not finite, so that the weights are those of the start
-
-
-def kl(lam: Tensor, lam0: Tensor) -> Tensor:
-    """KL(lambda || lambda0), where both are 0 only together.  ``[]``"""
-    return (torch.xlogy(lam, lam) - torch.xlogy(lam, lam0)).sum()
-
-
-def head_gradient(
-    clients: Clients, proxy: Proxy, free: HeadFree, beta: float, settings: HeadSettings = AS_LAW_AFL
-) -> tuple[Tensor, HeadFree]:
-    """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient.
-
-    Under beta = inf lambda is lambda0, whatever a is. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
-    reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a closed form.
-    """
-    held = math.isinf(beta)
-    lam = clients.lam0 if held else free.a.softmax(0)
-    g = weighted_gradient(clients.rows, lam, free.b.exp(), clients.ridge, free.c, proxy, clients.classes, settings.loss)
-    if held:
-        return g.loss, HeadFree(torch.zeros_like(g.a), g.b, g.c)
-    # The slope of the prior is beta (ln(lambda / lambda0) + 1), of which the 1 does not count on the simplex.
-    prior = beta * (lam.log() - clients.lam0.log()) + 2 * settings.spread * lam
-    loss = g.loss + beta * kl(lam, clients.lam0) + settings.spread * lam.square().sum()
-    return loss, HeadFree(g.a + simplex_gradient(lam, prior), g.b, g.c)
-
-
-def learn_head(
-    clients: Clients,
-    proxy: Proxy,
-    beta: float,
-    settings: HeadSettings = AS_LAW_AFL,
-    offsets: Tensor | None = None,
-    steps: int | None = None,
-) -> LearnedHead:
-    """Learn lambda, gamma and the temperature through the solve, all proxy examples at once.
-
-    ``offsets`` ``[K]`` is where a starts, seen from ln lambda0; ``steps``, if given, replaces that of the settings.
-    """
-    counts = clients.lam0 > 0
-    some = clients if bool(counts.all()) else clients._replace(rows=clients.rows[counts], lam0=clients.lam0[counts])
-    a = some.lam0.log() if offsets is None else some.lam0.log() + offsets[counts]
-    first = free = HeadFree(a, torch.zeros_like(a[0]), torch.full_like(a[0], math.log(settings.temperature)))
-    memory = settings.optimizer.init(free)
-    finite = True
-    for _ in range(settings.steps if steps is None else steps):
-        loss, along = head_gradient(some, proxy, free, beta, settings)
-        finite = bool(loss.isfinite())
-        if not finite:
-            break
-        free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(settings.lr))
-        free = HeadFree(*bounded("exp", Free(free.a, free.b), settings.bounds), free.c)
-    finite = finite and all(bool(x.isfinite().all()) for x in free)
-    free = free if finite else first
-    learned = finite and not math.isinf(beta) and not torch.equal(free.a, some.lam0.log())
-    lam = clients.lam0.masked_scatter(counts, free.a.softmax(0)) if learned else clients.lam0
-    how = Weighing(lam, free.b.exp())
-    head = free.c.exp() * weighted_head(clients.rows, how.mu, clients.ridge, clients.classes).head
-    return LearnedHead(head, how, free.c.exp(), beta, (), not finite)
-
-
-def held_out_losses(
-    clients: Clients, proxy: Proxy, folds: Tensor, settings: HeadSettings, offsets: Tensor | None = None
-) -> tuple[float, ...]:
-    """For each strength of the prior, the cross-entropy of proxy examples under heads learned from the other half."""
-    x, y = proxy
-
-    def one(beta: float) -> float:
-        missed = x.new_zeros(())
-        for half in (folds, ~folds):
-            learned = learn_head(clients, (x[half], y[half]), beta, settings, offsets, settings.cv_steps)
-            missed = missed + proxy_loss(learned.head, (x[~half], y[~half])) * (~half).sum()
-        return float(missed / len(y))
-
-    return tuple(one(beta) for beta in settings.grid)
-
-
-def proxy_loss(head: Tensor, proxy: Proxy) -> Tensor:
-    """The cross-entropy of the logits X W.  ``[]``"""
-    return cross_entropy(head, torch.zeros_like(head[0, 0]), proxy).value
-
-
-def strongest_best(grid: Sequence[float], losses: Sequence[float], tolerance: float = 1e-9) -> float:
-    """The strength of least loss, of equals the largest: where weights bring nothing, they stay lambda0."""
-    known = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    return max(beta for beta, loss in zip(grid, known, strict=True) if loss <= min(known) + tolerance)
-
-
-def cross_validated_head(
-    clients: Clients,
-    proxy: Proxy,
-    folds: Tensor,
-    settings: HeadSettings = AS_LAW_AFL,
-    offsets: Tensor | None = None,
-) -> LearnedHead:
-    """The head learned from all proxy examples, under the strength of the prior that two folds of them choose.
-
-    With beta = inf it is AFL but for a learned ridge and temperature: that is how clean clients lose nothing.
-    """
-    losses = held_out_losses(clients, proxy, folds, settings, offsets)
-    learned = learn_head(clients, proxy, strongest_best(settings.grid, losses), settings, offsets)
-    return learned._replace(held_out=losses)
-
-
-def two_folds(y: Tensor, seed: int, *path: int) -> Tensor:
-    """Which examples are in the first half, drawn at this address; halves have the same classes up to one.  ``[n]``"""
-    drawn = torch.from_numpy(rng.stream(seed, "proxy_folds", *path).permutation(len(y))).to(y.device)
-    by_class = drawn[y[drawn].argsort(stable=True)]
-    first = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-    first[by_class[::2]] = True
-    return first
-
-
 def remembered(offsets: Tensor, ids: Tensor, how: Weighing, lam0: Tensor) -> Tensor:
     """ln(lambda_i / lambda0_i) of every client ``[N]`` after these have been learned; 0 for one never seen.
 
@@ -574,30 +408,3 @@ def remembered(offsets: Tensor, ids: Tensor, how: Weighing, lam0: Tensor) -> Ten
     counts = lam0 > 0
     out[ids[counts]] = how.lam[counts].log() - lam0[counts].log()
     return out
-
-
-# -- which head is taken ---------------------------------------------------------------------------
-def better(candidate: float, before: float, tolerance: float = 1e-4) -> bool:
-    """Whether a head whose loss in two folds is ``candidate`` replaces one of loss ``before``."""
-    return candidate < before - tolerance
-
-
-class Blend(NamedTuple):
-    """A head between the aggregated and the analytic one."""
-
-    head: Tensor  # [d, C]
-    kappa: float  # share of the analytic one
-    loss: float  # on the proxy examples
-
-
-def blended(
-    aggregate: Tensor, analytic: Tensor, proxy: Proxy, grid: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-) -> Blend:
-    """(1 - kappa) W_agg + kappa W_an with the kappa of least proxy loss, of equals the smallest.
-
-    LAW-AFL, Algorithm 3 sets the model twice, in lines 14 and 17; here the first sets the body, and this the head.
-    """
-    tried = [(kappa, (1 - kappa) * aggregate + kappa * analytic) for kappa in sorted(grid)]
-    losses = [float(proxy_loss(head, proxy)) for _, head in tried]
-    best = min(range(len(tried)), key=lambda k: (not math.isfinite(losses[k]), losses[k]))
-    return Blend(tried[best][1], tried[best][0], losses[best])

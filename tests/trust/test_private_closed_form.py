@@ -17,7 +17,7 @@ import fedloom
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.maths import analytic
+from fedloom.maths.ridge import from_rows, statistics, to_rows
 from fedloom.runs.config import parse
 from fedloom.runs.experiment import prepare
 from support.blobs import blobs
@@ -46,7 +46,7 @@ def exact(exp: Any, clients: list[int], norm: float) -> torch.Tensor:
     with torch.no_grad():
         x = task.features(task.w0, x, task.buffers0).double()
     x = x * (norm / x.norm(dim=1, keepdim=True)).clamp(max=1)
-    return analytic.to_rows(analytic.statistics(x, y, fed.classes))
+    return to_rows(statistics(x, y, fed.classes))
 
 
 # -- the mechanism ---------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_no_example_is_summed_that_is_longer_than_the_bound(world: Any, executor
     """D7 in a run, the constant feature of a bias included: without noise, tr(G) is at most n R^2."""
     settings = {"algorithm": {"kind": "analytic", "bias": True}, "engine": {"executor": executor}}
     exp = world(SIZES, privacy={"feature_clip": 0.25, "noise": 0.0}, **settings)
-    gram, _ = analytic.from_rows(rounds(exp).rows, 3)
+    gram, _ = from_rows(rounds(exp).rows, 3)
     assert float(gram.trace()) == pytest.approx(sum(SIZES) * 0.25**2, rel=1e-12)  # every example is longer
 
 
@@ -144,13 +144,13 @@ def test_d8_heads_stand_the_noise(world: Any, kind: str) -> None:
     server = rounds(exp)
     assert bool(server.w.isfinite().all())
     if kind == "analytic":
-        gram, _ = analytic.from_rows(server.rows, 3)
+        gram, _ = from_rows(server.rows, 3)
     else:
         known = server.registry
         lam0 = known.counts.sum(1).clamp(min=1) / known.counts.sum(1).clamp(min=1).sum()
         found = exp.algorithm.believed(server.w, known.rows, known.counts, lam0)
-        gram, _ = analytic.from_rows(lam0 @ known.rows, 3)
-        lifted, _ = analytic.from_rows(lam0 @ found.rows, 3)
+        gram, _ = from_rows(lam0 @ known.rows, 3)
+        lifted, _ = from_rows(lam0 @ found.rows, 3)
         assert float(torch.linalg.eigvalsh(lifted)[0]) > -1e-12
         std = exp.algorithm.noise.std * float((lam0 / known.counts.sum(1).clamp(min=1)).norm())
         assert found.ridge == pytest.approx(0.5 * std * math.sqrt(40))

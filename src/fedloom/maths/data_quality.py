@@ -1,0 +1,76 @@
+"""How good a client's data is: its classes, its size, and how its model does on the server's proxy examples."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+
+def entropy(counts: Tensor) -> Tensor:
+    """H(p) of the classes in nats, 0 where there is no example.  ``[..., C] -> [...]``"""
+    p = counts / counts.sum(-1, keepdim=True).clamp(min=1e-300)
+    return -torch.xlogy(p, p).sum(-1)
+
+
+def evenness(counts: Tensor) -> Tensor:
+    """H(p) / ln C: 0 for a client of one class, 1 for one that has all of them alike.  ``[...]``"""
+    return entropy(counts) / math.log(max(counts.shape[-1], 2))
+
+
+def data_quality(counts: Tensor, *, evenness_power: float = 1.0, size_power: float = 1.0) -> Tensor:
+    """q_i = (H(p_i) / ln C)^k1 (n_i / (n_i + median n))^k2, at least 0.001; LAW-AFL leaves q_i undefined.  ``[K]``"""
+    n = counts.sum(-1)
+    q = evenness(counts) ** evenness_power * (n / (n + n.median()).clamp(min=1e-300)) ** size_power
+    return q.clamp(min=1e-3)
+
+
+def quality_weights(
+    quality: Tensor, accuracy: Tensor, loss: Tensor, sizes: Tensor | None = None, smooth: float = 1e-8
+) -> Tensor:
+    """lambda_i ~ n_i q_i a_i / (1 + l_i), which sums to 1; by size alone where all would be 0.  ``[K]``
+
+    LAW-AFL eq. 16: lambda'_i = q_i a_i / (sum_j q_j a_j + eps), and eq. 17: lambda_i ~ lambda'_i N / (1 + l_i), in
+    which N cancels. Without ``sizes`` it is these alone. A client of which a number is NaN is left out.
+    """
+    known = ~(quality.isnan() | accuracy.isnan() | loss.isnan())
+    q, a = quality.nan_to_num().clamp(0, 1), accuracy.nan_to_num().clamp(0, 1)
+    merit = known * q * a
+    raw = merit / (merit.sum() + smooth) / (1 + loss.nan_to_num(posinf=20.0).clamp(0, 20))
+    share = torch.ones_like(raw) if sizes is None else sizes.double()
+    for weights in (raw * share, known * share, share):
+        if bool(weights.sum() > 0):
+            return weights / weights.sum()
+    return torch.full_like(share, 1 / len(share))
+
+
+class ProxyScores(NamedTuple):
+    """How clients' models do on the proxy examples, as the server sees it."""
+
+    accuracy: Tensor  # [K]
+    loss: Tensor  # [K]
+
+
+def proxy_scores(logits: Tensor, y: Tensor, counts: Tensor | None = None) -> ProxyScores:
+    """The server's own a_i and l_i, from logits ``[K, n, C]``, so that no client can forge them.
+
+    With ``counts``, a client is judged only on the classes it claims to hold: an honest client of two classes would
+    else be right on a fifth of ten. NaN where it holds none of the proxy's classes.
+    """
+    logp = log_softmax(logits.double(), -1)
+    right = (logits.argmax(-1) == y).double()
+    missed = -logp.gather(-1, y.expand(len(logp), -1)[..., None]).squeeze(-1)
+    seen = torch.ones_like(right) if counts is None else (counts > 0)[:, y].double()
+    rows = seen.sum(1)
+    return ProxyScores((seen * right).sum(1) / rows, (seen * missed).sum(1) / rows)
+
+
+def trained_groups(counts: Tensor, groups: int) -> Tensor:
+    """L_i, how many groups of layers a client trains, from the head on: 1 + round((L_max - 1) H(p_i) / ln C).
+
+    A client of one class trains the head alone. LAW-AFL refers to its eq. 18 for L_i, which does not hold it.
+    """
+    return (1 + ((groups - 1) * evenness(counts.double()) + 0.5).floor()).clamp(1, groups)

@@ -1,0 +1,72 @@
+"""Sums over examples under differential privacy: clipping, sensitivity, noise, and a head that tolerates the noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedloom.maths.ridge import features_in_upload, solve, symmetrised, triangle
+
+
+def clipped_rows(x: Tensor, norm: float) -> Tensor:
+    """Rows no longer than ``norm``: features of examples, or uploads of clients; what fits stays to the bit."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.where(length > norm, x * (norm / length), x)
+
+
+Neighbours: TypeAlias = Literal["add_remove", "replace_one"]
+
+
+def sensitivity(
+    norm: float,
+    *,
+    relation: Neighbours = "add_remove",
+    nonnegative: bool = False,
+    cross_scale: float = 1.0,
+    counts: bool = False,
+) -> float:
+    """How far one example can move (G, cross_scale B), if features are no longer than R = ``norm``.
+
+    One example adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2), and 1 under the root if ``counts`` of classes
+    are released, too. To replace x by z of cosine c moves them by sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is
+    largest at c = -1 / (2 R^2), or at 0 if features are not negative; if the class changes, by that of c = 0 and the
+    two counts.
+    """
+    square, linear, counted = norm**4, (cross_scale * norm) ** 2, float(counts)
+    if relation == "add_remove":
+        return math.sqrt(square + linear + counted)
+    c = 0.0 if nonnegative or not square else max(-1.0, -linear / (2 * square))
+    same_class = 2 * square * (1 - c**2) + 2 * linear * (1 - c)
+    return math.sqrt(max(same_class, 2 * (square + linear + counted)))
+
+
+def noised_sums(rows: Tensor, std: Tensor | float, normals: Tensor, classes: int, cross_scale: float = 1.0) -> Tensor:
+    """G + E and B + F, all as ``to_rows`` lays them out: E is symmetric, and F has the deviation std / cross_scale."""
+    d = features_in_upload(rows.shape[-1], classes)
+    scale = rows.new_ones(rows.shape[-1])
+    scale[triangle(d) :] = 1 / cross_scale
+    return rows + std * normals * scale
+
+
+def psd(gram: Tensor) -> Tensor:
+    """The nearest positive semidefinite matrix: negative eigenvalues become 0.  ``[d, d]``"""
+    values, vectors = torch.linalg.eigh(symmetrised(gram))
+    return symmetrised((vectors * values.clamp(min=0)) @ vectors.mT)
+
+
+def noise_ridge(std: float, features: int, k: float = 0.5) -> float:
+    """rho = k sigma sqrt(d), k in [0.5, 1]: the noise E has a spectral norm of about 2 sigma sqrt(d)."""
+    return k * std * math.sqrt(features)
+
+
+def mixed_noise(std: float, mu: Tensor) -> float:
+    """The deviation of the noise in sum_i mu_i (upload i), each of which has ``std``."""
+    return std * float(mu.square().sum().sqrt())
+
+
+def private_head(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """The head from noised sums, which may be indefinite: eigenvalues are clipped at 0 before the ridge is added."""
+    return solve(psd(gram), cross, ridge)

@@ -1,0 +1,115 @@
+"""The statistics that the server keeps of each client, and the checks that an upload must pass."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.core import tree
+from fedloom.maths.ridge import Statistics, normalised, symmetrised, to_rows, triangle, with_ridge
+
+
+def statistics_faults(
+    stats: Statistics,
+    *,
+    examples: float | None = None,
+    norm: float | None = None,
+    bias: int | None = None,
+    nonnegative: bool = False,
+    noise: float = 0.0,
+    tolerance: float = 1e-8,
+) -> list[str]:
+    """Why one client's statistics cannot be sums over honest examples; empty where they can.
+
+    ``examples``: how many the client claims; ``norm``: R, to which features are clipped; ``bias``: which feature is
+    constant 1; ``nonnegative``: features are, as after a ReLU; ``noise``: the deviation of the noise that was added
+    for privacy, by which every bound is widened. Flipped labels pass: they are honest sums of wrong examples.
+    """
+    gram, cross, counts = stats
+    if not all(bool(x.isfinite().all()) for x in stats):
+        return ["not all numbers are finite"]
+    d, n, trace = len(gram), float(counts.sum()), float(gram.trace())
+    slack = 6 * noise * math.sqrt(d + len(counts))
+    near = slack + tolerance * max(trace, 1.0)
+    found = []
+    if float((gram - gram.mT).abs().max()) > tolerance * max(1.0, float(gram.abs().max())):
+        found.append("G is not symmetric")
+    if bool((counts < -slack).any()):
+        found.append("a class has a negative count")
+    if examples is not None and abs(n - examples) > slack + tolerance * max(1.0, examples):
+        found.append(f"the classes have {n:g} examples together, {examples:g} were claimed")
+    if norm is not None and trace > n * norm**2 + near * (d if noise else 1):
+        found.append(f"tr(G) = {trace:g} is above n R^2 = {n * norm**2:g}")
+    if norm is not None and bool((cross.norm(dim=0) > counts * norm + near).any()):
+        found.append("a column of B is longer than count times R")
+    if not semidefinite(joint_gram(stats), near):
+        found.append("[[G, B], [B', diag(counts)]] is not positive semidefinite")
+    if bias is not None and float((gram[:, bias] - cross.sum(1)).abs().max()) > near:
+        found.append("the bias column of G is not the sum of the columns of B")
+    if bias is not None and abs(float(gram[bias, bias]) - n) > near:
+        found.append(f"the bias entry of G is {float(gram[bias, bias]):g}, not n = {n:g}")
+    if nonnegative and bool((cross < -near).any()):
+        found.append("B has negative entries, features have none")
+    return found
+
+
+def joint_gram(stats: Statistics) -> Tensor:
+    """The Gram matrix of features and one-hot labels side by side.  ``[d + C, d + C]``"""
+    top = torch.cat([stats.gram, stats.cross], 1)
+    return torch.cat([top, torch.cat([stats.cross.mT, stats.counts.diag()], 1)])
+
+
+def semidefinite(a: Tensor, tolerance: float) -> bool:
+    """Whether no eigenvalue is below -tolerance; one Cholesky instead of all eigenvalues."""
+    return not bool(torch.linalg.cholesky_ex(with_ridge(symmetrised(a), tolerance)).info)
+
+
+def body_fingerprint(tensors: Iterable[Tensor]) -> int:
+    """64 bits that tell one body from another, running statistics included."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big", signed=True)
+
+
+class Registry(NamedTuple):
+    """The statistics of each client that has sent them, all taken on one body."""
+
+    body: Tensor  # [] its fingerprint
+    known: Tensor  # [N] who has sent
+    rows: Tensor  # [N, d (d + 1) / 2 + d C] normalised
+    counts: Tensor  # [N, C]
+
+
+def no_registry(clients: int, features: int, classes: int, body: int, dtype: torch.dtype = torch.float64) -> Registry:
+    """A registry in which nobody is; in float32 it takes half the memory."""
+    width = triangle(features) + features * classes
+    return Registry(
+        torch.tensor(body),
+        torch.zeros(clients, dtype=torch.bool),
+        torch.zeros(clients, width, dtype=dtype),
+        torch.zeros(clients, classes, dtype=torch.float64),
+    )
+
+
+def enrolled(registry: Registry, ids: Tensor, stats: Statistics, body: int) -> Registry:
+    """The registry with these clients ``[K]`` in it; one that is there already stays as it is.
+
+    LAW-AFL, Algorithm 3 line 15 adds every upload to what was there, so that a client that is drawn again counts
+    twice, and features of different bodies are mixed.
+    """
+    if body != int(registry.body):
+        raise ValueError(f"statistics of body {body:x} cannot join those of body {int(registry.body):x}")
+    first = torch.tensor([int(i) not in ids[:k].tolist() for k, i in enumerate(ids)], dtype=torch.bool)
+    new = first & ~registry.known[ids]
+    rows, counts, known = registry.rows.clone(), registry.counts.clone(), registry.known.clone()
+    rows[ids[new]] = to_rows(normalised(tree.take(stats, new))).to(rows.dtype)
+    counts[ids[new]] = stats.counts[new].double()
+    known[ids[new]] = True
+    return Registry(registry.body, known, rows, counts)

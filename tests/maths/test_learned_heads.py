@@ -1,0 +1,249 @@
+"""Weights of statistics, learned through the solve: LAW-AFL.
+
+L and D with a number are the oracles that the method is held to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedloom.maths.learned_heads import (
+    HeadClients,
+    HeadFree,
+    HeadSettings,
+    better,
+    blended,
+    cross_validated_head,
+    head_cross_entropy,
+    head_gradient,
+    kl,
+    learn_head,
+    strongest_best,
+    two_folds,
+)
+from fedloom.maths.learned_weights import (
+    learn_weights,
+    remembered,
+    stacked,
+)
+from fedloom.maths.ridge import default_ridge, normalised, solve, to_rows, with_bias
+from fedloom.maths.weighted_ridge import weighted_head
+from support.ridge import (
+    C,
+    dirichlet,
+    examples,
+    normal,
+    of_clients,
+    relative,
+    total,
+    vec,
+    weighted_world,
+)
+
+
+# -- LAW-AFL ---------------------------------------------------------------------------------------
+def clients_of_world(ridge=0.01):
+    rows, lam, proxy = weighted_world()
+    return HeadClients(rows, lam, ridge, C), proxy
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+def test_l3_the_gradient_with_its_prior(beta, spread, loss) -> None:
+    clients, proxy = clients_of_world()
+    chosen = HeadSettings(spread=spread, loss=loss)
+    start = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    at = HeadFree(start, *(torch.tensor(v, dtype=torch.float64) for v in (0.2, 1.0)))
+
+    def value(a, b, c):
+        return head_gradient(clients, proxy, HeadFree(a, b, c), beta, chosen)[0]
+
+    _, found = head_gradient(clients, proxy, at, beta, chosen)
+    h = 1e-5
+    for i, x in enumerate(at):
+        for j in range(x.numel()):
+            up, down = ([p.clone() for p in at] for _ in range(2))
+            up[i].view(-1)[j] += h
+            down[i].view(-1)[j] -= h
+            slope = float(value(*up) - value(*down)) / (2 * h)
+            assert float(found[i].view(-1)[j]) == pytest.approx(slope, rel=1e-6, abs=1e-9)
+
+
+def test_kl_is_zero_only_at_the_prior() -> None:
+    lam = vec(0.2, 0.3, 0.5)
+    assert float(kl(lam, lam)) == 0
+    assert float(kl(vec(0.5, 0.3, 0.2), lam)) == pytest.approx(0.3 * math.log(2.5))
+    assert float(kl(vec(1, 0), vec(0.5, 0.5))) == pytest.approx(math.log(2))
+
+
+def test_l4_an_infinite_prior_keeps_the_weights_exactly() -> None:
+    clients, proxy = clients_of_world()
+    found = learn_head(clients, proxy, math.inf, offsets=torch.ones(7))
+    assert torch.equal(found.how.lam, clients.lam0)
+    assert float(found.how.shrink) != 1.0  # a ridge is learned
+    assert float(found.temperature) != 10.0
+    start = learn_head(clients, proxy, math.inf, steps=0)
+    assert head_cross_entropy(found.head, proxy) < head_cross_entropy(start.head, proxy)
+
+
+def test_l11_without_steps_it_is_afl() -> None:
+    x, y = examples()
+    stats = of_clients(x, y, dirichlet(y, 7, 0.5, seed=3), clients=7)
+    whole = total(stats)
+    clients, proxy = clients_of_world()
+    afl = solve(whole.gram, whole.cross, 400 * 0.01)
+    found = learn_head(clients, proxy, 0.0, steps=0)
+    assert torch.equal(found.how.lam, clients.lam0)
+    assert relative(found.head / found.temperature, afl) < 1e-10
+    # the weights of FedLAW without server epochs, shared with the statistics
+    shared = learn_weights(stacked(normal(7, 9)), stats.examples, []).how
+    assert relative(weighted_head(clients.rows, shared.mu, 0.01, C).head, afl) < 1e-10
+
+
+def test_a_stronger_prior_keeps_weights_nearer() -> None:
+    clients, proxy = clients_of_world()
+    away = [float(kl(learn_head(clients, proxy, b).how.lam, clients.lam0)) for b in (0.0, 0.1, 1.0, 100.0)]
+    assert away == sorted(away, reverse=True)
+    assert away[0] > 0.1
+    assert away[-1] < 1e-3
+
+
+def test_learning_is_repeatable_and_bounded() -> None:
+    clients, proxy = clients_of_world(ridge=10.0)
+    one, other = (learn_head(clients, proxy, 0.0, HeadSettings(lr=1.0)) for _ in range(2))
+    assert torch.equal(one.head, other.head)
+    assert 0.05 <= float(one.how.shrink) <= 20 * (1 + 1e-12)
+    assert float(one.how.lam.sum()) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_client_without_weight_stays_without() -> None:
+    clients, proxy = clients_of_world()
+    lam = clients.lam0.clone()
+    lam[2] = 0
+    some = clients._replace(lam0=lam / lam.sum())
+    for beta in (0.0, 1.0, math.inf):
+        found = learn_head(some, proxy, beta, offsets=torch.zeros(7)).how
+        assert float(found.lam[2]) == 0
+        assert float(found.lam.sum()) == pytest.approx(1, abs=1e-12)
+    fewer = HeadClients(some.rows[lam > 0], some.lam0[lam > 0], some.ridge, C)
+    alone = learn_head(fewer, proxy, 0.1).head
+    torch.testing.assert_close(learn_head(some, proxy, 0.1).head, alone)
+
+
+def test_a_proxy_loss_that_is_not_finite_takes_everything_back() -> None:
+    clients, (x, y) = clients_of_world()
+    found = learn_head(clients, (x * math.nan, y), 0.0, offsets=torch.ones(7))
+    assert found.reverted
+    assert torch.equal(found.how.lam, clients.lam0)
+    assert (float(found.how.shrink), float(found.temperature)) == (1.0, pytest.approx(10.0))
+
+
+# -- the strength of the prior ---------------------------------------------------------------------
+def test_ties_go_to_the_stronger_prior() -> None:
+    grid = (0.0, 0.1, 1.0, math.inf)
+    assert strongest_best(grid, (0.5, 0.4, 0.6, 0.7)) == 0.1
+    assert strongest_best(grid, (0.4, 0.4, 0.4, 0.7)) == 1.0
+    assert strongest_best(grid, (0.4,) * 4) == math.inf
+    assert strongest_best(grid, (math.nan, 0.5, 0.6, math.inf)) == 0.1
+    assert strongest_best(grid, (math.nan,) * 4) == math.inf
+
+
+def test_a_single_client_needs_no_weights() -> None:
+    x, y = examples()
+    rows = to_rows(normalised(of_clients(x, y, torch.zeros_like(y))))
+    proxy = examples(n=50, seed=9)
+    clients = HeadClients(rows, torch.ones(1, dtype=torch.float64), 0.01, C)
+    found = cross_validated_head(clients, proxy, two_folds(proxy[1], 0))
+    assert found.beta == math.inf
+    assert len(found.held_out) == 4
+
+
+def test_folds_are_halves_with_the_same_classes() -> None:
+    y = torch.tensor([0] * 7 + [1] * 8 + [2] * 3)
+    first = two_folds(y, 0, 5)
+    assert int(first.sum()) == 9
+    assert all(abs(int((first & (y == c)).sum()) - int((~first & (y == c)).sum())) <= 1 for c in range(3))
+    assert torch.equal(first, two_folds(y, 0, 5))
+    assert not torch.equal(first, two_folds(y, 0, 6))
+
+
+def test_what_is_learned_of_a_client_is_remembered() -> None:
+    clients, proxy = clients_of_world()
+    found = learn_head(clients, proxy, 0.0)
+    ids = torch.tensor([9, 2, 3, 4, 5, 6, 7])
+    offsets = remembered(torch.zeros(12, dtype=torch.float64), ids, found.how, clients.lam0)
+    assert offsets[[0, 1, 8, 10, 11]].tolist() == [0] * 5
+    again = learn_head(clients, proxy, 0.0, offsets=offsets[ids], steps=0)
+    torch.testing.assert_close(again.how.lam, found.how.lam)
+    # a client that joins starts from its share, and takes it from all the others alike
+    x, y = examples(n=100, seed=4)
+    row = to_rows(normalised(of_clients(x, y, torch.zeros_like(y))))
+    more = HeadClients(torch.cat([clients.rows, row]), torch.cat([0.8 * clients.lam0, vec(0.2)]), 0.01, C)
+    joined = learn_head(more, proxy, 0.0, offsets=offsets[torch.cat([ids, vec(11).long()])], steps=0)
+    torch.testing.assert_close(joined.how.lam, torch.cat([0.8 * found.how.lam, vec(0.2)]))
+
+
+# -- which head is taken ---------------------------------------------------------------------------
+def test_l12_the_blend_never_raises_the_proxy_loss() -> None:
+    x, y = proxy = examples(n=50, seed=9)
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        one, other = torch.randn(2, 12, C, generator=g, dtype=torch.float64)
+        found = blended(one, other, proxy)
+        assert found.loss <= min(float(head_cross_entropy(head, proxy)) for head in (one, other))
+        torch.testing.assert_close(found.head, (1 - found.kappa) * one + found.kappa * other)
+        assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(x @ found.head, y)))
+    assert blended(one, one, proxy).kappa == 0
+    assert blended(one, one * math.nan, proxy).kappa == 0
+
+
+def test_a_head_gives_way_only_to_a_better_one() -> None:
+    assert better(0.4, 0.5)
+    assert not better(0.49995, 0.5)
+    assert not better(math.nan, 0.5)
+    assert better(0.5, math.inf)
+
+
+# -- bad clients -----------------------------------------------------------------------------------
+def mixture_dealt(share_bad, seed, clients=40, dims=32):
+    """Overlapping Gaussian classes on unequal clients, of which a share has its labels shifted by one."""
+    g = torch.Generator().manual_seed(seed)
+    means = 2.2 / math.sqrt(dims) * torch.randn(10, dims, generator=g, dtype=torch.float64)
+
+    def draw(n):
+        y = torch.arange(n) % 10
+        return with_bias(torch.randn(n, dims, generator=g, dtype=torch.float64) + means[y]), y
+
+    (x, y), proxy, (x_test, y_test) = draw(6000), draw(1000), draw(5000)
+    owner = dirichlet(y, clients, 0.3, seed)
+    bad = torch.zeros(clients, dtype=torch.bool)
+    bad[torch.randperm(clients, generator=g)[: int(share_bad * clients)]] = True
+    stacked = of_clients(x, torch.where(bad[owner], (y + 1) % 10, y), owner, 10, clients)
+    lam0, hat = stacked.examples / len(y), normalised(stacked)
+    ridge = float(default_ridge((lam0[:, None, None] * hat.gram).sum(0)))
+
+    def accuracy(head):
+        return 100 * float(((x_test @ head).argmax(1) == y_test).double().mean())
+
+    return HeadClients(to_rows(hat), lam0, ridge, 10), proxy, bad, accuracy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_l5_flipped_clients_lose_their_weight(seed) -> None:
+    clients, proxy, bad, accuracy = mixture_dealt(0.5, seed)
+    afl = accuracy(weighted_head(clients.rows, clients.lam0, clients.ridge, 10).head)
+    found = cross_validated_head(clients, proxy, two_folds(proxy[1], seed))
+    assert accuracy(found.head) >= afl + 30
+    assert float(found.how.lam[bad].sum()) <= 0.35 * float(clients.lam0[bad].sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_l6_clean_clients_lose_nothing(seed) -> None:
+    clients, proxy, _, accuracy = mixture_dealt(0.0, seed)
+    afl = accuracy(weighted_head(clients.rows, clients.lam0, clients.ridge, 10).head)
+    found = cross_validated_head(clients, proxy, two_folds(proxy[1], seed))
+    assert accuracy(found.head) >= afl - 0.5
