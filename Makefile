@@ -35,7 +35,7 @@ quick: $(READY) ## Run the tests that take no more than a few seconds
 
 N ?= 1000
 fuzz: $(READY) ## Try N new cases of each kind of generated input, as in make fuzz N=5000
-	FEDLOOM_FUZZ=$(N) $(BIN)/python -m pytest -n 0 tests/test_fuzz.py
+	FEDLOOM_FUZZ=$(N) $(BIN)/python -m pytest -n 0 tests/cli/test_fuzz.py
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .

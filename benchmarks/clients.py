@@ -33,8 +33,8 @@ def one(clients: int, cohort: int, algorithm: str) -> dict[str, Any]:
     from fedloom.data.arrays import Arrays
     from fedloom.engine.run import advance, begin
     from fedloom.engine.store import DiskStore
-    from fedloom.runs.config import parse
-    from fedloom.runs.experiment import prepare
+    from fedloom.runs.prepare import prepare
+    from fedloom.runs.settings import parse
 
     rng, n = np.random.default_rng(0), clients * EXAMPLES + 1000
     x = rng.standard_normal((n, 20), dtype=np.float32)

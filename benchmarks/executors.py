@@ -33,8 +33,8 @@ from fedloom.engine.local import train
 from fedloom.engine.plan import Address, Group, plans
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import Config, parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import Config, parse
 
 CLIENTS, EXAMPLES, TEST = 20, 500, 2000
 EVERY = 10  # rounds between evaluations, as usual in long runs

@@ -26,8 +26,8 @@ from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Random, Ring, Weights
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 EXAMPLES, DEGREE, EPOCHS = 500, 10, 5
 

@@ -41,8 +41,8 @@ from fedloom.engine.local import arithmetic
 from fedloom.engine.run import Experiment, begin, rounds
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Model, Net
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfedavg", "moon", "feddyn", "fedsam")
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedloom.runs import record
+from fedloom.runs.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -46,14 +46,14 @@ def write(name: str, results: Any) -> Path:
     """Results as JSON, with the machine and versions that gave them."""
     RESULTS.mkdir(exist_ok=True)
     path = _path(name)
-    where = record.environment(_device()) | {"machine": platform.machine(), "cores": _cores()}
+    where = environment(_device()) | {"machine": platform.machine(), "cores": _cores()}
     path.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
     return path
 
 
 def commit() -> str:
     """The commit that is measured."""
-    return str(record.environment(_device())["commit"])
+    return str(environment(_device())["commit"])
 
 
 def _path(name: str) -> Path:

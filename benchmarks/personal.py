@@ -22,7 +22,7 @@ import tomli_w
 import torch
 
 from benchmarks.machine import RESULTS, write
-from fedloom.runs import record
+from fedloom.runs.environment import environment
 
 METHODS = ("fedavg", "fedala", "pfedala")
 NAME = "personal/pre_fit/test/accuracy"
@@ -57,7 +57,7 @@ def one(method: str, root: str, rounds: int, batch: int, ranks: int) -> dict[str
         "batch": batch,
         "ranks": ranks,
         "seconds": round(seconds, 1),
-        "commit": record.environment(torch.device("cpu")).get("commit"),
+        "commit": environment(torch.device("cpu")).get("commit"),
         "training_seconds_per_round": round(sum(training) / rounds, 2),
         NAME: {str(line["round"]): round(line[NAME], 4) for line in lines if NAME in line},
     }

@@ -33,8 +33,8 @@ from fedloom.engine.ranks import joined
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs import launch
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 CLIENTS, EXAMPLES, COHORT, TEST = 100, 500, 20, 10_000
 

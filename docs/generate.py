@@ -22,9 +22,9 @@ from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.topology import Topology
 from fedloom.models.net import Model, parameters
-from fedloom.runs import config
 from fedloom.runs.catalogue import costs
-from fedloom.runs.config import Basics, algorithms
+from fedloom.runs.find import algorithms
+from fedloom.runs.settings import SECTIONS, Basics
 
 HERE = Path(__file__).parent
 MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
@@ -135,7 +135,7 @@ def configuration() -> str:
         "\n## topology\n",
         "Who hears whom in a network without a server; weights are Metropolis weights.\n",
         _chosen("topology", "kind", Topology, topologies, default="ring"),
-        *_sections(*(name for name in config.SECTIONS if name not in ("local", "cohort"))),
+        *_sections(*(name for name in SECTIONS if name not in ("local", "cohort"))),
         "\n" + OWN,
     ]
     return "\n".join(parts)
@@ -145,7 +145,7 @@ def _sections(*names: str) -> list[str]:
     """Sections that are not chosen by name."""
     found = []
     for name in names:
-        cls = config.SECTIONS[name]
+        cls = SECTIONS[name]
         found += [f"\n## {name}\n", _markdown(cls.__doc__ or "") + "\n", _table(name, cls)]
     return found
 

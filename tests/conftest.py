@@ -19,8 +19,8 @@ from hypothesis import settings as hypothesis_settings
 from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
 from fedloom.engine.run import Experiment
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.blobs import blobs
 
 # A busy machine is no fault of the code: neither an example nor its generation has a limit of time.

@@ -130,7 +130,7 @@ def test_imports_point_downwards(path: Path) -> None:
 
 
 def test_the_check_itself_can_fail() -> None:
-    assert upward("engine.local", "from fedloom.runs.config import parse") == ["config"]
+    assert upward("engine.local", "from fedloom.runs.settings import parse") == ["runs.settings"]
     assert upward("engine.local", "def f():\n    from fedloom import api, tree") == ["api"]
     assert upward("models.net", "import fedloom.data.arrays") == ["data.arrays"]
     assert upward("algorithms.fedavg", "from fedloom.engine import plan") == ["engine.plan"]

@@ -14,9 +14,9 @@ from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts, faults
-from fedloom.runs import record
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.folder import read_metrics
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.terminal import fedloom
 
 METHODS = {"dpsgd": 1, "dfedavg": 1, "dfedavgm": 1, "dfedsam": 2, "dfedgam": 3}  # gradients in a step
@@ -29,7 +29,7 @@ def test_nodes_agree_at_least_as_fast_as_theory_says(kind: str, tmp_path: Path) 
     words = (f"algorithm.kind={kind}", "topology.kind=torus", "rounds=6", "evaluate.personal=false", *NODES)
     done = fedloom("run", *words, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
-    first, *lines = record.read_metrics(tmp_path / "run")
+    first, *lines = read_metrics(tmp_path / "run")
     for line in lines:
         assert line["consensus/psi"] == pytest.approx((3 + 2 * math.cos(math.pi / 2)) / 5, abs=1e-9)
         before, after = line["consensus/pre_mix/distance"], line["consensus/post_mix/distance"]
@@ -62,7 +62,7 @@ def test_networks_that_fail_converge(kind: str, tmp_path: Path) -> None:
     more = ("rounds=25", "evaluate.every=5", "evaluate.personal=false", f"algorithm.kind={kind}", "local.lr=0.1")
     done = fedloom("run", *bad, *more, *NODES, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
-    lines = record.read_metrics(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
     assert lines[-1]["consensus/test/accuracy"] > 0.8
     assert lines[-1]["nodes/test/accuracy_min"] > 0.5
     assert all(line["consensus/contraction"] <= line["consensus/psi"] * (1 + 1e-4) for line in lines[1:])
@@ -74,7 +74,7 @@ def test_rounds_in_which_nobody_was_there_say_so(tmp_path: Path) -> None:
     words = ("algorithm.kind=dpsgd", *bad, "rounds=4", "evaluate.every=2", *NODES)
     done = fedloom("run", *words, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
-    _, second, fourth = record.read_metrics(tmp_path / "run")
+    _, second, fourth = read_metrics(tmp_path / "run")
     names = ("network/offline", "network/away", "network/dead", "work/gradients", "bytes/up")
     assert [second[name] for name in names] == [16, 2, 0, 0, 0]
     assert [fourth[name] for name in names] == [15, 4, 1, 0, 0]

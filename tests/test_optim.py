@@ -20,7 +20,7 @@ from torch.func import vmap
 from fedloom.core import tree, usercode
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Local, Optimizer, clipped, find_optimizer, moved, no_steps, optimizers, takes
-from fedloom.runs.config import as_table, parse
+from fedloom.runs.settings import as_table, parse
 
 LIBRARY: dict[str, Any] = {
     "sgd": torch.optim.SGD,

@@ -20,7 +20,7 @@ import pytest
 from fedloom.cli import main as cli
 from fedloom.engine import laws
 from fedloom.runs.catalogue import entries
-from fedloom.runs.config import parse, read_toml
+from fedloom.runs.settings import parse, read_toml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

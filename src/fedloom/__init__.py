@@ -7,9 +7,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "run": "fedloom.runs.api",
-    "resume": "fedloom.runs.api",
-    "History": "fedloom.runs.history",
+    "run": "fedloom.runs.start",
+    "resume": "fedloom.runs.resume",
+    "History": "fedloom.runs.result",
     "Algorithm": "fedloom.algorithm",
     "Inbox": "fedloom.algorithm",
     "Model": "fedloom.algorithm",

@@ -18,8 +18,8 @@ from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
 from fedloom.maths.ridge import upload_bytes
 from fedloom.models.net import Net
-from fedloom.runs.api import load_config, start
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
+from fedloom.runs.start import load_config, start
 from support.closed_form import OWNERS, apart, dealt, rounds
 
 

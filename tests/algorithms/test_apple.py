@@ -18,8 +18,8 @@ from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.blobs import blobs
 from support.quadratic import RAGGED, Bowl, Quadratic, vec, work
 

@@ -12,7 +12,7 @@ from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.gossip import RAGGED, SIZES, models, network, run, trained
 from support.quadratic import Quadratic, bowls, vec, visit
 

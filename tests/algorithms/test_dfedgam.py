@@ -12,7 +12,7 @@ from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.sharpness import Gam
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.gossip import RAGGED, SIZES, network, run
 from support.quadratic import Quadratic, bowls, vec, visit
 

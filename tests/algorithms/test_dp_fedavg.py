@@ -16,7 +16,7 @@ from fedloom.algorithms.dp_fedavg import DpFedAvg, Sent, Server
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 
 SIZES = (20, 12, 7, 9, 30, 11)
 

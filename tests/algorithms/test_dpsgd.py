@@ -15,7 +15,7 @@ from fedloom.engine.gossip import _rejoined, pulled
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment, Topology
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.gossip import gradient, models
 
 SIZES = (6, 6, 6, 6, 6)

@@ -30,7 +30,7 @@ from fedloom.engine.plan import again
 from fedloom.engine.run import advance, advance_watched, begin, groups_of, look_ahead
 from fedloom.engine.store import DiskStore, RamStore
 from fedloom.models.net import Net
-from fedloom.runs.config import as_table, parse
+from fedloom.runs.settings import as_table, parse
 from support.ala import (
     EXECUTORS,
     HELD,

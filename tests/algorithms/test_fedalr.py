@@ -19,7 +19,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.plan import draw
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import as_table, parse
+from fedloom.runs.settings import as_table, parse
 from support.quadratic import RAGGED, Bowl, after, hear, play, vec
 
 

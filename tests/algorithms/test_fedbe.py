@@ -21,7 +21,7 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.distillation import AT, Line, heard, setup, small
 from support.quadratic import RAGGED, after, hear, vec
 

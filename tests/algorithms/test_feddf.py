@@ -22,7 +22,7 @@ from fedloom.engine.run import advance, begin, groups_of
 from fedloom.engine.store import RamStore
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.distillation import AT, Line, heard, setup
 from support.quadratic import RAGGED, after, vec
 

@@ -20,7 +20,7 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.local import full_gradients
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
 

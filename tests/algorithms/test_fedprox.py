@@ -16,7 +16,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.task import Batch
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, after, bowls, optimum, play, vec
 from support.terminal import Quick
 
@@ -182,7 +182,7 @@ def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_proximal_step_that_grows_is_doubted() -> None:
-    from fedloom.runs.config import parse
+    from fedloom.runs.settings import parse
 
     def notes(mu):
         return parse({"algorithm": {"kind": "fedprox", "mu": mu}, "local": {"lr": 0.1}}).notes

@@ -20,7 +20,7 @@ from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.net import Net
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.personal import run, served
 from support.quadratic import RAGGED, hear, vec, work
 

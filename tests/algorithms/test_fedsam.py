@@ -12,7 +12,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 
 LINE = Bowl(2 * torch.eye(1).double(), vec(4))  # f = (y - 4)^2

@@ -18,8 +18,8 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import upload_bytes
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.closed_form import OWNERS, apart, dealt, rounds
 from support.proxies import deserted, spoiled
 

@@ -17,7 +17,7 @@ from fedloom.core.task import Batch, Task
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, after, vec, work
 
 MLP = {"kind": "mlp", "widths": [5]}

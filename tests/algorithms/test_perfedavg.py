@@ -21,7 +21,7 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.personal import full_gradient, run, served
 from support.quadratic import RAGGED, after, vec
 

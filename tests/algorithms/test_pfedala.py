@@ -21,7 +21,7 @@ from fedloom.core.task import Task
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import as_table, parse
+from fedloom.runs.settings import as_table, parse
 from support.ala import EXECUTORS, HELD, LOCAL, NORMED, OPTIMIZERS, Ran, laid_out, memory_of, ran, recorded, same
 from support.quadratic import RAGGED, hear
 from support.terminal import Quick

@@ -15,7 +15,7 @@ from fedloom.engine.diagnose import Moves, gamma
 from fedloom.engine.local import train
 from fedloom.engine.run import advance, advance_watched, begin, groups_of
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.blobs import blobs
 from support.quadratic import RAGGED, Bowl, after, bowls, play, vec
 

@@ -17,7 +17,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.blobs import blobs
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fedloom.compare import running as compare
-from fedloom.runs import record
+from fedloom.runs.folder import read_metrics
 from support.comparisons import GRID, SMALL, TABLES, THREE, contents, table
 from support.terminal import fedloom, started
 
@@ -34,7 +34,7 @@ def test_what_a_comparison_leaves(whole: Path) -> None:
         assert config["partition"]["alpha"] == float(line["partition.alpha"])
         described = json.loads((home / "environment.json").read_text())
         assert described["config_hash"].startswith(home.name)
-        assert float(line["last"]) == record.read_metrics(home)[-1]["global/test/accuracy"]
+        assert float(line["last"]) == read_metrics(home)[-1]["global/test/accuracy"]
 
 
 def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
@@ -45,7 +45,7 @@ def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
             homes = [whole / x["folder"] for x in lines if (x["partition.alpha"], x["seed"]) == (alpha, seed)]
             assert len(homes) == 3
             splits = {json.loads((h / "partition.json").read_text())["sha256"] for h in homes}
-            first = {json.dumps(record.read_metrics(h)[0]) for h in homes}
+            first = {json.dumps(read_metrics(h)[0]) for h in homes}
             assert len(splits) == len(first) == 1
             timings = [[json.loads(x)["clients"] for x in (h / "timings.jsonl").open()] for h in homes]
             assert timings[0] == timings[1] == timings[2]
@@ -54,7 +54,7 @@ def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
 
 
 def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
-    from fedloom.runs.experiment import prepare
+    from fedloom.runs.prepare import prepare
 
     cells = compare.plan(table(algorithms=THREE, seeds=[5])).cells
     drawn = [[prepare(c.config, Path()).experiment.present(r).drawn.ids.tolist() for r in range(3)] for c in cells]
@@ -206,7 +206,7 @@ def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> No
     done = compare.run({**settings, "compare": {"algorithms": methods, "seeds": [0]}}, tmp_path / "out", jobs=1)
     homes = [done.cells / result.hash for result in done.results]
     assert len({(home / "noise.key").read_text() for home in homes}) == 2
-    each = [record.read_metrics(home)[-1]["privacy/epsilon"] for home in homes]
+    each = [read_metrics(home)[-1]["privacy/epsilon"] for home in homes]
     note = next(note for note in done.summary()["notes"] if note.startswith("epsilon"))
     assert f"2 cells on the same data add up to epsilon {sum(each):.4g} at delta 2e-05" in note
     assert note in (tmp_path / "out" / "table.md").read_text()
@@ -219,5 +219,5 @@ def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: 
     done = compare.run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)
     assert {row.method for row in done.rows} == {"fedala", "fedavg"}
     for result in done.results:
-        last = record.read_metrics(done.cells / result.hash)[-1]
+        last = read_metrics(done.cells / result.hash)[-1]
         assert last["participants/post_fit/test/accuracy"] != last["personal/pre_fit/test/accuracy"]

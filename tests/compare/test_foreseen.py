@@ -11,8 +11,8 @@ import pytest
 from fedloom.compare import running as compare
 from fedloom.core.errors import ConfigError
 from fedloom.runs import catalogue
-from fedloom.runs.api import start
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
+from fedloom.runs.start import start
 from support.comparisons import table
 from support.terminal import fedloom, files
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.compare import running as compare
 from fedloom.core import usercode
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 
 
 def of(**sections: Any) -> float:

@@ -22,10 +22,11 @@ from fedloom.data.files import Layout, Rows
 from fedloom.data.sources import PublishedSet, from_arrays
 from fedloom.models.net import Model
 from fedloom.models.resnet import ResNet20, ResNet50
-from fedloom.runs import experiment
-from fedloom.runs.api import start
-from fedloom.runs.config import Config, as_table, find_algorithm, parse
-from fedloom.runs.experiment import initial_task, prepare, share
+from fedloom.runs import prepare as preparing
+from fedloom.runs.find import find_algorithm
+from fedloom.runs.prepare import initial_task, prepare, share
+from fedloom.runs.settings import Config, as_table, parse
+from fedloom.runs.start import start
 
 ROOT = Path(__file__).parents[2] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))
@@ -343,7 +344,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
             nets[name] = initial_task(model, arrays, seed)
         return nets[name]
 
-    monkeypatch.setattr(experiment, "initial_task", net)
+    monkeypatch.setattr(preparing, "initial_task", net)
     monkeypatch.setattr(Task, "to", functools.lru_cache(maxsize=2)(Task.to))  # it copies the net
     tried = functools.lru_cache(maxsize=2)(vars(Task)["is_head_of_body"].fget)
     monkeypatch.setattr(Task, "is_head_of_body", property(tried))  # it runs the net

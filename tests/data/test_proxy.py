@@ -11,8 +11,8 @@ from fedloom.compare import running as compare
 from fedloom.core.errors import ConfigError
 from fedloom.data.arrays import Arrays
 from fedloom.data.proxy import Proxy, without
-from fedloom.runs.config import as_table, parse
-from fedloom.runs.experiment import share
+from fedloom.runs.prepare import share
+from fedloom.runs.settings import as_table, parse
 
 
 def arrays(rows: int = 400, test: int = 100) -> Arrays:

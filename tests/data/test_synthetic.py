@@ -14,8 +14,8 @@ from fedloom.core.rng import stream
 from fedloom.data.arrays import Arrays
 from fedloom.data.sources import Synthetic
 from fedloom.data.synthetic import NAME, SHARED, Device, device_sizes, labels, variances
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 OWN = {"kind": "natural", "holdout": 0}
 

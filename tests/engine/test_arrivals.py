@@ -22,8 +22,8 @@ from fedloom.engine import checkpoint
 from fedloom.engine.forecast import forecast
 from fedloom.engine.run import Experiment, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 # One example of each client takes 1, 2 and 5 seconds; messages take no time worth the name.
 DEVICES = {"speeds": [1.0, 0.5, 0.2], "latency": 0.0, "up": 1e30, "down": 1e30}

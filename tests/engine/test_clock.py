@@ -29,7 +29,7 @@ from fedloom.engine.clock import (
 from fedloom.engine.plan import Amount, Drawn
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 
 IDS = torch.arange(40)
 DRAWN = Drawn(IDS, torch.ones(40))

@@ -29,7 +29,7 @@ from fedloom.engine.evaluate import _HELD, Evaluate, Judged, _batches, evaluate,
 from fedloom.engine.run import Experiment, RunState, advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
-from fedloom.runs.config import parse
+from fedloom.runs.settings import parse
 from support.worlds import experiment, federation, ranges
 
 VARIANTS = ("micro_logits", "micro_softmax", "macro_present")

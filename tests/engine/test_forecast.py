@@ -11,8 +11,9 @@ import pytest
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.run import Experiment, advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import algorithms, parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.find import algorithms
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 
 ROUNDS = 3
 DYNAMIC = {"analytic", "fedala", "fedkd", "law_afl", "pfedala"}  # how much these train or send, only training tells

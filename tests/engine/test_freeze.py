@@ -26,8 +26,8 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import Prepared, has_fixed_features, initial_task, on_features, prepare
+from fedloom.runs.prepare import Prepared, has_fixed_features, initial_task, on_features, prepare
+from fedloom.runs.settings import parse
 from support import worlds
 from support.terminal import Quick
 

@@ -28,8 +28,8 @@ from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.worlds import CPU, experiment, federation
 
 RAGGED = (1, 300, 2, 47, 10, 64, 129, 7)

@@ -13,7 +13,7 @@ import torch
 
 from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
-from fedloom.runs.config import algorithms
+from fedloom.runs.find import algorithms
 from fedloom.runs.launch import _what_is_left, count, environment, meeting, without_ranks
 from support import crew
 

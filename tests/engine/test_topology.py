@@ -48,7 +48,7 @@ from fedloom.engine.topology import (
     weigh,
     window,
 )
-from fedloom.runs.config import as_toml, parse, read_toml, topology_of
+from fedloom.runs.settings import as_toml, parse, read_toml, topology_of
 
 FAIR: list[Topology] = [Ring(), Full(), Star(), Grid(), Torus(), Exponential(), SymmetricExponential()]
 FAIR += [OnePeerExponential(), Random(max_degree=4), Random(max_degree=3, exact=True), Matching()]

@@ -13,7 +13,7 @@ from fedloom.engine.forecast import forecast
 from fedloom.engine.local import train
 from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import algorithms
+from fedloom.runs.find import algorithms
 
 SIZES, BATCH = (12, 6, 24), 6  # whole batches, of which halves and thirds are whole, too
 KINDS = list(algorithms(own=False))

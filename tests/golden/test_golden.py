@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedloom
-from fedloom.runs.config import algorithms
+from fedloom.runs.find import algorithms
 
 FILE = Path(__file__).with_name("metrics.json")
 KINDS = list(algorithms(own=False))

@@ -12,7 +12,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core.schema import when
 from fedloom.engine import laws
-from fedloom.runs.config import algorithms
+from fedloom.runs.find import algorithms
 
 KINDS = algorithms(own=False)
 COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them

@@ -17,7 +17,7 @@ from fedloom.report import comparison as report
 from fedloom.report import grid
 from fedloom.report.comparison import Question, Result, Versus
 from fedloom.report.grid import Layout
-from fedloom.runs import record
+from fedloom.runs.folder import read_metrics
 from support.terminal import fedloom
 
 RECIPE = """
@@ -78,9 +78,7 @@ class Made:
     def runs(self, line: dict[str, str]) -> list[list[dict[str, Any]]]:
         """The metrics of the runs that a line of the table is about."""
         keys = ("algorithm", "local.optimizer", "partition")
-        return [
-            record.read_metrics(self.folder / c["folder"]) for c in self.cells if all(c[k] == line[k] for k in keys)
-        ]
+        return [read_metrics(self.folder / c["folder"]) for c in self.cells if all(c[k] == line[k] for k in keys)]
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +356,7 @@ def test_every_algorithm_has_curves_against_seconds_and_bytes(x: str, tmp_path: 
     done = fedloom(*words, "--out", "out", "--json", "model=logistic", cwd=tmp_path)
     assert done.code == 0, done.err
     for home in (tmp_path / "out" / "cells").iterdir():
-        lines = record.read_metrics(home)
+        lines = read_metrics(home)
         assert lines[-1]["time/simulated"] > lines[0]["time/simulated"] == 0
     assert ("simulated seconds" if x == "seconds" else "MB sent") in (tmp_path / "out" / "curves.svg").read_text()
     assert f'x = "{x}"' in (tmp_path / "out" / "compare.toml").read_text()

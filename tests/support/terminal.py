@@ -59,7 +59,7 @@ def started(*words: object, cwd: Path, env: Mapping[str, str] | None = None, **o
 
 _SERVER = """
 import json, os, signal, sys, time
-import fedloom.runs.api, fedloom.cli.main, fedloom.runs.catalogue, fedloom.report.curves
+import fedloom.runs.start, fedloom.runs.resume, fedloom.cli.main, fedloom.runs.catalogue, fedloom.report.curves
 
 def crash_at(number, place):
     # Die like a power cut just before the process touches a file below `place` for the given time.

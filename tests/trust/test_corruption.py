@@ -18,8 +18,8 @@ from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import Statistics, from_rows, to_rows
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from fedloom.trust.corruption import Corruption, Rows, corrupted, mass, poisoned
 from support.blobs import blobs
 

@@ -19,7 +19,7 @@ from fedloom.core import tree
 from fedloom.core.errors import CheckpointError, ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.record import read_metrics
+from fedloom.runs.folder import read_metrics
 from fedloom.trust import noise
 from fedloom.trust.noise import SIMULATED
 from support.blobs import blobs

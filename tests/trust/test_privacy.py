@@ -22,8 +22,8 @@ from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from fedloom.trust.noise import seeded
 from fedloom.trust.privacy import (
     Privacy,

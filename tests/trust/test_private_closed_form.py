@@ -18,8 +18,8 @@ from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import from_rows, statistics, to_rows
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.blobs import blobs
 from support.terminal import fedloom as in_a_terminal
 

@@ -16,8 +16,8 @@ from fedloom.core import tree
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, begin, groups_of, train_all
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from fedloom.trust.privacy import protected
 from support.blobs import blobs
 

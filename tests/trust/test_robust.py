@@ -15,8 +15,8 @@ from fedloom.algorithm import Inbox, Update
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.config import parse
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from fedloom.trust.robust import Aggregation, krum_scores, replaced, robust, trimmed
 from support.blobs import blobs
 

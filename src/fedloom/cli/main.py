@@ -126,18 +126,19 @@ def run(
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
     from fedloom.data.files import default_root
     from fedloom.engine.ranks import joined
-    from fedloom.runs import api, config
+    from fedloom.runs.settings import as_toml
+    from fedloom.runs.start import load_config, start
 
     _own_code(no_user_code)
     with joined().agreed():
-        experiment = api.load_config(*_file_and_overrides(settings or []), trust=trust)
+        experiment = load_config(*_file_and_overrides(settings or []), trust=trust)
     if print_config:
         if not _follows():
-            print(config.as_toml(experiment), end="")
+            print(as_toml(experiment), end="")
         return
     _launch(ranks, experiment)
     folder, root = out or Path("runs") / _run_name(experiment), data_root or default_root()
-    _watched(json_, lambda watch: api.start(experiment, out=folder, numbered=out is None, root=root, listener=watch))
+    _watched(json_, lambda watch: start(experiment, out=folder, numbered=out is None, root=root, listener=watch))
 
 
 @app.command()
@@ -173,14 +174,15 @@ def resume(
 
     It may go on with another number of ranks.
     """
-    from fedloom.runs import api
+    from fedloom.runs.resume import resume
+    from fedloom.runs.start import load_config
 
     _own_code(no_user_code)
     if ranks is not None and (run_dir / "config.toml").is_file():
-        _launch(ranks, api.load_config(run_dir / "config.toml", trust=trust))
+        _launch(ranks, load_config(run_dir / "config.toml", trust=trust))
     _watched(
         json_,
-        lambda watch: api.resume(
+        lambda watch: resume(
             run_dir,
             at=from_,
             rounds=rounds,
@@ -281,12 +283,12 @@ def partition(
     """
     from fedloom.data.files import default_root
     from fedloom.report import partition as report
-    from fedloom.runs import api
-    from fedloom.runs.experiment import share
+    from fedloom.runs.prepare import share
+    from fedloom.runs.start import load_config
 
     _own_code(no_user_code)
     words = [f"partition.kind={w}" if _is_word(w) else w for w in settings or []]
-    experiment = api.load_config(*_file_and_overrides(words), trust=trust)
+    experiment = load_config(*_file_and_overrides(words), trust=trust)
     shared = share(experiment, data_root or default_root())
     described = shared.described()
     picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
@@ -374,8 +376,9 @@ def describe(
 def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
     from fedloom.engine.topology import faults
     from fedloom.report import topology as report
-    from fedloom.runs import api
-    from fedloom.runs.config import override, topology_of
+    from fedloom.runs import network as networks
+    from fedloom.runs.overrides import override
+    from fedloom.runs.settings import topology_of
 
     kinds, pairs = [w for w in words if "=" not in w], [w for w in words if "=" in w]
     if len(kinds) > 1:
@@ -388,9 +391,9 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
     wrong = faults(network, nodes, seed)
     if wrong:
         raise ConfigError(wrong)
-    described = api.described(network, nodes, seed)
+    described = networks.described(network, nodes, seed)
     if out is not None:
-        api.draw_topology(network, nodes, seed, out)
+        networks.draw_topology(network, nodes, seed, out)
     if json_:
         print(json.dumps(described | ({"picture": str(out)} if out is not None else {})))
         return
@@ -413,7 +416,7 @@ def check(
 ) -> None:
     """Put an algorithm, yours or ours, to the laws that every algorithm here obeys."""
     from fedloom.engine import laws
-    from fedloom.runs.config import find_algorithm
+    from fedloom.runs.find import find_algorithm
 
     _own_code(no_user_code, algorithm)
     cls = find_algorithm(algorithm, "algorithm")
@@ -520,7 +523,8 @@ def _comparison(
 ) -> tuple[dict[str, Any], str]:
     """The table of a comparison from the words of a command line, and the name of its file."""
     from fedloom.core import usercode
-    from fedloom.runs.config import override, read_toml, value_of
+    from fedloom.runs.overrides import override, value_of
+    from fedloom.runs.settings import read_toml
 
     files = [w for w in words if "=" not in w and w.endswith(".toml")]
     kinds = [w for w in words if _is_word(w)]
@@ -568,7 +572,7 @@ def _launch(wanted: str | None, experiment: Any) -> None:
         return
     from fedloom.engine.ranks import is_rank
     from fedloom.runs import launch
-    from fedloom.runs.experiment import pick_device
+    from fedloom.runs.prepare import pick_device
 
     if is_rank():
         raise ConfigError([Fault("--ranks", f"torchrun has started the ranks already (got {wanted})", "leave it out")])
@@ -583,18 +587,18 @@ def _launch(wanted: str | None, experiment: Any) -> None:
 
 
 def _watched(as_json: bool, work: Callable[[Any], Any]) -> None:
-    from fedloom.runs import api
+    from fedloom.runs.loop import InterruptedRun, Silence
 
     if _follows():
         try:
-            work(api.Silence())
-        except api.InterruptedRun as stop:
+            work(Silence())
+        except InterruptedRun as stop:
             raise typer.Exit(130) from stop
         return
     watch = Watch(Console(stderr=as_json, highlight=False, soft_wrap=True))
     try:
         history = work(watch)
-    except api.InterruptedRun as stop:
+    except InterruptedRun as stop:
         watch.close()
         watch.say(f"stopped and saved after round {stop.round}; go on with: fedloom resume {stop.run_dir}")
         raise typer.Exit(130) from stop

@@ -10,8 +10,8 @@ from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.run import Experiment
 from fedloom.report.comparison import Equal
-from fedloom.runs.config import Config
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import Config
 
 MOST = 1_000_000  # rounds; who spends so little that more would be needed is compared by something else
 

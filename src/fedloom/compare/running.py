@@ -42,20 +42,17 @@ from fedloom.report import comparison as report
 from fedloom.report import grid as layouts
 from fedloom.report.comparison import Along, Equal, Place, Question, Result, Row, Spent
 from fedloom.report.grid import Layout, Sheet
-from fedloom.runs import api, record
-from fedloom.runs.config import (
-    Config,
-    InMemory,
-    as_table,
-    assign,
-    config_hash,
-    find_algorithm,
-    idle,
-    parse,
-    read_toml,
-    without_idle,
-)
-from fedloom.runs.experiment import pick_device
+from fedloom.runs import loop
+from fedloom.runs.environment import changed_files, other_versions
+from fedloom.runs.find import find_algorithm
+from fedloom.runs.folder import as_json, read_ended, write_text
+from fedloom.runs.in_memory import InMemory
+from fedloom.runs.loop import InterruptedRun, Progress
+from fedloom.runs.overrides import assign, idle, without_idle
+from fedloom.runs.prepare import pick_device
+from fedloom.runs.resume import resume
+from fedloom.runs.settings import Config, as_table, config_hash, parse, read_toml
+from fedloom.runs.start import start
 
 # How names begin that are the evaluation's own, and not an algorithm's.
 _JUDGED = ("global", "personal", "participants", "consensus", "nodes", "network", "bytes", "work", "time")
@@ -775,7 +772,7 @@ def run(
     planned = equalised(planned, root)
     with _storage(folder), _held(folder):
         _refuse_another(planned, folder, root, trust=trust)
-        record.write_text(folder / "compare.toml", planned.as_toml())
+        write_text(folder / "compare.toml", planned.as_toml())
         with _cells_of(planned, folder) as cells:
             planned = planned._replace(notes=(*planned.notes, *_cleared(planned, cells)))
             failures = _run_missing(planned, folder, cells, root, jobs, watcher or Silence())
@@ -873,12 +870,12 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
 def _cleared(planned: Plan, cells: Path) -> list[str]:
     """Delete the cells that were made with other code or weights of the user's, so that they run again; say so."""
     homes = [home for home in dict.fromkeys(cells / cell.hash for cell in planned.cells) if home.is_dir()]
-    stale = {home: changed for home in homes if (changed := api.changed_files(home))}
+    stale = {home: changed for home in homes if (changed := changed_files(home))}
     for home in stale:
         shutil.rmtree(home)
     files = sorted({file for changed in stale.values() for file in changed})
     notes = [f"{_counted(len(stale), 'cell')} begun with other {', '.join(files)}: run again"] if stale else []
-    words = [word for home in homes if home not in stale for word in api.other_versions(home)]
+    words = [word for home in homes if home not in stale for word in other_versions(home)]
     return notes + [f"{word} in {_counted(words.count(word), 'cell')}" for word in dict.fromkeys(words)]
 
 
@@ -1123,7 +1120,7 @@ class Crew:
 
 
 # -- in a worker -----------------------------------------------------------------------------------
-class Teller(api.Silence):
+class Teller(loop.Silence):
     """Tells the parent about rounds, a few times a second."""
 
     def __init__(self, answers: IO[str]) -> None:
@@ -1132,7 +1129,7 @@ class Teller(api.Silence):
     def started(self, prepared: Any, folder: Path | None, done: int) -> None:  # noqa: ARG002
         self.tell({"round": done, "resumed": True})
 
-    def advanced(self, progress: api.Progress) -> None:
+    def advanced(self, progress: Progress) -> None:
         now = time.perf_counter()
         if now - self._told > 0.2:
             self._told = now
@@ -1165,13 +1162,13 @@ def _outcome(job: dict[str, Any], teller: Teller) -> dict[str, Any]:
     usercode.vouch(job["config"])  # the parent has loaded it; what the cell's own config.toml may name instead is not
     try:
         if (folder / "config.toml").is_file():
-            api.resume(folder, data_root=root, listener=teller)
+            resume(folder, data_root=root, listener=teller)
         else:
-            api.start(parse(job["config"]), out=folder, root=root, listener=teller)
-    except api.InterruptedRun:
+            start(parse(job["config"]), out=folder, root=root, listener=teller)
+    except InterruptedRun:
         os._exit(130)
     except DivergedError as error:
-        record.write_text(folder / "diverged.json", json.dumps({"message": str(error)}) + "\n")
+        write_text(folder / "diverged.json", json.dumps({"message": str(error)}) + "\n")
         return {"state": "diverged", "message": str(error)}
     except FedloomError as error:
         return {"state": "failed", "message": str(error)}
@@ -1194,7 +1191,7 @@ def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -
         "table.md": report.markdown(question, rows),
         "table.tex": report.latex(question, rows),
         "cells.csv": report.cells_csv(question, results, os.path.relpath(cells, folder)),
-        "summary.json": record.as_json(comparison.summary(), indent=1) + "\n",
+        "summary.json": as_json(comparison.summary(), indent=1) + "\n",
     }
     if sheet is not None:
         texts |= {"layout.csv": layouts.table_csv(sheet), "layout.md": layouts.markdown(sheet)}
@@ -1204,7 +1201,7 @@ def _write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -
         if layout is not None:
             layouts.draw(question, layout, results, folder / f"layout.{end}")
     for name, text in texts.items():
-        record.write_text(folder / name, text)
+        write_text(folder / name, text)
     return comparison
 
 
@@ -1231,7 +1228,7 @@ def _as_result(
 def _result(cell: Cell, home: Path) -> Result:
     """What the run folder of a cell holds, refused where that is not what the run wrote."""
     state = _state(home) or "failed"
-    records = record.read_ended(home) if (home / "metrics.jsonl").is_file() else []
+    records = read_ended(home) if (home / "metrics.jsonl").is_file() else []
     described = home / "partition.json"
     shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
     return _as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))

@@ -24,7 +24,8 @@ from fedloom.data.sources import Source
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.topology import Topology
 from fedloom.models.net import Model, Net
-from fedloom.runs.config import SECTIONS, algorithms, find_algorithm, user_algorithms
+from fedloom.runs.find import algorithms, find_algorithm, user_algorithms
+from fedloom.runs.settings import SECTIONS
 
 
 class Entry(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from fedloom import __version__
 from fedloom.data.files import default_root, missing_files
 from fedloom.data.published import PUBLISHED
-from fedloom.runs import api
+from fedloom.runs.start import run
 
 
 class Finding(NamedTuple):
@@ -60,6 +60,6 @@ def _folder() -> str:
 
 def _training() -> str:
     began = time.perf_counter()
-    history = api.run("fedavg", data="digits", rounds=3, seed=0)
+    history = run("fedavg", data="digits", rounds=3, seed=0)
     accuracy, seconds = history.summary["global/test/accuracy"].last, time.perf_counter() - began
     return f"3 rounds of FedAvg on digits in {seconds:.1f} s, accuracy {accuracy:.2f}"

@@ -15,15 +15,14 @@ change: it is deleted before, and written again after.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
-import platform
-import subprocess
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -31,11 +30,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom import __version__
 from fedloom.core import disk
-from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.core.errors import CheckpointError, ConfigError, Fault, StorageError
 from fedloom.data.arrays import Ints
 from fedloom.engine import checkpoint
+from fedloom.engine.ranks import Ranks
 from fedloom.trust import noise
 from fedloom.trust.noise import Key
 
@@ -390,40 +389,38 @@ def read_ended(path: Path) -> list[dict[str, Any]]:
     return read_metrics(path)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """With what a run was made: versions, machine, commit."""
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {
-        "versions": versions(),
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        **gpu,
-        "commit": _commit(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of what decides numbers."""
-    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    return {"python": platform.python_version(), **packages}
-
-
-def _cpu() -> str:
+# -- as long as a run lasts ----------------------------------------------------------------------
+@contextmanager
+def held(path: Path | None, opened: Callable[[Path], RunFolder], ranks: Ranks) -> Iterator[RunFolder | None]:
+    """The run folder, where there is one, for as long as the run lasts; only rank 0 has it."""
+    folder = None
+    with ranks.agreed(), storage(path):
+        if path is not None and ranks.leads:
+            folder = opened(path)
     try:
-        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
+        yield folder
+    finally:
+        if folder is not None:
+            folder.close()
 
 
-def _commit() -> str:
-    """The commit of fedloom's own sources, or nothing where they are not a checkout."""
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
+@contextmanager
+def storage(path: Path | None) -> Iterator[None]:
+    """A disk that is full or refuses a write ends the run with one clear error."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split("\n")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return found[1] if Path(found[0]) / "src" / "fedloom" == here else ""
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError([Fault(str(path), "a name in this path is too long", "choose a shorter one")]) from error
+        where = path or "a temporary folder"
+        raise StorageError(f"writing below {where} failed: {error.strerror}{intact(path)}") from error
+
+
+def intact(path: Path | None) -> str:
+    """What is left of a run that ends early, in words."""
+    saved: dict[int, Any] = {}
+    with suppress(OSError):  # what cannot be read is of no help
+        saved = checkpoint.readable(path / "checkpoints") if path is not None else {}
+    return f"; the last checkpoint is intact: fedloom resume {path}" if saved else ""

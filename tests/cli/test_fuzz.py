@@ -39,8 +39,11 @@ from fedloom.engine.evaluate import Diagnostic
 from fedloom.engine.run import begin
 from fedloom.engine.topology import Topology
 from fedloom.models.net import Model
-from fedloom.runs import api, config
-from fedloom.runs.history import History
+from fedloom.runs import resume as resuming
+from fedloom.runs import start as starting
+from fedloom.runs.find import algorithms
+from fedloom.runs.result import History
+from fedloom.runs.settings import SECTIONS, Basics
 from support.terminal import Done, files
 
 BY_HAND = int(os.environ.get("FEDLOOM_FUZZ", "0"))
@@ -116,7 +119,8 @@ def prepared_only() -> Iterator[None]:
         return History("", state.round, 1.0, [{"round": 0}], None, None)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(api, "_drive", stop)
+    patch.setattr(starting, "drive", stop)
+    patch.setattr(resuming, "drive", stop)
     yield
     patch.undo()
 
@@ -197,7 +201,7 @@ def subset(cls: Any, draw: Any, wild: bool, most: int = 3) -> dict[str, Any]:
 KINDS: dict[str, list[tuple[str, Any]]] = {
     "partition": sorted(kinds(Partition, "fedloom.data.partition").items()),
     "model": sorted(kinds(Model, "fedloom.models").items()),
-    "algorithm": sorted(config.algorithms(own=False).items()),
+    "algorithm": sorted(algorithms(own=False).items()),
     "topology": sorted(kinds(Topology, "fedloom.engine.topology").items()),
 }
 
@@ -206,7 +210,7 @@ KINDS: dict[str, list[tuple[str, Any]]] = {
 def experiments(draw: Any) -> dict[str, Any]:
     """A table with some of all sections."""
     wild = st.integers(0, 19).map(lambda n: n == 19)  # one fault is enough to be refused
-    table: dict[str, Any] = {"rounds": 1, **subset(config.Basics, draw, draw(wild), draw(st.integers(0, 1)))}
+    table: dict[str, Any] = {"rounds": 1, **subset(Basics, draw, draw(wild), draw(st.integers(0, 1)))}
     table["data"] = {"source": draw(st.sampled_from(["images.npz", "images.npz", "rows.npz"]))}
     if not draw(st.integers(0, 3)):
         table["data"] |= subset(Npz, draw, draw(wild), 1)
@@ -219,10 +223,10 @@ def experiments(draw: Any) -> dict[str, Any]:
         networks = networks or getattr(cls, "family", "") == "gossip"
     if "clients" in dict(KINDS["partition"])[table["partition"]["kind"]].model_fields:
         table["partition"].setdefault("clients", 3)
-    for section in draw(st.lists(st.sampled_from(sorted(config.SECTIONS)), max_size=2, unique=True)):
-        table[section] = subset(config.SECTIONS[section], draw, draw(wild), draw(st.integers(0, 2)))
+    for section in draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=2, unique=True)):
+        table[section] = subset(SECTIONS[section], draw, draw(wild), draw(st.integers(0, 2)))
     if draw(wild):
-        names = st.one_of(st.sampled_from([*table, *config.SECTIONS, "compare"]), st.text("abc.-", max_size=5))
+        names = st.one_of(st.sampled_from([*table, *SECTIONS, "compare"]), st.text("abc.-", max_size=5))
         table[draw(names)] = draw(anything)
     return table
 
@@ -274,7 +278,7 @@ def trainings(draw: Any) -> list[str]:
     """Settings of one round that is trained for real, with numbers that are each allowed somewhere."""
     kind, cls = draw(st.sampled_from(KINDS["algorithm"]))
     words = [f"algorithm.kind={kind}", f"model.kind={draw(st.sampled_from(['logistic', 'mlp']))}"]
-    sections = {"algorithm": cls} | {name: config.SECTIONS[name] for name in ("local", "evaluate", "privacy", "system")}
+    sections = {"algorithm": cls} | {name: SECTIONS[name] for name in ("local", "evaluate", "privacy", "system")}
     for section, spec in sections.items():
         real = sorted(
             name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.algorithm import Held, Noise
+from fedloom.algorithm import Held
 from fedloom.core import rng
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
@@ -22,16 +23,16 @@ from fedloom.data.partition import Summary, fingerprint, split, summary
 from fedloom.data.proxy import lacking, without
 from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
-from fedloom.engine.plan import amounts, draw
+from fedloom.engine.plan import amounts
+from fedloom.engine.ranks import joined, take_device
 from fedloom.engine.run import Experiment, begin, specimen
 from fedloom.engine.topology import faults as topology_faults
-from fedloom.maths.private_sums import sensitivity
 from fedloom.models.net import Model, Net
-from fedloom.runs.config import Config
+from fedloom.runs.guard import guard_of, noise_of
+from fedloom.runs.settings import Config, config_hash
 from fedloom.trust import corruption, noise, privacy, robust
 from fedloom.trust.corruption import Corruption, Rows, corrupted
 from fedloom.trust.noise import Key
-from fedloom.trust.privacy import Guard, Release, Sums, calibrated, factors
 
 _CHUNK = 512  # examples of one forward pass
 
@@ -142,11 +143,11 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     if config.engine.compile == "on" and capture != "compiled":
         note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
         config = config._replace(notes=(*config.notes, note))
-    guard = _guard(config, federation, key)
+    guard = guard_of(config, federation, key)
     algorithm = config.algorithm.bind(task, config.local.optimiser(), federation.train.sizes, held)
     algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
     if guard is not None and guard.sums is not None:
-        algorithm = algorithm.told_of_noise(_told_noise(guard, guard.sums))
+        algorithm = algorithm.told_of_noise(noise_of(guard, guard.sums))
     lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
     experiment = Experiment(
         algorithm=algorithm,
@@ -173,100 +174,6 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     _check_statistics(experiment)
     _check_uploads(config, experiment)
     return Prepared(experiment, shared, config, reason)
-
-
-def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
-    """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
-    if not bad or not how.spoils:
-        return fed
-    x = fed.x.float() if how.kind == "feature_noise" else fed.x
-    x, y = (x.clone(), fed.y) if how.spoils == "x" else (x, fed.y.clone())
-    for client in bad:
-        rows = fed.train.rows[fed.train.start[client] : fed.train.start[client + 1]].to(fed.x.device)
-        theirs = corrupted(how, Rows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
-        if how.spoils == "x":
-            x[rows] = theirs.x
-        else:
-            y[rows] = theirs.y
-    return fed._replace(x=x, y=y)
-
-
-def _guard(config: Config, fed: Federation, key: Key | None) -> Guard | None:
-    """Privacy as it is in this run: for its sampling, its rounds and its clients."""
-    how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
-    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
-    if how.feature_clip is not None and how.clip is None:
-        return _guard_of_sums(config, fed, how.feature_clip, key)
-    if how.clip is None or cohort.sampling == "proportional":
-        return None
-    sizes = fed.train.sizes
-    able = int((sizes > 0).sum())
-    size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
-    counts = np.zeros((fed.clients, fed.classes))
-    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
-    charged = how.histogram_epsilon if how.asks_for_labels else 0.0
-    release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
-    uses: tuple[int, ...] = tuple(range(rounds + 1))
-    if release.local:  # only the rounds in which a client takes part count for it
-        taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
-        for r in range(rounds):
-            taken[r + 1, draw(cohort, sizes, seed, r).ids] = config.algorithm.releases_in(r)
-        uses = tuple(taken.cumsum(0).max(1).values.tolist())
-    if how.epsilon is not None:
-        release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
-    # A sum over who happens to be there is only divided by a number that does not tell how many these are.
-    fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
-    weight = float(size) if fixed else None
-    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
-    noisier = factors(how, counts, key)
-    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
-
-
-def _told_noise(guard: Guard, sums: Sums) -> Noise:
-    """What the algorithm must know of how its sums, or means, are hidden."""
-    if guard.features is not None:
-        std = guard.release.noise * sums.sensitivity
-        return Noise(guard.features, std, std / sums.cross_scale, of_means=True)
-    std = guard.deviation(guard.release.size)
-    return Noise(guard.clip, std, std / sums.cross_scale)
-
-
-def _sums(config: Config, norm: float) -> Sums:
-    """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
-    scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
-    return Sums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
-
-
-def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
-    """The same of sums over examples, each of which is in one sum of one client, and is released once."""
-    how, able, sums = config.privacy, int((fed.train.sizes > 0).sum()), _sums(config, norm)
-    release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
-    if how.epsilon is not None:
-        release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
-    uses = (0, *[1] * config.basics.rounds)
-    return Guard(key, norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)
-
-
-def _check_statistics(exp: Experiment) -> None:
-    """A mean of running statistics needs clients that are heard together."""
-    if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
-        what = (
-            f"the server of {type(exp.algorithm).__name__} waits for nobody, and has no mean of BatchNorm's statistics"
-        )
-        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
-
-
-def _check_uploads(config: Config, experiment: Experiment) -> None:
-    """What can only be known once the net is there: of what uploads consist."""
-    poisons = bool(experiment.bad) and bool(config.corruption.changes)
-    if not poisons and experiment.guard is None:
-        return
-    upload, fed = specimen(experiment, begin(experiment)), experiment.federation
-    faults = corruption.refused(config.corruption, upload) if poisons else []
-    travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
-    faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
-    if faults:
-        raise ConfigError(faults)
 
 
 def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
@@ -356,8 +263,69 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
         raise ConfigError(faults)
 
 
+def _check_statistics(exp: Experiment) -> None:
+    """A mean of running statistics needs clients that are heard together."""
+    if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
+        what = (
+            f"the server of {type(exp.algorithm).__name__} waits for nobody, and has no mean of BatchNorm's statistics"
+        )
+        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
+
+
+def _check_uploads(config: Config, experiment: Experiment) -> None:
+    """What can only be known once the net is there: of what uploads consist."""
+    poisons = bool(experiment.bad) and bool(config.corruption.changes)
+    if not poisons and experiment.guard is None:
+        return
+    upload, fed = specimen(experiment, begin(experiment)), experiment.federation
+    faults = corruption.refused(config.corruption, upload) if poisons else []
+    travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
+    faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
+    """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
+    if not bad or not how.spoils:
+        return fed
+    x = fed.x.float() if how.kind == "feature_noise" else fed.x
+    x, y = (x.clone(), fed.y) if how.spoils == "x" else (x, fed.y.clone())
+    for client in bad:
+        rows = fed.train.rows[fed.train.start[client] : fed.train.start[client + 1]].to(fed.x.device)
+        theirs = corrupted(how, Rows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
+        if how.spoils == "x":
+            x[rows] = theirs.x
+        else:
+            y[rows] = theirs.y
+    return fed._replace(x=x, y=y)
+
+
 def _digest(arrays: Iterable[NDArray[Any]]) -> str:
     sha = hashlib.sha256()
     for part in arrays:
         sha.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return sha.hexdigest()
+
+
+def prepare_on_ranks(config: Config, root: Path, arrays: Arrays | None, key: Key | None = None) -> Prepared:
+    """The experiment, ready to run, as one of however many ranks there are; ``key``: of its noise, if it has one."""
+    ranks = joined()
+    if ranks.size == 1:
+        return prepare(config, root, arrays, key)
+    key = noise.from_text(ranks.told(noise.as_text(key or noise.drawn())))
+    with ranks.agreed():
+        take_device(pick_device(config.engine.device))
+        prepared = prepare(config, root, arrays, key)
+        exp = replace(prepared.experiment, ranks=ranks)
+        if config.engine.store == "disk" and exp.keeps_state(begin(exp)):
+            what = f"'disk' is for one process: each of {ranks.size} ranks keeps the states of its own clients"
+            raise ConfigError([Fault("engine.store", what, "set engine.store=ram, or run without ranks")])
+        shared = prepared.shared.described()
+        here = [config_hash(config), shared["data_sha256"], shared["sha256"], prepared.net_sha256]
+    there = ranks.told(here)
+    with ranks.agreed():
+        for mine, first, what in zip(here, there, ("experiment", "data", "partition", "net"), strict=True):
+            if mine != first:
+                raise DataError(f"the {what} is not that of rank 0 ({mine[:12]}, there {first[:12]})")
+    return prepared._replace(experiment=exp)

@@ -12,9 +12,11 @@ from pydantic import Field
 from fedloom.compare.running import plan
 from fedloom.core.errors import ConfigError
 from fedloom.core.schema import GIVEN, Spec, other_than, over, read, when
-from fedloom.runs.api import resume, run
 from fedloom.runs.catalogue import settings_of
-from fedloom.runs.config import as_table, as_toml, override, parse
+from fedloom.runs.overrides import override
+from fedloom.runs.resume import resume
+from fedloom.runs.settings import as_table, as_toml, parse
+from fedloom.runs.start import run
 
 
 class Sample(Spec):

@@ -20,7 +20,7 @@ import pytest
 import fedloom as package
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, StorageError
-from fedloom.runs import api
+from fedloom.runs.loop import Progress, Silence
 from support.terminal import Quick, environment, fedloom, files
 
 SMALL = ("partition.clients=6", "cohort.size=3", "model.kind=logistic")
@@ -126,13 +126,13 @@ def test_links_in_a_comparison_are_refused(quick: Quick, tmp_path: Path) -> None
 
 
 # -- gone while the run is at work -----------------------------------------------------------------
-class Meddler(api.Silence):
+class Meddler(Silence):
     """Does something to the folder after the first round."""
 
     def __init__(self, deed: Callable[[], Any]) -> None:
         self._deed = deed
 
-    def advanced(self, progress: api.Progress) -> None:
+    def advanced(self, progress: Progress) -> None:
         if progress.round == 1:
             self._deed()
 
@@ -389,9 +389,10 @@ def test_the_name_of_a_comparison_leads_nowhere_else(quick: Quick, tmp_path: Pat
 KILLED = """
 import os, signal, sys
 import fedloom
-from fedloom.runs import api
+from fedloom.runs.loop import Progress
+from fedloom.runs.loop import Silence
 
-class End(api.Silence):
+class End(Silence):
     def advanced(self, progress):
         os.kill(os.getpid(), signal.SIGKILL)
 

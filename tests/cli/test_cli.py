@@ -643,7 +643,7 @@ finally:
 @pytest.mark.parametrize("setting", ["rounds=true", 'rounds="5"', "rounds=5.0", "local.nesterov=yes", "local.lr=true"])
 def test_a_value_of_another_type_is_not_converted(setting: str) -> None:
     from fedloom.core.errors import ConfigError
-    from fedloom.runs.api import load_config
+    from fedloom.runs.start import load_config
 
     with pytest.raises(ConfigError, match=setting.split("=", maxsplit=1)[0].replace(".", r"\.")):
         load_config(None, [setting])

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.runs import api as fedloom_api
-from fedloom.runs.experiment import prepare
+from fedloom.runs.prepare import prepare
+from fedloom.runs.start import load_config
 from support.terminal import Quick, environment, fedloom, started
 
 BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")
@@ -503,7 +503,7 @@ def test_a_finished_run_forgets_clients_as_if_they_had_never_been_there(quick: Q
 
 def without(run: Path, gone: tuple[int, ...]) -> Tensor:
     """The head of ridge regression on all rows but those of these clients, by NumPy."""
-    digits = fedloom_api.load_config(run / "config.toml")
+    digits = load_config(run / "config.toml")
     prepared = prepare(digits, Path())
     fed = prepared.experiment.federation
     rows = torch.cat([fed.train.rows[fed.train.start[i] : fed.train.start[i + 1]] for i in range(6) if i not in gone])

@@ -1,0 +1,153 @@
+"""What must be the same when a run goes on: code, weights, data, net, and the settings of a private run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.core import usercode
+from fedloom.core.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+)
+from fedloom.engine.run import Experiment, RunState
+from fedloom.runs.environment import _recorded, files_of, other_versions, read_environment, versions
+from fedloom.runs.folder import read_key
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.settings import Config, as_table
+from fedloom.trust.noise import Key
+
+
+def changes_since(path: Path, accept: bool) -> list[str]:
+    """What decides numbers and is not what it was when the run began, in words.
+
+    Other versions are told, since they mostly differ by rounding; other code or weights are refused unless accepted.
+    """
+    if not (path / "partition.json").is_file():  # the run was killed before its first round
+        return []
+    changed = [f"{file} {what}" for file, what in usercode.changes(_recorded(path, "files")).items()]
+    if changed and not accept:
+        fix = "put it back as it was, or go on with what is there now: --accept-changes"
+        raise CheckpointError(
+            f"{path}: what this run began with is not what it would go on with: {'; '.join(changed)} ({fix})"
+        )
+    return changed + other_versions(path)
+
+
+def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str]) -> dict[str, Any]:
+    """What a run folder says of itself once it has gone on with something else, and since when."""
+    then = read_environment(path)
+    before = found if isinstance(found := then.get("changes"), list) else []
+    return then | {
+        "net_sha256": prepared.net_sha256,
+        "versions": versions(),
+        "files": files_of(prepared.config),
+        "changes": [*before, *(f"after round {done}: {each}" for each in what)],
+    }
+
+
+def refuse_other_data(path: Path, prepared: Prepared) -> None:
+    """Refuse to go on with other data than the run began with."""
+    try:
+        then = json.loads((path / "partition.json").read_text())
+        pairs = {key: (str(then[key]), prepared.shared.described()[key]) for key in ("data_sha256", "sha256")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'partition.json'}: is damaged ({error})") from error
+    for key, what in (("data_sha256", "the data"), ("sha256", "the partition")):
+        old, new = pairs[key]
+        if old != new:
+            raise CheckpointError(f"{path}: {what} is not what this run began with ({old[:12]}, now {new[:12]})")
+
+
+def refuse_other_net(path: Path, prepared: Prepared) -> None:
+    """Refuse to go on with another net than the run began with, where parts of it are not in the checkpoint."""
+    model, old, new = prepared.config.model, str(read_environment(path).get("net_sha256", "")), prepared.net_sha256
+    if (model.weights or model.freeze) and old and old != new:
+        where = f" (model.weights: {model.weights})" if model.weights else ""
+        raise CheckpointError(f"{path}: the net{where} is not what this run began with ({old[:12]}, now {new[:12]})")
+
+
+def refuse_other_ledger(path: Path, exp: Experiment, state: RunState) -> None:
+    """Refuse a run whose rounds to come are not of the kind of those that have been accounted for."""
+    then, now = state.ledger, None if exp.guard is None else exp.guard.opened()
+    if then is None and now is None:
+        return
+    if then is None or now is None or len(then.uses) != len(now.uses):
+        raise CheckpointError(f"{path}: its checkpoint has no ledger of what this privacy has spent; start a new run")
+    old = {**then.release._asdict(), "delta": then.delta, "reach": then.reach}
+    new = {**now.release._asdict(), "delta": now.delta, "reach": now.reach}
+    for name, value in old.items():
+        if value != new[name]:
+            what = f"{name} of its noise was {value}, and would be {new[name]} now"
+            raise CheckpointError(f"{path}: {what}; go on with the settings and the dp-accounting it began with")
+
+
+# -- private runs --------------------------------------------------------------------------------
+# Settings on which no upload depends.
+_BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "data.limit_gb", "algorithm.forget")
+
+
+def _promised(config: Config) -> dict[str, Any]:
+    """The settings on which depends what the clients of a private run send, and so what its noise is worth."""
+    table = as_table(config)
+    flat = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    sections = {name: part for name, part in table.items() if isinstance(part, dict)}
+    flat |= {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
+    beside = {key for key in flat if key in _BESIDE or key.partition(".")[0] in _BESIDE}
+    if config.privacy.epsilon is not None and config.privacy.clip is not None:
+        beside.discard("rounds")  # for which the noise was calibrated
+    return {key: value for key, value in flat.items() if key not in beside}
+
+
+def refuse_other_noise(path: Path, config: Config) -> None:
+    """A private run goes on as it began.
+
+    What was released cannot be taken back. With other settings the same noise would be added to other numbers, and the
+    difference of the two would have none.
+    """
+    began, private = path / "privacy.json", config.privacy.on
+    if not (path / "partition.json").is_file():  # killed before the first round: nothing was released
+        return
+    if not began.is_file():
+        if private:
+            what = "this run began without privacy, and has released what no noise can hide any more"
+            raise ConfigError([Fault("privacy", what, "start a new run")])
+        return
+    try:
+        then = dict(json.loads(began.read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "does not say with which settings this run began; it is damaged, or of an earlier version"
+        raise CheckpointError(f"{began}: {what}: start a new run") from error
+    now = _promised(config)
+    faults = []
+    for key in sorted(then.keys() | now.keys()):
+        old, new = (found.get(key, "unset") for found in (then, now))
+        if old != new:
+            what = f"was {_worded(old)} when this private run began, and is {_worded(new)} now"
+            faults.append(Fault(key, what, f"set it back to {_worded(old)}, or start a new run"))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _worded(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def key_of(path: Path, config: Config) -> Key | None:
+    """The key from which the noise of this run is drawn, where that is a secret."""
+    if not config.privacy.on or config.privacy.noise_from != "secret":
+        return None
+    key = read_key(path)
+    if key is None and (path / "partition.json").is_file():
+        what = "is gone, and with it the noise of this private run: no other noise may be added to the same numbers"
+        raise CheckpointError(f"{path / 'noise.key'}: {what}; put it back, or start a new run")
+    return key
+
+
+def privacy_record(prepared: Prepared) -> dict[str, Any]:
+    """What a run folder says of its privacy, and the settings with which it must go on."""
+    assert prepared.experiment.guard is not None
+    return prepared.experiment.guard.described() | {"settings": _promised(prepared.config)}

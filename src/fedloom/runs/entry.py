@@ -1,0 +1,119 @@
+"""Where the loop begins: at the first round, or at a checkpoint with the metrics written up to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.core import disk
+from fedloom.core.errors import (
+    CheckpointError,
+)
+from fedloom.engine import checkpoint
+from fedloom.engine.run import Experiment, RunState, begin
+from fedloom.engine.store import ClientStore
+from fedloom.runs.changes import privacy_record, refuse_other_ledger, with_changes
+from fedloom.runs.environment import choices, environment, read_environment
+from fedloom.runs.evaluation import is_evaluation
+from fedloom.runs.folder import RunFolder, read_metrics, save_partition, write_key, write_text
+from fedloom.runs.network import described, picture
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.repair import repaired, ways_out
+from fedloom.runs.settings import as_toml, config_hash
+
+
+class Resumption(NamedTuple):
+    """How a run goes on."""
+
+    at: int | None = None  # the round of the checkpoint; None: the newest that there is
+    revised: bool = False  # with settings that are not those of its config.toml
+    repair: bool = False  # without lines of metrics.jsonl that are damaged
+    changes: tuple[str, ...] = ()  # what decides numbers and is not what it was, in words
+
+
+def enter(
+    prepared: Prepared, store: ClientStore, folder: RunFolder | None, path: Path | None, how: Resumption | None
+) -> tuple[RunState, list[dict[str, Any]], list[str]]:
+    """Where the loop enters: the first round, or a checkpoint with the metrics written up to it; and what to tell."""
+    exp = prepared.experiment
+    state, records, notes = begin(exp), list[dict[str, Any]](), list[str]()
+    if path is None or how is None:
+        return state, records, notes
+    loaded, place = checkpoint.Loaded(state, {}), path / "checkpoints"
+    with exp.ranks.agreed():
+        if how.at is not None or checkpoint.rounds(place):
+            loaded = checkpoint.load(place, state, store, at=how.at, ranks=exp.ranks, blank=blank_client(exp))
+            refuse_other_ledger(path, exp, loaded.state)
+        damage = folder.fault(loaded.lengths) if folder is not None else ""
+        if damage and not how.repair:
+            assert folder is not None
+            raise CheckpointError(f"{damage}{ways_out(folder, loaded.state.round)}")
+    with exp.ranks.agreed():
+        if folder is not None:
+            folder.unseal()
+            if damage:
+                loaded, *notes = repaired(folder, loaded)
+            records = _accepted(prepared, folder, loaded, how)
+    return loaded.state, list(exp.ranks.told(records)), notes
+
+
+def _accepted(
+    prepared: Prepared, folder: RunFolder, loaded: checkpoint.Loaded, how: Resumption
+) -> list[dict[str, Any]]:
+    """The metrics up to a checkpoint that the run goes on from; what comes after it is forgotten.
+
+    Settings that were revised come last, so that a crash on the way leaves the run as it was, at an earlier round.
+    """
+    checkpoint.forget_after(folder.checkpoints, loaded.state.round)
+    records = _rewound(prepared.experiment, folder, loaded)
+    if how.revised:
+        write_text(folder.path / "config.toml", as_toml(prepared.config))
+    if not (folder.path / "partition.json").is_file():  # the run was killed before its first round
+        lay_out(folder, prepared)
+    elif how.revised:
+        folder.write("environment.json", read_environment(folder.path) | {"config_hash": config_hash(prepared.config)})
+        if prepared.experiment.guard is not None:
+            folder.write("privacy.json", privacy_record(prepared))
+    if how.changes:
+        folder.write("environment.json", with_changes(folder.path, prepared, loaded.state.round, how.changes))
+    folder.seal()
+    return records
+
+
+def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> list[dict[str, Any]]:
+    """The metrics up to a checkpoint, once the run folder has forgotten those after it."""
+    folder.rewind(loaded.lengths, loaded.state.round)
+    if not loaded.state.round:
+        return []
+    records = read_metrics(folder.path)
+    done = loaded.state.round
+    if records and is_evaluation(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
+        # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
+        # checkpoint is told first, so that a crash leaves it with what it needs.
+        shorter = folder.before_last()
+        checkpoint.retell(folder.checkpoints, done, shorter)
+        folder.rewind(shorter, done)
+        records.pop()
+    return records
+
+
+def blank_client(exp: Experiment) -> Any:
+    """What is kept of one client, for its form."""
+    return exp.blank(exp.algorithm.send(exp.algorithm.init(exp.task.w0)))
+
+
+def lay_out(folder: RunFolder, prepared: Prepared) -> None:
+    """What a run folder holds before the first round."""
+    folder.write("environment.json", environment(prepared.experiment.device) | choices(prepared))
+    shared, topology, exp = prepared.shared, prepared.config.topology, prepared.experiment
+    if exp.guard is not None:
+        if not exp.guard.key.public:
+            write_key(folder.path, exp.guard.key)
+        folder.write("privacy.json", privacy_record(prepared))
+    if topology is not None:
+        folder.write(
+            "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())
+        )
+        disk.write_bytes(folder.path / "topology.png", picture(topology, shared.clients, exp.seed))
+    # Last, since it says that all of this is there.
+    save_partition(folder, shared.owner, shared.held_out, shared.described())

@@ -1,0 +1,133 @@
+"""environment.json: with which versions, machine, code and choices a run was made."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom import __version__
+from fedloom.core import disk, tree, usercode
+from fedloom.engine.run import Experiment, begin, specimen
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.settings import Config, config_hash
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """With what a run was made: versions, machine, commit."""
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "versions": versions(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        **gpu,
+        "commit": _commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of what decides numbers."""
+    packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version(), **packages}
+
+
+def _cpu() -> str:
+    try:
+        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    """The commit of fedloom's own sources, or nothing where they are not a checkout."""
+    here = Path(__file__).parents[1]
+    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found[1] if Path(found[0]) / "src" / "fedloom" == here else ""
+
+
+def choices(prepared: Prepared) -> dict[str, Any]:
+    exp = prepared.experiment
+    return {
+        "executor": exp.executor,
+        "executor_reason": prepared.reason,
+        "lanes": exp.lanes,
+        "steps": exp.task.capture,
+        "precision": "fp32" if (exp.device.type, exp.task.precision) == ("cpu", "tf32") else exp.task.precision,
+        "ranks": exp.ranks.size,
+        "message_bytes": _message(exp),
+        "parameters": exp.task.size,
+        "parameters_whole": exp.task.whole,
+        "net_sha256": prepared.net_sha256,
+        "config_hash": config_hash(prepared.config),
+        "files": files_of(prepared.config),
+    }
+
+
+def files_of(config: Config) -> dict[str, str]:
+    """The user's own code and weights that an experiment uses, each file with its hash."""
+    weights = [config.model.weights] if config.model.weights else []
+    code = usercode.files([*config.kinds.values(), config.local.optimizer])
+    return code | {path: disk.digest(Path(path)) for path in weights}
+
+
+def _message(exp: Experiment) -> dict[str, dict[str, int]]:
+    """What a client is sent and sends in the first round, in bytes of each type; see the metrics for the whole."""
+    if not exp.algorithm.communicates:
+        return {}
+    state = begin(exp)
+    if exp.is_network:
+        state = state._replace(server=tree.take(state.server, 0), buffers=state.buffers[0])
+    with torch.no_grad():
+        # In a network nobody but the neighbours sends anything, and each message is counted at its sender.
+        parts = {"down": () if exp.is_network else exp.algorithm.send(state.server), "up": specimen(exp, state)}
+    return {way: _by_type(part) for way, part in parts.items()}
+
+
+def _by_type(message: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for leaf in tree.leaves(message):
+        name = str(leaf.dtype).removeprefix("torch.")
+        found[name] = found.get(name, 0) + leaf.numel() * leaf.element_size()
+    return {name: size for name, size in found.items() if size}
+
+
+# -- reading it again ----------------------------------------------------------------------------
+def read_environment(path: Path) -> dict[str, Any]:
+    """What a run folder says of the machine and of the choices that were made; nothing if it cannot be read."""
+    try:
+        found = json.loads((path / "environment.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _recorded(path: Path, key: str) -> dict[str, str]:
+    """A table of texts in what a run folder says of itself; nothing if it is not there, or is something else."""
+    found = read_environment(path).get(key, {})
+    fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if fits else {}
+
+
+def changed_files(path: Path) -> list[str]:
+    """The files of the user's own, code and weights, that are no longer what a run folder was made with."""
+    return list(usercode.changes(_recorded(path, "files")))
+
+
+def other_versions(path: Path) -> list[str]:
+    """The programs that decide numbers and are not of the version with which a run began, in words."""
+    then, now = _recorded(path, "versions"), versions()
+    differ = [name for name in ("fedloom", "torch", "numpy") if then.get(name, now[name]) != now[name]]
+    return [f"{name} was {then[name]} when the run began and is {now[name]} now" for name in differ]

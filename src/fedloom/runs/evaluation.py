@@ -1,0 +1,75 @@
+"""What metrics.jsonl says of a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fedloom.core.errors import (
+    DivergedError,
+)
+from fedloom.engine.evaluate import evaluate
+from fedloom.engine.run import Experiment, RunState, names_of
+from fedloom.engine.store import ClientStore
+
+
+def evaluation_line(
+    exp: Experiment,
+    state: RunState,
+    store: ClientStore,
+    excluded: tuple[int, ...] = (),
+    found: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The line of an evaluation, with what was ``found`` during the round."""
+    metrics = evaluate(exp, state, store)
+    bad = ", ".join(name for name, value in (metrics | dict(found)).items() if not math.isfinite(value))
+    if bad:
+        lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
+        ids = exp.present(max(0, state.round - 1)).drawn.ids.tolist()
+        raise DivergedError(
+            f"round {state.round}: the evaluation is not finite ({bad}); clients of the round: {names_of(ids)}; "
+            f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
+        )
+    line = {
+        "round": state.round,
+        **metrics,
+        "bytes/up": state.up,
+        "bytes/down": state.down,
+        "bytes/busiest": state.busiest,
+        "work/gradients": state.gradients,
+        "time/simulated": state.seconds,
+        **_spent(exp, state),
+    }
+    # JSON has no word for a number that is not finite, such as the time of devices that are slow beyond measure.
+    line = {name: value for name, value in line.items() if math.isfinite(value)}
+    return line | dict(found) | ({"excluded": list(excluded)} if excluded else {})
+
+
+def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
+    """Epsilon so far, where uploads are private."""
+    if exp.guard is None or state.ledger is None:
+        return {}
+    return {exp.guard.metric: state.ledger.epsilon()}
+
+
+def lines_of(
+    exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...], found: dict[str, float]
+) -> list[dict[str, Any]]:
+    """What is recorded of a round: its evaluation, or only who was excluded, or nothing.
+
+    Where a run ends between two evaluations, the last one has a line of its own, which can be taken away
+    again if the run goes on.
+    """
+    if state.round % exp.evaluate.every == 0:
+        return [evaluation_line(exp, state, store, excluded, found)]
+    lines: list[dict[str, Any]] = [{"round": state.round, "excluded": list(excluded)}] if excluded else []
+    if exp.evaluate.due(state.round, exp.rounds):
+        lines.append(evaluation_line(exp, state, store, (), found))
+    return lines
+
+
+def is_evaluation(line: dict[str, Any], round_: int) -> bool:
+    """Whether a line is the evaluation after so many rounds."""
+    return line["round"] == round_ and "bytes/up" in line

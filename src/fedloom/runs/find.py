@@ -1,0 +1,195 @@
+"""Finding things by name: algorithms, data, partitions, models and topologies, fedloom's or the user's own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict
+from torch import nn
+
+from fedloom.algorithm import Algorithm
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.schema import defined_in, kinds, modules
+from fedloom.data.arrays import Arrays, Ints
+from fedloom.data.files import is_folder
+from fedloom.data.partition import Assignment, Partition
+from fedloom.data.sources import Source, from_arrays
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.topology import Topology
+from fedloom.models.net import Model
+
+KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
+DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
+USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
+
+
+def algorithms(*, own: bool = True) -> dict[str, type[AnyAlgorithm]]:
+    """Every algorithm on disk: the package's by file name, then those of the working folder, if ``own``."""
+    found = {m.__name__.rpartition(".")[2]: _only(m) for m in modules("fedloom.algorithms")[1:]}
+    for path in user_algorithms() if own else []:
+        found.setdefault(path.stem, _only(usercode.load_file(str(path), path.name, called=path.stem)))
+    return found
+
+
+def user_algorithms() -> list[Path]:
+    """The user's algorithm files in the working folder."""
+    folder = Path(USER_ALGORITHMS)
+    return sorted(p for p in folder.glob("*.py") if not p.name.startswith("_")) if folder.is_dir() else []
+
+
+def _only(module: Any) -> type[AnyAlgorithm]:
+    classes: list[type[AnyAlgorithm]] = [
+        c
+        for c in vars(module).values()
+        if defined_in(c, Algorithm, module) and c.__pydantic_generic_metadata__["origin"] is None  # not Algorithm[...]
+    ]
+    if len(classes) != 1:
+        what = f"should define one subclass of fedloom.Algorithm (it has {[c.__name__ for c in classes] or 'none'})"
+        raise ConfigError([Fault(str(getattr(module, "__file__", module.__name__)), what)])
+    return classes[0]
+
+
+def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
+    if usercode.is_reference(name):
+        thing = usercode.load(name, at)
+        if not _is_kind_of(thing, Algorithm):
+            raise ConfigError([Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm")])
+        found: type[AnyAlgorithm] = thing
+        return found
+    if name.endswith(".py"):
+        return _only(usercode.load_file(name, at, called=name))
+    packaged = [m for m in modules("fedloom.algorithms")[1:] if m.__name__.rpartition(".")[2] == name]
+    own = {path.stem: path for path in user_algorithms()}
+    if packaged and name in own:
+        fix = f"rename the file, or write algorithm.kind={own[name]}"
+        raise ConfigError([Fault(at, f"'{name}' is both fedloom's and yours ({own[name]})", fix)])
+    if packaged:
+        return _only(packaged[0])
+    if name in own:
+        return _only(usercode.load_file(str(own[name]), at, called=name))
+    known = [m.__name__.rpartition(".")[2] for m in modules("fedloom.algorithms")[1:]]
+    raise ConfigError([Fault(at, f"there is no algorithm '{name}'", nearest(name, [*known, *own]))])
+
+
+def name_of(cls: type[AnyAlgorithm]) -> str:
+    """The name by which a config can find this class again."""
+    package, _, name = cls.__module__.rpartition(".")
+    return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _is_kind_of(thing: Any, base: type[Any]) -> bool:
+    """Whether ``thing`` is a subclass of ``base`` that can be made."""
+    return inspect.isclass(thing) and issubclass(thing, base) and thing is not base and not inspect.isabstract(thing)
+
+
+def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str], Any] | None) -> Callable[..., Any]:
+    def find(name: str, at: str) -> Any:
+        if usercode.is_reference(name):
+            thing = usercode.load(name, at)
+            if _is_kind_of(thing, base):
+                return thing
+            wrapped = wrap(thing, name) if wrap is not None else None
+            if wrapped is None:
+                fix = f"a subclass of {base.__name__}{_OR.get(base, '')} is needed"
+                raise ConfigError([Fault(at, f"'{name}' is not a {word}", fix)])
+            return wrapped
+        known = kinds(base, package)
+        if name not in known:
+            raise ConfigError([Fault(at, f"there is no {word} '{name}'", nearest(name, known))])
+        return known[name]
+
+    return find
+
+
+_FUNCTION = " or a function that a .py file defines, as file.py:function,"
+_OR: dict[type[Any], str] = {Source: _FUNCTION, Partition: _FUNCTION, Model: " or of torch.nn.Module"}
+
+
+def _wrap_module(thing: Any, name: str) -> type[Model] | None:
+    """A user's ``nn.Module`` class as a model: its settings are the arguments of its constructor."""
+    if not _is_kind_of(thing, nn.Module):
+        return None
+
+    class Own(Model):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+        buffers: Literal["average", "local"] = "average"
+
+        def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+            offered = {"shape": shape, "classes": classes}
+            net: nn.Module = _call(thing, dict(self.__pydantic_extra__ or {}), offered, "model")
+            return net
+
+    return Own
+
+
+def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
+    """A user's function as a partition: ``f(y, clients, rng, **settings)`` returns the owner of each row."""
+    if not usercode.is_written(thing, name):
+        return None
+
+    class Own(Partition):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+
+        def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
+            offered = {"y": y, "classes": classes, "rng": rng, "client": client, "clients": self.clients}
+            owner = np.asarray(_call(thing, dict(self.__pydantic_extra__ or {}), offered, "partition"))
+            if owner.shape != y.shape or owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= self.clients:
+                what = f"'{name}' must return for each of the {len(y)} rows a client in 0..{self.clients - 1}"
+                got = f"got {owner.dtype} of shape {owner.shape}"
+                raise ConfigError([Fault("partition.kind", f"{what} ({got})")])
+            return Assignment(owner.astype(np.int64), self.clients, ())
+
+    return Own
+
+
+def _wrap_source(thing: Any, name: str) -> type[Source] | None:
+    """A user's function as a data source: it returns ``Arrays``, or (x, y)."""
+    if not usercode.is_written(thing, name):
+        return None
+
+    class Own(Source):
+        model_config = ConfigDict(extra="allow")
+        kind: ClassVar[str] = name
+
+        def load(self, root: Path, seed: int) -> Arrays:
+            result = _call(thing, dict(self.__pydantic_extra__ or {}), {"root": root, "seed": seed}, "data")
+            return result if isinstance(result, Arrays) else from_arrays(*result, name=name, seed=seed)
+
+    return Own
+
+
+def _call(thing: Any, settings: dict[str, Any], offered: dict[str, Any], section: str) -> Any:
+    """Call the user's ``thing`` with its settings and whatever of ``offered`` it has a parameter for."""
+    takes = inspect.signature(thing).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    unknown = [] if anything else [k for k in settings if k not in takes]
+    if unknown:
+        raise ConfigError([Fault(f"{section}.{k}", "unknown key", nearest(k, takes)) for k in unknown])
+    given = {k: v for k, v in offered.items() if anything or k in takes} | settings
+    missing = [n for n, p in takes.items() if p.default is p.empty and n not in given and p.kind not in (2, 4)]
+    if missing:
+        raise ConfigError([Fault(f"{section}.{n}", "required") for n in missing])
+    return thing(**given)
+
+
+CHOOSE: dict[str, Callable[[str, str], Any]] = {
+    "data": _finder(Source, "fedloom.data.sources", "data source", _wrap_source),
+    "partition": _finder(Partition, "fedloom.data.partition", "partition", _wrap_partition),
+    "model": _finder(Model, "fedloom.models", "model", _wrap_module),
+    "algorithm": find_algorithm,
+    "topology": _finder(Topology, "fedloom.engine.topology", "topology", None),
+}
+
+
+def is_path(name: str) -> bool:
+    if ".py:" in name and usercode.is_reference(name):
+        return False
+    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or is_folder(name)

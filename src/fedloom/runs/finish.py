@@ -1,0 +1,64 @@
+"""What a run folder holds after the last round: the model, the curves, the summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedloom.core import disk
+from fedloom.engine import captured, checkpoint
+from fedloom.engine.evaluate import Judged, everyones_models, living
+from fedloom.engine.run import Experiment, RunState
+from fedloom.engine.store import ClientStore
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.result import History
+from fedloom.runs.settings import config_hash
+
+
+def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
+    """The common model of a finished run: the server's, or the average of a network's nodes."""
+    if not (exp.algorithm.communicates and exp.algorithm.common):
+        return None
+    if exp.is_network:
+        left = living(exp, state).nonzero().squeeze(1)
+        total = sum((part.w.double().sum(0) for part in everyones_models(exp, state, store, left)), torch.zeros(()))
+        return (total / len(left)).to(exp.task.w0.dtype), state.buffers[left.to(exp.device)].mean(0)
+    return exp.algorithm.judged(state.server), state.buffers
+
+
+def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[Judged]:
+    return everyones_models(exp, state, store, torch.arange(exp.federation.clients))
+
+
+def finish(
+    prepared: Prepared,
+    folder: RunFolder | None,
+    state: RunState,
+    store: ClientStore,
+    history: History,
+    model: tuple[Tensor, Tensor] | None,
+) -> None:
+    """What a run folder holds after the last round; other ranks than 0 have a part in it, and write nothing."""
+    exp = prepared.experiment
+    parts = list(_everyone(exp, state, store)) if model is None else []
+    if folder is None:
+        return
+    notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
+    if model is not None:
+        checkpoint.save_model(folder.path / "model.safetensors", exp.task.tensors(*model), notes)
+    else:
+        ids = torch.cat([p.ids for p in parts])
+        order = ids.argsort()
+        tensors = {"ids": ids[order], "w": torch.cat([p.w for p in parts])[order.to(exp.device)]}
+        layout = json.dumps(
+            {name: list(x.shape) for name, x in exp.task.tensors(exp.task.w0, exp.task.buffers0).items()}
+        )
+        checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
+    if exp.captures:
+        folder.write("steps.json", captured.built(exp.task)._asdict())
+    disk.write_bytes(folder.path / "curves.png", history.picture())
+    folder.end(history.as_json())

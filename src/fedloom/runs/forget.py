@@ -1,0 +1,51 @@
+"""Unlearning: the clients that a run is to forget, and the rounds it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.errors import (
+    ConfigError,
+    Fault,
+)
+from fedloom.engine import checkpoint
+from fedloom.engine.run import Experiment, begin
+from fedloom.engine.store import RamStore
+from fedloom.runs.entry import blank_client
+from fedloom.runs.settings import Config
+
+
+def clients_to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:
+    """Whom a run is to forget, those who had been named before among them."""
+    kind, before = table["algorithm"]["kind"], table["algorithm"].get("forget", [])
+    if kind != "analytic":
+        why = f"what a client gave cannot be taken out of {kind} exactly"
+        raise ConfigError([Fault("--forget", why, "take algorithm.kind=analytic, or run it without the client")])
+    return list(dict.fromkeys([*before, *clients]))
+
+
+_FAR = 10_000  # rounds in which a client should have come again
+
+
+def until_forgotten(
+    config: Config, exp: Experiment, path: Path, at: int | None, forget: Sequence[int], *, given: bool
+) -> Config:
+    """The experiment with as many rounds as it takes until these clients have come once more."""
+    folder, store = path / "checkpoints", RamStore(exp.federation.clients)
+    state = checkpoint.load(folder, begin(exp), store, at=at, blank=blank_client(exp)).state
+    alg: Any = exp.algorithm
+    if why := alg.cannot_forget(state.server, forget):
+        raise ConfigError([Fault("--forget", why)])
+    missing, needed = set(forget), state.round
+    while missing and needed < state.round + _FAR:
+        missing -= set(exp.present(needed).drawn.ids.tolist())
+        needed += 1
+    if missing:
+        raise ConfigError([Fault("--forget", f"client {min(missing)} does not come in the next {_FAR:,} rounds")])
+    if given and config.basics.rounds < needed:
+        why = f"the clients to be forgotten come until round {needed} (got {config.basics.rounds})"
+        raise ConfigError([Fault("--rounds", why, f"give {needed}, or leave it out")])
+    rounds = max(config.basics.rounds, needed)
+    return config._replace(basics=config.basics.model_copy(update={"rounds": rounds}))

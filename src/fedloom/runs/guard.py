@@ -1,0 +1,71 @@
+"""Privacy as it is in one run: for its sampling, its rounds and its clients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fedloom.algorithm import Noise
+from fedloom.data.federation import Federation
+from fedloom.engine.plan import draw
+from fedloom.maths.private_sums import sensitivity
+from fedloom.runs.settings import Config
+from fedloom.trust import noise
+from fedloom.trust.noise import Key
+from fedloom.trust.privacy import Guard, Release, Sums, calibrated, factors
+
+
+def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
+    """Privacy as it is in this run: for its sampling, its rounds and its clients."""
+    how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
+    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
+    if how.feature_clip is not None and how.clip is None:
+        return _guard_of_sums(config, fed, how.feature_clip, key)
+    if how.clip is None or cohort.sampling == "proportional":
+        return None
+    sizes = fed.train.sizes
+    able = int((sizes > 0).sum())
+    size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
+    counts = np.zeros((fed.clients, fed.classes))
+    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
+    charged = how.histogram_epsilon if how.asks_for_labels else 0.0
+    release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
+    uses: tuple[int, ...] = tuple(range(rounds + 1))
+    if release.local:  # only the rounds in which a client takes part count for it
+        taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+        for r in range(rounds):
+            taken[r + 1, draw(cohort, sizes, seed, r).ids] = config.algorithm.releases_in(r)
+        uses = tuple(taken.cumsum(0).max(1).values.tolist())
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
+    # A sum over who happens to be there is only divided by a number that does not tell how many these are.
+    fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
+    weight = float(size) if fixed else None
+    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
+    noisier = factors(how, counts, key)
+    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def noise_of(guard: Guard, sums: Sums) -> Noise:
+    """What the algorithm must know of how its sums, or means, are hidden."""
+    if guard.features is not None:
+        std = guard.release.noise * sums.sensitivity
+        return Noise(guard.features, std, std / sums.cross_scale, of_means=True)
+    std = guard.deviation(guard.release.size)
+    return Noise(guard.clip, std, std / sums.cross_scale)
+
+
+def _sums(config: Config, norm: float) -> Sums:
+    """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
+    scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
+    return Sums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
+
+
+def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
+    """The same of sums over examples, each of which is in one sum of one client, and is released once."""
+    how, able, sums = config.privacy, int((fed.train.sizes > 0).sum()), _sums(config, norm)
+    release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
+    if how.epsilon is not None:
+        release = release._replace(noise=calibrated(release, 1, how.epsilon, how.delta))
+    uses = (0, *[1] * config.basics.rounds)
+    return Guard(key, norm, torch.ones(fed.clients), release, uses, how.delta, None, sums)

@@ -1,0 +1,163 @@
+"""Settings on top of an experiment: ``key=value`` words, and switching from one kind of thing to another."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import Lookup, Spec, meant, read, without_effect
+from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, find_algorithm
+from fedloom.runs.settings import SECTIONS, toml_of
+
+
+def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """``table`` with ``section.key=value`` settings applied, and what had to be left out for them.
+
+    Where a setting changes a section's kind, the settings of the old kind that the new one does not
+    know are left out, and said to be. So are those of the table that had an effect before, and have none any more.
+    """
+    faults: list[Fault] = []
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            faults.append(Fault(setting, "is not of the form key=value", "as in local.lr=0.05"))
+            continue
+        given[key.strip()] = value_of(text.strip())
+    usercode.vouch(given)  # who writes the name of code just now means it to run
+    try:
+        out, notes = assign(table, given)
+    except ConfigError as error:
+        raise ConfigError(faults + error.faults) from error
+    if faults:
+        raise ConfigError(faults)
+    notes += _unsuited(out, given)
+    out, left_out = without_idle(out, {*given, *idle(table)})
+    return out, notes + left_out
+
+
+def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Take out the section that a newly chosen algorithm has no use for, unless it was asked for just now."""
+    chosen = given.get("algorithm.kind", given.get("algorithm"))
+    if not isinstance(chosen, str):
+        return []
+    try:
+        gossip = find_algorithm(chosen, "algorithm.kind").family == "gossip"
+    except ConfigError:
+        return []
+    section = "cohort" if gossip else "topology"
+    if section not in table or any(key.split(".")[0] == section for key in given):
+        return []
+    del table[section]
+    return [f"the section {section} is of no use to {chosen} and was left out"]
+
+
+def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``table`` with the value of each ``section.key`` put in its place, whole sections and kinds first."""
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
+    faults, notes = [], []
+    for key in sorted(given, key=lambda k: k.partition(".")[2] not in ("", "kind", "source")):
+        section, _, leaf = key.partition(".")
+        if section in KEYS and leaf in ("", KEYS[section]):
+            out[section], dropped = _switch(section, out.get(section, {}), given[key])
+            notes += [f"{section}.{k} is not a setting of {given[key]} and was left out" for k in dropped]
+        elif leaf:
+            home = out.setdefault(section, {})
+            if isinstance(home, str):
+                home = out[section] = {KEYS.get(section, "kind"): home}
+            if not isinstance(home, dict):
+                faults.append(Fault(key, f"'{section}' is not a section"))
+                continue
+            home[leaf] = given[key]
+        else:
+            out[key] = dict(given[key]) if isinstance(given[key], Mapping) else given[key]
+    if faults:
+        raise ConfigError(faults)
+    return out, notes
+
+
+def without_idle(table: Mapping[str, Any], keep: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """``table`` without the settings that have no effect, unless they are to be kept, and what was left out."""
+    gone = {key: why for key, why in idle(table).items() if key not in keep}
+    out = {
+        section: {k: v for k, v in given.items() if f"{section}.{k}" not in gone}
+        if isinstance(given, Mapping)
+        else given
+        for section, given in table.items()
+    }
+    return out, [f"{key} {why}; it was left out" for key, why in gone.items()]
+
+
+def idle(table: Mapping[str, Any]) -> dict[str, str]:
+    """The written settings, as ``section.key``, that have no effect, and why; none of a section that cannot be read."""
+    return {
+        f"{section}.{key}": why
+        for section, given in table.items()
+        if isinstance(given, Mapping) and (cls := _class_of(section, given)) is not None
+        for key, why in without_effect(cls, meant(cls, given), given, _lookup(table)).items()
+    }
+
+
+def _class_of(section: str, given: Mapping[str, Any]) -> type[Spec] | None:
+    """The class whose settings the section has; None where there is no telling."""
+    if section not in KEYS:
+        return SECTIONS.get(section)
+    try:
+        found: type[Spec] = CHOOSE[section](str(given.get(KEYS[section], DEFAULTS[section])), section)
+    except ConfigError:
+        return None
+    return found
+
+
+def _lookup(table: Mapping[str, Any]) -> Lookup:
+    """Settings of other sections as they are written, and what the algorithm says of itself."""
+
+    def value(name: str) -> Any:
+        section, _, key = name.partition(".")
+        given = table.get(section, {})
+        given = {KEYS[section]: given} if isinstance(given, str) and section in KEYS else given
+        cls = _class_of(section, given) if isinstance(given, Mapping) else None
+        if cls is None:
+            raise KeyError(name)
+        if section == "algorithm":
+            spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, section)
+            if spec is None:
+                raise KeyError(name)
+            return getattr(spec, key)
+        return meant(cls, given).get(key, cls.model_fields[key].default)
+
+    return value
+
+
+def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str]]:
+    key = KEYS[section]
+    if isinstance(name, Mapping):
+        return dict(name), []
+    old = {key: old} if isinstance(old, str) else dict(old)
+    if old.get(key, DEFAULTS[section]) == name:
+        return old | {key: name}, []
+    try:
+        cls = CHOOSE[section](str(name), f"{section}.{key}")
+    except ConfigError:
+        return old | {key: name}, []  # parse will say so, together with whatever else is wrong
+    known = {field.alias or n for n, field in cls.model_fields.items()}
+    keep = {k: v for k, v in old.items() if k in known}
+    return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
+
+
+def value_of(text: str) -> Any:
+    """What is meant by a value written on the command line."""
+    try:
+        return toml_of(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        pass
+    except ValueError:  # a whole number beyond 64 bits, maybe in a list: whoever is given it says what is wrong
+        return int(text) if re.fullmatch(r"[+-]?\d{1,4000}", text) else text
+    try:
+        return float(text)  # .5 is a number to everybody but TOML
+    except ValueError:
+        return text

@@ -1,0 +1,27 @@
+"""Going on although metrics.jsonl is damaged."""
+
+from __future__ import annotations
+
+from fedloom.engine import checkpoint
+from fedloom.runs.folder import DAMAGED, METRICS, RunFolder, Sums
+
+
+def ways_out(folder: RunFolder, done: int) -> str:
+    """How a run goes on whose metrics are damaged before the checkpoint after ``done`` rounds."""
+    known = checkpoint.readable(folder.checkpoints).items()
+    before = [r for r, meta in known if r < done and not folder.fault(meta["lengths"])]
+    back = [f"fedloom resume {folder.path} --from {r} goes back to before the damage" for r in before[-1:]]
+    return "; ".join(["", *back, f"fedloom resume {folder.path} --repair goes on without the damaged lines"])
+
+
+def repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.Loaded, str]:
+    """Leave damaged lines out of the metrics, and say so.
+
+    A crash on the way leaves metrics and checkpoint at odds, which is again damage that can be repaired.
+    """
+    kept, all_of_them = folder.sound(loaded.lengths), len(loaded.lengths.get(f"{METRICS} lines", "")) // 8
+    lengths = Sums(kept).told()
+    checkpoint.retell(folder.checkpoints, loaded.state.round, lengths)
+    folder.mend(kept)
+    told = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {DAMAGED}"
+    return loaded._replace(lengths=lengths), f"metrics.jsonl was damaged: {told}"

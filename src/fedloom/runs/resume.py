@@ -1,0 +1,102 @@
+"""Continuing a run from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.core import usercode
+from fedloom.core.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+)
+from fedloom.data.files import default_root
+from fedloom.engine import checkpoint
+from fedloom.engine.ranks import joined
+from fedloom.runs.changes import changes_since, key_of, refuse_other_data, refuse_other_net, refuse_other_noise
+from fedloom.runs.entry import Resumption
+from fedloom.runs.environment import other_versions, read_environment
+from fedloom.runs.folder import held, opened
+from fedloom.runs.forget import clients_to_forget, until_forgotten
+from fedloom.runs.in_memory import InMemory, as_arrays, is_handed_over
+from fedloom.runs.loop import Listener, Silence, drive
+from fedloom.runs.overrides import without_idle
+from fedloom.runs.prepare import prepare_on_ranks
+from fedloom.runs.result import History
+from fedloom.runs.settings import Config, config_hash, parse, read_toml
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    data: Any = None,
+    data_root: str | Path | None = None,
+    at: int | None = None,
+    rounds: int | None = None,
+    forget: Sequence[int] = (),
+    repair: bool = False,
+    trust: bool = False,
+    accept_changes: bool = False,
+    listener: Listener | None = None,
+) -> History:
+    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
+
+    ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next. ``repair``: go on
+    although metrics.jsonl is damaged, without the lines that are. ``trust``: code that the run folder names may run,
+    although you have not run it before. ``accept_changes``: go on although this code, or ``model.weights``, is not what
+    the run began with. A run that is refused is left as it was.
+    """
+    path, ranks = Path(run_dir), joined()
+    with held(path, opened, ranks) as folder:
+        with ranks.agreed():
+            changed = changes_since(path, accept_changes)
+            config = _resumed_config(path, data, at, rounds, forget, trust=trust)
+            refuse_other_noise(path, config)
+            key = key_of(path, config)
+        root, arrays = Path(data_root) if data_root is not None else default_root(), as_arrays(data, config.basics.seed)
+        prepared = prepare_on_ranks(config, root, arrays, key)
+        if forget:
+            with ranks.agreed():
+                config = until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
+            prepared = prepare_on_ranks(config, root, arrays, key)
+        with ranks.agreed():
+            if (path / "partition.json").is_file():
+                refuse_other_data(path, prepared)
+                if not accept_changes:
+                    refuse_other_net(path, prepared)
+        how = Resumption(at, rounds is not None or bool(forget), repair, tuple(changed))
+        return drive(prepared, folder, how, listener or Silence())
+
+
+def _resumed_config(
+    path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int], *, trust: bool
+) -> Config:
+    """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
+    given = read_toml(path / "config.toml")
+    if trust:
+        usercode.vouch(given)
+    table, _ = without_idle(given)  # which older versions wrote, too
+    began = read_environment(path).get("config_hash")
+    edited = began is not None and began != config_hash(parse(table))
+    notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []
+    notes += [f"{word}, so the rounds that follow may differ" for word in other_versions(path)]
+    if at is not None:
+        checkpoint.chosen(path / "checkpoints", at)
+    if forget:
+        table["algorithm"]["forget"] = clients_to_forget(table, forget)
+    if rounds is not None:
+        if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
+            why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
+            raise ConfigError([Fault("--rounds", why)])
+        private = table.get("privacy", {})  # what is released of a closed form is released once
+        if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
+            why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
+            raise ConfigError([Fault("--rounds", why)])
+        if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
+            raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
+        table["rounds"] = rounds
+    if not is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
+        raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
+    return parse(table, notes)

@@ -1,0 +1,323 @@
+"""Configuration: strict TOML in, settings objects out, every fault at once.
+
+An experiment is a table of sections. ``data``, ``partition``, ``model``, ``algorithm`` and ``topology``
+are chosen by name, and the class of that name is the schema of the rest of the section; a name with a
+colon, ``package.module:Class`` or ``file.py:Class``, is the user's own (see ``usercode``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tomli_w
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fedloom.algorithm import Algorithm
+from fedloom.core.errors import ConfigError, DataError, Fault, nearest
+from fedloom.core.optim import Local
+from fedloom.core.schema import Spec, read, without_effect
+from fedloom.core.task import Precision
+from fedloom.data.partition import Partition
+from fedloom.data.proxy import Proxy
+from fedloom.data.sources import Source, source_for_path
+from fedloom.engine.clock import System
+from fedloom.engine.evaluate import Evaluate
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.plan import Cohort
+from fedloom.engine.topology import Topology
+from fedloom.models.net import Model
+from fedloom.runs.contradictions import TRUST, contradictions
+from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, name_of
+from fedloom.runs.in_memory import InMemory
+from fedloom.trust import corruption
+from fedloom.trust.corruption import Corruption
+from fedloom.trust.privacy import Privacy
+from fedloom.trust.robust import Aggregation
+
+
+class Basics(Spec):
+    """The settings outside any section."""
+
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="all randomness follows from it")
+    rounds: PositiveInt = Field(50, description="how many rounds to train")
+    name: str = Field("", max_length=200, description="a name for the run folder; unset: algorithm, data and seed")
+
+
+class Engine(Spec):
+    """Where and how the work is done; it changes what is computed by no more than rounding."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
+    executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
+    lanes: PositiveInt | None = Field(None, description="most clients side by side; unset: by the net's size")
+    store: Literal["ram", "disk"] = Field("ram", description="where clients' states and nodes' models are kept")
+    threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
+    precision: Precision = Field(
+        "tf32",
+        description="of local training: fp32; tf32, float32 with short products on a GPU that has them; "
+        "or bf16, 16 bits in the net and float32 parameters",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on a GPU, whether steps are compiled and recorded (on) or run as they are (off); "
+        "auto: as much of it as the length of the run pays for",
+    )
+
+
+class Checkpoints(Spec):
+    """When a run is saved; it is also saved at its end and when it is interrupted."""
+
+    every: PositiveInt = Field(10, description="rounds between checkpoints")
+
+
+class Config(NamedTuple):
+    """A complete, valid experiment."""
+
+    basics: Basics
+    data: Source
+    partition: Partition
+    model: Model
+    local: Local
+    cohort: Cohort
+    algorithm: AnyAlgorithm
+    evaluate: Evaluate
+    engine: Engine
+    checkpoint: Checkpoints
+    system: System
+    proxy: Proxy
+    corruption: Corruption
+    aggregation: Aggregation
+    privacy: Privacy
+    topology: Topology | None
+    kinds: dict[str, str]  # the name by which each chosen thing was called
+    notes: tuple[str, ...] = ()  # what was left out, in words
+
+
+SECTIONS: dict[str, type[Spec]] = {
+    "local": Local,
+    "cohort": Cohort,
+    "evaluate": Evaluate,
+    "engine": Engine,
+    "checkpoint": Checkpoints,
+    "system": System,
+    "proxy": Proxy,
+    "corruption": Corruption,
+    "aggregation": Aggregation,
+    "privacy": Privacy,
+}
+
+
+# -- from text to a table ------------------------------------------------------------------------
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file."""
+    try:
+        return toml_of(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError([Fault(str(path), "no such experiment file")]) from error
+    except (ValueError, OSError) as error:
+        raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The table that a text in TOML stands for; ValueError for what is none, or is beyond any use."""
+    try:
+        table = tomllib.loads(text)
+        _refuse_long_numbers(table)
+    except RecursionError:
+        raise ValueError("its tables or lists lie too deep in each other") from None
+    return table
+
+
+def _refuse_long_numbers(value: Any) -> None:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"a whole number has 64 bits at most (got one of {value.bit_length()})")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_long_numbers(each)
+
+
+# -- from a table to settings --------------------------------------------------------------------
+def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
+    """The experiment that ``table`` describes, or one ConfigError with everything that is wrong with it."""
+    faults: list[Fault] = []
+    sections = {*SECTIONS, *KEYS}
+    basics, wrong = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
+    faults += wrong
+    for key in table:
+        if key not in Basics.model_fields and key not in sections:
+            hint = nearest(key, [*Basics.model_fields, *sections])
+            faults.append(Fault(key, f"unknown key (got {table[key]!r})", hint))
+    chosen: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for section in KEYS:
+        given, algorithm = table.get(section, {}), chosen.get("algorithm")
+        if section == "topology":
+            if section not in table and (algorithm is None or algorithm.family != "gossip"):
+                continue
+            given = _suggested(given, algorithm)
+        names[section], chosen[section], wrong = _chosen(section, given)
+        faults += wrong
+    if chosen.get("algorithm") is not None and chosen.get("model") is not None:
+        own = chosen["algorithm"].defaults().get("model", {})
+        silent = {k: v for k, v in own.items() if k in type(chosen["model"]).model_fields}
+        silent = {k: v for k, v in silent.items() if k not in chosen["model"].model_fields_set}
+        chosen["model"] = chosen["model"].model_copy(update=silent)
+    for section, cls in SECTIONS.items():
+        given = _with_defaults(section, table.get(section, {}), chosen.get("algorithm"))
+        if not isinstance(given, Mapping):
+            faults.append(Fault(section, f"should be a table of settings (got {given!r})"))
+            continue
+        chosen[section], wrong = read(cls, given, section)
+        faults += wrong
+    faults += contradictions(table, chosen)
+    if not faults:
+        faults = _idle_elsewhere(table, chosen)
+    if faults:
+        raise ConfigError(faults)
+    assert basics is not None
+    chosen.setdefault("topology", None)
+    algorithm = chosen["algorithm"]
+    notes = [*notes, *algorithm.doubts(chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
+    notes += corruption.idle(chosen["corruption"], algorithm)
+    return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
+    """Written settings that have no effect because of another section."""
+    found = []
+    for section, spec in chosen.items():
+        given = table.get(section, {})
+        written = spec.model_fields_set if isinstance(given, Spec) else given if isinstance(given, Mapping) else {}
+        for key, why in without_effect(type(spec), dict(spec), written, partial(_resolved, chosen)).items():
+            found.append(Fault(f"{section}.{key}", f"{why} (got {getattr(spec, key)!r})", "leave it out"))
+    return found
+
+
+def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
+    """A setting of any section, or what the algorithm says of itself."""
+    section, _, key = name.partition(".")
+    if chosen.get(section) is None:
+        raise KeyError(name)
+    return getattr(chosen[section], key)
+
+
+def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
+    """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
+    changed = chosen["privacy"].clip is not None and chosen["algorithm"].weighs_examples
+    return ["every client counts alike, since weights would tell how much data it has"] if changed else []
+
+
+def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
+    key = KEYS[section]
+    if isinstance(given, Algorithm) and section == "algorithm":  # handed over in Python
+        return name_of(type(given)), given, []
+    table = {key: given} if isinstance(given, str) else given
+    if not isinstance(table, Mapping):
+        return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
+    rest = {k: v for k, v in table.items() if k != key}
+    name = table.get(key, DEFAULTS[section])
+    if not isinstance(name, str):
+        return "", None, [Fault(f"{section}.{key}", f"should be a name (got {name!r})")]
+    try:
+        if section == "data" and is_path(name):
+            name, found = source_for_path(name)
+            rest = found | rest
+        in_memory = section == "data" and name == InMemory.kind
+        cls = InMemory if in_memory else CHOOSE[section](name, f"{section}.{key}")
+    except ConfigError as error:
+        return name, None, error.faults
+    except DataError as error:
+        return name, None, [Fault(f"{section}.{key}", str(error))]
+    value, faults = read(cls, rest, section)
+    return name, value, faults
+
+
+def topology_of(given: Mapping[str, Any]) -> Topology:
+    """The network that a table of settings describes, without an experiment around it."""
+    _, value, faults = _chosen("topology", given)
+    if faults:
+        raise ConfigError(faults)
+    assert isinstance(value, Topology)
+    return value
+
+
+def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
+    """A section with what the algorithm's own definition says, where the user said nothing of it."""
+    if not isinstance(given, Mapping) or algorithm is None:
+        return given
+    own = dict(algorithm.defaults().get(section, {}))
+    if section == "local" and {"steps", "epochs"} & set(given):  # the one excludes the other
+        own.pop("steps", None)
+    if section == "cohort" and "size" in given and own.get("sampling") == "all":  # who says how many means not all
+        own.pop("sampling")
+    return {**{k: v for k, v in own.items() if not without_effect(SECTIONS[section], {**own, **given}, [k])}, **given}
+
+
+def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
+    """The network with what the algorithm's own definition says of it, where the user said nothing of it."""
+    own = dict(algorithm.defaults().get("topology", {})) if algorithm is not None else {}
+    table = {"kind": given} if isinstance(given, str) else given
+    if not own or not isinstance(table, Mapping):
+        return given
+    kind = table.get("kind", own.pop("kind", DEFAULTS["topology"]))
+    try:
+        known = CHOOSE["topology"](str(kind), "topology.kind").model_fields
+    except ConfigError:
+        return given
+    return {"kind": kind, **{k: v for k, v in own.items() if k in known}, **table}
+
+
+# -- from settings back to text ------------------------------------------------------------------
+def as_table(config: Config) -> dict[str, Any]:
+    """The complete experiment, every default that has an effect written out; parsing it gives the same config."""
+    table: dict[str, Any] = _plain(config.basics)
+    for section in (*KEYS, *SECTIONS):
+        spec = getattr(config, section)
+        if spec is not None:
+            name = {KEYS[section]: config.kinds[section]} if section in KEYS else {}
+            of_no_use = _idle_in(config, section)
+            table[section] = name | {k: v for k, v in _plain(spec).items() if k not in of_no_use}
+    if config.algorithm.family == "gossip":
+        table.pop("cohort")
+    return table
+
+
+def _idle_in(config: Config, section: str) -> set[str]:
+    """The settings of a section that have no effect."""
+    spec = getattr(config, section)
+    lookup = partial(_resolved, config._asdict())
+    return set(without_effect(type(spec), dict(spec), type(spec).model_fields, lookup)) if spec is not None else set()
+
+
+def _plain(spec: Spec) -> dict[str, Any]:
+    return {k: v for k, v in spec.model_dump(mode="json").items() if v is not None}
+
+
+def as_toml(config: Config) -> str:
+    """The complete experiment as TOML; settings that are unset, for which TOML has no word, in a comment."""
+    unset = [
+        f"{section}.{key}"
+        for section in (*KEYS, *SECTIONS)
+        if section != "cohort" or config.algorithm.family != "gossip"
+        for key, value in (getattr(config, section) or Basics()).model_dump().items()
+        if value is None and key not in _idle_in(config, section)
+    ]
+    note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
+    return tomli_w.dumps(as_table(config)) + note
+
+
+def config_hash(config: Config) -> str:
+    """The name of what is computed: settings that cannot change a number are not in it."""
+    table = as_table(config)
+    for section in ("checkpoint", "name"):
+        table.pop(section, None)
+    for section in TRUST:
+        if getattr(config, section) == SECTIONS[section]():
+            table.pop(section)
+    table["engine"].pop("store")
+    table["data"].pop("limit_gb", None)
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,88 @@
+"""Starting a run: ``fedloom.run``, and ``start`` for the command line and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.algorithm import Algorithm
+from fedloom.core import usercode
+from fedloom.data.arrays import Arrays
+from fedloom.data.files import default_root
+from fedloom.engine.local import AnyAlgorithm
+from fedloom.engine.ranks import joined
+from fedloom.runs.entry import lay_out
+from fedloom.runs.find import name_of
+from fedloom.runs.folder import RunFolder, create, held, storage, unused
+from fedloom.runs.in_memory import InMemory, as_arrays, is_handed_over
+from fedloom.runs.loop import Listener, Silence, drive
+from fedloom.runs.overrides import override
+from fedloom.runs.prepare import prepare_on_ranks
+from fedloom.runs.result import History
+from fedloom.runs.settings import Config, as_toml, parse, read_toml
+
+
+def run(
+    algorithm: str | Mapping[str, Any] | AnyAlgorithm | type[AnyAlgorithm] = "fedavg",
+    *,
+    data: Any = "digits",
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> History:
+    """Run one experiment and return its history.
+
+    ``algorithm`` is a name, a table such as ``{"kind": "fedprox", "mu": 0.1}``, or an Algorithm.
+    ``data`` is the name of a source, a path, a table of settings, ``(x, y)`` arrays, ``Arrays`` or a
+    torch Dataset. Other keywords are the sections and keys of an experiment file: ``rounds=20``,
+    ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless ``out`` names a folder.
+    """
+    table: dict[str, Any] = dict(settings)
+    table["data"] = {"source": InMemory.kind} if is_handed_over(data) else data
+    table["algorithm"] = algorithm() if isinstance(algorithm, type) else algorithm
+    usercode.vouch(table)
+    if isinstance(table["algorithm"], Algorithm):
+        usercode.adopt(name_of(type(table["algorithm"])))
+    config, folder = parse(table), Path(out) if out is not None else None
+    arrays = as_arrays(data, config.basics.seed)
+    return start(
+        config,
+        out=folder,
+        root=Path(data_root) if data_root is not None else default_root(),
+        arrays=arrays,
+        listener=listener,
+    )
+
+
+def load_config(path: Path | None, overrides: Iterable[str] = (), *, trust: bool = False) -> Config:
+    """The experiment in a file (or the default one), with overrides; ``trust``: code that the file names may run."""
+    given = read_toml(path) if path is not None else {}
+    if trust:
+        usercode.vouch(given)
+    table, notes = override(given, overrides)
+    return parse(table, notes)
+
+
+def start(
+    config: Config,
+    *,
+    out: Path | None,
+    root: Path,
+    numbered: bool = False,
+    arrays: Arrays | None = None,
+    listener: Listener | None = None,
+) -> History:
+    """Run a new experiment from its first round; ``numbered``: if ``out`` is taken, in ``out-2`` and so on."""
+    prepared, ranks = prepare_on_ranks(config, root, arrays), joined()
+
+    def new(path: Path) -> RunFolder:
+        return create(unused(path) if numbered else path, as_toml(config))
+
+    with held(out, new, ranks) as folder:
+        with ranks.agreed(), storage(out):
+            if folder is not None:
+                lay_out(folder, prepared)
+                folder.seal()
+        return drive(prepared, folder, None, listener or Silence())
