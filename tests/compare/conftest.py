@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.run import run
 from support.comparisons import GRID, table
 
 
@@ -15,5 +15,5 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three methods on two partitions with two seeds."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     paper = [{"algorithm": "fedopt", "where": {"partition.alpha": 0.1}, "value": 72.15}]
-    compare.run(table(grid=GRID, target=0.3, paper=paper), folder, jobs=2)
+    run(table(grid=GRID, target=0.3, paper=paper), folder, jobs=2)
     return folder

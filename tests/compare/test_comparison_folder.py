@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.folder import alone
+from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
 from support.comparisons import GRID, contents, table
 from support.terminal import fedloom, files
@@ -21,7 +22,7 @@ from support.terminal import fedloom, files
 def test_a_folder_with_anything_else_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(ConfigError, match="not of a comparison"):
-        compare.run(table(), tmp_path)
+        run(table(), tmp_path)
     assert files(tmp_path) == {"mine"}
 
 
@@ -45,7 +46,7 @@ def kept(whole: Path, tmp_path: Path) -> Path:
 def test_another_comparison_in_the_folder_of_one_is_refused(kept: Path, other: dict[str, Any], says: str) -> None:
     before, inside = contents(kept), files(kept)
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        compare.run(other, kept)
+        run(other, kept)
     words = f"--out: {kept} holds another comparison, of fedavg, fedprox, fedopt with seeds 0, 1"
     assert words in str(caught.value)
     assert "choose another folder" in str(caught.value)
@@ -64,21 +65,21 @@ def test_the_command_refuses_it_too(kept: Path) -> None:
 def test_a_comparison_that_cannot_be_read_is_not_replaced(kept: Path) -> None:
     (kept / "compare.toml").write_text("compare = 3\n")
     with pytest.raises(ConfigError, match="can no longer be read"):
-        compare.run(table(grid=GRID), kept)
+        run(table(grid=GRID), kept)
 
 
 def test_another_question_to_the_same_cells_is_answered(kept: Path) -> None:
     times = {p: p.stat().st_mtime_ns for p in (kept / "cells").rglob("*")}
-    done = compare.run(table(grid=GRID, metric="global/test/loss", baseline="fedopt"), kept)
+    done = run(table(grid=GRID, metric="global/test/loss", baseline="fedopt"), kept)
     assert {row.metric for row in done.rows} == {"global/test/loss"}
     assert {p: p.stat().st_mtime_ns for p in (kept / "cells").rglob("*")} == times
 
 
 def test_comparisons_that_share_their_cells_compute_them_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    first = compare.run(table(cells="runs/mine", metric="global/test/loss"), "runs/loss", jobs=1)
+    first = run(table(cells="runs/mine", metric="global/test/loss"), "runs/loss", jobs=1)
     times = {p: p.stat().st_mtime_ns for p in Path("runs/mine").rglob("*") if p.is_file() and p.name != ".lock"}
-    second = compare.run(table(cells="runs/mine", algorithms=["fedopt", "fedavg"]), "runs/accuracy", jobs=1)
+    second = run(table(cells="runs/mine", algorithms=["fedopt", "fedavg"]), "runs/accuracy", jobs=1)
     assert {p: p.stat().st_mtime_ns for p in times} == times
     assert len({p.parts[2] for p in times}) == 6
     assert [(row.metric, row.seeds) for row in second.rows] == [("global/test/accuracy", 2)] * 2
@@ -94,7 +95,7 @@ def test_comparisons_that_share_their_cells_compute_them_once(tmp_path: Path, mo
 def test_shared_cells_are_used_by_one_comparison_at_a_time(tmp_path: Path) -> None:
     shared = tmp_path / "cells"
     with (
-        compare._alone(shared, "compare.cells"),
+        alone(shared, "compare.cells"),
         pytest.raises(ConfigError, match=f"compare.cells: another process is using {shared}"),
     ):
-        compare.run(table(cells=str(shared)), tmp_path / "c")
+        run(table(cells=str(shared)), tmp_path / "c")

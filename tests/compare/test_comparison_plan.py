@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.grid import versus
+from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from support.comparisons import table
 from support.terminal import fedloom, files
@@ -50,9 +51,9 @@ def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"algorithms": []}, "compare.algorithms"),
-        ({"algorithms": ["fedavg", "fedavg"]}, "'fedavg' is there twice"),
+        ({"algorithms": ["fedavg", "fedavg"]}, "duplicate label 'fedavg'"),
         ({"seeds": 0}, "compare.seeds"),
-        ({"seeds": [1, 1]}, "a seed is there twice"),
+        ({"seeds": [1, 1]}, "duplicate seed"),
         ({"grid": {"seed": [1, 2]}}, "cannot be an axis"),
         ({"grid": {"rounds": []}}, "has no values"),
         ({"grid": {"rounds": [1, 1]}}, "same label"),
@@ -62,7 +63,7 @@ def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:
 )
 def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        compare.plan(table(**settings))
+        plan(table(**settings))
 
 
 def test_missing_data_is_told_once_and_nothing_written(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_missing_data_is_told_once_and_nothing_written(tmp_path: Path) -> None:
 
 def test_shared_settings_go_to_the_methods_that_know_them() -> None:
     given = table(algorithms=["fedavg", "fedprox", "dpsgd"], seeds=1) | {"algorithm": {"mu": 0.5}}
-    configs = {c.method.label: c.config for c in compare.plan(given).cells}
+    configs = {c.method.label: c.config for c in plan(given).cells}
     assert getattr(configs["fedprox"].algorithm, "mu", None) == 0.5
     assert configs["dpsgd"].topology is not None
     assert configs["fedavg"].cohort.size == 3
@@ -87,12 +88,12 @@ def test_labels_grids_and_nested_keys() -> None:
         seeds=[7],
         grid={"partition": [shards, "iid"], "local": {"lr": [0.1, 0.2]}},
     )
-    planned = compare.plan(spec)
+    planned = plan(spec)
     assert [m.label for m in planned.methods] == ["fedavg", "fedprox (mu=0.1)", "strong"]
     assert planned.places == (("c=2", "0.1"), ("c=2", "0.2"), ("iid", "0.1"), ("iid", "0.2"))
     assert [c.config.local.lr for c in planned.cells[:4]] == [0.1, 0.1, 0.1, 0.2]
     assert {c.seed for c in planned.cells} == {7}
-    again = compare.plan(tomllib.loads(planned.as_toml()))
+    again = plan(tomllib.loads(planned.as_toml()))
     assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
     assert again.as_toml() == planned.as_toml()
 
@@ -103,8 +104,8 @@ def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:
         {"kind": "fedopt", "rule": "sgd"},
         {"kind": "fedavg", "server_lr": 0.5, "label": "half"},
     ]
-    planned = compare.plan(table(algorithms=methods, gain="half", seeds=[0], baseline="fedopt"))
-    assert compare._versus(planned.spec.gain, planned.methods) == (
+    planned = plan(table(algorithms=methods, gain="half", seeds=[0], baseline="fedopt"))
+    assert versus(planned.spec.gain, planned.methods) == (
         "half",
         ("fedopt",),
     )  # no variant of its own
@@ -115,11 +116,11 @@ def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:
         ({"of": "half", "over": ["half"]}, "compare.gain: needs another method than 'half' to be better than"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
-            compare.plan(table(algorithms=methods, gain=gain))
+            plan(table(algorithms=methods, gain=gain))
 
 
 def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
-    planned = compare.plan(
+    planned = plan(
         {
             "partition": {"clients": 5},
             "compare": {
@@ -136,20 +137,20 @@ def test_policies_that_differ_by_definition_are_told() -> None:
     """FedALA's clients keep their optimisers' memory, others do not: with Adam that is half of a difference."""
     table = {"compare": {"algorithms": ["fedavg", "fedala"], "seeds": 1}, "local": {"optimizer": "adam"}}
     said = "local.state differs by the methods' own definitions: reset for fedavg; persist for fedala"
-    assert any(said in note for note in compare.plan(table).notes)
+    assert any(said in note for note in plan(table).notes)
     for state in ("reset", "persist"):
         agreed = {**table, "local": {"optimizer": "adam", "state": state}}
-        assert not any("own definitions" in note for note in compare.plan(agreed).notes)
+        assert not any("own definitions" in note for note in plan(agreed).notes)
     meant = {"kind": "fedala", "with": {"local.state": "persist"}}
-    told = compare.plan({**table, "compare": {"algorithms": ["fedavg", meant], "seeds": 1}}).notes
+    told = plan({**table, "compare": {"algorithms": ["fedavg", meant], "seeds": 1}}).notes
     assert not any("own definitions" in note for note in told)
     plain = {**table, "local": {"optimizer": "sgd"}}  # which has no memory to keep
-    assert not any("own definitions" in note for note in compare.plan(plain).notes)
+    assert not any("own definitions" in note for note in plan(plain).notes)
 
 
 def test_what_comes_with_a_method_stays_with_it() -> None:
     """Also where the grid sets the whole section that it is in."""
-    planned = compare.plan(
+    planned = plan(
         {
             "rounds": 1,
             "compare": {
@@ -165,7 +166,7 @@ def test_what_comes_with_a_method_stays_with_it() -> None:
 
 def test_the_number_of_clients_can_be_an_axis() -> None:
     """With what goes with each number, under whatever else the section partition says."""
-    planned = compare.plan(
+    planned = plan(
         {
             "rounds": 1,
             "partition": {"kind": "iid", "holdout": 0.0},

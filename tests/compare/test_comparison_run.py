@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.plan import plan
+from fedloom.compare.run import run
 from fedloom.runs.folder import read_metrics
 from support.comparisons import GRID, SMALL, TABLES, THREE, contents, table
 from support.terminal import fedloom, started
@@ -56,7 +57,7 @@ def test_all_methods_of_a_seed_start_from_the_same(whole: Path) -> None:
 def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
     from fedloom.runs.prepare import prepare
 
-    cells = compare.plan(table(algorithms=THREE, seeds=[5])).cells
+    cells = plan(table(algorithms=THREE, seeds=[5])).cells
     drawn = [[prepare(c.config, Path()).experiment.present(r).drawn.ids.tolist() for r in range(3)] for c in cells]
     assert drawn[0] == drawn[1] == drawn[2]
 
@@ -66,22 +67,22 @@ def test_finished_cells_are_reused(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, folder)
     before = contents(folder)
     times = {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")}
-    compare.run(tomllib.loads((folder / "compare.toml").read_text()), folder)
+    run(tomllib.loads((folder / "compare.toml").read_text()), folder)
     assert contents(folder) == before
     assert {p: p.stat().st_mtime_ns for p in (folder / "cells").rglob("*")} == times
-    larger = compare.run(table(grid=GRID, algorithms=[*THREE, "local_only"]), folder, jobs=2)
+    larger = run(table(grid=GRID, algorithms=[*THREE, "local_only"]), folder, jobs=2)
     assert len(larger.results) == 16
     assert {p: p.stat().st_mtime_ns for p in times if p.is_file()} == {p: t for p, t in times.items() if p.is_file()}
 
 
 def test_the_number_of_jobs_changes_nothing(whole: Path, tmp_path: Path) -> None:
-    compare.run(tomllib.loads((whole / "compare.toml").read_text()), tmp_path / "one", jobs=1)
+    run(tomllib.loads((whole / "compare.toml").read_text()), tmp_path / "one", jobs=1)
     assert contents(tmp_path / "one") == contents(whole)
 
 
 def test_two_labels_of_one_config_are_computed_once(tmp_path: Path) -> None:
     same = [{"kind": "fedavg", "label": "a"}, {"kind": "fedavg", "label": "b"}]
-    done = compare.run(table(algorithms=same, seeds=1), tmp_path / "c", jobs=1)
+    done = run(table(algorithms=same, seeds=1), tmp_path / "c", jobs=1)
     assert len(list((tmp_path / "c" / "cells").iterdir())) == 1
     assert [row.rank for row in done.rows] == [1, 1]
 
@@ -158,7 +159,7 @@ def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
         "import os, signal\nfrom fedloom.algorithms.fedavg import FedAvg\n\n\n"
         "class Dies(FedAvg):\n    def update(self, server, inbox):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = compare.run(table(algorithms=["fedavg", str(own)], seeds=1), tmp_path / "c", jobs=1)
+    done = run(table(algorithms=["fedavg", str(own)], seeds=1), tmp_path / "c", jobs=1)
     assert [r.state for r in done.results] == ["done", "failed"]
     assert "killed" in next(iter(done.failures.values()))
     assert done.rows[0].rank == 1
@@ -168,7 +169,7 @@ def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
 def test_a_diverged_cell_does_not_stop_the_others(tmp_path: Path) -> None:
     wild = {"kind": "fedopt", "label": "wild", "lr": 1e38}
     for _ in range(2):
-        done = compare.run(table(algorithms=["fedavg", wild], seeds=2), tmp_path / "c", jobs=1)
+        done = run(table(algorithms=["fedavg", wild], seeds=2), tmp_path / "c", jobs=1)
         assert [r.state for r in done.results] == ["done", "diverged"] * 2
         assert done.rows[1].diverged == 2
         assert not done.failures
@@ -203,7 +204,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> None:
     settings = SMALL | {"rounds": 2, "privacy": {"clip": 1.0, "noise": 1.0}, "cohort": {"sampling": "all"}}
     methods = [{"kind": "fedavg", "weighting": "uniform"}, {"kind": "fedprox", "weighting": "uniform"}]
-    done = compare.run({**settings, "compare": {"algorithms": methods, "seeds": [0]}}, tmp_path / "out", jobs=1)
+    done = run({**settings, "compare": {"algorithms": methods, "seeds": [0]}}, tmp_path / "out", jobs=1)
     homes = [done.cells / result.hash for result in done.results]
     assert len({(home / "noise.key").read_text() for home in homes}) == 2
     each = [read_metrics(home)[-1]["privacy/epsilon"] for home in homes]
@@ -216,7 +217,7 @@ def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: 
     """The other reading of when a personal model is judged, by settings that a recipe can have."""
     settings = SMALL | {"rounds": 2, "evaluate": {"participants": True}, "cohort": {"sampling": "all"}}
     wanted = {"algorithms": ["fedala", "fedavg"], "seeds": [0], "metric": "participants/post_fit/test/accuracy"}
-    done = compare.run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)
+    done = run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)
     assert {row.method for row in done.rows} == {"fedala", "fedavg"}
     for result in done.results:
         last = read_metrics(done.cells / result.hash)[-1]

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.equal_terms import equalised
+from fedloom.compare.plan import plan
+from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
 from fedloom.report import comparison as report
 from support.comparisons import SMALL, THREE, table
@@ -63,14 +65,14 @@ def test_equal_bytes_through_the_command(equal: str, spent: str, tmp_path: Path)
 def test_a_budget_of_ones_own(tmp_path: Path) -> None:
     terms = {"equal": "gradients", "budget": 100.0, "algorithms": ["fedavg", "dfedavg", "dfedgam"], "seeds": 1}
     base = SMALL | {"local": {"steps": 5}, "compare": terms}
-    planned = compare.equalised(compare.plan(base), tmp_path)
+    planned = equalised(plan(base), tmp_path)
     assert [cell.config.basics.rounds for cell in planned.cells] == [6, 3, 1]  # of 15, 30 and 90 in a round
-    done = compare.run(base, tmp_path / "c", jobs=1)
+    done = run(base, tmp_path / "c", jobs=1)
     notes = " ".join(report.notes(done.question, done.rows))
     assert "Equal gradients: each method trains for as many rounds as 100 gradients" in notes
     assert "fedavg came to 90% of that" in notes
-    unequal = compare.plan(SMALL | {"compare": {"algorithms": THREE}})
-    assert compare.equalised(unequal, tmp_path) is unequal
+    unequal = plan(SMALL | {"compare": {"algorithms": THREE}})
+    assert equalised(unequal, tmp_path) is unequal
 
 
 @pytest.mark.parametrize(
@@ -82,16 +84,16 @@ def test_a_budget_of_ones_own(tmp_path: Path) -> None:
         ({"equal": "time"}, "compare.equal"),
         (
             {"equal": "bytes", "algorithms": ["fedavg", {"kind": "fedprox", "with": {"rounds": 9}}]},
-            "how many it has follows from compare.equal = 'bytes' [in fedprox]",
+            "its rounds follow from compare.equal = 'bytes' [in fedprox]",
         ),
     ],
 )
 def test_terms_that_contradict_each_other_are_refused(terms: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        compare.plan(table(**terms))
+        plan(table(**terms))
 
 
 def test_a_reference_that_spends_nothing_is_no_reference(tmp_path: Path) -> None:
-    planned = compare.plan(table(algorithms=["local_only", "fedavg"], equal="bytes"))
+    planned = plan(table(algorithms=["local_only", "fedavg"], equal="bytes"))
     with pytest.raises(ConfigError, match="local_only spends no bytes"):
-        compare.equalised(planned, tmp_path)
+        equalised(planned, tmp_path)

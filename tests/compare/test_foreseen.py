@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.foreseen import EVALUATED, metric_names, reports_itself
+from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.runs import catalogue
 from fedloom.runs.settings import parse
@@ -35,10 +36,8 @@ def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any])
     config = parse(given | {"evaluate": evaluate})
     history = start(config, out=None, root=Path("unused"))
     recorded = {name for line in history.records for name in line} - {"round", "excluded"}
-    foreseen = compare.metric_names(config)
-    told = {
-        name for name in recorded - foreseen if compare._tells(config) and name.split("/")[0] not in compare._JUDGED
-    }
+    foreseen = metric_names(config)
+    told = {name for name in recorded - foreseen if reports_itself(config) and name.split("/")[0] not in EVALUATED}
     assert recorded - told <= foreseen
     if not evaluate:
         rare = {f"personal/{config.algorithm.served}/test/diverged", "network/offline", "network/away", "network/dead"}
@@ -65,7 +64,7 @@ def test_a_metric_that_no_method_can_record_is_refused_before_any_runs(
     metric: str, more: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        compare.plan(table(metric=metric) | more)
+        plan(table(metric=metric) | more)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_a_metric_that_no_method_can_record_is_refused_before_any_runs(
 def test_a_metric_that_some_method_may_record_is_taken(
     metric: str, algorithms: list[str], more: dict[str, Any]
 ) -> None:
-    assert compare.plan(table(metric=metric, algorithms=algorithms) | more).spec.metric == metric
+    assert plan(table(metric=metric, algorithms=algorithms) | more).spec.metric == metric
 
 
 def test_a_mistyped_metric_costs_nothing(tmp_path: Path) -> None:

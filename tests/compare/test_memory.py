@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.compare import running as compare
+from fedloom.compare import memory
+from fedloom.compare.memory import default_jobs, memory_of
 from fedloom.core import usercode
 from fedloom.runs.settings import parse
 
 
 def of(**sections: Any) -> float:
-    return compare.memory_of(parse(sections))
+    return memory_of(parse(sections))
 
 
 def test_memory_of_a_cell_by_hand(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_memory_of_a_cell_by_hand(tmp_path: Path) -> None:
 def test_models_side_by_side_never_take_more_than_the_rule_for_lanes_allows() -> None:
     many = {"clients": 1000}
     most = of(model={"kind": "mlp", "widths": [2000, 2000]}, partition=many, cohort={"size": 1000})
-    assert 0.9 * compare._MOST < most - 0.6e9 < 1.1 * compare._MOST
+    assert 0.9 * memory._MOST < most - 0.6e9 < 1.1 * memory._MOST
 
 
 def test_memory_of_files_and_of_what_cannot_be_told(tmp_path: Path) -> None:
@@ -60,10 +61,10 @@ def test_jobs_follow_cores_threads_and_memory(monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     small = parse({"model": "logistic", "engine": {"device": "cpu"}})
     for free, jobs in ((100e9, 8), (3.1e9, 5), (0.1e9, 1), (float("inf"), 8)):
-        monkeypatch.setattr(compare, "_free_memory", lambda free=free: free)
-        assert compare.default_jobs([small]) == jobs
+        monkeypatch.setattr(memory, "_free_memory", lambda free=free: free)
+        assert default_jobs([small]) == jobs
     threads = parse({"model": "logistic", "engine": {"device": "cpu", "threads": 3}})
-    assert compare.default_jobs([small, threads]) == 2
+    assert default_jobs([small, threads]) == 2
     large = parse({"model": {"kind": "mlp", "widths": [4000, 4000]}, "engine": {"device": "cpu"}})
-    monkeypatch.setattr(compare, "_free_memory", lambda: 5e9)
-    assert compare.default_jobs([small, large]) == 2
+    monkeypatch.setattr(memory, "_free_memory", lambda: 5e9)
+    assert default_jobs([small, large]) == 2

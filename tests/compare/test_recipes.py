@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedloom.compare.running import equalised, plan
+from fedloom.compare.equal_terms import equalised
+from fedloom.compare.plan import plan
 from fedloom.core.errors import FedloomError
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays

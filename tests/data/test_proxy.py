@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.data.arrays import Arrays
 from fedloom.data.proxy import Proxy, without
@@ -67,7 +67,7 @@ METHODS = ["fedavg", "fedlaw", "law_afl", "dpsgd", "local_only"]
 
 
 def test_all_methods_of_a_comparison_train_on_the_same_rows() -> None:
-    planned = compare.plan({"compare": {"algorithms": METHODS, "seeds": [3]}})
+    planned = plan({"compare": {"algorithms": METHODS, "seeds": [3]}})
     shared = [share(parse(as_table(cell.config)), Path()) for cell in planned.cells]
     assert len({one.described()["sha256"] for one in shared}) == 1
     assert len({one.described()["data_sha256"] for one in shared}) == 1
@@ -82,14 +82,14 @@ def test_a_comparison_that_uses_no_proxy_rows_or_says_how_many_is_left_as_it_is(
         {"compare": {"algorithms": ["fedavg", "fedprox"]}},
         {"proxy": {"size": 50}, "compare": {"algorithms": METHODS}},
     ):
-        planned = compare.plan(table)
+        planned = plan(table)
         assert {cell.config.proxy.size for cell in planned.cells} == {table.get("proxy", {}).get("size")}
         assert not any("proxy" in note for note in planned.notes)
 
 
 def test_a_proxy_set_that_comes_with_a_method_is_left_by_all() -> None:
     given = {"kind": "fedlaw", "with": {"proxy": {"size": 60, "balanced": False}}}
-    planned = compare.plan({"compare": {"algorithms": ["fedavg", given]}})
+    planned = plan({"compare": {"algorithms": ["fedavg", given]}})
     assert len({str(cell.config.proxy) for cell in planned.cells}) == 1
 
 

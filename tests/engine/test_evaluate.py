@@ -20,7 +20,7 @@ from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT
 from fedloom.algorithms.local_only import LocalOnly
-from fedloom.compare.running import metric_names
+from fedloom.compare.foreseen import metric_names
 from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.core.metrics import Verdicts, summary
 from fedloom.data.arrays import Arrays

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.compare import running as compare
+from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.report import comparison as report
 from fedloom.report import grid
@@ -108,7 +108,7 @@ def test_every_number_is_the_statistic_of_its_runs(made: Made) -> None:
 def test_what_goes_with_a_value_goes_into_its_cells_alone(made: Made) -> None:
     assert {len(run) for line in made.csv if line["partition"] == "d_0.1" for run in made.runs(line)} == {4}
     assert {len(run) for line in made.csv if line["partition"] == "two classes" for run in made.runs(line)} == {3}
-    cells = {(c.place[0], c.config.local.optimizer, c.config.local.lr) for c in compare.plan(tables()).cells}
+    cells = {(c.place[0], c.config.local.optimizer, c.config.local.lr) for c in plan(tables()).cells}
     assert cells == {("sgd", "sgd", 0.01), ("Adam", "adam", 0.001)}
 
 
@@ -320,7 +320,7 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
         ({"doubts": [{"why": "x"}]}, r"compare\.doubts\.0: no value of a paper is there to be doubted"),
         (
             {"algorithms": [{"kind": "fedavg", "with": {"local.lr": 1.0}}]},
-            r"compare\.algorithms\.with\.local\.lr: is set by another axis",
+            r"compare\.algorithms\.with\.local\.lr: is also set by another axis",
         ),
         ({"algorithms": [{"kind": "fedprox", "with": {"algorithm.mu": 1.0}}]}, r"algorithm\.mu: cannot be set here"),
         ({"algorithms": [{"kind": "fedavg", "with": {"local.lrr": 1.0}}]}, r"local\.lrr: unknown key"),
@@ -331,7 +331,7 @@ def test_faults(changes: dict[str, Any], says: str) -> None:
     if "paper" not in changes:
         del given["compare"]["paper"]
     with pytest.raises(ConfigError) as caught:
-        compare.plan(given)
+        plan(given)
     assert re.search(says, "\n".join(map(str, caught.value.faults)) + str(caught.value)), str(caught.value)
 
 

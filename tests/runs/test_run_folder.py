@@ -380,7 +380,7 @@ def test_the_name_of_a_comparison_leads_nowhere_else(quick: Quick, tmp_path: Pat
     assert done.code == 0, done.err
     assert {p.name for p in tmp_path.iterdir()} == {"here"}
     assert [p.name for p in (tmp_path / "here" / "runs").iterdir()] == ["compare-x-..-..-..-out"]
-    from fedloom.compare.running import plan
+    from fedloom.compare.plan import plan
 
     assert plan({"name": "x/../../out", "compare": {"algorithms": ["fedavg"]}}).name == "x-..-..-out"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from fedloom.compare.running import plan
+from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.core.schema import GIVEN, Spec, other_than, over, read, when
 from fedloom.runs.catalogue import settings_of

@@ -239,7 +239,9 @@ def compare(
 
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
     """
-    from fedloom.compare import running as comparing
+    from fedloom.compare.crew import InterruptedComparison
+    from fedloom.compare.plan import plan
+    from fedloom.compare.run import run as run_comparison
     from fedloom.engine.ranks import is_rank
 
     if is_rank():
@@ -250,12 +252,12 @@ def compare(
     options |= {"equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     table, name = _comparison(words or [], grid or [], given, trust=trust)
-    planned = comparing.plan(table)
+    planned = plan(table)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     watch = GridWatch(Console(stderr=json_, highlight=False, soft_wrap=True))
     try:
-        done = comparing.run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watch)
-    except comparing.InterruptedComparison as stop:
+        done = run_comparison(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watch)
+    except InterruptedComparison as stop:
         watch.close()
         watch.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
         raise typer.Exit(130) from stop

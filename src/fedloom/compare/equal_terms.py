@@ -1,10 +1,12 @@
-"""Comparisons on equal terms: how many rounds a method has for what another spends, and the run that has so many."""
+"""Comparisons on equal terms: the number of rounds in which a method spends as much as another one."""
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
 
+from fedloom.compare.grid import named
+from fedloom.compare.plan import Plan
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
@@ -13,7 +15,30 @@ from fedloom.report.comparison import Equal
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config
 
-MOST = 1_000_000  # rounds; who spends so little that more would be needed is compared by something else
+MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more is refused
+
+
+def equalised(planned: Plan, root: Path) -> Plan:
+    """The comparison with the rounds that each method may spend; this takes the data.
+
+    The first seed decides the rounds for all seeds, so that all of them have the same number.
+    """
+    spec = planned.spec
+    if spec.equal == "rounds":
+        return planned
+    forecaster, first = Forecaster(root), spec.seeds[0]
+    reference = named(spec.reference, planned.methods)[0] if spec.reference else planned.baseline
+    samples = {(cell.place, cell.method.label): cell.config for cell in planned.cells if cell.seed == first}
+    budgets, rounds = {}, {}
+    for place in planned.places:
+        budget = budgets[place] = spec.budget or forecaster.cost(samples[place, reference], spec.equal)
+        if not budget:
+            what = f"{reference} spends no {spec.equal}, so that nothing can be equal to it"
+            raise ConfigError([Fault("compare.reference", what, "name another, or set compare.budget")])
+        for method in planned.methods:
+            rounds[place, method.label] = forecaster.rounds(samples[place, method.label], spec.equal, budget)
+    cells = [cell.with_config(stretched(cell.config, rounds[cell.place, cell.method.label])) for cell in planned.cells]
+    return planned._replace(cells=tuple(cells), budgets=budgets)
 
 
 class Forecaster:
@@ -32,13 +57,13 @@ class Forecaster:
         return prepare(config._replace(engine=here), self._root, self._arrays[key]).experiment
 
     def cost(self, config: Config, equal: Equal) -> float:
-        """What a run of this config will spend."""
+        """What a run of this configuration will spend."""
         return amount(next(islice(forecast(self.prepared(config)), config.basics.rounds - 1, None)), equal)
 
     def rounds(self, config: Config, equal: Equal, budget: float) -> int:
-        """The rounds in which a run of this config spends no more than ``budget``, but at least one.
+        """The rounds in which a run of this configuration spends at most ``budget``, but at least one.
 
-        One that spends nothing of the kind keeps the rounds that it has.
+        A run that spends nothing of the kind keeps its rounds.
         """
         if equal == "rounds":
             return int(budget)
@@ -48,10 +73,10 @@ class Forecaster:
                 return max(1, spent.rounds - 1)
             if spent.rounds >= config.basics.rounds and here == 0:
                 return config.basics.rounds
-            if spent.rounds == MOST:
-                what = f"{budget:g} {equal} would take {config.kinds['algorithm']} more than {MOST:,} rounds"
+            if spent.rounds == MOST_ROUNDS:
+                what = f"{budget:g} {equal} would take {config.kinds['algorithm']} more than {MOST_ROUNDS:,} rounds"
                 raise ConfigError([Fault("compare.budget", what, "take fewer rounds, or a smaller budget")])
-        raise AssertionError("a forecast goes on for ever")
+        raise AssertionError("a forecast has no end")
 
 
 def amount(spent: Spent, equal: Equal) -> float:
@@ -61,7 +86,7 @@ def amount(spent: Spent, equal: Equal) -> float:
 
 
 def stretched(config: Config, rounds: int) -> Config:
-    """The run with so many rounds, its learning rate over the same range, judged as often as before."""
+    """The run with this number of rounds, its learning rate over the same range, evaluated as often as before."""
     if rounds == config.basics.rounds:
         return config
     ratio, local = rounds / config.basics.rounds, config.local

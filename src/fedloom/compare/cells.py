@@ -1,0 +1,164 @@
+"""The cells of a comparison: a parsed configuration for each method, place of the grid and seed.
+
+Cells are named by the hash of their configuration, so that no cell is ever computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedloom.compare.grid import Axis, Method, Point, points
+from fedloom.compare.rules import Asked, is_algorithm_setting
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.report.comparison import Place
+from fedloom.runs.find import find_algorithm
+from fedloom.runs.overrides import assign, idle, without_idle
+from fedloom.runs.prepare import pick_device
+from fedloom.runs.settings import Config, config_hash, parse
+
+
+class Cell(NamedTuple):
+    """One run of the comparison."""
+
+    method: Method
+    place: Place
+    seed: int
+    config: Config
+    hash: str  # of the configuration
+
+    @property
+    def name(self) -> str:
+        return " · ".join([self.method.label, *self.place, f"seed {self.seed}"])
+
+    def with_config(self, config: Config) -> Cell:
+        """The cell with another configuration."""
+        return self if config is self.config else self._replace(config=config, hash=_hash(config))
+
+
+class Laid(NamedTuple):
+    """The cells of a comparison, what was left out of their configurations, and everything that is wrong."""
+
+    cells: list[Cell]
+    notes: list[str]
+    faults: list[Fault]
+
+
+class _Spot(NamedTuple):
+    """A method at a place of the grid: what all seeds share there."""
+
+    method: Method
+    place: Place
+    config: Config
+    left_out: list[str]
+    without_effect: dict[str, str]  # shared settings that do nothing here, and why
+
+
+def lay_out(base: Mapping[str, Any], asked: Asked) -> Laid:
+    """Every cell, seed by seed; a fault that many cells share is reported once."""
+    shared = base.get("algorithm", {})
+    shared = {k: v for k, v in shared.items() if k != "kind"} if isinstance(shared, Mapping) else {}
+    grid = points(asked.axes)
+    faults: dict[Fault, list[str]] = {}
+    spots: list[_Spot] = []
+    for point in grid:
+        for method in asked.methods:
+            try:
+                spots.append(_spot(base, method, shared, point))
+            except ConfigError as error:
+                for fault in error.faults:
+                    faults.setdefault(fault, []).append(" · ".join([method.label, *point.place]))
+    if faults:
+        everywhere = len(grid) * len(asked.methods)
+        return Laid([], [], [_with_places(fault, where, everywhere) for fault, where in faults.items()])
+    cells = [_cell(spot, seed) for seed in asked.spec.seeds for spot in spots]
+    notes = dict.fromkeys(note for spot in spots for note in spot.left_out)
+    return Laid(cells, list(notes), [*_unknown_settings(shared, asked), *_without_effect_anywhere(spots)])
+
+
+def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], point: Point) -> _Spot:
+    """The experiment of a method at a place of the grid.
+
+    A value of the grid goes before a method's own setting, and that before what all methods share. One thread, so
+    that numbers do not depend on how many cells run side by side.
+    """
+    chosen = point.settings | method.beside
+    known = settings_of(method.kind)
+    table, left_out = assign(
+        _fitting(base, method.kind), {k: v for k, v in chosen.items() if not is_algorithm_setting(k)}
+    )
+    grid = {k.removeprefix("algorithm."): v for k, v in chosen.items() if is_algorithm_setting(k)}
+    common, axis = ({k: v for k, v in given.items() if k in known} for given in (shared, grid))
+    table["algorithm"] = {"kind": method.kind, **common, **method.settings, **axis}
+    if isinstance(table.setdefault("engine", {}), Mapping):
+        table["engine"] = {"threads": 1, **table["engine"]}
+    own = {*chosen, *(f"algorithm.{key}" for key in method.settings)}
+    without_effect = {key: why for key, why in idle(table).items() if key not in own}
+    config = parse(without_idle(table, keep=own)[0], left_out)
+    pick_device(config.engine.device)
+    return _Spot(method, point.place, config, left_out, without_effect)
+
+
+def _cell(spot: _Spot, seed: int) -> Cell:
+    config = spot.config._replace(basics=spot.config.basics.model_copy(update={"seed": seed}))
+    return Cell(spot.method, spot.place, seed, config, _hash(config))
+
+
+def _hash(config: Config) -> str:
+    return config_hash(config)[:16]
+
+
+def _unknown_settings(shared: Mapping[str, Any], asked: Asked) -> list[Fault]:
+    """Settings of algorithms, shared or of the grid, that no method has."""
+    used = {key for method in asked.methods for key in settings_of(method.kind)}
+    keys = [*shared, *(key.removeprefix("algorithm.") for key in _set_by(asked.axes) if is_algorithm_setting(key))]
+    return [Fault(f"algorithm.{key}", "no method has this setting") for key in keys if key not in used]
+
+
+def _set_by(axes: Sequence[Axis]) -> list[str]:
+    return [key for axis in axes for key in (axis.key, *(k for given in axis.beside for k in given))]
+
+
+def _without_effect_anywhere(spots: Sequence[_Spot]) -> list[Fault]:
+    """Shared settings that have no effect in any cell."""
+    each = [spot.without_effect for spot in spots]
+    everywhere = set(each[0]).intersection(*each) if each else set()
+    return [Fault(key, each[0][key], "leave it out") for key in sorted(everywhere)]
+
+
+def _with_places(fault: Fault, where: Sequence[str], everywhere: int) -> Fault:
+    """The fault with the first cells that have it, unless all of them do."""
+    where = list(dict.fromkeys(where))
+    if len(where) == everywhere:
+        return fault
+    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+    return fault._replace(what=f"{fault.what} [in {'; '.join(where[:3])}{more}]")
+
+
+def settings_of(kind: str) -> set[str]:
+    """The settings that an algorithm has."""
+    return {field.alias or name for name, field in find_algorithm(kind, "compare.algorithms").model_fields.items()}
+
+
+def _fitting(base: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The base without sections that are not for this method: networks have no cohort, servers no topology."""
+    network = find_algorithm(kind, "compare.algorithms").family == "gossip"
+    return {k: v for k, v in base.items() if k not in ("algorithm", "cohort" if network else "topology")}
+
+
+def with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """The cells with the same rows set aside for the server in all methods, if any method trains on such rows.
+
+    Otherwise the clients of different methods would train on different rows.
+    """
+    uses = [cell for cell in cells if cell.config.algorithm.needs_proxy]
+    kept = {(cell.place, cell.seed): cell.config.proxy for cell in reversed(uses)}
+    out, changed = [], False
+    for cell in cells:
+        config, proxy = cell.config, kept.get((cell.place, cell.seed))
+        if proxy is not None and not config.algorithm.needs_proxy and config.proxy.size is None:
+            proxy = proxy.model_copy(update={"size": "auto"} if proxy.size is None else {})
+            config, changed = config._replace(proxy=proxy), True
+        out.append(cell.with_config(config))
+    names = ", ".join(dict.fromkeys(cell.method.label for cell in uses))
+    return out, [f"all methods train without the server's proxy rows, used by {names} alone"] if changed else []

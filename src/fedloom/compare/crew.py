@@ -1,0 +1,207 @@
+"""Worker processes that run the cells of a comparison side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+
+from fedloom.compare.cells import Cell
+from fedloom.compare.plan import Plan
+from fedloom.runs.settings import as_table
+
+
+class Standing(NamedTuple):
+    """How far a comparison is."""
+
+    done: int
+    cells: int
+    reused: int
+    running: tuple[tuple[str, int, int], ...]  # name, round and rounds of each cell at work
+    seconds_left: float | None
+    ended: str = ""  # the cell that has just ended, and how
+
+
+class Watcher(Protocol):
+    """Follows a comparison, which never prints anything itself."""
+
+    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+
+    def moved(self, standing: Standing) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class Unwatched:
+    """A watcher that shows nothing."""
+
+    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+
+    def moved(self, standing: Standing) -> None: ...
+
+    def stopping(self) -> None: ...
+
+
+class InterruptedComparison(KeyboardInterrupt):
+    """A comparison that was asked to stop; its cells were saved."""
+
+    def __init__(self, folder: Path, done: int, cells: int) -> None:
+        super().__init__(f"stopped with {done} of {cells} cells done")
+        self.folder, self.done, self.cells = folder, done, cells
+
+
+class Worker:
+    """A process that runs one cell after another; it ends when this process ends, however abruptly."""
+
+    def __init__(self, events: Events, threads: int) -> None:
+        count = str(threads)
+        env = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  read if the process dies
+        # -P: no module of the working folder hides an installed one. Its own session: Ctrl-C on the terminal reaches
+        # the parent alone, which asks each worker once.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fedloom.compare.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=env,
+            start_new_session=True,
+        )
+        self.cell: Cell | None = None
+        self.round = 0
+        self._thread = threading.Thread(target=self._listen, args=(events,), daemon=True)
+        self._thread.start()
+
+    def _listen(self, events: Events) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            events.put((self, json.loads(line)))
+        events.put((self, None))
+
+    def give(self, cell: Cell, folder: Path, root: Path) -> None:
+        self.cell, self.round = cell, 0
+        job = {"config": as_table(cell.config), "folder": str(folder), "root": str(root)}
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # a dead worker is reported by its listener
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def cause_of_death(self) -> str:
+        """Why a dead worker died, as far as it said."""
+        code = self._process.wait()
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+        ended = f"ended with code {code}" if code != -9 else "was killed, perhaps for want of memory: try fewer --jobs"
+        return ": ".join([f"its process {ended}", *last])
+
+    def ask_to_stop(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process now."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+Events: TypeAlias = "queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]"
+
+
+class Crew:
+    """Workers that go through a list of cells side by side."""
+
+    def __init__(
+        self, folder: Path, cells: Path, root: Path, missing: Sequence[Cell], *, done: int, watcher: Watcher
+    ) -> None:
+        self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
+        self._waiting = deque(missing)
+        self._reused, self._done, self._all = done, done, done + len(missing)
+        self._rounds_left = sum(c.config.basics.rounds for c in missing)
+        self._rounds_done, self._began = 0, time.perf_counter()
+        self._events: Events = queue.SimpleQueue()
+        self._workers: list[Worker] = []
+        self._failures: dict[str, str] = {}
+
+    def standing(self, ended: str = "") -> Standing:
+        busy = [(w.cell.name, w.round, w.cell.config.basics.rounds) for w in self._workers if w.cell is not None]
+        spent = time.perf_counter() - self._began
+        left = self._rounds_left * spent / self._rounds_done if self._rounds_done else None
+        return Standing(self._done, self._all, self._reused, tuple(busy), left, ended)
+
+    def work(self, jobs: int) -> dict[str, str]:
+        """Run until no cell is left; the failures by the name of their cell."""
+        try:
+            for _ in range(jobs):
+                self._hire()
+            while any(w.cell is not None for w in self._workers):
+                self._handle(*self._events.get())
+        except KeyboardInterrupt as stop:
+            self._stop()
+            raise InterruptedComparison(self._folder, self._done, self._all) from stop
+        finally:
+            for worker in self._workers:
+                worker.close()
+        return self._failures
+
+    def _hire(self) -> None:
+        cell = self._waiting.popleft() if self._waiting else None
+        if cell is not None:
+            worker = Worker(self._events, cell.config.engine.threads or 1)
+            self._workers.append(worker)
+            worker.give(cell, self._cells / cell.hash, self._root)
+
+    def _handle(self, worker: Worker, message: dict[str, Any] | None) -> None:
+        """One message of a worker; None: it has died."""
+        if worker.cell is None:
+            return
+        if message is None:
+            self._workers.remove(worker)
+            self._ended(worker, "failed", worker.cause_of_death())
+            worker.close()
+            self._hire()
+        elif "round" in message:
+            step = message["round"] - worker.round
+            worker.round = message["round"]
+            self._rounds_left -= step
+            self._rounds_done += 0 if message.get("resumed") else step
+            self._watcher.moved(self.standing())
+        else:
+            self._ended(worker, message["state"], message.get("message", ""))
+            if self._waiting:
+                following = self._waiting.popleft()
+                worker.give(following, self._cells / following.hash, self._root)
+
+    def _ended(self, worker: Worker, state: str, message: str) -> None:
+        assert worker.cell is not None
+        cell, worker.cell = worker.cell, None
+        self._rounds_left -= cell.config.basics.rounds - worker.round
+        self._done += 1
+        if state == "failed":
+            self._failures[cell.name] = message
+        self._watcher.moved(self.standing(f"{cell.name}: {state}" + (f" ({message})" if message else "")))
+
+    def _stop(self) -> None:
+        """Let every worker finish its round and save; a second Ctrl-C does not wait for it."""
+        self._watcher.stopping()
+        for worker in self._workers:
+            worker.ask_to_stop()
+        with suppress(KeyboardInterrupt):
+            for worker in self._workers:
+                worker.wait()

@@ -1,0 +1,113 @@
+"""Which metrics a run can record, known before it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from fedloom.algorithm import Algorithm
+from fedloom.compare.table import Compare
+from fedloom.core.errors import Fault, nearest
+from fedloom.core.metrics import Auc
+from fedloom.engine.diagnose import RECORDED
+from fedloom.report import comparison as report
+from fedloom.runs.settings import Config
+
+# First parts of names that only an evaluation uses, never an algorithm.
+EVALUATED = ("global", "personal", "participants", "consensus", "nodes", "network", "bytes", "work", "time")
+
+
+def metric_names(config: Config) -> set[str]:
+    """Every metric that a run may record, except those that an algorithm reports about itself."""
+    alg, evaluate = config.algorithm, config.evaluate
+    found = {"bytes": ["up", "down", "busiest"], "work": ["gradients"], "time": ["simulated"]}
+    found |= _of_trust(config) | _of_models(config) | _of_clients(config)
+    found |= {} if alg.waits else {"staleness": ["mean", "max"]}
+    names = {f"{place}/{name}" for place, ends in found.items() for name in ends}
+    return names.union(*(RECORDED[name] for name in evaluate.diagnostics if alg.family != "gossip"))
+
+
+def _of_trust(config: Config) -> dict[str, list[str]]:
+    """Metrics of privacy and of corrupted clients."""
+    simulated = config.privacy.noise_from == "seed"
+    found = {"privacy": ["epsilon_simulated" if simulated else "epsilon"]} if config.privacy.on else {}
+    return found | ({"bad_clients": ["weight_mean", "weight_total", "weight_ratio"]} if config.corruption.any else {})
+
+
+def _of_models(config: Config) -> dict[str, list[str]]:
+    """Metrics of the server's model, or of a network's nodes and their average."""
+    alg, evaluate = config.algorithm, config.evaluate
+    plain = ["accuracy", "loss"]
+    tested = plain + _areas(config)
+    found: dict[str, list[str]] = {}
+    if alg.family == "gossip":
+        nodes = [*plain, "accuracy_min", "accuracy_std"]
+        found |= {"consensus/test": tested, "nodes/test": nodes, "network": ["offline", "away", "dead"]}
+        found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
+        found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
+        found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
+    elif alg.communicates and alg.common:
+        found |= {"global/test": tested} | ({"global/train": plain} if evaluate.train else {})
+    if evaluate.flatness is not None:
+        found |= {f"{'consensus' if alg.family == 'gossip' else 'global'}/flatness": ["R0", "R1"]}
+    return found
+
+
+def _of_clients(config: Config) -> dict[str, list[str]]:
+    """Metrics of models on clients' own rows."""
+    evaluate = config.evaluate
+    if not _may_have_own_rows(config):
+        return {}
+    measured = ["accuracy", "loss", *_areas(config)]
+    spread = [f"{name}{end}" for name in measured for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
+    found = {f"personal/{config.algorithm.served}/test": spread} if evaluate.personal else {}
+    if evaluate.participants:
+        found |= {"participants/pre_fit/test": spread, "participants/post_fit/test": spread}
+    return found
+
+
+def _areas(config: Config) -> list[str]:
+    return [f"auc_{variant}" for variant in config.evaluate.auc]
+
+
+def _may_have_own_rows(config: Config) -> bool:
+    """Whether clients may have test rows of their own: held out, or marked by data that names clients."""
+    kind = config.kinds["partition"]
+    return config.partition.holdout > 0 or kind == "natural" or ":" in kind
+
+
+def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
+    """The metrics that a comparison asks for and no cell can record."""
+    wanted = [("compare.metric", spec.metric)]
+    wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
+    # Seeds and most of a grid change nothing here: each kind of evaluation is looked at once.
+    alike = {repr((c.algorithm, c.evaluate, c.privacy, c.corruption, c.partition, c.kinds)): c for c in configs}
+    distinct = list(alike.values())
+    names = {name for config in distinct for name in metric_names(config)}
+    return [fault for at, metric in wanted if metric for fault in _unrecorded(metric, distinct, names, at)]
+
+
+def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str) -> list[Fault]:
+    if not configs or any(report.meant(metric, names)):
+        return []
+    if any(map(reports_itself, configs)) and metric.partition("/")[0] not in EVALUATED:
+        return []
+    asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
+    return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names)))]
+
+
+def reports_itself(config: Config) -> bool:
+    """Whether the algorithm also records values of its own, under names that only a run shows."""
+    return "updates" in config.evaluate.diagnostics and type(config.algorithm).told is not Algorithm.told
+
+
+def _switches(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any]]:
+    """Settings of ``evaluate`` with which the metric would be recorded."""
+    switches: list[tuple[str, Any]] = [(key, True) for key in ("train", "personal", "participants")]
+    switches += [("auc", [variant]) for variant in get_args(Auc)] + [("diagnostics", [name]) for name in RECORDED]
+    for key, value in switches:
+        given = {key: tuple(value) if isinstance(value, list) else value}
+        others = (c._replace(evaluate=c.evaluate.model_copy(update=given)) for c in configs)
+        if any(any(report.meant(metric, metric_names(other))) for other in others):
+            yield key, value

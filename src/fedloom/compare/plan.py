@@ -1,0 +1,98 @@
+"""A comparison as a plan: methods x a grid of settings x seeds, every cell parsed and checked before anything runs.
+
+All methods of a seed share the data split, the initial model and the cohorts, since these follow from the seed alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from fedloom.compare import notes
+from fedloom.compare.cells import Cell, lay_out, with_one_proxy
+from fedloom.compare.foreseen import unrecorded
+from fedloom.compare.grid import Axis, Method, axes_of, methods_of, named, word
+from fedloom.compare.rules import Asked, faults_of, faults_of_base
+from fedloom.compare.table import Claim, Compare
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import read
+from fedloom.report.comparison import Place
+
+
+class Plan(NamedTuple):
+    """A valid comparison."""
+
+    base: dict[str, Any]
+    spec: Compare
+    methods: tuple[Method, ...]
+    axes: tuple[Axis, ...]
+    baseline: str
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+    budgets: Mapping[Place, float] = MappingProxyType({})  # what a method may spend there, once that is known
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(itertools.product(*(axis.labels for axis in self.axes)))
+
+    @property
+    def name(self) -> str:
+        """The default name of a folder of this comparison."""
+        first = self.cells[0].config
+        plain = "-".join([*(m.kind for m in self.methods), first.kinds["data"]])
+        return disk.as_name(first.basics.name or plain)[:80]
+
+    def as_toml(self) -> str:
+        """The comparison with its labels, seeds and baseline written out; running it gives the same cells."""
+        given = self.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        given["algorithms"] = [
+            {"kind": m.kind, "label": m.label, **m.settings, **({"with": m.beside} if m.beside else {})}
+            for m in self.methods
+        ]
+        given |= {"seeds": list(self.spec.seeds), "baseline": self.baseline}
+        table = {name: given[name] for name in Compare.model_fields if name in given}
+        return tomli_w.dumps({**self.base, "compare": table})
+
+    def spots(self, claim: Claim) -> Iterator[tuple[Place, str]]:
+        """The places of the grid and the labels of the methods that a claim is about."""
+        keys = [axis.key for axis in self.axes]
+        wanted = {k: word(v) for k, v in claim.where.items()}
+        labels = named(claim.algorithm, self.methods) if claim.algorithm else [m.label for m in self.methods]
+        for place, label in itertools.product(self.places, labels):
+            if wanted.items() <= dict(zip(keys, place, strict=True)).items():
+                yield place, label
+
+
+def plan(table: Mapping[str, Any]) -> Plan:
+    """The comparison that ``table`` describes, every cell parsed, or one ConfigError with everything that is wrong."""
+    given = table.get("compare", {})
+    base = {k: v for k, v in table.items() if k != "compare"}
+    faults = faults_of_base(base)
+    spec, wrong = read(Compare, given if isinstance(given, Mapping) else {"compare": given}, "compare")
+    if spec is None:
+        raise ConfigError(faults + wrong)
+    asked = Asked(spec, methods_of(spec.algorithms), axes_of(spec.grid))
+    laid = lay_out(base, asked)
+    faults += faults_of(asked)
+    faults += laid.faults or unrecorded(spec, [cell.config for cell in laid.cells])
+    if faults:
+        raise ConfigError(faults)
+    baseline = named(spec.baseline, asked.methods)[0] if spec.baseline else asked.methods[0].label
+    cells, about_proxy = with_one_proxy(laid.cells)
+    said = laid.notes + notes.about(base, asked.axes, cells, baseline) + about_proxy
+    planned = Plan(base, spec, asked.methods, asked.axes, baseline, tuple(cells), tuple(said))
+    _refuse_idle_doubts(planned)
+    return planned
+
+
+def _refuse_idle_doubts(planned: Plan) -> None:
+    """Refuse caveats about places for which no value of a paper is given."""
+    reported = {spot for paper in planned.spec.paper for spot in planned.spots(paper)}
+    idle = [k for k, doubt in enumerate(planned.spec.doubts) if reported.isdisjoint(planned.spots(doubt))]
+    if idle:
+        raise ConfigError([Fault(f"compare.doubts.{k}", "no value of a paper is there to be doubted") for k in idle])

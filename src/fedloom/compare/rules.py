@@ -1,0 +1,160 @@
+"""What a ``[compare]`` table must not contradict: one small rule for each, all of them checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedloom.compare.grid import Axis, Method, named, names, versus, word
+from fedloom.compare.table import Claim, Compare
+from fedloom.core.errors import Fault, nearest
+from fedloom.runs.in_memory import InMemory
+
+_NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
+
+
+class Asked(NamedTuple):
+    """A ``[compare]`` table with its methods and axes."""
+
+    spec: Compare
+    methods: tuple[Method, ...]
+    axes: tuple[Axis, ...]
+
+
+def faults_of_base(base: Mapping[str, Any]) -> list[Fault]:
+    """Keys of the experiment that a comparison sets itself."""
+    faults = []
+    if "seed" in base:
+        faults.append(Fault("seed", "is set by compare.seeds", f"use compare.seeds = [{base['seed']}]"))
+    data = base.get("data")
+    if InMemory.kind in (data, data.get("source") if isinstance(data, Mapping) else None):
+        faults.append(Fault("data.source", "data from Python cannot be compared yet", "write it to an .npz file"))
+    return faults
+
+
+def faults_of(asked: Asked) -> list[Fault]:
+    """Everything in which the table contradicts itself."""
+    return [fault for rule in _RULES for fault in rule(asked)]
+
+
+def is_algorithm_setting(key: str) -> bool:
+    """Whether a key of the grid is a setting of the algorithm."""
+    return key.startswith("algorithm.")
+
+
+# -- the rules -------------------------------------------------------------------------------------
+def _labels(asked: Asked) -> Iterator[Fault]:
+    labels = [m.label for m in asked.methods]
+    for label in dict.fromkeys(labels):
+        if labels.count(label) > 1:
+            yield Fault("compare.algorithms", f"duplicate label '{label}'", "give each a label")
+
+
+def _seeds(asked: Asked) -> Iterator[Fault]:
+    seeds = asked.spec.seeds
+    if len(set(seeds)) < len(seeds):
+        yield Fault("compare.seeds", f"duplicate seed (got {seeds})")
+
+
+def _baseline(asked: Asked) -> Iterator[Fault]:
+    if asked.spec.baseline:
+        yield from _unknown_method("compare.baseline", asked.spec.baseline, asked.methods)
+
+
+def _gain(asked: Asked) -> Iterator[Fault]:
+    gain, methods = asked.spec.gain, asked.methods
+    if gain is None:
+        return
+    faults = [*_unknown_method("compare.gain.of", gain.of, methods)]
+    faults += [fault for name in gain.over for fault in _unknown_method("compare.gain.over", name, methods)]
+    yield from faults
+    if (not faults and gain.of in versus(gain, methods).over) or len(methods) == 1:
+        yield Fault("compare.gain", f"needs another method than '{gain.of}' to be better than")
+
+
+def _equal_terms(asked: Asked) -> Iterator[Fault]:
+    spec, methods = asked.spec, asked.methods
+    given = [(key, value) for key in ("reference", "budget") if (value := getattr(spec, key))]
+    if spec.equal == "rounds":
+        fix = "set compare.equal to gradients, bytes or busiest"
+        yield from (Fault(f"compare.{key}", f"methods have equal rounds (got {value!r})", fix) for key, value in given)
+        return
+    if len(given) > 1:
+        yield Fault("compare.budget", "reference and budget both say how much may be spent", "keep one of them")
+    if spec.reference:
+        yield from _unknown_method("compare.reference", spec.reference, methods)
+    sized = [m for m in methods if "rounds" in m.beside and [m.label] != named(spec.reference, methods)]
+    what = f"its rounds follow from compare.equal = '{spec.equal}'"
+    for method in sized:
+        yield Fault("compare.algorithms.with.rounds", f"{what} [in {method.label}]", "leave it out")
+
+
+def _axes(asked: Asked) -> Iterator[Fault]:
+    for axis in asked.axes:
+        at = f"compare.grid.{axis.key}"
+        if not axis.values:
+            yield Fault(at, "has no values")
+        if len(set(axis.labels)) < len(axis.labels):
+            yield Fault(at, f"two values have the same label (got {list(axis.labels)})")
+        if axis.key in _NOT_AXES:
+            yield Fault(at, "cannot be an axis", "see compare.seeds and compare.algorithms")
+
+
+def _set_twice(asked: Asked) -> Iterator[Fault]:
+    """Settings that come with a value of the grid or with a method, and are also set elsewhere in the comparison."""
+    own = {axis.key: {key for given in axis.beside for key in given} for axis in asked.axes}
+    own["algorithms"] = {key for method in asked.methods for key in method.beside}
+    for name, keys in own.items():
+        at = "compare.algorithms" if name == "algorithms" else f"compare.grid.{name}"
+        others = [k for other, its in own.items() if other != name for k in its] + list(own)
+        yield from (Fault(f"{at}.with.{k}", "is also set by another axis or by a method") for k in keys if k in others)
+        for key in keys:
+            of_method = is_algorithm_setting(key) and name == "algorithms"
+            if key in ("seed", "name", "algorithm.kind") or of_method:
+                yield Fault(f"{at}.with.{key}", "cannot be set here", "see compare.seeds and compare.algorithms")
+
+
+def _layout(asked: Asked) -> Iterator[Fault]:
+    if asked.spec.layout is not None:
+        yield from asked.spec.layout.faults(["algorithm", *(axis.key for axis in asked.axes)])
+
+
+def _paper(asked: Asked) -> Iterator[Fault]:
+    layout = asked.spec.layout
+    for number, paper in enumerate(asked.spec.paper):
+        yield from _unmatched(paper, f"compare.paper.{number}", asked)
+        if isinstance(paper.value, list) and len(paper.value) != len(layout.cell if layout else ()):
+            what = f"a list has one number for each metric of compare.layout.cell (got {paper.value})"
+            yield Fault(f"compare.paper.{number}.value", what)
+
+
+def _doubts(asked: Asked) -> Iterator[Fault]:
+    metrics = asked.spec.metrics
+    for number, doubt in enumerate(asked.spec.doubts):
+        yield from _unmatched(doubt, f"compare.doubts.{number}", asked)
+        if doubt.metric and doubt.metric not in metrics:
+            what = f"no value of a paper is of '{doubt.metric}'"
+            yield Fault(f"compare.doubts.{number}.metric", what, nearest(doubt.metric, metrics))
+
+
+_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _doubts)
+
+
+def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[Fault]:
+    """The name, unless it names exactly one method."""
+    if len(named(name, methods)) != 1:
+        yield Fault(at, f"'{name}' is not one of the methods", nearest(name, names(methods)))
+
+
+def _unmatched(claim: Claim, at: str, asked: Asked) -> Iterator[Fault]:
+    """A method or a place of the grid that the comparison does not have."""
+    if claim.algorithm and not named(claim.algorithm, asked.methods):
+        fix = nearest(claim.algorithm, names(asked.methods))
+        yield Fault(f"{at}.algorithm", f"there is no method '{claim.algorithm}'", fix)
+    axes = {axis.key: axis for axis in asked.axes}
+    for key, value in claim.where.items():
+        label = word(value)
+        if key not in axes:
+            yield Fault(f"{at}.where.{key}", "is not an axis of the grid", nearest(key, axes))
+        elif label not in axes[key].labels:
+            yield Fault(f"{at}.where.{key}", f"there is no '{label}'", nearest(label, axes[key].labels))

@@ -1,0 +1,67 @@
+"""Run what is missing of a comparison, and write its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.compare.crew import Crew, Unwatched, Watcher
+from fedloom.compare.equal_terms import equalised
+from fedloom.compare.folder import cells_of, clear_stale, held, refuse_another, state_of, storage_errors
+from fedloom.compare.memory import default_jobs
+from fedloom.compare.plan import Plan, plan
+from fedloom.compare.write import Comparison, write
+from fedloom.core import usercode
+from fedloom.data.files import default_root, places_below
+from fedloom.data.sources import PublishedSet
+from fedloom.runs.folder import write_text
+
+
+def run(
+    table: Mapping[str, Any] | Plan,
+    out: str | Path | None = None,
+    *,
+    data_root: str | Path | None = None,
+    jobs: int | None = None,
+    trust: bool = False,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Run what is missing of a comparison in the folder ``out``, and write its tables and curves there.
+
+    ``table`` is an experiment with a ``compare`` table beside its other sections. ``trust``: the code that a
+    comparison in this folder names may run, although you have not run it before.
+    """
+    if not isinstance(table, Plan):
+        usercode.vouch(table)
+    planned = table if isinstance(table, Plan) else plan(table)
+    folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
+    root = Path(data_root) if data_root is not None else default_root()
+    _find_data(planned, root)
+    planned = equalised(planned, root)
+    with storage_errors(folder), held(folder):
+        refuse_another(planned, folder, root, trust=trust)
+        write_text(folder / "compare.toml", planned.as_toml())
+        with cells_of(planned, folder) as cells:
+            planned = planned._replace(notes=(*planned.notes, *clear_stale(planned, cells)))
+            failures = _run_missing(planned, folder, cells, root, jobs, watcher or Unwatched())
+            return write(planned, folder, cells, failures)
+
+
+def _find_data(planned: Plan, root: Path) -> None:
+    """Refuse at once what every cell would refuse: a published data set that is not here."""
+    published = [c.config.data for c in planned.cells if isinstance(c.config.data, PublishedSet)]
+    for layout in {data.kind: data.layout for data in published}.values():
+        places_below(layout, root)
+
+
+def _run_missing(
+    planned: Plan, folder: Path, cells: Path, root: Path, jobs: int | None, watcher: Watcher
+) -> dict[str, str]:
+    """Run every cell that has not ended yet; the failures by the name of their cell."""
+    by_hash = {cell.hash: cell for cell in reversed(planned.cells)}  # two labels may stand for one config
+    missing = [c for c in planned.cells if by_hash[c.hash] is c and not state_of(cells / c.hash)]
+    jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
+    crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
+    watcher.started(planned, folder, jobs, crew.standing())
+    return crew.work(jobs) if missing else {}

@@ -1,0 +1,120 @@
+"""The ``[compare]`` table of a configuration, as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
+
+from fedloom.core.schema import Spec
+from fedloom.report.comparison import Along, Equal
+from fedloom.report.grid import Layout
+
+MOST_SEEDS = 10_000
+
+
+class Entry(Spec):
+    """A method: its kind, its settings, and its label in tables."""
+
+    model_config = ConfigDict(extra="allow")
+    kind: str
+    label: str = ""
+    beside: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+    @field_validator("beside", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return dotted(given)
+
+
+class Claim(Spec):
+    """A statement about what a paper reports for a method at some places of the grid."""
+
+    algorithm: str
+    where: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return dotted(given)
+
+
+class Paper(Claim):
+    """The value that the paper reports: one number, or one for each metric of the layout's cell."""
+
+    value: float | list[float]
+
+
+class Doubt(Claim):
+    """Why a reported value cannot be right, or hardly; for all methods and all metrics unless it names them."""
+
+    algorithm: str = ""
+    metric: str = ""
+    why: str = Field(min_length=1)
+
+
+class Gain(Spec):
+    """The method whose gain is shown, and the methods over the best of which; none: all methods of other kinds."""
+
+    of: str
+    over: list[str] = Field(default_factory=list)
+
+
+class Compare(Spec):
+    """The settings of a comparison."""
+
+    algorithms: list[Entry] = Field(min_length=1)
+    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
+    baseline: str = ""
+    gain: Gain | None = None
+    metric: str = ""
+    target: float | None = None
+    x: Along | None = None
+    equal: Equal = "rounds"
+    reference: str = ""
+    budget: PositiveFloat | None = None
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    layout: Layout | None = None
+    cells: str = ""
+    notes: list[str] = Field(default_factory=list)
+    paper: list[Paper] = Field(default_factory=list)
+    doubts: list[Doubt] = Field(default_factory=list)
+
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return [{"kind": x} if isinstance(x, str) else x for x in given] if isinstance(given, list) else given
+
+    @field_validator("gain", mode="before")
+    @classmethod
+    def _of_one(cls, given: Any) -> Any:
+        return {"of": given} if isinstance(given, str) else given
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _counted(cls, given: Any) -> Any:
+        if isinstance(given, int) and given > MOST_SEEDS:
+            raise ValueError(f"at most {MOST_SEEDS:,} seeds")
+        return list(range(given)) if isinstance(given, int) else given
+
+    @field_validator("grid", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        return dotted(given)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that values of a paper can be about."""
+        return [part.metric for part in self.layout.cell] if self.layout else [self.metric]
+
+
+def dotted(given: Any) -> Any:
+    """Keys with dots instead of nested tables: TOML reads ``partition.alpha = 1`` as the latter."""
+    if not isinstance(given, Mapping):
+        return given
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        inner = dotted(value) if isinstance(value, Mapping) else None
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if inner is not None else {key: value}
+    return out

@@ -1,0 +1,82 @@
+"""A worker process of a comparison: it reads cells from stdin, runs them, and answers on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from fedloom.core import usercode
+from fedloom.core.errors import DivergedError, FedloomError
+from fedloom.runs.folder import write_text
+from fedloom.runs.loop import InterruptedRun, Progress, Silence
+from fedloom.runs.resume import resume
+from fedloom.runs.settings import parse
+from fedloom.runs.start import start
+
+
+class Reporter(Silence):
+    """Reports rounds to the parent, a few times a second."""
+
+    def __init__(self, answers: IO[str]) -> None:
+        self._answers, self._reported = answers, 0.0
+
+    def started(self, prepared: Any, folder: Path | None, done: int) -> None:  # noqa: ARG002
+        self.send({"round": done, "resumed": True})
+
+    def advanced(self, progress: Progress) -> None:
+        now = time.perf_counter()
+        if now - self._reported > 0.2:
+            self._reported = now
+            self.send({"round": progress.round})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+def work() -> None:
+    """Run the cells that come in as lines of stdin, and answer on stdout, until the parent is gone."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a user's algorithm prints must not get among the answers
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    reporter = Reporter(answers)
+    while True:
+        reporter.send(_outcome(jobs.get(), reporter))
+
+
+def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    os._exit(1)  # every state on disk can be resumed, so there is nothing to wait for
+
+
+def _outcome(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+    """Run one cell, or resume it; how it ended."""
+    folder, root = Path(job["folder"]), Path(job["root"])
+    usercode.vouch(job["config"])  # the parent has loaded this code; a cell's own config.toml may name other code
+    try:
+        if (folder / "config.toml").is_file():
+            resume(folder, data_root=root, listener=reporter)
+        else:
+            start(parse(job["config"]), out=folder, root=root, listener=reporter)
+    except InterruptedRun:
+        os._exit(130)
+    except DivergedError as error:
+        write_text(folder / "diverged.json", json.dumps({"message": str(error)}) + "\n")
+        return {"state": "diverged", "message": str(error)}
+    except FedloomError as error:
+        return {"state": "failed", "message": str(error)}
+    except Exception as error:  # one broken cell must not stop the others
+        return {"state": "failed", "message": f"{type(error).__name__}: {error}"}
+    return {"state": "done"}
+
+
+if __name__ == "__main__":
+    work()

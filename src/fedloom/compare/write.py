@@ -1,0 +1,192 @@
+"""From the run folders of cells to tables and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.compare.cells import Cell
+from fedloom.compare.folder import state_of
+from fedloom.compare.grid import versus
+from fedloom.compare.plan import Plan
+from fedloom.core.errors import CheckpointError, ConfigError, Fault, nearest
+from fedloom.report import comparison as report
+from fedloom.report import grid as layouts
+from fedloom.report.comparison import Place, Question, Result, Row, Spent
+from fedloom.report.grid import Layout, Sheet
+from fedloom.runs.folder import as_json, read_ended, write_text
+
+
+class Comparison(NamedTuple):
+    """A finished comparison."""
+
+    folder: Path
+    cells: Path  # the folder of its runs
+    question: Question
+    rows: list[Row]
+    results: list[Result]
+    failures: dict[str, str]  # by the cell's name
+    sheet: Sheet | None = None  # the same in the layout of the recipe
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of the table; the same whenever the comparison is repeated."""
+        q = self.question
+        terms = {"equal": q.equal, "budgets": {q.title(p) or "all": v for p, v in q.budgets.items()}}
+        return (
+            {
+                "metric": q.metric,
+                "baseline": q.baseline,
+                "seeds": list(q.seeds),
+                "target": q.target,
+                "cells": len(self.results),
+                "diverged": sum(r.state == "diverged" for r in self.results),
+                "failed": sum(r.state == "failed" for r in self.results),
+                "table": report.as_dicts(q, self.rows),
+                "notes": report.notes(q, self.rows),
+            }
+            | (terms if q.equal != "rounds" else {})
+            | ({"layout": layouts.as_dicts(self.sheet)} if self.sheet is not None else {})
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``fedloom compare --json`` prints."""
+        return {"folder": str(self.folder), **self.summary(), "failures": self.failures}
+
+
+def write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
+    """Read the cells, and write tables and curves into ``folder``."""
+    results, damaged = _results(planned, cells)
+    question = _question(planned, results)
+    rows = report.rows(question, results)
+    layout = planned.spec.layout
+    sheet = layouts.sheet(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
+    comparison = Comparison(folder, cells, question, rows, results, failures | damaged, sheet)
+    texts = {
+        "table.csv": report.table_csv(question, rows),
+        "table.md": report.markdown(question, rows),
+        "table.tex": report.latex(question, rows),
+        "cells.csv": report.cells_csv(question, results, os.path.relpath(cells, folder)),
+        "summary.json": as_json(comparison.summary(), indent=1) + "\n",
+    }
+    if sheet is not None:
+        texts |= {"layout.csv": layouts.table_csv(sheet), "layout.md": layouts.markdown(sheet)}
+        texts |= {"layout.tex": layouts.latex(sheet)}
+    for end in ("png", "svg"):
+        report.draw(question, results, folder / f"curves.{end}")
+        if layout is not None:
+            layouts.draw(question, layout, results, folder / f"layout.{end}")
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return comparison
+
+
+# -- what the cells hold ---------------------------------------------------------------------------
+def _results(planned: Plan, cells: Path) -> tuple[list[Result], dict[str, str]]:
+    """The result of every cell; cells whose files were changed since have failed, and are named with the reason."""
+    results, damaged = [], {}
+    for cell in planned.cells:
+        home = cells / cell.hash
+        try:
+            results.append(_result(cell, home))
+        except CheckpointError as error:
+            damaged[cell.name] = f"{error}; delete {home}, and the same command runs it again"
+            results.append(_as_result(cell, "failed"))
+    return results, damaged
+
+
+def _as_result(
+    cell: Cell, state: str, records: Sequence[dict[str, Any]] = (), partition: str = "", spent: Spent | None = None
+) -> Result:
+    own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
+    return Result(*own, state, list(records), partition, spent)
+
+
+def _result(cell: Cell, home: Path) -> Result:
+    """What the run folder of a cell holds, refused if that is not what the run wrote."""
+    state = state_of(home) or "failed"
+    records = read_ended(home) if (home / "metrics.jsonl").is_file() else []
+    described = home / "partition.json"
+    shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
+    return _as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
+
+
+def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | None:
+    """What the privacy of a cell has cost so far, if it is private."""
+    path = home / "privacy.json"
+    if not path.is_file() or not records:
+        return None
+    ledger = json.loads(path.read_text())
+    newest: dict[str, Any] = next((line for line in reversed(records) if "bytes/up" in line), {})
+    found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
+    epsilon = found[0] if found else math.inf  # for which JSON has no word
+    return Spent(data, ledger["unit"], ledger["relation"], epsilon, ledger["delta"], ledger.get("warning", ""))
+
+
+# -- what is asked of them -------------------------------------------------------------------------
+def _question(planned: Plan, results: Sequence[Result]) -> Question:
+    spec, labels = planned.spec, tuple(m.label for m in planned.methods)
+    metric = spec.metric or report.default_metric(labels, results)
+    metrics = report.choose_metrics(metric, labels, results)
+    recorded = report.recorded(results)
+    if spec.metric and recorded and not any(report.meant(spec.metric, recorded)):
+        what = f"no method recorded '{spec.metric}'"
+        raise ConfigError([Fault("compare.metric", what, nearest(spec.metric, recorded))])
+    share = report.is_share(metrics[planned.baseline])
+    return Question(
+        axes=tuple(axis.key for axis in planned.axes),
+        places=planned.places,
+        methods=labels,
+        seeds=tuple(spec.seeds),
+        baseline=planned.baseline,
+        metrics=metrics,
+        target=_unit(spec.target, share) if spec.target is not None else None,
+        paper=_of_metric(planned, share),
+        wanted=metric,
+        x=spec.x or spec.equal,
+        remarks=(*report.composed(results), *spec.notes),
+        doubts=tuple(report.Doubt(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.doubts),
+        equal=spec.equal,
+        budgets=planned.budgets,
+        gain=versus(spec.gain, planned.methods) if spec.gain is not None else None,
+    )
+
+
+def _unit(value: float, share: bool) -> float:
+    """An accuracy above 1.5 is meant in percent."""
+    return value / 100 if share and value > 1.5 else value
+
+
+def _of_metric(planned: Plan, share: bool) -> dict[tuple[Place, str], float]:
+    """The paper's values of the metric of the comparison."""
+    parts = planned.spec.layout.cell if planned.spec.layout is not None else []
+    mine = next((i for i, part in enumerate(parts) if part.metric == planned.spec.metric), None)
+    out = {}
+    for spot, value in _placed_values(planned):
+        if not isinstance(value, list):
+            out[spot] = _unit(value, share)
+        elif mine is not None:
+            out[spot] = _unit(value[mine], share)
+    return out
+
+
+def _of_layout(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[float | None]]:
+    """The paper's values of each part of the layout's cell; a single number is of the metric of the comparison."""
+    out: dict[tuple[Place, str], list[float | None]] = {}
+    for spot, value in _placed_values(planned):
+        each = (
+            value
+            if isinstance(value, list)
+            else [value if part.metric == planned.spec.metric else None for part in layout.cell]
+        )
+        pairs = zip(layout.cell, each, strict=True)
+        out[spot] = [v if v is None else _unit(v, report.is_share(part.metric)) for part, v in pairs]
+    return out
+
+
+def _placed_values(planned: Plan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
+    """Each value of a paper, with the place of the grid and the method that it belongs to."""
+    return ((spot, paper.value) for paper in planned.spec.paper for spot in planned.spots(paper))
