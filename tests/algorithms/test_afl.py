@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import fedloom
-from fedloom.algorithms.analytic import Analytic, head_of, with_head
+from fedloom.algorithms.analytic import Analytic
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Task
 from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
+from fedloom.maths.linear_head import head_of, with_head
 from fedloom.maths.ridge import upload_bytes
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithms.fedlaw import FedLAW, proxy_gradients, proxy_loss, shrinking
+from fedloom.algorithms.fedlaw import FedLAW, shrinking
 from fedloom.core.errors import ConfigError
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.learned_weights import Stack, aggregated, learn_weights
+from fedloom.maths.proxy_set import proxy_gradients, proxy_loss
 from support.blobs import blobs
 from support.proxies import SIZES, after, deserted, spoiled
 

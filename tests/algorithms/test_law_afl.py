@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithms.analytic import head_of
-from fedloom.algorithms.fedlaw import proxy_loss
 from fedloom.algorithms.law_afl import LawAFL, parts_of
 from fedloom.core.errors import ConfigError
 from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.run import advance_watched, begin
 from fedloom.engine.store import RamStore
+from fedloom.maths.linear_head import head_of
+from fedloom.maths.proxy_set import proxy_loss
 from fedloom.maths.ridge import upload_bytes
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

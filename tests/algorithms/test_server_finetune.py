@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithms.analytic import head_of
-from fedloom.algorithms.fedlaw import proxy_loss
-from fedloom.maths.learned_weights import proxy_batches
+from fedloom.maths.linear_head import head_of
+from fedloom.maths.proxy_set import proxy_batches, proxy_loss
 from support.proxies import after, spoiled
 
 

@@ -32,7 +32,6 @@ from fedloom.maths.learned_weights import (
     learn_weights,
     of_kind,
     printed_shrink,
-    proxy_batches,
     pulled_back,
     ratio_shrink,
     squares_of,
@@ -384,14 +383,6 @@ def test_l13_what_nobody_trains_is_never_shrunk() -> None:
         assert float(found.how.shrink) != 1.0
         base = after
     assert float(aggregated(Stack(base, 0 * moves), Weighing(SIZES / 100, vec(0.5)[0])).norm()) < base.norm()
-
-
-def test_batches_have_an_address() -> None:
-    one = proxy_batches(10, 4, 0, 3, 1)
-    assert [len(b) for b in one] == [4, 4, 2]
-    assert sorted(torch.cat(one).tolist()) == list(range(10))
-    assert all(torch.equal(a, b) for a, b in zip(one, proxy_batches(10, 4, 0, 3, 1), strict=True))
-    assert not torch.equal(torch.cat(one), torch.cat(proxy_batches(10, 4, 0, 3, 2)))
 
 
 # -- shrinking by other rules ----------------------------------------------------------------------

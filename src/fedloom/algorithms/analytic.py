@@ -46,28 +46,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Held, Inbox, Noise, Nothing, Phase, Work, like
+from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Phase, Work
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Optimizer
 from fedloom.core.schema import GIVEN, other_than, when
 from fedloom.core.task import Batch, Task
+from fedloom.maths.linear_head import body_features, check_head, feature_count, with_head
 from fedloom.maths.merging import Solution, merge, merge_product, own_solution, remove_ridge, scaled
-from fedloom.maths.private_sums import clipped_rows, mixed_noise, noise_ridge, private_head
+from fedloom.maths.private_sums import clipped_features, mixed_noise, noise_ridge, private_head
 from fedloom.maths.ridge import (
     Statistics,
     default_ridge,
     from_rows,
     no_statistics,
+    sent_statistics,
     solve,
     statistics,
     to_rows,
-    with_bias,
     with_ridge,
 )
 
@@ -160,14 +161,19 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     @property
     def lane_size(self) -> int:
-        d, classes = features_of(self.task, self.bias), self.task.linear_head.out_features
+        d, classes = feature_count(self.task, self.bias), self.task.linear_head.out_features
         return 2 * (d * d + d * classes)  # a number in float64 takes two of float32
+
+    @property
+    def feature_norm(self) -> float | None:
+        """R, to which features are clipped before they are summed; None where sums are not private."""
+        return None if self.noise is None else self.noise.norm
 
     def phases(self) -> tuple[Phase, ...]:
         return ()
 
     def init(self, w: Tensor) -> Server:
-        d, classes = features_of(self.task, self.bias), self.task.linear_head.out_features
+        d, classes = feature_count(self.task, self.bias), self.task.linear_head.out_features
         none = Statistics(*(x.to(w.device) for x in no_statistics(d, classes)))
         standing = torch.full((len(self.sizes),), _NEVER, dtype=torch.uint8, device=w.device)
         merged = torch.zeros_like(none.cross if self.hears_each else none.cross[:0])
@@ -183,7 +189,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     def upload_bytes(self, uploads: Sums) -> int:
         """As many as have something to say, each its triangle of G and its B."""
-        sent = int(spoke(uploads).sum()) if uploads.rows.numel() else 0
+        sent = int(sent_statistics(uploads.rows, uploads.counts).sum()) if uploads.rows.numel() else 0
         return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
 
     def join(self, down: Server) -> Nothing:
@@ -193,7 +199,7 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         if not len(down.standing):
             return batch.mask[:0]
         classes = self.task.linear_head.out_features
-        x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
+        x = clipped_features(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.feature_norm)
         return statistics(x, batch.y, classes, batch.mask)
 
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sums, Nothing]:
@@ -268,62 +274,3 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
                 own = Statistics(*from_rows(turn * row, classes), server.counts)
                 parts.append(scaled(own_solution(own, self.ri_ridge), turn))
         return reduce(_MERGES[self.agg], parts)
-
-
-# -- what is sent ----------------------------------------------------------------------------------
-class HasSums(Protocol):
-    @property
-    def rows(self) -> Tensor: ...  # [K, d (d + 1) / 2 + d C]
-
-    @property
-    def counts(self) -> Tensor: ...  # [K, C]
-
-
-def spoke(uploads: HasSums) -> Tensor:
-    """Who has sent statistics, and not zeros for want of being asked.  ``[K]``"""
-    return (uploads.counts != 0).any(-1) | (uploads.rows != 0).any(-1)
-
-
-def shortened(x: Tensor, noise: Noise | None) -> Tensor:
-    """Features as they are summed: where the sums are private, no example's are longer than R.  ``[B, d]``"""
-    return x if noise is None else clipped_rows(x.double(), noise.norm)
-
-
-# -- a net as features and a head ------------------------------------------------------------------
-def check_head(task: Task, bias: bool) -> None:
-    """Refuse a net whose head cannot be what was solved for."""
-    if not task.is_head_of_body:
-        what = "the logits of the net are not those of its 'head' on what its 'body' makes"
-        raise ConfigError([Fault("model.kind", what, "let forward(x) be head(body(x))")])
-    if bias and task.linear_head.bias is None:
-        raise ConfigError([Fault("algorithm.bias", "the head of this net has no bias", "set algorithm.bias=false")])
-
-
-def features_of(task: Task, bias: bool) -> int:
-    """d, the constant feature included."""
-    return task.linear_head.in_features + bias
-
-
-def body_features(task: Task, w: Tensor, x: Tensor, buffers: Tensor, bias: bool) -> Tensor:
-    """What the body makes of the inputs, and a constant 1 for a bias.  ``[B, d]``"""
-    found = task.features(w, x, buffers)
-    return with_bias(found) if bias else found
-
-
-def with_head(task: Task, w: Tensor, head: Tensor) -> Tensor:
-    """The parameters with W ``[d, C]`` as the head; its last row is the bias, if it has one more than features."""
-    wide, out = task.linear_head.in_features, w.clone()
-    out[task.place("head.weight")] = like(head[:wide].T.flatten(), w)
-    if task.linear_head.bias is not None:
-        out[task.place("head.bias")] = like(head[wide], w) if len(head) > wide else 0.0
-    return out
-
-
-def head_of(task: Task, w: Tensor, bias: bool = True) -> Tensor:
-    """W ``[d, C]`` in float64: the head of these parameters, its bias as the last row."""
-    layer = task.linear_head
-    head = w[task.place("head.weight")].view(layer.out_features, -1).T.double()
-    if not bias:
-        return head
-    last = torch.zeros_like(head[:1]) if layer.bias is None else w[task.place("head.bias")].double()[None]
-    return torch.cat([head, last])

@@ -59,17 +59,14 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Work, like
-from fedloom.algorithms.fedrep import normalisation
-from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Optimizer, sgd
 from fedloom.core.schema import other_than, over, when
-from fedloom.core.task import Batch, Task
+from fedloom.core.task import Batch, Task, normalisation
 from fedloom.maths.learned_weights import (
     OF_MODELS,
     SERVER_ADAM,
     Bounds,
-    Gradient,
     ShrinkRule,
     Stack,
     Weighing,
@@ -78,11 +75,13 @@ from fedloom.maths.learned_weights import (
     check_bounds,
     learn_weights,
     of_kind,
-    proxy_batches,
     remembered,
     settings_for,
+    shrink_diagnostics,
+    squared_gradient,
     with_shrink,
 )
+from fedloom.maths.proxy_set import proxy_gradients, proxy_loss, proxy_statistics
 
 _OPTIMIZERS: dict[str, Optimizer] = {"adam": SERVER_ADAM, "sgd": sgd(momentum=0.9)}
 
@@ -187,7 +186,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         return self.task.grad(down.w, batch) * batch.mask.sum()
 
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Moved, Nothing]:
-        return Moved(x - down.w, squared(work.survey, work) if self.surveys else down.w[:0]), ()
+        return Moved(x - down.w, squared_gradient(work.survey, work.examples) if self.surveys else down.w[:0]), ()
 
     def weight(self, upload: Moved, work: Work) -> Tensor:
         return work.examples if self.weighs_examples else torch.ones_like(work.examples)
@@ -238,12 +237,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         return after.lam[inbox.clients]
 
     def told(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
-        return told_of_shrink("weights", after.shrink, self.shrink_rule, self.learning)
-
-
-def squared(total: Tensor, work: Work) -> Tensor:
-    """The squared length of a client's gradient, from the sum of those of its examples.  ``[1]``"""
-    return (total / work.examples).square().sum()[None]
+        return shrink_diagnostics("weights", after.shrink, self.shrink_rule, self.learning)
 
 
 def kept(server: Server, inbox: Inbox[Any]) -> Weighing:
@@ -265,14 +259,6 @@ def noted(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
     return server._replace(lam=lam, offsets=offsets, shrink=how.shrink, learned=server.learned + 1)
 
 
-def told_of_shrink(name: str, shrink: Tensor, rule: ShrinkRule, settings: WeightSettings) -> dict[str, Tensor]:
-    """gamma, and whether it lies on a bound, where it has any."""
-    found = {f"{name}/shrink": shrink}
-    if rule != "law" or settings.kind == "fixed":
-        return found
-    return found | {f"{name}/shrink_bounded": of_kind(settings.kind, settings.bounds).reached(shrink)}
-
-
 def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:
     """Where gamma applies ``[P]``; None: everywhere. A layer that is frozen is not among the parameters at all."""
     if not exclude:
@@ -286,46 +272,3 @@ def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:
             raise ConfigError([Fault("algorithm.shrink_exclude", what, nearest(word, [*task.names, "bn", "bias"]))])
         left = left | found
     return ~left
-
-
-# -- the proxy set ---------------------------------------------------------------------------------
-def proxy_gradients(task: Task, proxy: Held, epochs: int, batch: int, address: tuple[int, int]) -> list[list[Gradient]]:
-    """For each epoch the loss and its gradient on each batch of the proxy set, in training mode."""
-    found: list[list[Gradient]] = []
-    for epoch in range(epochs):
-        parts = proxy_batches(len(proxy.y), batch, *address, epoch)
-        # A single example has no variance that BatchNorm could divide by.
-        parts = [rows for rows in parts if len(rows) > 1 or not task.has_statistics]
-        found.append([partial(_gradient, task, proxy, rows, (*address, epoch, k)) for k, rows in enumerate(parts)])
-    return found
-
-
-def _gradient(task: Task, proxy: Held, rows: Tensor, address: tuple[int, ...], w: Tensor) -> tuple[Tensor, Tensor]:
-    batch = _batch(task, proxy, rows.to(w.device), rng.bits(address[0], "proxy_dropout", *address[1:]))
-    return task.evaluate_and_differentiate(lambda v: task.loss(v, batch), w)
-
-
-def _batch(task: Task, proxy: Held, rows: Tensor, key: Tensor) -> Batch:
-    zero = torch.zeros((), device=rows.device)
-    ones = torch.ones(len(rows), device=rows.device)
-    return Batch(proxy.x[rows], proxy.y[rows], ones, key.to(rows.device), zero, zero, task.buffers0)
-
-
-def proxy_statistics(task: Task, proxy: Held, w: Tensor, buffers: Tensor, batch: int, passes: int) -> Tensor:
-    """The running statistics of a net that has seen the proxy set so often at ``w``.  ``[Q]``"""
-    key = torch.zeros((), dtype=torch.int64, device=w.device)
-    parts = [rows for rows in torch.split(torch.arange(len(proxy.y), device=w.device), batch) if len(rows) > 1]
-    for rows in parts * passes:
-        buffers = task.statistics(w, _batch(task, proxy, rows, key)._replace(buffers=buffers))
-    return buffers
-
-
-_CHUNK = 512  # examples of one forward pass
-
-
-def proxy_loss(task: Task, proxy: Held, w: Tensor) -> Tensor:
-    """The loss on all proxy examples, in evaluation mode unless statistics of the batch are needed.  ``[]``"""
-    parts = torch.split(torch.arange(len(proxy.y), device=w.device), _CHUNK)
-    training, key = task.has_statistics, torch.zeros((), dtype=torch.int64)
-    losses = [len(rows) * task.loss(w, _batch(task, proxy, rows, key), training=training).double() for rows in parts]
-    return torch.stack(losses).sum() / len(proxy.y)

@@ -29,13 +29,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Model, Phase, Update, Work, like
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Optimizer
 from fedloom.core.schema import when
-from fedloom.core.task import Batch, Task
+from fedloom.core.task import Batch, Task, normalisation
 
 PRESETS: dict[str, dict[str, Any]] = {
     "fedrep": {"private": "head", "schedule": "alternate"},
@@ -47,7 +47,6 @@ _LACKS = {
     "head": ("the net has no part called 'head' with parameters", "name its last layer so, or use algorithm.names"),
     "norm": ("the net has no normalisation layers with parameters", "take one that has, such as model.kind=resnet20"),
 }
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class Mine(NamedTuple):
@@ -197,9 +196,3 @@ def lay_out(task: Task, private: str, names: tuple[str, ...]) -> Layout:
         raise ConfigError(faults)
     phi, h = (~stays).nonzero().squeeze(1), stays.nonzero().squeeze(1)
     return Layout(phi, h, torch.cat([phi, h]).argsort())
-
-
-def normalisation(task: Task) -> tuple[str, ...]:
-    """What the names of the parameters of normalisation layers begin with."""
-    layers = task.module(task.w0, task.buffers0).named_modules()
-    return tuple(f"{name}." for name, layer in layers if isinstance(layer, _NORMS))

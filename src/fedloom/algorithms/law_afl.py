@@ -88,17 +88,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Nothing, Phase, Work
-from fedloom.algorithms.analytic import (
-    body_features,
-    check_head,
-    features_of,
-    head_of,
-    shortened,
-    spoke,
-    with_head,
-)
-from fedloom.algorithms.fedlaw import proxy_gradients, proxy_loss, squared, told_of_shrink
-from fedloom.algorithms.proxy_ridge import held_features
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Optimizer
@@ -129,9 +118,13 @@ from fedloom.maths.learned_weights import (
     of_kind,
     remembered,
     settings_for,
+    shrink_diagnostics,
+    squared_gradient,
     with_shrink,
 )
-from fedloom.maths.private_sums import mixed_noise, noise_ridge, psd
+from fedloom.maths.linear_head import body_features, check_head, feature_count, head_of, with_head
+from fedloom.maths.private_sums import clipped_features, mixed_noise, noise_ridge, psd
+from fedloom.maths.proxy_set import ProxyFeatures, proxy_features, proxy_gradients, proxy_loss
 from fedloom.maths.registry import Registry, body_fingerprint, no_registry, statistics_faults
 from fedloom.maths.ridge import (
     Statistics,
@@ -139,11 +132,12 @@ from fedloom.maths.ridge import (
     from_rows,
     pack_symmetric,
     ridge_path,
+    sent_statistics,
     solve,
     statistics,
     to_rows,
 )
-from fedloom.maths.weighted_ridge import ProxyFeatures, projection, sketched, squared_error, weighted_head
+from fedloom.maths.weighted_ridge import projection, sketched, squared_error, weighted_head
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 _RIDGES = tuple(10.0**k for k in range(-6, 1))
@@ -365,8 +359,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     @property
     def lane_size(self) -> int:
-        d = features_of(self.task, self.bias)
+        d = feature_count(self.task, self.bias)
         return 2 * (d * d + d * self.classes)  # a number in float64 takes two of float32
+
+    @property
+    def feature_norm(self) -> float | None:
+        """R, to which features are clipped before they are summed; None where sums are not private."""
+        return None if self.noise is None else self.noise.norm
 
     @property
     def trains(self) -> bool:
@@ -422,7 +421,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return not self.trains_in(round_) or (self.schedule == "per_round" and not self.fresh)
 
     def init(self, w: Tensor) -> Server:
-        n, d = len(self.sizes), features_of(self.task, self.bias)
+        n, d = len(self.sizes), feature_count(self.task, self.bias)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         registry = no_registry(n, d, self.classes, self.body(w, 0.0), dtype)
         if self.schedule == "per_round":
@@ -453,7 +452,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def upload_bytes(self, uploads: Sent) -> int:
         each = uploads.rows.shape[-1] * uploads.rows.element_size()
         each += 16 if self.quality == "report" else 0  # two numbers
-        sent = int(spoke(uploads).sum()) if uploads.rows.numel() else 0
+        sent = int(sent_statistics(uploads.rows, uploads.counts).sum()) if uploads.rows.numel() else 0
         moved = tree.nbytes(uploads.dw)
         if uploads.depth.numel():
             moved = int((self.parts <= uploads.depth).sum()) * uploads.dw.element_size()
@@ -474,7 +473,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if not len(down.registry.known):
             labels = torch.arange(self.classes if self.depth != "all" else 0, device=batch.y.device)
             return Seen(batch.mask @ (batch.y[:, None] == labels).to(batch.mask), slope=slope)
-        x = shortened(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.noise)
+        x = clipped_features(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.feature_norm)
         sums = statistics(x, batch.y, self.classes, batch.mask)
         none = torch.zeros_like(sums.counts[:1])
         if self.quality != "report":
@@ -487,7 +486,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         none, seen, moves = down.claims, work.survey, self.trained_by(down)
         dw = self.model(x) - down.w if moves else none
         depth = x.depth[None] if moves and not isinstance(x, Tensor) else none
-        slope = squared(seen.slope, work) if tree.leaves(seen.slope) else none
+        slope = squared_gradient(seen.slope, work.examples) if tree.leaves(seen.slope) else none
         if not len(down.registry.known):
             return Sent(dw, none, none, none, none, depth, slope), ()
         new, n = ~down.registry.known.gather(0, work.client[None]), work.examples
@@ -560,7 +559,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         has_bias = self.task.linear_head.bias is not None
         w_agg = head_of(self.task, after.w, has_bias)
         w_an = torch.cat([w_an, torch.zeros_like(w_agg[len(w_an) :])])
-        features = held_features(self.task, after.w, self.proxy, has_bias)
+        features = proxy_features(self.task, after.w, self.proxy, has_bias)
         best = blended(w_agg, w_an, features, _BLENDS if self.gate else (1.0,))
         w = with_head(self.task, after.w, best.head)
         new = server.loss.new_tensor
@@ -621,8 +620,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def held(self, w: Tensor) -> ProxyFeatures:
         """Features of the server's examples, as long as those of clients may be, and their labels."""
-        x, y = held_features(self.task, w, self.proxy, self.bias)
-        return shortened(x, self.noise), y
+        x, y = proxy_features(self.task, w, self.proxy, self.bias)
+        return clipped_features(x, self.feature_norm), y
 
     def begun(self, w: Tensor, rows: Tensor, counts: Tensor, claims: Tensor) -> Tensor:
         """lambda0 of clients with these normalised statistics.  ``[K]``"""
@@ -668,8 +667,8 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
 
     def sound(self, uploads: Sent) -> Tensor:
         """Whose statistics can be sums over examples.  ``[K]``"""
-        holds = spoke(uploads)
-        last = features_of(self.task, True) - 1 if self.bias else None
+        holds = sent_statistics(uploads.rows, uploads.counts)
+        last = feature_count(self.task, True) - 1 if self.bias else None
         norm, std, cross_std, _ = self.noise or (None, 0.0, 0.0, False)
         wrong = partial(statistics_faults, bias=last, norm=norm, noise=max(std, cross_std))
         each = zip(uploads.rows, uploads.counts, holds.tolist(), strict=True)
@@ -709,7 +708,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if self.trains_in(float(before.t)):
-            found |= told_of_shrink("weights", after.models.shrink, self.shrink_rule, self.of_models)
+            found |= shrink_diagnostics("weights", after.models.shrink, self.shrink_rule, self.of_models)
         if self.asks_in(float(before.t)):
             found |= self.told_of_head(after)
         if self.schedule != "per_round":

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Held, Inbox, Model, Nothing, Phase, Update, Work
-from fedloom.algorithms.analytic import body_features, check_head, with_head
 from fedloom.core.optim import Optimizer
 from fedloom.core.task import Task
-from fedloom.maths.ridge import Statistics, default_ridge, solve, statistics
-from fedloom.maths.weighted_ridge import ProxyFeatures
-
-_CHUNK = 512  # examples of one forward pass
+from fedloom.maths.linear_head import check_head, with_head
+from fedloom.maths.proxy_set import proxy_features
+from fedloom.maths.ridge import default_ridge, solve, statistics
 
 
 class ProxyRidge(Algorithm[Model, Nothing, Update]):
@@ -56,7 +53,8 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
         return Update(x[:0]), ()
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        sums = held_statistics(self.task, self.task.w0, self.proxy, self.bias)
+        x, y = proxy_features(self.task, self.task.w0, self.proxy, self.bias)
+        sums = statistics(x, y, self.task.linear_head.out_features)
         head = solve(sums.gram, sums.cross, default_ridge(sums.gram, self.ridge))
         return Model(with_head(self.task, server.w, head))
 
@@ -65,14 +63,3 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
 
     def counted(self, before: Model, inbox: Inbox[Update], after: Model) -> Tensor | None:
         return None  # no client does
-
-
-def held_features(task: Task, w: Tensor, proxy: Held, bias: bool) -> ProxyFeatures:
-    """Features of the server's examples in float64, and their labels."""
-    parts = [body_features(task, w, x, task.buffers0, bias) for x in torch.split(proxy.x, _CHUNK)]
-    return torch.cat(parts).double(), proxy.y
-
-
-def held_statistics(task: Task, w: Tensor, proxy: Held, bias: bool) -> Statistics:
-    """G, B and the counts of the server's examples."""
-    return statistics(*held_features(task, w, proxy, bias), task.linear_head.out_features)

@@ -16,9 +16,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
-from fedloom.algorithms.fedlaw import proxy_gradients
 from fedloom.core.optim import Optimizer, adam, sgd
 from fedloom.core.schema import over, when
+from fedloom.maths.proxy_set import proxy_gradients
 
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 

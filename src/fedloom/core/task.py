@@ -436,3 +436,12 @@ def _refuse_hidden_state(net: nn.Module) -> None:
             faults.append(Fault("model.kind", what, "give it one, such as momentum=0.1"))
     if faults:
         raise ConfigError(faults)
+
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def normalisation(task: Task) -> tuple[str, ...]:
+    """The prefixes of the names of parameters in normalisation layers."""
+    layers = task.module(task.w0, task.buffers0).named_modules()
+    return tuple(f"{name}." for name, layer in layers if isinstance(layer, _NORMS))

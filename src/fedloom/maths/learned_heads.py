@@ -18,8 +18,8 @@ from torch import Tensor
 from fedloom.core import rng
 from fedloom.core.optim import Optimizer
 from fedloom.maths.learned_weights import OF_HEADS, SERVER_ADAM, Bounds, Free, Weighing, bounded
+from fedloom.maths.proxy_set import ProxyFeatures
 from fedloom.maths.weighted_ridge import (
-    ProxyFeatures,
     cross_entropy,
     simplex_gradient,
     weighted_gradient,

@@ -6,7 +6,7 @@ FedLAW (Li et al., Revisiting Weighted Aggregation in Federated Learning with Ne
 
 a and b descend the loss on the server's proxy examples. That needs no graph through all clients: one backward of the
 aggregate gives g, and two products with the stacked clients do the rest. Everything is a function of its arguments:
-the order of batches is passed in, or comes from an address of ``rng``.
+the batches are passed in, in their order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fedloom.core import rng, tree
+from fedloom.core import tree
 from fedloom.core.optim import Optimizer, adam
+from fedloom.maths.proxy_set import Gradient
 from fedloom.maths.weighted_ridge import inner, off_mean, simplex_gradient
 
 SERVER_ADAM = adam(beta1=0.5, beta2=0.999)  # as in FedLAW's code
@@ -144,9 +145,6 @@ def _scale(shrink: Tensor, shrinks: Tensor | None, like: Tensor) -> Tensor:
     """gamma for each parameter, as one number if it is the same for all."""
     shrink = shrink.to(like)
     return shrink if shrinks is None else torch.where(shrinks, shrink, torch.ones_like(shrink))
-
-
-Gradient: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]  # w [P] -> loss [], its gradient [P]
 
 
 class Lean(NamedTuple):
@@ -305,12 +303,6 @@ def swa_rate(lr: float, epoch: int, swa_lr: float = 0.05, anneal: int = 10, peri
     return before * (1 - done) + swa_lr * done
 
 
-def proxy_batches(rows: int, batch: int, seed: int, *path: int) -> list[Tensor]:
-    """The proxy examples in the order of this address, cut into batches."""
-    order = torch.from_numpy(rng.stream(seed, "proxy_batches", *path).permutation(rows))
-    return list(torch.split(order, batch))
-
-
 def grid_shrink(
     stack: Stack,
     lam: Tensor,
@@ -408,3 +400,16 @@ def remembered(offsets: Tensor, ids: Tensor, how: Weighing, lam0: Tensor) -> Ten
     counts = lam0 > 0
     out[ids[counts]] = how.lam[counts].log() - lam0[counts].log()
     return out
+
+
+def squared_gradient(total: Tensor, examples: Tensor) -> Tensor:
+    """|grad F_i|^2 of a client, from the sum over its examples of their gradients.  ``[1]``"""
+    return (total / examples).square().sum()[None]
+
+
+def shrink_diagnostics(name: str, shrink: Tensor, rule: ShrinkRule, settings: WeightSettings) -> dict[str, Tensor]:
+    """gamma, and whether it lies on a bound, where it has any."""
+    found = {f"{name}/shrink": shrink}
+    if rule != "law" or settings.kind == "fixed":
+        return found
+    return found | {f"{name}/shrink_bounded": of_kind(settings.kind, settings.bounds).reached(shrink)}

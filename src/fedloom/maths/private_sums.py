@@ -17,6 +17,11 @@ def clipped_rows(x: Tensor, norm: float) -> Tensor:
     return torch.where(length > norm, x * (norm / length), x)
 
 
+def clipped_features(x: Tensor, norm: float | None) -> Tensor:
+    """Features as they are summed: in float64 and no longer than ``norm`` if sums are private.  ``[B, d]``"""
+    return x if norm is None else clipped_rows(x.double(), norm)
+
+
 Neighbours: TypeAlias = Literal["add_remove", "replace_one"]
 
 

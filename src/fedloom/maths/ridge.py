@@ -102,6 +102,11 @@ def features_in_upload(length: int, classes: int) -> int:
     return (math.isqrt((2 * classes + 1) ** 2 + 8 * length) - 2 * classes - 1) // 2
 
 
+def sent_statistics(rows: Tensor, counts: Tensor) -> Tensor:
+    """Which clients sent statistics; those that were not asked for any send zeros.  ``[K]``"""
+    return (counts != 0).any(-1) | (rows != 0).any(-1)
+
+
 def upload_bytes(features: int, classes: int, *, packed: bool = True, itemsize: int = 8) -> int:
     """Bytes of one client's G and B, of which G is sent as a triangle or, not packed, as a square."""
     return ((triangle(features) if packed else features**2) + features * classes) * itemsize

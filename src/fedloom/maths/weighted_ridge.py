@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from fedloom.core import rng, tree
+from fedloom.maths.proxy_set import ProxyFeatures
 from fedloom.maths.ridge import Factor, factor, from_rows, matters, pack_symmetric, with_ridge
 
 
@@ -72,9 +73,6 @@ class ProxyLoss(NamedTuple):
     value: Tensor  # []
     head: Tensor  # [d, C] dL/dW
     log_temperature: Tensor  # [] dL/dc
-
-
-ProxyFeatures: TypeAlias = tuple[Tensor, Tensor]  # features [n, d] in float64, and labels [n]
 
 
 def cross_entropy(head: Tensor, log_temperature: Tensor, proxy: ProxyFeatures) -> ProxyLoss:
