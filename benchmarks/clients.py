@@ -31,7 +31,7 @@ SIZES = (1_000, 10_000, 100_000, 1_000_000)
 def one(clients: int, cohort: int, algorithm: str) -> dict[str, Any]:
     """Ten rounds of one size, in this process."""
     from fedloom.data.arrays import Arrays
-    from fedloom.engine.run import advance, begin
+    from fedloom.engine.rounds import advance, begin
     from fedloom.engine.store import DiskStore
     from fedloom.runs.prepare import prepare
     from fedloom.runs.settings import parse

@@ -28,10 +28,11 @@ from benchmarks.machine import interleaved, ratio, write
 from fedloom.core import tree
 from fedloom.data.arrays import Arrays
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.exchange import Tally, add, inbox, sound
+from fedloom.engine.exchange import Tally, add, inbox, keep_finite
 from fedloom.engine.local import train
 from fedloom.engine.plan import Address, Group, plans
-from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config, parse
@@ -149,7 +150,7 @@ def overhead(exp: Experiment, repeats: int) -> dict[str, Any]:
             tally = Tally()
             for group, outcome in zip(groups, outcomes, strict=True):
                 exp.given(state, store, group.ids)
-                tally = add(tally, sound(group.ids, outcome, torch.ones(len(group.ids))))
+                tally = add(tally, keep_finite(group.ids, outcome, torch.ones(len(group.ids))))
             server = exp.algorithm.update(state.server, inbox(tally, sizes))
             tree.finite_rows(tree.tmap(lambda x: x[None], server), 1)
 

@@ -23,9 +23,11 @@ from fedloom.core import tree
 from fedloom.data.arrays import Arrays
 from fedloom.engine.gossip import Mail, delivered, envelopes
 from fedloom.engine.local import train
-from fedloom.engine.run import Experiment, begin, groups_of
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Random, Ring, Weights
+from fedloom.engine.training import groups_of
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
 

@@ -38,7 +38,8 @@ from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
 from fedloom.engine import captured
 from fedloom.engine.local import arithmetic
-from fedloom.engine.run import Experiment, begin, rounds
+from fedloom.engine.rounds import begin, rounds
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Model, Net
 from fedloom.runs.prepare import prepare

@@ -30,7 +30,8 @@ from benchmarks.machine import interleaved, ratio, write
 from fedloom.data.arrays import Arrays
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.ranks import joined
-from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs import launch
 from fedloom.runs.prepare import prepare

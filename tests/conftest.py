@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 
 from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
-from fedloom.engine.run import Experiment
+from fedloom.engine.state import Experiment
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
 from support.blobs import blobs

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from fedloom.engine.local import train
-from fedloom.engine.run import Experiment, advance, begin, groups_of
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts, faults
+from fedloom.engine.training import groups_of
 from fedloom.runs.folder import read_metrics
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.engine.run import Experiment
+from fedloom.engine.state import Experiment
 from support.proxies import SIZES
 
 

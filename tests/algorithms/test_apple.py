@@ -16,7 +16,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import adam, sgd
 from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate, models_of
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

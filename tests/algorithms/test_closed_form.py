@@ -65,7 +65,7 @@ class Ridge(Algorithm[Solved, Nothing, Moments]):
 
 
 def solved(world, sizes, order=slice(None)) -> Tensor:
-    from fedloom.engine.run import advance, begin
+    from fedloom.engine.rounds import advance, begin
     from fedloom.engine.store import RamStore
 
     exp = world(sizes, arrays=_regrouped(sizes), local={"batch": 5})

@@ -10,7 +10,7 @@ import torch
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from support.blobs import blobs
 from support.gossip import RAGGED, SIZES, gradient, models, network, run, trained

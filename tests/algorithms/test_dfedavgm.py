@@ -9,9 +9,10 @@ from fedloom.algorithm import Model
 from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin, groups_of
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment
+from fedloom.engine.training import groups_of
 from fedloom.runs.settings import parse
 from support.gossip import RAGGED, SIZES, models, network, run, trained
 from support.quadratic import Quadratic, bowls, vec, visit

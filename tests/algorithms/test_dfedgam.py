@@ -9,7 +9,7 @@ from fedloom.algorithm import Model
 from fedloom.algorithms.dfedgam import DFedGAM
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.sharpness import Gam
 from fedloom.runs.settings import parse

@@ -8,7 +8,7 @@ import torch
 from fedloom.algorithm import Model
 from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from support.gossip import SIZES, gradient, models, network, run
 from support.quadratic import Quadratic, bowls, vec, visit

@@ -10,7 +10,7 @@ from fedloom.algorithm import Carry, Model
 from fedloom.algorithms.ditto import Both, Ditto, Mine
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 from support.personal import full_gradient, run, served

@@ -14,7 +14,7 @@ import fedloom
 from fedloom.algorithm import Inbox, Work
 from fedloom.algorithms.dp_fedavg import DpFedAvg, Sent, Server
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 

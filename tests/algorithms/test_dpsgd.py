@@ -12,7 +12,7 @@ import torch
 from fedloom.core import tree
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.gossip import _rejoined, pulled
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Moment, Topology
 from fedloom.runs.settings import parse

@@ -26,9 +26,11 @@ from fedloom.core.optim import sgd
 from fedloom.core.task import Batch, Task
 from fedloom.engine import checkpoint, local
 from fedloom.engine.evaluate import evaluate
+from fedloom.engine.lateness import foresee_lateness
 from fedloom.engine.plan import again
-from fedloom.engine.run import advance, advance_watched, begin, groups_of, look_ahead
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import DiskStore, RamStore
+from fedloom.engine.training import groups_of
 from fedloom.models.net import Net
 from fedloom.runs.settings import as_table, parse
 from support.ala import (
@@ -88,7 +90,7 @@ def batches_of(exp, client: int, round_: int) -> list[Tensor]:
     """The rows of ALA's batches."""
     phase = exp.algorithm.ala()[0]
     present = exp.present(round_)
-    groups = groups_of(exp, round_, present, look_ahead(exp, begin(exp), present, 0).extra)
+    groups = groups_of(exp, round_, present, foresee_lateness(exp, begin(exp), present, 0).extra)
     group = next(g for g in groups if client in g.ids.tolist())
     k = group.ids.tolist().index(client)
     plan = again(group, phase, 1)

@@ -17,7 +17,7 @@ from fedloom.algorithms.fedmgda import FedMGDA
 from fedloom.core.errors import ConfigError
 from fedloom.engine import checkpoint
 from fedloom.engine.plan import draw
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import as_table, parse
 from support.quadratic import RAGGED, Bowl, after, hear, play, vec

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedloom.algorithm import Inbox, Model, Update, Work
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 
 

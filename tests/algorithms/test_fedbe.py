@@ -17,7 +17,7 @@ from fedloom.algorithms.fedbe import FedBE
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Task
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons

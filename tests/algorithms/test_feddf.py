@@ -18,8 +18,9 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import adam, sgd
 from fedloom.core.task import Task
 from fedloom.engine.local import train
-from fedloom.engine.run import advance, begin, groups_of
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from fedloom.maths import distill
 from fedloom.maths.distill import Lessons
 from fedloom.runs.settings import parse

@@ -18,8 +18,9 @@ from fedloom.core.task import Batch
 from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.local import full_gradients
-from fedloom.engine.run import advance, advance_watched, begin, groups_of
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 

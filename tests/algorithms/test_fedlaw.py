@@ -8,7 +8,7 @@ import torch
 
 from fedloom.algorithms.fedlaw import FedLAW, shrinking
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance_watched, begin
+from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.learned_weights import Stack, aggregated, learn_weights
 from fedloom.maths.proxy_set import proxy_gradients, proxy_loss
@@ -41,7 +41,7 @@ def test_a_round_is_what_law_learns_of_these_uploads(laid_out) -> None:
 def _moves(exp):
     """What each client uploads in the first round, in the order of clients."""
     from fedloom.engine.local import train
-    from fedloom.engine.run import groups_of
+    from fedloom.engine.training import groups_of
 
     state, store = begin(exp), RamStore(exp.federation.clients)
     found = {}

@@ -14,7 +14,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.core.errors import ConfigError
 from fedloom.core.task import Batch
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, after, bowls, optimum, play, vec

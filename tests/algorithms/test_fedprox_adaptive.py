@@ -7,7 +7,7 @@ import torch
 
 from fedloom.algorithm import Inbox
 from fedloom.algorithms.fedprox_adaptive import FedProxAdaptive, Moved
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 
 

@@ -10,7 +10,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedsam import FedSAM, Moving, Walked
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work

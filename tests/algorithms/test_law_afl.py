@@ -13,7 +13,7 @@ from fedloom.algorithms.law_afl import LawAFL, parts_of
 from fedloom.core.errors import ConfigError
 from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import advance_watched, begin
+from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.linear_head import head_of
 from fedloom.maths.proxy_set import proxy_loss

@@ -14,7 +14,7 @@ from fedloom.algorithms.moon import Mine, Moon
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Batch, Task
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse

@@ -18,7 +18,7 @@ from fedloom.core.optim import sgd
 from fedloom.core.task import Batch, Task
 from fedloom.engine import laws
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse

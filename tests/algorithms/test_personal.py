@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedloom.engine.evaluate import evaluate, models_of
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 
 LOCAL = {"batch": 3, "lr": 0.2, "epochs": 2}

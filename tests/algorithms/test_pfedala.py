@@ -19,7 +19,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Task
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import advance_watched, begin
+from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import as_table, parse
 from support.ala import EXECUTORS, HELD, LOCAL, NORMED, OPTIMIZERS, Ran, laid_out, memory_of, ran, recorded, same

@@ -9,7 +9,7 @@ from torch import nn
 from fedloom.algorithm import Model
 from fedloom.algorithms.qfedavg import Fair, QFedAvg
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, play, vec, visit, work
 

@@ -13,8 +13,9 @@ from fedloom.algorithms.relaxation import Relaxation
 from fedloom.core.errors import ConfigError
 from fedloom.engine.diagnose import Moves, gamma
 from fedloom.engine.local import train
-from fedloom.engine.run import advance, advance_watched, begin, groups_of
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from fedloom.runs.settings import parse
 from support.blobs import blobs
 from support.quadratic import RAGGED, Bowl, after, bowls, play, vec

@@ -15,7 +15,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Mine, Scaffold, Server
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
-from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 from support.blobs import blobs

@@ -35,8 +35,8 @@ from fedloom.cli import main as cli
 from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
-from fedloom.engine.evaluate import Diagnostic
-from fedloom.engine.run import begin
+from fedloom.engine.rounds import begin
+from fedloom.engine.settings import Diagnostic
 from fedloom.engine.topology import Topology
 from fedloom.models.net import Model
 from fedloom.runs import resume as resuming

@@ -20,7 +20,8 @@ from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.data.arrays import Arrays
 from fedloom.engine import checkpoint
 from fedloom.engine.forecast import forecast
-from fedloom.engine.run import Experiment, advance_watched, begin
+from fedloom.engine.rounds import advance_watched, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

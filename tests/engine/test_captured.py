@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -23,8 +24,11 @@ from fedloom.engine import captured
 from fedloom.engine.captured import pack, width_for
 from fedloom.engine.local import AnyAlgorithm, capture_for, train
 from fedloom.engine.plan import Address, Cohort, plans
-from fedloom.engine.run import Experiment, advance, begin, groups_of, rounds
+from fedloom.engine.rounds import advance, begin, rounds
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from support.worlds import experiment, federation
 
 STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
@@ -110,6 +114,16 @@ def test_a_round_that_is_begun_early_is_the_same_round(algorithm: AnyAlgorithm) 
         assert (a.round, a.up, a.down, a.gradients) == (b.round, b.up, b.down, b.gradients)
 
 
+def test_gradients_are_counted_in_rounds_that_are_measured_after_a_speculative_one() -> None:
+    """A round with diagnostics is not speculative, but may be begun before the one before it is checked."""
+    measured = Evaluate(every=2, diagnostics=("updates",))
+    found = [
+        [state.gradients for state, _ in in_a_row(dataclasses.replace(world(capture=capture), evaluate=measured))]
+        for capture in ("graph", "eager")
+    ]
+    assert found[0] == found[1]
+
+
 def test_replayed_rounds_are_those_of_plain_lanes() -> None:
     for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
@@ -117,12 +131,12 @@ def test_replayed_rounds_are_those_of_plain_lanes() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=lambda a: type(a).__name__)
-def test_a_round_whose_hope_was_vain_is_done_again_without_the_client(algorithm: AnyAlgorithm) -> None:
+def test_a_speculative_round_that_is_not_finite_is_done_again_without_the_client(algorithm: AnyAlgorithm) -> None:
     """Client 1 returns no finite number: it is left out, and the round that was begun on it is forgotten."""
-    hoping, careful = in_a_row(world(algorithm, spoiled=1)), in_a_row(world(algorithm, capture="eager", spoiled=1))
-    assert [excluded for _, excluded in hoping] == [excluded for _, excluded in careful]
-    assert (1,) in [excluded for _, excluded in hoping]
-    for (a, _), (b, _) in zip(hoping, careful, strict=True):
+    speculative, careful = in_a_row(world(algorithm, spoiled=1)), in_a_row(world(algorithm, capture="eager", spoiled=1))
+    assert [excluded for _, excluded in speculative] == [excluded for _, excluded in careful]
+    assert (1,) in [excluded for _, excluded in speculative]
+    for (a, _), (b, _) in zip(speculative, careful, strict=True):
         assert bool(a.server.w.isfinite().all())
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
 

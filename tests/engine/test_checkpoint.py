@@ -18,7 +18,8 @@ from fedloom.algorithms.local_only import LocalOnly
 from fedloom.core import tree
 from fedloom.core.errors import CheckpointError
 from fedloom.engine import checkpoint
-from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Ring
 from support.worlds import experiment, federation

@@ -27,7 +27,7 @@ from fedloom.engine.clock import (
     timetable,
 )
 from fedloom.engine.plan import Amount, Drawn
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import parse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engine import diagnose as d
 from fedloom.engine.local import full_gradients
 from fedloom.engine.plan import Drawn
-from fedloom.engine.run import advance_watched, begin
+from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from support.blobs import blobs
 from support.worlds import experiment, federation, ranges
@@ -481,7 +482,8 @@ def world_of(exp, client: int):
                 drawn=Drawn(drawn.drawn.ids[[client]], drawn.drawn.times[[client]]), steps=drawn.steps[[client]]
             )
 
-    return Alone(**{**exp.__dict__, "algorithm": alone})
+    given = {f.name: getattr(exp, f.name) for f in dataclasses.fields(exp) if f.init}
+    return Alone(**given | {"algorithm": alone})
 
 
 # -- spread of gradients and weights ---------------------------------------------------------------

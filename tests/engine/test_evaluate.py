@@ -25,8 +25,10 @@ from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.core.metrics import Verdicts, summary
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
-from fedloom.engine.evaluate import _HELD, Evaluate, Judged, _batches, evaluate, judge
-from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.evaluate import _HELD, Judged, _batches, evaluate, judge
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
 from fedloom.runs.settings import parse

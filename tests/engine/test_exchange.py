@@ -15,10 +15,10 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError
 from fedloom.core.optim import Local
-from fedloom.engine.exchange import Sound, Tally, add, inbox, sound
+from fedloom.engine.exchange import Received, Tally, add, inbox, keep_finite
 from fedloom.engine.local import Outcome, train
 from fedloom.engine.plan import Address, Cohort, plans
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from support.worlds import experiment, federation
 
@@ -36,9 +36,9 @@ def outcome(values: Tensor, weights: Tensor | None = None, buffers: Tensor | Non
 
 
 # -- a server --------------------------------------------------------------------------------------
-def group(ids: list[int], values: Tensor, weights: list[float], times: list[float] | None = None) -> Sound:
+def group(ids: list[int], values: Tensor, weights: list[float], times: list[float] | None = None) -> Received:
     out = outcome(values, torch.tensor(weights), buffers=values[:, :2])
-    return sound(torch.tensor(ids), out, torch.tensor(times or [1.0] * len(ids)))
+    return keep_finite(torch.tensor(ids), out, torch.tensor(times or [1.0] * len(ids)))
 
 
 def test_the_mean_is_weighted_by_weight_and_by_times() -> None:
@@ -83,7 +83,7 @@ def test_an_algorithm_that_is_not_linear_gets_every_upload_in_client_order() -> 
 def test_a_client_that_is_not_finite_anywhere_is_left_out_and_named(place: str) -> None:
     values, weights, buffers = torch.ones(3, 2), torch.ones(3), torch.ones(3, 2)
     {"upload": values, "weight": weights, "buffers": buffers}[place][1] = NAN
-    part = sound(torch.tensor([4, 6, 8]), outcome(values, weights, buffers), torch.ones(3))
+    part = keep_finite(torch.tensor([4, 6, 8]), outcome(values, weights, buffers), torch.ones(3))
     assert part.excluded == (6,)
     assert part.ids.tolist() == [4, 8]
     tally = add(Tally(), part, keep=False)
@@ -109,7 +109,7 @@ def test_the_sums_tell_exactly_what_a_look_at_every_row_would(clients: int, data
     done = outcome(parts["upload"], parts["weight"], parts["buffers"])
     done = done._replace(states=(parts["state"],), models=parts["model"])
     ok, times = tree.finite_rows(done, clients), torch.arange(1.0, clients + 1)
-    part = sound(torch.arange(clients), done, times)
+    part = keep_finite(torch.arange(clients), done, times)
     assert part.ids.tolist() == ok.nonzero().squeeze(1).tolist()
     assert part.excluded == tuple((~ok).nonzero().squeeze(1).tolist())
     weights = parts["weight"][ok].double() * times[ok]
@@ -125,7 +125,7 @@ def test_what_is_in_the_sums_is_not_looked_at_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         tree, "finite_rows", lambda t, n: looked.extend(x.numel() for x in tree.leaves(t)) or whole(t, n)
     )
-    sound(torch.arange(50), outcome(torch.randn(50, 1000)), torch.ones(50))
+    keep_finite(torch.arange(50), outcome(torch.randn(50, 1000)), torch.ones(50))
     assert sum(looked) < 2000  # one total and a few numbers for each client, not 50,000
 
 

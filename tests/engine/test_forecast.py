@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fedloom.engine.forecast import Spent, forecast
-from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs.find import algorithms
 from fedloom.runs.prepare import prepare

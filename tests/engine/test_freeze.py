@@ -23,7 +23,7 @@ from fedloom.core.task import Batch, Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.prepare import Prepared, has_fixed_features, initial_task, on_features, prepare

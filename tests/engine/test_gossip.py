@@ -21,10 +21,12 @@ from fedloom.core import tree
 from fedloom.core.errors import DivergedError, SplitError
 from fedloom.core.optim import Local
 from fedloom.engine import checkpoint, gossip
-from fedloom.engine.evaluate import Evaluate, evaluate, models_of
+from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.gossip import Message, hear, is_dense, mix, spread
 from fedloom.engine.local import train
-from fedloom.engine.run import Experiment, RunState, advance, advance_watched, begin, groups_of
+from fedloom.engine.rounds import advance, advance_watched, begin
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import DiskStore, RamStore
 from fedloom.engine.topology import (
     Custom,
@@ -41,6 +43,7 @@ from fedloom.engine.topology import (
     psi,
     surviving,
 )
+from fedloom.engine.training import groups_of
 from support.worlds import experiment, federation
 
 NAN = float("nan")
@@ -498,7 +501,7 @@ class Peer:
 
 
 def _blank(exp: Experiment) -> Any:
-    from fedloom.engine.run import Kept
+    from fedloom.engine.state import Kept
 
     return Kept((), (), ())
 

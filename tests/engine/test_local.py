@@ -23,7 +23,8 @@ from fedloom.data.sources import from_arrays
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.local import Outcome, choose, lane_limit, train
 from fedloom.engine.plan import Address, Cohort, plans
-from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
 from fedloom.models.cnn import FedAvgCNN

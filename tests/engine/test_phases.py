@@ -21,9 +21,11 @@ from fedloom.engine import local
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.local import Given, Outcome, fit, train
 from fedloom.engine.plan import Address, Group, again, plans
-from fedloom.engine.run import Experiment, advance_watched, begin, groups_of
+from fedloom.engine.rounds import advance_watched, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.engine.topology import Ring
+from fedloom.engine.training import groups_of
 from support.worlds import experiment, federation, ranges
 
 SIZES = (4, 23, 1, 12, 7)

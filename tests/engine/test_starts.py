@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedloom.engine import checkpoint
 from fedloom.engine.evaluate import evaluate, models_of
-from fedloom.engine.run import Experiment, RunState, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, RamStore
 from fedloom.engine.topology import Moment
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from fedloom.engine.forecast import forecast
+from fedloom.engine.lateness import foresee_lateness
 from fedloom.engine.local import train
-from fedloom.engine.run import Experiment, RunState, advance, begin, groups_of, look_ahead
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from fedloom.runs.find import algorithms
 
 SIZES, BATCH = (12, 6, 24), 6  # whole batches, of which halves and thirds are whole, too
@@ -76,7 +79,7 @@ def in_training(exp: Experiment, state: RunState, store: RamStore) -> float:
             advance(exp, state, RamStore(3))
         return sum(seen) / BATCH
     present = exp.present(state.round)
-    extra = None if exp.is_network else look_ahead(exp, state, present, 0).extra
+    extra = None if exp.is_network else foresee_lateness(exp, state, present, 0).extra
     with counted(exp) as seen, torch.no_grad():
         for group in groups_of(exp, state.round, present, extra):
             for k in range(len(group.ids)):
@@ -133,6 +136,6 @@ def test_a_forecast_counts_what_clients_do_beside_training(world) -> None:
     one, two, three = (next(forecast(exp)).gradients for exp in (plain, ala, waiting))
     assert one == 2 * sum(SIZES) / BATCH
     assert two > one
-    extra = look_ahead(waiting, begin(waiting), waiting.present(0), 0).extra
+    extra = foresee_lateness(waiting, begin(waiting), waiting.present(0), 0).extra
     assert three == two + sum(n * SIZES[i] / BATCH for i, n in extra.items())
     assert three > two

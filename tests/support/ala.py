@@ -13,8 +13,10 @@ from fedloom.core import tree
 from fedloom.core.optim import optimizers
 from fedloom.engine import local
 from fedloom.engine.evaluate import models_of
-from fedloom.engine.run import advance, begin, groups_of, look_ahead
+from fedloom.engine.lateness import foresee_lateness
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 from support.quadratic import RAGGED
 
 MLP = {"kind": "mlp", "widths": [6, 5]}  # three layers
@@ -67,7 +69,7 @@ class Ran(NamedTuple):
         exp, state = self.exp, self.state
         present = exp.present(state.round)
         ids, parts = [], []
-        for group in groups_of(exp, state.round, present, look_ahead(exp, state, present, 0).extra):
+        for group in groups_of(exp, state.round, present, foresee_lateness(exp, state, present, 0).extra):
             given = exp.given(state, self.store, group.ids)
             with torch.no_grad():
                 parts.append(local.train(exp.algorithm, exp.federation, group, given, watched=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedloom.data.arrays import Arrays
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from support.blobs import blobs
 

@@ -6,8 +6,9 @@ import torch
 
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.local import train
-from fedloom.engine.run import advance, begin, groups_of
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of
 
 
 def gradient(exp, node, w):

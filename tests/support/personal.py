@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedloom.engine.evaluate import models_of
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedloom.engine.plan import Drawn
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 
 SIZES = (30, 50, 20, 40)

@@ -12,7 +12,8 @@ from fedloom.algorithm import Carry, Inbox, Work
 from fedloom.core import tree
 from fedloom.core.optim import sgd
 from fedloom.core.task import Batch
-from fedloom.engine.run import Experiment, advance, begin
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 
 

@@ -14,10 +14,10 @@ from fedloom.core.optim import Local
 from fedloom.core.task import Capture, Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation, Ranges, federate
-from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.local import AnyAlgorithm, Executor
 from fedloom.engine.plan import Cohort
-from fedloom.engine.run import Experiment
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.state import Experiment
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import Statistics, from_rows, to_rows
 from fedloom.runs.prepare import prepare

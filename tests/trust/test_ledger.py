@@ -17,7 +17,7 @@ from scipy import stats
 import fedloom
 from fedloom.core import tree
 from fedloom.core.errors import CheckpointError, ConfigError
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.folder import read_metrics
 from fedloom.trust import noise

@@ -20,7 +20,7 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Update
 from fedloom.core.errors import ConfigError, DivergedError
-from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

@@ -15,7 +15,7 @@ from scipy.stats import kstest
 
 import fedloom
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance, begin
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import from_rows, statistics, to_rows
 from fedloom.runs.prepare import prepare

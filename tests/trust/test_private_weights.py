@@ -14,8 +14,9 @@ from dp_accounting import GaussianDpEvent, rdp
 from fedloom.algorithms.law_afl import Sent
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance, begin, groups_of, train_all
+from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.engine.training import groups_of, train_all
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
 from fedloom.trust.privacy import protected

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Inbox, Update
 from fedloom.core.errors import ConfigError
-from fedloom.engine.run import advance, advance_watched, begin
+from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

@@ -10,7 +10,7 @@ from fedloom.compare.plan import Plan
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
-from fedloom.engine.run import Experiment
+from fedloom.engine.state import Experiment
 from fedloom.report.comparison import Equal
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config

@@ -25,22 +25,14 @@ from torch import Tensor
 from fedloom.core import rng, tree
 from fedloom.core.errors import DivergedError
 from fedloom.engine.clock import Present
-from fedloom.engine.exchange import Tally, add, inbox, sound
+from fedloom.engine.divergence import names_of, rate, refuse_divergence
+from fedloom.engine.exchange import Tally, add, inbox, keep_finite
+from fedloom.engine.lateness import client_work
 from fedloom.engine.plan import Address, Drawn, Group, amounts, draw, plans
-from fedloom.engine.run import (
-    Did,
-    Experiment,
-    Round,
-    RunState,
-    as_sent,
-    keep,
-    names_of,
-    rate,
-    refuse,
-    train_all,
-    upload_size,
-)
+from fedloom.engine.state import ClientWork, Experiment, Round, RunState
 from fedloom.engine.store import ClientStore
+from fedloom.engine.training import keep, train_all
+from fedloom.engine.uploads import as_sent, upload_size
 
 
 class UnderWay(NamedTuple):
@@ -130,13 +122,13 @@ def arrivals_round(exp: Experiment, state: RunState, store: ClientStore) -> Roun
     traffic, busy, round_ = traffic_of(exp, state), len(state.under_way.ids), state.round
     staleness: list[int] = []
     excluded: list[int] = []
-    did: list[Did] = []
+    did: list[ClientWork] = []
     while len(did) < busy:
         places = state.under_way.due()
         staleness += (state.under_way.steps - state.under_way.step[places]).tolist()
         state, came, lost = _taken(exp, state, store, places, traffic)
         did, excluded = [*did, *came], [*excluded, *lost]
-    refuse(exp, round_, tuple(sorted(excluded)), unheard=len(excluded) == len(did))
+    refuse_divergence(exp, round_, tuple(sorted(excluded)), nobody=len(excluded) == len(did))
     found = {}
     if exp.evaluate.due(round_ + 1, exp.rounds):
         stale = torch.tensor(staleness, dtype=torch.float64)
@@ -146,11 +138,11 @@ def arrivals_round(exp: Experiment, state: RunState, store: ClientStore) -> Roun
 
 def _taken(
     exp: Experiment, state: RunState, store: ClientStore, places: Tensor, traffic: Traffic
-) -> tuple[RunState, list[Did], tuple[int, ...]]:
+) -> tuple[RunState, list[ClientWork], tuple[int, ...]]:
     """The state after the next instant, who arrived, and whose work was not finite."""
     alg, now = exp.algorithm, state.under_way
     tally, gradients, up = Tally(), 0.0, 0
-    did: list[Did] = []
+    did: list[ClientWork] = []
     for step in sorted(set(now.step[places].tolist())):
         some = places[now.step[places] == step]
         at = int(some[0])  # all of them were sent the same
@@ -158,12 +150,12 @@ def _taken(
         groups = _groups(exp, now.ids[some], step, int(now.round[at]), int(now.steps) - step)
         for trained in train_all(exp, past, store, groups):
             ids, outcome = trained.group.ids, as_sent(exp, step, trained.group.ids, trained.outcome, len(places))
-            part = sound(ids, outcome, torch.ones(len(ids)))
+            part = keep_finite(ids, outcome, torch.ones(len(ids)))
             keep(exp, store, trained, part.ids)
             tally = add(tally, part)
             gradients += float(outcome.gradients.sum())
             up += alg.upload_bytes(outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers))
-            did += [Did(i, n, 0, late=False) for i, n in zip(ids.tolist(), outcome.steps.long().tolist(), strict=True)]
+            did += client_work(ids, outcome.steps.long().tolist(), None)
     after = state._replace(up=state.up + (up if alg.communicates else 0), gradients=state.gradients + gradients)
     if tally.total is not None:
         heard = inbox(tally, exp.federation.train.sizes, (exp.seed, int(now.steps)))

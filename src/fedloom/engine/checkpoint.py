@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
-from fedloom.engine.run import RunState
+from fedloom.engine.state import RunState
 from fedloom.engine.store import ClientStore, Memo, is_on_disk, moved
 from fedloom.trust.privacy import Ledger, Release
 

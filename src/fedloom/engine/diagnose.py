@@ -11,9 +11,9 @@ gradient of each client of the round), ``weights`` (free).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,12 +23,9 @@ from torch.func import grad, jvp
 from fedloom.core.task import Batch, Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import accepts
-from fedloom.engine.exchange import Sound
 from fedloom.engine.local import full_gradients
+from fedloom.engine.state import Experiment
 from fedloom.maths.learned_weights import Weighing
-
-if TYPE_CHECKING:
-    from fedloom.engine.run import Experiment
 
 _ITERATIONS = 30  # of the power method
 _ROWS = 2048  # in one Hessian-vector product
@@ -65,18 +62,10 @@ class Moves(NamedTuple):
     dw: Tensor  # [K, P] w_k - w
     weights: Tensor  # [K]
 
-
-class Watch(NamedTuple):
-    """The groups of a round, as they are seen one after another."""
-
-    parts: tuple[Any, ...] = ()
-
-    def seen(self, part: Sound) -> Watch:
-        return Watch((*self.parts, (part.ids, part.outcome.models, part.weights)))
-
-    def closed(self, w: Tensor) -> Moves:
-        """The moves from the model ``w`` that all were sent."""
-        ids, models, weights = (torch.cat(column) for column in zip(*self.parts, strict=True))
+    @staticmethod
+    def of(groups: Sequence[tuple[Tensor, Tensor, Tensor]], w: Tensor) -> Moves:
+        """The moves from the model ``w`` that all were sent, from (ids, models, weights) of each group."""
+        ids, models, weights = (torch.cat(column) for column in zip(*groups, strict=True))
         return Moves(ids, models - w, weights)
 
 

@@ -20,68 +20,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.func import grad, grad_and_value, jvp
 
 from fedloom.core import rng, tree
-from fedloom.core.metrics import Auc, Scores, Verdicts, auc, score, sum_by, summary
-from fedloom.core.schema import Spec
+from fedloom.core.metrics import Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.engine.diagnose import training_chunks
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
+from fedloom.engine.state import Experiment, RunState
+from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Moment
+from fedloom.engine.training import TrainedGroup
 from fedloom.maths.sharpness import Landscape, flatness
-
-if TYPE_CHECKING:
-    from fedloom.engine.run import Experiment, RunState
-    from fedloom.engine.store import ClientStore
 
 # Scores, rows times classes, that are held of one batch of clients. One client is never divided, nor is the
 # common test set: an ROC curve compares each score with each.
 _HELD = 1 << 22
-
-Diagnostic: TypeAlias = Literal[
-    "updates", "gamma", "dissimilarity", "rho", "hessian", "hessian_weights", "variance", "weights"
-]
-
-
-class Evaluate(Spec):
-    """When and on whom a run is judged."""
-
-    every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
-    personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
-    clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
-    diagnostics: tuple[Diagnostic, ...] = Field(
-        (), description="what else to measure of a round: see docs/diagnostics.md"
-    )
-    work: bool = Field(False, description="also write work.jsonl: who took part in each round, and what each did")
-    train: bool = Field(False, description="also measure the server's model on all training rows")
-    flatness: PositiveFloat | None = Field(
-        None,
-        description="also measure how flat the training loss is within this radius: R0 and R1, docs/diagnostics.md",
-    )
-    auc: tuple[Auc, ...] = Field(
-        (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
-    )
-    nodes: PositiveInt | None = Field(
-        None, description="judge at most so many nodes of a network on the common test set; unset: as clients says"
-    )
-    pre_mix: bool = Field(
-        True, description="judge the nodes of a network also before they mix, in rounds that are judged"
-    )
-    participants: bool = Field(
-        False,
-        description="also judge the clients of a round on their own rows just before and just after their training",
-    )
-
-    def due(self, round_: int, rounds: int) -> bool:
-        """Whether the run is judged after so many rounds."""
-        return round_ % self.every == 0 or round_ == rounds
 
 
 class Judged(NamedTuple):
@@ -90,6 +49,25 @@ class Judged(NamedTuple):
     ids: Tensor  # [K]
     w: Tensor  # [K, P]
     buffers: Tensor  # [K, Q]
+
+
+class ParticipantScores(NamedTuple):
+    """How the clients of a round do on their own rows, just before and just after their training."""
+
+    ids: tuple[Tensor, ...] = ()
+    before: tuple[Verdicts, ...] = ()
+    after: tuple[Verdicts, ...] = ()
+
+    def with_group(self, exp: Experiment, group: TrainedGroup) -> ParticipantScores:
+        before = judge(exp, Judged(group.ids, group.own.begun, group.buffers))
+        after = judge(exp, Judged(group.ids, group.own.models, group.own.buffers))
+        return ParticipantScores((*self.ids, group.group.ids), (*self.before, before), (*self.after, after))
+
+    def named(self, exp: Experiment) -> dict[str, float]:
+        if not self.ids:
+            return {}
+        before, after = (joint(exp, torch.cat(self.ids), Verdicts.cat(x)) for x in (self.before, self.after))
+        return summary("participants/pre_fit/test", before) | summary("participants/post_fit/test", after)
 
 
 class Said(NamedTuple):

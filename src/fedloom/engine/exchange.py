@@ -1,4 +1,4 @@
-"""The exchange with a server: the one sum through which clients are heard, and who is left out of it."""
+"""The exchange with a server: the one sum of all uploads, and which clients are left out of it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Tally(NamedTuple):
     senders: float = 0.0
     kept: tuple[Any, ...] = ()  # (ids, uploads, weights) of each group, for algorithms that need every upload
     excluded: tuple[int, ...] = ()  # clients whose work was not finite
-    heard: tuple[Tensor, ...] = ()  # the clients of each group, as they came
+    senders_ids: tuple[Tensor, ...] = ()  # the clients of each group, as they came
 
     def ids(self) -> Tensor:
         """The clients whose uploads were kept, as they came."""
         return torch.cat([ids for ids, _, _ in self.kept])
 
 
-class Sound(NamedTuple):
+class Received(NamedTuple):
     """The clients of a group whose every number is finite, and the others."""
 
     ids: Tensor  # [K]
@@ -37,10 +37,10 @@ class Sound(NamedTuple):
     excluded: tuple[int, ...]
     weights: Tensor  # [K] float64: how much each counts, as often as it was drawn
     sums: Any  # [1, ...] float64: the weighted sums of uploads and statistics
-    fine: Any = ()  # [] whether all is finite, where nobody has looked yet
+    finite: Any = ()  # [] whether all is finite, where nobody has checked yet
 
 
-def sound(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
+def keep_finite(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
     """Leave out clients whose upload, state, weight or statistics are not finite.
 
     The sums are needed anyway, and tell most of it: in float64 finite float32 numbers cannot overflow, and
@@ -50,26 +50,26 @@ def sound(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
     """
     weights, sums = _summed(outcome, times)
     elsewhere = outcome._replace(uploads=(), buffers=outcome.buffers[:, :0])
-    told = bool((weights != 0).all()) and bool(tree.finite_rows(sums, 1))
-    ok = tree.finite_rows(elsewhere if told else outcome, len(ids)).cpu()
+    known = bool((weights != 0).all()) and bool(tree.finite_rows(sums, 1))
+    ok = tree.finite_rows(elsewhere if known else outcome, len(ids)).cpu()
     if bool(ok.all()):
-        return Sound(ids, outcome, times, (), weights, sums)
+        return Received(ids, outcome, times, (), weights, sums)
     keep = ok.nonzero().squeeze(1)
     kept = tree.take(outcome, keep.to(outcome.weights.device))
-    return Sound(ids[keep], kept, times[keep], tuple(ids[~ok].tolist()), *_summed(kept, times[keep]))
+    return Received(ids[keep], kept, times[keep], tuple(ids[~ok].tolist()), *_summed(kept, times[keep]))
 
 
-def hoped(ids: Tensor, outcome: Outcome, times: Tensor) -> Sound:
-    """All clients of a group, in the hope that their every number is finite: ``fine`` says later if that was so.
+def unchecked(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
+    """All clients of a group, whether or not their numbers are finite: ``finite`` says so later.
 
-    A GPU can be given the rest of a round to do while it still trains, which ``sound`` would wait for.
+    A GPU can be given the rest of a round to do while it still trains, which ``keep_finite`` would wait for.
     """
     weights, sums = _summed(outcome, times)
     elsewhere = (sums, outcome.states, outcome.weights, outcome.memory)
     # A sum is finite only if all its terms are; a weight of zero might have hidden one.
     numbers = [leaf for leaf in tree.leaves(elsewhere) if leaf.is_floating_point()]
-    fine = torch.stack([leaf.sum(dtype=torch.float64).isfinite() for leaf in numbers]).all() & (weights != 0).all()
-    return Sound(ids, outcome, times, (), weights, sums, fine)
+    finite = torch.stack([leaf.sum(dtype=torch.float64).isfinite() for leaf in numbers]).all() & (weights != 0).all()
+    return Received(ids, outcome, times, (), weights, sums, finite)
 
 
 def _summed(outcome: Outcome, times: Tensor) -> tuple[Tensor, Any]:
@@ -77,8 +77,8 @@ def _summed(outcome: Outcome, times: Tensor) -> tuple[Tensor, Any]:
     return weights, tree.mix(weights[None], (outcome.uploads, outcome.buffers))
 
 
-def add(tally: Tally, part: Sound, *, keep: bool = False) -> Tally:
-    """The sums with one more group of clients in them; ``keep`` every upload for who needs them one by one."""
+def add(tally: Tally, part: Received, *, keep: bool = False) -> Tally:
+    """The sums with one more group of clients in them; ``keep`` every upload, for algorithms that need each."""
     if not len(part.ids):
         return tally._replace(excluded=tally.excluded + part.excluded)
     total, buffers = tree.take(part.sums, 0)
@@ -92,7 +92,7 @@ def add(tally: Tally, part: Sound, *, keep: bool = False) -> Tally:
         senders=tally.senders + float(part.times.sum()),
         kept=tally.kept + kept,
         excluded=tally.excluded + part.excluded,
-        heard=(*tally.heard, part.ids),
+        senders_ids=(*tally.senders_ids, part.ids),
     )
 
 
@@ -110,5 +110,5 @@ def inbox(tally: Tally, sizes: Tensor, address: tuple[int, int] = (0, 0)) -> Inb
     device = tally.buffers.device
     numbers = torch.tensor([tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64)
     senders, population, examples = tree.moved(numbers, device)
-    clients = tree.moved(torch.cat(tally.heard).sort().values, device)
+    clients = tree.moved(torch.cat(tally.senders_ids).sort().values, device)
     return Inbox(tally.total, tally.weight, senders, population, examples, uploads, weights, address, clients)

@@ -17,9 +17,12 @@ from torch import Tensor
 from fedloom.core import tree
 from fedloom.engine.arrivals import moved_on, traffic_of
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
+from fedloom.engine.lateness import Lateness, foresee_lateness
 from fedloom.engine.plan import amounts, extent
-from fedloom.engine.run import Ahead, Experiment, RunState, begin, look_ahead, specimen
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.topology import Moment
+from fedloom.engine.uploads import example_upload
 
 
 class Spent(NamedTuple):
@@ -48,7 +51,7 @@ def _star(exp: Experiment) -> Iterator[Spent]:
         present = exp.present(state.round)
         ids = present.drawn.ids
         moved = 0
-        ahead = look_ahead(exp, state, present, down) if len(ids) else Ahead(ids)
+        ahead = foresee_lateness(exp, state, present, down) if len(ids) else Lateness(ids)
         if alg.communicates:
             sent = len(ids) - len(ahead.late)
             moved = down * (exp.federation.clients if alg.sends_to_all else present.called) + up * sent
@@ -99,7 +102,7 @@ def _start(exp: Experiment) -> RunState:
 
 
 def _upload(exp: Experiment, start: RunState) -> int:
-    return exp.algorithm.upload_bytes(tree.tmap(lambda x: x[None], specimen(exp, start)))
+    return exp.algorithm.upload_bytes(tree.tmap(lambda x: x[None], example_upload(exp, start)))
 
 
 def _gradients(

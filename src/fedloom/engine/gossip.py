@@ -35,26 +35,13 @@ from fedloom.algorithm import Inbox
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError, SplitError
 from fedloom.data.arrays import Ints
-from fedloom.engine.evaluate import Judged, everyones_models, nodes_scored, over_nodes
+from fedloom.engine.divergence import names_of, rate
+from fedloom.engine.evaluate import Judged, ParticipantScores, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
-from fedloom.engine.run import (
-    Did,
-    Experiment,
-    Fits,
-    Kept,
-    Nodes,
-    Past,
-    Round,
-    RunState,
-    groups_of,
-    keep,
-    marked,
-    names_of,
-    rate,
-    train_all,
-)
+from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Mask, Moment, Topology, Weights, cut, norm, psi, surviving, usable
+from fedloom.engine.training import groups_of, keep, marked, train_all
 
 T = TypeVar("T")
 
@@ -189,7 +176,7 @@ class Trained(NamedTuple):
     outcome: Outcome  # [N, ...]; rows of nodes that did not train are zero
     ok: Mask  # [N] who trained, and came to finite numbers
     excluded: tuple[int, ...]  # who trained, and did not
-    fits: Fits
+    fits: ParticipantScores
     scored: tuple[Tensor, Tensor]  # accuracy and loss [J] of the nodes that are judged, before they mix
 
 
@@ -229,7 +216,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         gradients=state.gradients + float(done.outcome.gradients.sum()),
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
-    did = tuple(Did(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
+    did = tuple(ClientWork(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
     found = done.fits.named(exp) | _judged(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
     return Round(after, done.excluded, found, did)
 
@@ -313,13 +300,13 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
     count, present = exp.federation.clients, exp.present(state.round)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
     watched = due and (exp.evaluate.pre_mix or exp.evaluate.participants)
-    fits, ok, excluded = Fits(), np.zeros(count, dtype=bool), []
+    fits, ok, excluded = ParticipantScores(), np.zeros(count, dtype=bool), []
     scored: list[tuple[Tensor, Tensor]] = []
     groups, pre_mix = groups_of(exp, state.round, present), due and exp.evaluate.pre_mix
     rows = Rows(store, count)
     for part in train_all(exp, state, store, groups, watched=watched, models=pre_mix):
         ids = part.group.ids
-        fits = fits.seen(exp, part) if due and exp.evaluate.participants else fits
+        fits = fits.with_group(exp, part) if due and exp.evaluate.participants else fits
         if pre_mix:
             scored.append(nodes_scored(exp, Judged(ids, part.outcome.models, part.outcome.buffers)))
         outcome = marked(part.outcome)._replace(begun=(), models=())

@@ -29,13 +29,17 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.federation import federate
 from fedloom.engine import checkpoint, variation
 from fedloom.engine.clock import System
-from fedloom.engine.evaluate import Evaluate, evaluate, models_of
-from fedloom.engine.exchange import Tally, add, inbox, sound
+from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine.exchange import Tally, add, inbox, keep_finite
+from fedloom.engine.lateness import foresee_lateness
 from fedloom.engine.local import AnyAlgorithm, Executor, train
 from fedloom.engine.plan import Address, Cohort, Group, plans
-from fedloom.engine.run import Experiment, RunState, advance, advance_watched, begin, groups_of, look_ahead
+from fedloom.engine.rounds import advance, advance_watched, begin
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology import Full
+from fedloom.engine.training import groups_of
 from fedloom.models.net import Net
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
@@ -69,7 +73,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     if world.is_network or world.is_asynchronous:
         return  # a node hears its neighbours by name, and who waits for nobody hears clients as they arrive
     state, store, present = begin(world), _store(world), world.present(0)
-    groups = list(groups_of(world, 0, present, look_ahead(world, state, present, 0).extra))
+    groups = list(groups_of(world, 0, present, foresee_lateness(world, state, present, 0).extra))
     heard = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
     _agree(heard[0], heard[1], "clients heard forwards and backwards")
 
@@ -80,8 +84,8 @@ def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
         return  # without a server, or with one that waits for nobody, there is nothing to be late for
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
     state, store, present = begin(world), _store(world), world.present(0)
-    ahead = look_ahead(world, state, present, 0)
-    groups = [group for group in groups_of(world, 0, present, ahead.extra) if len(ahead.heard(group.ids))]
+    ahead = foresee_lateness(world, state, present, 0)
+    groups = [group for group in groups_of(world, 0, present, ahead.extra) if len(ahead.on_time(group.ids))]
     expected = _first_round(world, state, store, groups)
     before = _everything(world, state, store).clients
     after = _everything(world, advance(world, state, store)[0], store)
@@ -320,7 +324,7 @@ def _first_round(world: Experiment, state: RunState, store: ClientStore, groups:
     tally = Tally()
     for group in groups:
         outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
-        tally = add(tally, sound(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
+        tally = add(tally, keep_finite(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
     return world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes, (world.seed, 0)))
 
 

@@ -13,7 +13,7 @@ from fedloom.core.errors import (
     ConfigError,
     Fault,
 )
-from fedloom.engine.run import Experiment, RunState
+from fedloom.engine.state import Experiment, RunState
 from fedloom.runs.environment import _recorded, files_of, other_versions, read_environment, versions
 from fedloom.runs.folder import read_key
 from fedloom.runs.prepare import Prepared

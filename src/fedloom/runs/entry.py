@@ -10,7 +10,8 @@ from fedloom.core.errors import (
     CheckpointError,
 )
 from fedloom.engine import checkpoint
-from fedloom.engine.run import Experiment, RunState, begin
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.runs.changes import privacy_record, refuse_other_ledger, with_changes
 from fedloom.runs.environment import choices, environment, read_environment

@@ -14,7 +14,9 @@ import torch
 
 from fedloom import __version__
 from fedloom.core import disk, tree, usercode
-from fedloom.engine.run import Experiment, begin, specimen
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment
+from fedloom.engine.uploads import example_upload
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import Config, config_hash
 
@@ -92,7 +94,7 @@ def _message(exp: Experiment) -> dict[str, dict[str, int]]:
         state = state._replace(server=tree.take(state.server, 0), buffers=state.buffers[0])
     with torch.no_grad():
         # In a network nobody but the neighbours sends anything, and each message is counted at its sender.
-        parts = {"down": () if exp.is_network else exp.algorithm.send(state.server), "up": specimen(exp, state)}
+        parts = {"down": () if exp.is_network else exp.algorithm.send(state.server), "up": example_upload(exp, state)}
     return {way: _by_type(part) for way, part in parts.items()}
 
 

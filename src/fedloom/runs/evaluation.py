@@ -10,8 +10,9 @@ from typing import Any
 from fedloom.core.errors import (
     DivergedError,
 )
+from fedloom.engine.divergence import names_of
 from fedloom.engine.evaluate import evaluate
-from fedloom.engine.run import Experiment, RunState, names_of
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.core import disk
 from fedloom.engine import captured, checkpoint
 from fedloom.engine.evaluate import Judged, everyones_models, living
-from fedloom.engine.run import Experiment, RunState
+from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.prepare import Prepared

@@ -11,7 +11,8 @@ from fedloom.core.errors import (
     Fault,
 )
 from fedloom.engine import checkpoint
-from fedloom.engine.run import Experiment, begin
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs.entry import blank_client
 from fedloom.runs.settings import Config

@@ -16,7 +16,8 @@ from fedloom.core.errors import (
 )
 from fedloom.engine import captured, checkpoint
 from fedloom.engine.ranks import Ranks
-from fedloom.engine.run import Experiment, rounds
+from fedloom.engine.rounds import rounds
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.runs.entry import Resumption, enter
 from fedloom.runs.evaluation import evaluation_line, is_evaluation, lines_of
@@ -106,7 +107,7 @@ def _rounds(
         coming, said = rounds(exp, state, store), 0
         while state.round < exp.rounds:
             began = time.perf_counter()
-            state, excluded, found, did, _ = next(coming)
+            state, excluded, found, did = next(coming)
             trained = time.perf_counter()
             lines = lines_of(exp, state, store, excluded, found)
             records += lines

@@ -25,8 +25,10 @@ from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
 from fedloom.engine.plan import amounts
 from fedloom.engine.ranks import joined, take_device
-from fedloom.engine.run import Experiment, begin, specimen
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.topology import faults as topology_faults
+from fedloom.engine.uploads import example_upload
 from fedloom.models.net import Model, Net
 from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
@@ -277,7 +279,7 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
     poisons = bool(experiment.bad) and bool(config.corruption.changes)
     if not poisons and experiment.guard is None:
         return
-    upload, fed = specimen(experiment, begin(experiment)), experiment.federation
+    upload, fed = example_upload(experiment, begin(experiment)), experiment.federation
     faults = corruption.refused(config.corruption, upload) if poisons else []
     travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
     faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))

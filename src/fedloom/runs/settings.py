@@ -27,9 +27,9 @@ from fedloom.data.partition import Partition
 from fedloom.data.proxy import Proxy
 from fedloom.data.sources import Source, source_for_path
 from fedloom.engine.clock import System
-from fedloom.engine.evaluate import Evaluate
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.plan import Cohort
+from fedloom.engine.settings import Evaluate
 from fedloom.engine.topology import Topology
 from fedloom.models.net import Model
 from fedloom.runs.contradictions import TRUST, contradictions

@@ -1,0 +1,41 @@
+"""Which clients miss the deadline, and how long the others wait, known before anybody trains."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.engine.clock import Present
+from fedloom.engine.state import ClientWork, Experiment, RunState
+from fedloom.engine.uploads import upload_size
+
+
+class Lateness(NamedTuple):
+    """What the described devices make of a round."""
+
+    late: Tensor  # the clients that miss the deadline
+    extra: dict[int, int] | None = None  # epochs that each client has time for while it waits
+
+    def on_time(self, ids: Tensor) -> Tensor:
+        """Those of these clients that meet the deadline."""
+        return ids[~torch.isin(ids, self.late)]
+
+
+def foresee_lateness(exp: Experiment, state: RunState, present: Present, down: int) -> Lateness:
+    """Who will be late, and who will wait how long; free where there is no deadline and nobody trains on."""
+    ids, alg = present.drawn.ids, exp.algorithm
+    if exp.system.deadline is None and not any(phase.waiting for phase in alg.phases()):
+        return Lateness(ids[:0])
+    table = exp.timetable(state.round, present, upload_size(exp, state) if alg.communicates else 0, down)
+    extra = alg.idle_epochs(ids, table.wait, table.epoch, (exp.seed, state.round))
+    late = ids[~table.on_time]
+    return Lateness(late, None if extra is None else dict(zip(ids.tolist(), extra.tolist(), strict=True)))
+
+
+def client_work(ids: Tensor, steps: list[int], lateness: Lateness | None) -> list[ClientWork]:
+    """What each of these clients did in a round of ``steps`` [K]; ``lateness``: None where nobody waits."""
+    late = set() if lateness is None else set(lateness.late.tolist())
+    extra = {} if lateness is None else lateness.extra or {}
+    return [ClientWork(i, n, extra.get(i, 0), i in late) for i, n in zip(ids.tolist(), steps, strict=True)]

@@ -1,0 +1,216 @@
+"""A run as values: the experiment, which never changes, and the state, which each round replaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.core import tree
+from fedloom.core.optim import Local
+from fedloom.core.task import Task
+from fedloom.data.federation import Federation
+from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
+from fedloom.engine.local import AnyAlgorithm, Executor, Given, mapped
+from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw
+from fedloom.engine.ranks import ALONE, Ranks
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.store import ClientStore
+from fedloom.engine.topology import Moment, Topology
+from fedloom.trust.corruption import Corruption
+from fedloom.trust.privacy import Guard, Ledger
+from fedloom.trust.robust import Aggregation
+
+
+class RunState(NamedTuple):
+    """All that a run is at the end of a round; client state lives beside it in the store."""
+
+    round: int  # rounds done
+    server: Any  # the server's state, or [N, ...] the state of every node
+    buffers: Tensor  # [Q] mean running statistics, or [N, Q]
+    up: int  # bytes that clients, or nodes, have sent so far
+    down: int  # bytes that the server has sent so far; 0 in a network, whose messages are all in ``up``
+    seconds: float = 0.0  # that the rounds would have taken on the devices described
+    gradients: float = 0.0  # evaluated so far, each on one batch of one client
+    nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
+    ledger: Ledger | None = None  # what has been released of clients, where that is private
+    under_way: Any = ()  # who is at work on which model, where the server waits for nobody: UnderWay
+
+    @property
+    def busiest(self) -> int:
+        """Bytes that have passed the busiest endpoint so far: a node of a network, or the server."""
+        return int(self.nodes.traffic.max()) if self.nodes else self.up + self.down
+
+
+class Nodes(NamedTuple):
+    """What the engine keeps for each node of a network, beside what the algorithm does."""
+
+    traffic: Tensor  # [N] bytes that it has sent and received so far
+    away: Tensor  # [N] for how many rounds it has been offline
+    mass: Tensor  # [N] float64, of push-sum; 1 where it is not used
+    past: Any = ()  # what nodes may use again where a message is lost: Past
+
+
+class Past(NamedTuple):
+    """What nodes have sent before, and who heard it."""
+
+    last: Tensor  # [N, N] the last round in which the first heard the second; -1: never
+    sent: Any  # uploads and running statistics [N, ...] of the last round, of the one before, and so on
+
+
+class Kept(NamedTuple):
+    """What the store keeps for a client."""
+
+    mine: Any  # the algorithm's
+    buffers: Any  # its running statistics, where they stay local
+    memory: Any  # its optimiser's memory, where that is kept from round to round
+
+
+class PlannedRound(NamedTuple):
+    """The plan of a round, made beforehand."""
+
+    present: Present
+    groups: tuple[Group, ...]  # on the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that a round needs, resolved: objects instead of names."""
+
+    algorithm: AnyAlgorithm  # bound to the task
+    task: Task
+    federation: Federation
+    local: Local
+    cohort: Cohort
+    evaluate: Evaluate
+    rounds: int
+    seed: int
+    device: torch.device
+    executor: Executor
+    lanes: int  # clients side by side
+    topology: Topology | None = None
+    system: System = field(default_factory=System)
+    corruption: Corruption = field(default_factory=Corruption)
+    bad: tuple[int, ...] = ()  # clients, in order
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    guard: Guard | None = None  # of what clients send, where it is private
+    buffers: Literal["average", "local"] = "average"
+    starts: Tensor | None = None  # [N, P] the models with which nodes begin, where each has one of its own
+    ranks: Ranks = ALONE  # which of how many processes this is; no result depends on it
+    # Rounds that were planned while a GPU was at work. The only part that changes; no result depends on it.
+    planned: dict[int, PlannedRound] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def is_network(self) -> bool:
+        return self.algorithm.family == "gossip"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the server takes each upload when it arrives."""
+        return not self.algorithm.waits
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are recorded on a GPU, and replayed."""
+        return self.task.capture != "eager"
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether running statistics stay with the clients."""
+        return self.buffers == "local" and self.task.buffers0.numel() > 0
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether clients keep their optimisers' memory from round to round."""
+        return self.local.state == "persist"
+
+    def keeps_state(self, state: RunState) -> bool:
+        """Whether clients keep anything at all from round to round."""
+        down = self.algorithm.send(tree.take(state.server, 0) if self.is_network else state.server)
+        return self.keeps_buffers or self.keeps_memory or bool(tree.leaves(self.algorithm.join(down)))
+
+    def travelling(self, buffers: Tensor) -> Any:
+        """Running statistics as far as they are sent: not at all where they stay with the clients."""
+        return () if self.keeps_buffers else buffers
+
+    def given(self, state: RunState, store: ClientStore, ids: Tensor) -> Given:
+        """What these clients hold before they train in the next round."""
+        if self.is_network:
+            at = ids.to(self.device)
+            nodes = tree.take(state.server, at)
+            down, buffers = mapped(self.algorithm.send, (0,))(nodes), state.buffers[at]
+        else:
+            down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
+        if self.is_network and self.starts is not None:
+            first = [self.algorithm.send(self.algorithm.init(self.starts[node])) for node in ids.tolist()]
+            kept = tree.cat([store.gather(ids[k : k + 1], self.blank(one)) for k, one in enumerate(first)])
+        else:
+            first = self.algorithm.send(self.algorithm.init(self.task.w0)) if self.is_network else down
+            kept = store.gather(ids, self.blank(first))
+        buffers = kept.buffers if self.keeps_buffers else buffers
+        return Given(down, kept.mine, buffers, not self.is_network, kept.memory if self.keeps_memory else None)
+
+    def blank(self, down: Any) -> Kept:
+        """What is kept of a client that was sent ``down`` and has not trained yet."""
+        mine = self.algorithm.join(down)
+        memory = self.algorithm.memory(self.algorithm.start(down, mine)) if self.keeps_memory else ()
+        return Kept(mine, self.task.buffers0 if self.keeps_buffers else (), memory)
+
+    def present(self, round_: int) -> Present:
+        """Who takes part in this round, and how far; in a network without a server, everybody who can train."""
+        if round_ in self.planned:
+            return self.planned[round_].present
+        sizes = self.federation.train.sizes
+        if self.is_network:
+            ids = torch.arange(len(sizes))
+            if self.topology is not None:
+                ids = ids[torch.from_numpy(~self.topology.resting(len(sizes), Moment(self.seed, round_)))]
+            return Present(Drawn(ids, torch.ones(len(ids))), amounts(self.local, sizes[ids]).steps, len(ids))
+        chance = self.seed if self.guard is None else self.guard.lottery(self.seed)
+        drawn = draw(self.cohort, sizes, chance, round_)
+        amount = amounts(self.local, sizes[drawn.ids])
+        epochs = self.local.epochs if self.local.steps is None else 1
+        partial = self.algorithm.partial_work
+        return attend(self.system, drawn, amount, epochs, (self.seed, round_), partial=partial)
+
+    def timetable(self, round_: int, present: Present, up: int, down: int) -> Timetable:
+        """When what happens in this round, on the devices described."""
+        ids = present.drawn.ids
+        amount = amounts(self.local, self.federation.train.sizes[ids])
+        epoch = amount.size.double()
+        phases = self.algorithm.phases()
+        beside = [p for p in phases if not p.waiting and not p.is_main and not p.rare]
+        trains = self.algorithm.trains_in(round_)
+        passes = sum(p.cost * (p.epochs or 0) for p in beside) + trains * self.algorithm.survey_gradients
+        steps = sum(p.cost * (p.steps or 0) for p in beside)
+        each = self.algorithm.gradients_per_step
+        cost = next((each + p.look_gradients for p in phases if p.is_main and trains), 0.0)
+        main = cost * epoch * present.steps / amount.per_epoch.clamp(min=1)
+        load = Load(main, cost * epoch, passes * epoch + steps * amount.width)
+        return timetable(self.system, ids, load, self.speeds[ids], up, down, (self.seed, round_))
+
+    @cached_property
+    def speeds(self) -> Tensor:
+        """Examples per second of every client.  ``[N]``"""
+        return speeds(self.system, self.federation.clients, self.seed)
+
+
+class ClientWork(NamedTuple):
+    """What one client did in a round."""
+
+    client: int
+    steps: int
+    extra: int  # epochs while it waited
+    late: bool  # its upload missed the deadline, and was not used
+
+
+class Round(NamedTuple):
+    """A finished round."""
+
+    state: RunState  # after it
+    excluded: tuple[int, ...]  # clients that were left out because their numbers were not finite
+    found: dict[str, float]  # what was measured, in rounds that are evaluated
+    work: tuple[ClientWork, ...]  # of every client that took part
