@@ -86,7 +86,7 @@ def ran(command: str) -> Ran:
     if words[0] == "fedloom":
         code = in_process(words, out)
     else:
-        process = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        process = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
         code = process.returncode
         out.write(process.stdout)
     assert code == (int(promised[1]) if promised else 0), f"{command} ended with {code}\n{out.getvalue()}"

@@ -306,7 +306,7 @@ def script(*words: str, cwd: Path, env: dict[str, str]) -> Done:
     """The installed command, for which the working folder is not a place of modules (unlike ``python -m``)."""
     command = [sys.executable, "-P", "-m", "fedloom", *words]
     done = subprocess.run(
-        command, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=600, check=False
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

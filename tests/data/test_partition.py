@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from math import floor
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -219,10 +218,8 @@ class TestShards:
 
 class TestDirichlet:
     @pytest.mark.parametrize("per", ["class", "client", "prior"])
-    def test_500_clients_and_100_classes_take_bounded_time(self, per: Per) -> None:
-        start = time.perf_counter()
+    def test_500_clients_and_100_classes_each_get_enough(self, per: Per) -> None:
         result = assigned(Dirichlet(clients=500, alpha=0.05, per=per, min_size=10), CIFAR100, 100)
-        assert time.perf_counter() - start < 10.0
         assert np.bincount(result.owner, minlength=500).min() >= 10
 
     def test_rejection_would_never_end_here(self) -> None:
@@ -556,12 +553,10 @@ class TestSummary:
         assert fact.effective_classes == pytest.approx(10.0)
 
 
-def test_a_million_clients_take_seconds() -> None:
+def test_a_million_clients() -> None:
     y = np.random.default_rng(0).integers(0, 10, 2_000_000)
-    start = time.perf_counter()
     result = assigned(Iid(clients=1_000_000), y, 10)
     held_out = split(result.owner, result.clients, 0.5, 0)
     fact = summary(y, result.owner, result.clients, 10)
-    assert time.perf_counter() - start < 15.0
     assert held_out.sum() == 1_000_000
     assert (fact.size_min, fact.size_max) == (2, 2)

@@ -19,7 +19,7 @@ from support import crew
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
-IMAGES = {"shape": (1, 6, 6), "model": {"kind": "crew:Normed"}}
+IMAGES = {"shape": (1, 6, 6), "model": {"kind": "support.crew:Normed"}}
 AUC = ["micro_logits", "micro_softmax", "macro_present"]
 
 
@@ -51,7 +51,7 @@ FEATURES: dict[str, crew.Job] = {
     "everything measured": job("fedprox", evaluate=MEASURED),
     "everything measured of personal models": job("ditto", evaluate={**MEASURED, "diagnostics": []}),
     "averaged statistics": job(**IMAGES, evaluate={"participants": True}),
-    "local statistics": job(**IMAGES | {"model": {"kind": "crew:Normed", "buffers": "local"}}),
+    "local statistics": job(**IMAGES | {"model": {"kind": "support.crew:Normed", "buffers": "local"}}),
     "draws with replacement": job(
         {"kind": "fedavg", "weighting": "uniform"}, cohort={"size": 6, "sampling": "proportional"}
     ),
@@ -157,7 +157,7 @@ def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) ->
         )
         for rank, folder in enumerate((ours, theirs))
     ]
-    said = [process.communicate(timeout=60)[0].strip() for process in both]
+    said = [process.communicate(timeout=600)[0].strip() for process in both]
     refused = "a process that was not started with the others has joined them; nothing was exchanged"
     assert said == ["hello" if knows else refused] * 2
     assert not ours.exists()  # whoever led takes it along

@@ -260,7 +260,7 @@ def test_a_run_in_another_thread(history: History) -> None:
     found: list[History] = []
     worker = threading.Thread(target=lambda: found.append(fedloom.run("fedavg", rounds=4, seed=1, **SMALL)))
     worker.start()
-    worker.join(timeout=60)
+    worker.join(timeout=600)
     assert found[0].records == history.records
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import fedloom
 from fedloom.core.errors import FedloomError
 from fedloom.data.arrays import Arrays
 from fedloom.runs import launch
+from support import warm
 
 Job = dict[str, Any]  # the arguments of fedloom.run, ``shape`` of an example, and whether a run folder is ``written``
 
@@ -71,12 +71,13 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
     folder.mkdir(parents=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     meeting = launch.meeting()
-    crew = [
-        subprocess.Popen([sys.executable, __file__, str(folder)], env=launch.environment(rank, size, meeting))
-        for rank in range(size)
-    ]
+    crew = []
+    for rank in range(size):
+        env = launch.environment(rank, size, meeting)
+        env.pop("FEDLOOM_PARENT")  # warm processes are not children of this one
+        crew.append(warm.Popen([sys.executable, "-m", "support.crew", str(folder)], env=env))
     try:
-        codes = [process.wait(timeout=120) for process in crew]
+        codes = [process.wait(timeout=600) for process in crew]
     finally:
         for process in crew:
             process.kill()
