@@ -20,7 +20,7 @@ from fedloom.engine.store import RamStore
 from fedloom.maths.ridge import Statistics, from_rows, to_rows
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
-from fedloom.trust.corruption import Corruption, Rows, corrupted, mass, poisoned
+from fedloom.trust.corruption import ClientRows, Corruption, corrupted, mass, poisoned
 from support.blobs import blobs
 
 SIZES = (40, 12, 7, 9)
@@ -46,17 +46,17 @@ def test_explicit_clients() -> None:
     assert Corruption(clients=(5, 1, 5)).bad(6, seed=0) == (1, 5)
     with pytest.raises(ConfigError, match=r"corruption\.clients: there is no client 6 among 6"):
         Corruption(clients=(1, 6)).bad(6, seed=0)
-    with pytest.raises(ConfigError, match="share and clients both say who is bad"):
+    with pytest.raises(ConfigError, match="share and clients both choose the bad clients"):
         parse({"corruption": {"share": 0.5, "clients": [1]}})
 
 
 # -- data ------------------------------------------------------------------------------------------
 def spoil(
     kind: str, y: list[int], *, x: Tensor | None = None, classes: int = 5, scale: float = 1.0, **more: Any
-) -> Rows:
+) -> ClientRows:
     x = torch.ones(len(y), 3) if x is None else x
     how = Corruption(kind=kind, share=1.0, **more)  # type: ignore[arg-type]
-    return corrupted(how, Rows(x, torch.tensor(y)), torch.tensor([scale]), classes, seed=4, client=2)
+    return corrupted(how, ClientRows(x, torch.tensor(y)), torch.tensor([scale]), classes, seed=4, client=2)
 
 
 def test_labels() -> None:
@@ -308,7 +308,7 @@ def test_reports_that_nobody_asks_for_are_forged_in_vain(quality: str, vain: boo
     table = {"algorithm": {"kind": "law_afl", "quality": quality}, "proxy": {"size": 50}}
     for how in ({"kind": "quality_forge"}, {"kind": "label_random", "forge": True}):
         notes = parse(table | {"corruption": {"share": 0.5, **how}}).notes
-        assert any("forged in vain" in note for note in notes) == vain
+        assert any("forged reports have no effect" in note for note in notes) == vain
     assert not parse(table | {"corruption": {"share": 0.5}}).notes
 
 

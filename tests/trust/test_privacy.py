@@ -24,19 +24,11 @@ from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
+from fedloom.trust.accountant import Release, calibrated, epsilon
+from fedloom.trust.heterogeneity import concentrations, entropies, mean_entropy, noise_factors
+from fedloom.trust.mechanism import clipped_uploads, noised_uploads
 from fedloom.trust.noise import seeded
-from fedloom.trust.privacy import (
-    Privacy,
-    Release,
-    calibrated,
-    clipped,
-    concentrations,
-    entropies,
-    epsilon,
-    factors,
-    mean_entropy,
-    noised,
-)
+from fedloom.trust.privacy import Privacy
 from support.blobs import blobs
 
 DELTA = 1e-5
@@ -61,7 +53,7 @@ def test_no_upload_is_longer_than_the_clip(seed: int, size: float, clip: float) 
     """D1, over all tensors jointly."""
     g = torch.Generator().manual_seed(seed)
     before = Two(size * torch.randn(4, 3, 5, generator=g), size * torch.randn(4, 7, generator=g))
-    after = clipped(before, clip)
+    after = clipped_uploads(before, clip)
 
     def norms(u: Two) -> Tensor:
         return torch.cat([u.dw.flatten(1), u.dc], 1).double().norm(dim=1)
@@ -76,13 +68,13 @@ def test_no_upload_is_longer_than_the_clip(seed: int, size: float, clip: float) 
 
 
 def test_an_upload_of_zeros_stays() -> None:
-    assert torch.equal(clipped(Update(torch.zeros(2, 3)), 1.0).dw, torch.zeros(2, 3))
+    assert torch.equal(clipped_uploads(Update(torch.zeros(2, 3)), 1.0).dw, torch.zeros(2, 3))
 
 
 def test_noise_has_the_stated_scale() -> None:
     """D2: the deviation of a million draws is within 1 % of what it should be, and they are normal."""
     x = Update(torch.ones(4, 250_000))
-    drawn = noised(x, torch.tensor([0.5, 0.5, 2.0, 0.0]), torch.arange(4), KEY, 2).dw - 1
+    drawn = noised_uploads(x, torch.tensor([0.5, 0.5, 2.0, 0.0]), torch.arange(4), KEY, 2).dw - 1
     assert float(drawn[:2].std()) == pytest.approx(0.5, rel=0.01)
     assert float(drawn[2].std()) == pytest.approx(2.0, rel=0.01)
     assert not drawn[3].any()
@@ -94,13 +86,13 @@ def test_noise_has_the_stated_scale() -> None:
 def test_noise_has_an_address() -> None:
     x = Update(torch.zeros(3, 50))
     std, ids = torch.ones(3), torch.tensor([4, 1, 9])
-    drawn = noised(x, std, ids, KEY, 2).dw
+    drawn = noised_uploads(x, std, ids, KEY, 2).dw
     order = torch.tensor([2, 0, 1])
-    assert torch.equal(noised(x, std, ids[order], KEY, 2).dw, drawn[order])
-    assert torch.equal(noised(Update(x.dw[:1]), std[:1], ids[:1], KEY, 2).dw, drawn[:1])
+    assert torch.equal(noised_uploads(x, std, ids[order], KEY, 2).dw, drawn[order])
+    assert torch.equal(noised_uploads(Update(x.dw[:1]), std[:1], ids[:1], KEY, 2).dw, drawn[:1])
     for other in ((KEY, 3), (seeded(2), 2)):
-        assert not torch.isclose(noised(x, std, ids, *other).dw, drawn).any()
-    both = noised(Two(torch.zeros(3, 50), torch.zeros(3, 50)), std, ids, KEY, 2)
+        assert not torch.isclose(noised_uploads(x, std, ids, *other).dw, drawn).any()
+    both = noised_uploads(Two(torch.zeros(3, 50), torch.zeros(3, 50)), std, ids, KEY, 2)
     assert torch.equal(both.dw, drawn)
     assert not torch.isclose(both.dw, both.dc).any()
 
@@ -239,10 +231,10 @@ def test_a_factor_is_never_below_one() -> None:
     for kind in ("alpha", "entropy"):
         for cost in (0.1, 1.0, 1000.0):
             how = Privacy(clip=1.0, noise=1.0, heterogeneity=kind, histogram_epsilon=cost, most=3.0, slope=5.0)  # type: ignore[arg-type]
-            f = factors(how, counts, KEY)
+            f = noise_factors(how, counts, KEY)
             assert float(f.min()) >= 1
             assert float(f.max()) <= 3
-            assert torch.equal(f, factors(how, counts, KEY))
+            assert torch.equal(f, noise_factors(how, counts, KEY))
 
 
 def test_factors_of_known_clients() -> None:
@@ -250,8 +242,8 @@ def test_factors_of_known_clients() -> None:
     counts = np.array([[10.0] * 10, [100.0] + [0.0] * 9])
     for kind, most in (("alpha", 4.0), ("entropy", 2.0)):
         how = Privacy(clip=1.0, noise=1.0, heterogeneity=kind, histogram_epsilon=1e9)  # type: ignore[arg-type]
-        assert factors(how, counts, KEY).tolist() == pytest.approx([1.0, most], rel=1e-3)
-    assert factors(Privacy(clip=1.0, noise=1.0), counts, KEY).tolist() == [1, 1]
+        assert noise_factors(how, counts, KEY).tolist() == pytest.approx([1.0, most], rel=1e-3)
+    assert noise_factors(Privacy(clip=1.0, noise=1.0), counts, KEY).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("alpha", "factor"), [(0.1, 1.0), (0.05, 2.0), (0.025, 4.0), (0.01, 4.0), (1.0, 1.0)])
@@ -309,7 +301,7 @@ def test_equation_24_hides_examples_too() -> None:
 
 @pytest.mark.parametrize("given", [{"heterogeneity": "alpha"}, {"mechanism": "local"}, {"delta": 1e-6}])
 def test_settings_that_protect_nothing_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(given))} is set, and nothing is protected"):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} is set, but nothing is protected"):
         Privacy(**given)
     assert not Privacy().on
 

@@ -201,7 +201,7 @@ def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some
     settings: dict[str, Any] = {"rounds": 1, "model": WIDE, "partition": {"kind": "dirichlet", "clients": 20}}
 
     def accuracy(kind: str, epsilon: float, **algorithm: Any) -> float:
-        private = {"feature_clip": 1.0, "epsilon": epsilon, "mechanism": "local"}
+        private = {"feature_clip": 1.0, "epsilon": epsilon, "mechanism": "local", "noise_from": "seed"}
         found = fedloom.run({"kind": kind, **algorithm}, privacy=private, **settings)
         return float(found.summary["global/test/accuracy"].last)
 

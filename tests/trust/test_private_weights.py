@@ -19,7 +19,7 @@ from fedloom.engine.store import RamStore
 from fedloom.engine.training import groups_of, train_all
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
-from fedloom.trust.privacy import protected
+from fedloom.trust.mechanism import protected
 from support.blobs import blobs
 
 SIZES = (20, 12, 7, 9, 30, 11)

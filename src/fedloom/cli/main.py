@@ -662,7 +662,7 @@ class Watch:
         if shared.bad:
             self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.badness})")
         if exp.guard is not None:
-            self.say(f"privacy: {exp.guard.told(exp.rounds)}")
+            self.say(f"privacy: {exp.guard.summary(exp.rounds)}")
         if exp.topology is not None:
             self._network(exp)
         if done:

@@ -27,7 +27,8 @@ from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.state import RunState
 from fedloom.engine.store import ClientStore, Memo, is_on_disk, moved
-from fedloom.trust.privacy import Ledger, Release
+from fedloom.trust.accountant import Release
+from fedloom.trust.ledger import Ledger
 
 KEEP = 2  # the newest, and one to fall back on
 

@@ -30,7 +30,8 @@ from fedloom.engine.store import ClientStore
 from fedloom.engine.training import TrainedGroup, groups_of, keep, train_all
 from fedloom.engine.uploads import as_sent, example_upload, upload_size
 from fedloom.trust.corruption import mass
-from fedloom.trust.privacy import Ledger, silence
+from fedloom.trust.ledger import Ledger
+from fedloom.trust.mechanism import empty_round_noise
 from fedloom.trust.robust import replaced
 
 Screen: TypeAlias = Callable[[Tensor, Outcome, Tensor], Received]
@@ -240,7 +241,7 @@ def _without_clients(exp: Experiment, state: RunState) -> RunState:
     if guard is None or guard.weight is None:
         return state._replace(server=exp.algorithm.unheard(state.server))
     address, sizes = (exp.seed, state.round), exp.federation.train.sizes
-    total = silence(guard, example_upload(exp, state), state.round)
+    total = empty_round_noise(guard, example_upload(exp, state), state.round)
     weight, senders, population, examples = torch.tensor(
         [guard.weight, 0, len(sizes), int(sizes.sum())], dtype=torch.float64, device=exp.device
     )

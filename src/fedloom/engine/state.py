@@ -21,7 +21,8 @@ from fedloom.engine.settings import Evaluate
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology import Moment, Topology
 from fedloom.trust.corruption import Corruption
-from fedloom.trust.privacy import Guard, Ledger
+from fedloom.trust.ledger import Ledger
+from fedloom.trust.mechanism import Guard
 from fedloom.trust.robust import Aggregation
 
 

@@ -13,7 +13,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.engine.local import Outcome, plain_batch
 from fedloom.engine.state import Experiment, RunState
 from fedloom.trust.corruption import poisoned
-from fedloom.trust.privacy import protected
+from fedloom.trust.mechanism import protected
 
 
 def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: int) -> Outcome:

@@ -11,8 +11,10 @@ from fedloom.engine.plan import draw
 from fedloom.maths.private_sums import sensitivity
 from fedloom.runs.settings import Config
 from fedloom.trust import noise
+from fedloom.trust.accountant import Release, calibrated
+from fedloom.trust.heterogeneity import noise_factors
+from fedloom.trust.mechanism import Guard, HiddenSums
 from fedloom.trust.noise import Key
-from fedloom.trust.privacy import Guard, Release, Sums, calibrated, factors
 
 
 def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
@@ -42,11 +44,11 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
     weight = float(size) if fixed else None
     sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
-    noisier = factors(how, counts, key)
+    noisier = noise_factors(how, counts, key)
     return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
 
 
-def noise_of(guard: Guard, sums: Sums) -> Noise:
+def noise_of(guard: Guard, sums: HiddenSums) -> Noise:
     """What the algorithm must know of how its sums, or means, are hidden."""
     if guard.features is not None:
         std = guard.release.noise * sums.sensitivity
@@ -55,10 +57,10 @@ def noise_of(guard: Guard, sums: Sums) -> Noise:
     return Noise(guard.clip, std, std / sums.cross_scale)
 
 
-def _sums(config: Config, norm: float) -> Sums:
+def _sums(config: Config, norm: float) -> HiddenSums:
     """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
     scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
-    return Sums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
+    return HiddenSums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
 
 
 def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:

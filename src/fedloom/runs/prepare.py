@@ -33,7 +33,7 @@ from fedloom.models.net import Model, Net
 from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
 from fedloom.trust import corruption, noise, privacy, robust
-from fedloom.trust.corruption import Corruption, Rows, corrupted
+from fedloom.trust.corruption import ClientRows, Corruption, corrupted
 from fedloom.trust.noise import Key
 
 _CHUNK = 512  # examples of one forward pass
@@ -295,7 +295,7 @@ def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) 
     x, y = (x.clone(), fed.y) if how.spoils == "x" else (x, fed.y.clone())
     for client in bad:
         rows = fed.train.rows[fed.train.start[client] : fed.train.start[client + 1]].to(fed.x.device)
-        theirs = corrupted(how, Rows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
+        theirs = corrupted(how, ClientRows(fed.x[rows], fed.y[rows]), fed.scale, fed.classes, seed, client)
         if how.spoils == "x":
             x[rows] = theirs.x
         else:

@@ -182,7 +182,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
     notes = [*notes, *algorithm.doubts(chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
-    notes += corruption.idle(chosen["corruption"], algorithm)
+    notes += corruption.ineffective(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
 
 

@@ -1,12 +1,12 @@
-"""Bad clients: who they are, and what they do to their data or to what they send.
+"""Bad clients: which they are, and how they corrupt their data or their uploads.
 
 The set is a function of the seed alone, and a larger share contains a smaller one. Data is corrupted once, when the
-federation is laid out, and only in training rows: what a bad client is judged on stays clean. What is sent is
-corrupted after ``finish``, by the names of its parts::
+federation is laid out, and only in training rows: what a bad client is evaluated on stays clean. Uploads
+are corrupted after ``finish``, by the names of their parts::
 
     dw              the model's move                            model_sign_flip  model_gauss  model_scale
-    rows            sums G and B of which a head is solved      stat_negate_B  stat_scale
-    accuracy, loss  what a client says of its own data          quality_forge, or ``forge`` beside any other kind
+    rows            sums G and B from which a head is solved      stat_negate_B  stat_scale
+    accuracy, loss  what a client reports of its own data          quality_forge, or ``forge`` beside any other kind
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Spec
 from fedloom.maths.ridge import features_in_upload
 
-Kind: TypeAlias = Literal[
+CorruptionKind: TypeAlias = Literal[
     "label_flip_cyclic",
     "label_flip_pair",
     "label_random",
@@ -53,7 +53,7 @@ class Corruption(Spec):
 
     share: float = Field(0.0, ge=0, le=1, description="share of all clients that are bad, the same ones in all rounds")
     clients: tuple[NonNegativeInt, ...] = Field((), description="numbers of the bad clients, instead of a share")
-    kind: Kind = Field(
+    kind: CorruptionKind = Field(
         "label_flip_cyclic",
         description="what they do: to their training labels (cyclic: y + 1; pair: 0 and 1 change places, 2 and 3, "
         "...; random), to their inputs, or to what they send",
@@ -67,7 +67,7 @@ class Corruption(Spec):
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Corruption:
         if self.share and self.clients:
-            raise ValueError("share and clients both say who is bad; keep one of them")
+            raise ValueError("share and clients both choose the bad clients; keep one of them")
         return self
 
     @property
@@ -89,7 +89,7 @@ class Corruption(Spec):
         return tuple(dict.fromkeys((*_TOUCHES.get(self.kind, ()), *forged)))
 
     def bad(self, clients: int, seed: int) -> tuple[int, ...]:
-        """The bad ones among so many clients, in order."""
+        """The bad ones among this many clients, in order."""
         strangers = sorted({i for i in self.clients if i >= clients})
         if strangers:
             what = f"there is no client {strangers[0]} among {clients} (got {list(self.clients)})"
@@ -101,7 +101,7 @@ class Corruption(Spec):
 
 
 def conflicts(how: Corruption, alg: Any) -> list[Fault]:
-    """What bad clients cannot do under this algorithm, whatever it sends."""
+    """What bad clients cannot do under this algorithm, whatever its uploads are."""
     if not (how.any and how.changes) or (alg.family != "gossip" and alg.communicates):
         return []
     key, value = ("kind", f"'{how.kind}'") if how.kind in _TOUCHES else ("forge", "true")
@@ -109,22 +109,22 @@ def conflicts(how: Corruption, alg: Any) -> list[Fault]:
     return [Fault(f"corruption.{key}", what, "take a kind that corrupts data")]
 
 
-def idle(how: Corruption, alg: Any) -> list[str]:
-    """What bad clients do to no effect, in words."""
+def ineffective(how: Corruption, alg: Any) -> list[str]:
+    """Warnings about corruption that has no effect."""
     asked = getattr(alg, "quality", "report")
     if not how.any or asked == "report" or not set(_BEST) & set(how.changes):
         return []
-    return [f"corruption: reports are forged in vain, since algorithm.quality = '{asked}' does not listen to them"]
+    return [f"corruption: forged reports have no effect, since algorithm.quality = '{asked}' does not use them"]
 
 
-class Rows(NamedTuple):
-    """What is in the training rows of one client."""
+class ClientRows(NamedTuple):
+    """The training examples of one client."""
 
     x: Tensor  # [n, ...] as it was loaded, before it is normalised
     y: Tensor  # [n]
 
 
-def corrupted(how: Corruption, rows: Rows, scale: Tensor, classes: int, seed: int, client: int) -> Rows:
+def corrupted(how: Corruption, rows: ClientRows, scale: Tensor, classes: int, seed: int, client: int) -> ClientRows:
     """The rows of a bad client as it will train on them; ``scale`` is what normalising multiplies inputs by."""
     x, y = rows
     if how.kind == "label_flip_cyclic":
@@ -137,12 +137,12 @@ def corrupted(how: Corruption, rows: Rows, scale: Tensor, classes: int, seed: in
         x = x.float() + how.feature_std * _normal(x, seed, "corruption/features", client) / scale
     elif how.kind == "blank":
         x = torch.zeros_like(x)
-    return Rows(x, y)
+    return ClientRows(x, y)
 
 
 def refused(how: Corruption, upload: Any) -> list[Fault]:
     """What bad clients cannot do to uploads like this one."""
-    # A model that is never trained is never sent, and to poison it would look like a method that bears poison.
+    # A model that is never trained is never sent: poisoning it would make the method look robust.
     parts = [name for name in getattr(upload, "_fields", ()) if name != "dw" or tree.nbytes(upload.dw)]
     missing = [name for name in how.changes if name not in parts]
     if not missing:
@@ -182,7 +182,7 @@ def _normal(like: Tensor, seed: int, name: str, *path: int) -> Tensor:
 
 
 class Mass(NamedTuple):
-    """How much bad clients counted in a round."""
+    """The weight of bad clients in a round."""
 
     mean: float  # the mean weight of a bad client of the round; the weights of all sum to 1
     total: float
@@ -190,7 +190,7 @@ class Mass(NamedTuple):
 
 
 def mass(weights: Tensor, bad: Tensor) -> Mass | None:
-    """From the weights [K] of a round's clients, of whom ``bad`` [K] are; None where none is, or nobody counts."""
+    """From the weights [K] of a round's clients, of whom ``bad`` [K] are; None where none is, or all weights are 0."""
     total = float(weights.sum())
     count = int(bad.sum())
     if not count or total <= 0:

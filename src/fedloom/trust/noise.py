@@ -60,7 +60,7 @@ def from_text(text: str) -> Key:
 
 
 def normals(key: Key, count: int, name: str, *path: int) -> NDArray[np.float64]:
-    """So many independent standard normal numbers at one address.  ``[count]``"""
+    """Independent standard normal numbers at one address.  ``[count]``"""
     half = (count + 1) // 2
     u = uniforms(key, 2 * half, name, *path)
     length, angle = np.sqrt(-2 * np.log(u[:half])), 2 * math.pi * u[half:]
@@ -68,14 +68,14 @@ def normals(key: Key, count: int, name: str, *path: int) -> NDArray[np.float64]:
 
 
 def laplace(key: Key, count: int, name: str, *path: int) -> NDArray[np.float64]:
-    """So many numbers from the Laplace distribution of scale 1.  ``[count]``"""
+    """Numbers from the Laplace distribution of scale 1.  ``[count]``"""
     u = uniforms(key, count, name, *path) - 0.5
     found: NDArray[np.float64] = -np.sign(u) * np.log1p(-2 * np.abs(u))
     return found
 
 
 def uniforms(key: Key, count: int, name: str, *path: int) -> NDArray[np.float64]:
-    """So many numbers strictly between 0 and 1, of 52 random bits each.  ``[count]``"""
+    """Numbers strictly between 0 and 1, of 52 random bits each.  ``[count]``"""
     found = np.empty(count)
     for block, start in enumerate(range(0, count, _BLOCK)):
         some = min(_BLOCK, count - start)
@@ -85,5 +85,5 @@ def uniforms(key: Key, count: int, name: str, *path: int) -> NDArray[np.float64]
 
 
 def _stream(key: Key, count: int, name: str, *path: int) -> bytes:
-    """So many bytes at one address."""
+    """Bytes at one address."""
     return hashlib.shake_256(key.secret + json.dumps([name, *path]).encode()).digest(count)

@@ -1,11 +1,11 @@
-"""Robust aggregation: what the server takes for the mean of the clients when some of them may lie.
+"""Robust aggregation: rules that replace the mean of uploads where some clients may lie.
 
     median        of every coordinate                                    Yin et al., ICML 2018
     trimmed_mean  of every coordinate, without the f largest and the f smallest values       likewise
     krum          the one upload that is nearest to its n - f - 2 nearest others             Blanchard et al., NIPS 2017
     multi_krum    the mean of the ``chosen`` nearest                                         likewise
 
-A rule counts uploads alike: how much data a client has is only its own word. Where all are honest and nothing is
+A rule weighs all uploads alike: how much data a client has is only its own claim. Where all are honest and nothing is
 trimmed, a rule is the plain mean of the uploads.
 """
 
@@ -39,7 +39,7 @@ class Aggregation(Spec):
     chosen: PositiveInt | None = Field(None, description="uploads that multi_krum averages; unset: all but f")
 
     def distrusted(self, senders: int) -> int:
-        """f, for so many uploads."""
+        """f, for this many uploads."""
         return math.floor(self.bad * senders + 1e-9)
 
 
@@ -62,16 +62,16 @@ def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
     if what:
         faults.append(Fault("aggregation.rule", f"'{how.rule}' {what}", "set aggregation.rule=mean"))
     if sampling == "proportional":
-        what = f"'proportional' may draw a client twice, which '{how.rule}' would take for two that agree"
+        what = f"'proportional' may draw a client twice, which '{how.rule}' would count as two that agree"
         faults.append(Fault("cohort.sampling", what, "use uniform, poisson or all"))
     return faults
 
 
 def refused(how: Aggregation, senders: int) -> list[Fault]:
-    """What a rule cannot do with so many clients in a round."""
+    """What a rule cannot do with this many clients in a round."""
     f, faults = how.distrusted(senders), []
     if how.rule in ("krum", "multi_krum") and senders - f - 2 < 1:
-        what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, and a round has n = {senders} clients of whom f = {f}"
+        what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, and a round has n = {senders} clients, of which f = {f}"
         faults.append(Fault("aggregation.rule", what, "lower aggregation.bad, or raise cohort.size"))
     if how.rule == "multi_krum" and how.chosen is not None and how.chosen > senders:
         faults.append(Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round"))
@@ -79,7 +79,7 @@ def refused(how: Aggregation, senders: int) -> list[Fault]:
 
 
 class Robust(NamedTuple):
-    """What a rule made of the uploads."""
+    """The result of a rule."""
 
     mean: Any  # float64
     counted: Tensor | None  # [K] 1 for uploads that were taken, else 0; None where that differs by coordinate
