@@ -16,7 +16,6 @@ from torch import Tensor
 from fedloom.core.metrics import (
     Verdicts,
     auc,
-    lower_is_better,
     rounds_to_convergence,
     score,
     spread,
@@ -24,6 +23,7 @@ from fedloom.core.metrics import (
     summarise,
     summary,
 )
+from fedloom.core.vocabulary import lower_is_better
 
 VARIANTS: tuple[Any, ...] = ("micro_logits", "micro_softmax", "macro_present")
 MICRO = VARIANTS[:2]

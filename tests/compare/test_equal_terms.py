@@ -15,7 +15,7 @@ from fedloom.compare.equal_terms import equalised
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
-from fedloom.report import comparison as report
+from fedloom.report.comparison import notes as table_notes
 from support.comparisons import SMALL, THREE, table
 from support.terminal import fedloom
 
@@ -59,7 +59,7 @@ def test_equal_bytes_through_the_command(equal: str, spent: str, tmp_path: Path)
     assert (server["rounds_spent"], alone["rounds_spent"], alone[spent]) == (8, 8, 0)
     assert ring["rounds_spent"] == (4 if equal == "bytes" else 16)
     assert ring[spent] == server[spent] == 8 * 4 * 2 * 4 * 650
-    assert any("local_only takes none of it" in note for note in done.json["notes"])
+    assert any("local_only spends none of it" in note for note in done.json["notes"])
 
 
 def test_a_budget_of_ones_own(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_budget_of_ones_own(tmp_path: Path) -> None:
     planned = equalised(plan(base), tmp_path)
     assert [cell.config.basics.rounds for cell in planned.cells] == [6, 3, 1]  # of 15, 30 and 90 in a round
     done = run(base, tmp_path / "c", jobs=1)
-    notes = " ".join(report.notes(done.question, done.rows))
+    notes = " ".join(table_notes.notes(done.question, done.rows))
     assert "Equal gradients: each method trains for as many rounds as 100 gradients" in notes
     assert "fedavg came to 90% of that" in notes
     unequal = plan(SMALL | {"compare": {"algorithms": THREE}})

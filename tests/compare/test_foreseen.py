@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare.foreseen import EVALUATED, metric_names, reports_itself
+from fedloom.compare.foreseen import metric_names, reports_itself
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
+from fedloom.core.vocabulary import is_ours, meaning
 from fedloom.runs import catalogue
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
@@ -37,8 +38,9 @@ def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any])
     history = start(config, out=None, root=Path("unused"))
     recorded = {name for line in history.records for name in line} - {"round", "excluded"}
     foreseen = metric_names(config)
-    told = {name for name in recorded - foreseen if reports_itself(config) and name.split("/")[0] not in EVALUATED}
-    assert recorded - told <= foreseen
+    own = {name for name in recorded - foreseen if reports_itself(config) and not is_ours(name)}
+    assert recorded - own <= foreseen
+    assert all(meaning(name) for name in foreseen if is_ours(name))
     if not evaluate:
         rare = {f"personal/{config.algorithm.served}/test/diverged", "network/offline", "network/away", "network/dead"}
         assert foreseen - recorded <= rare

@@ -7,7 +7,11 @@ import io
 
 import pytest
 
-from fedloom.report import comparison as report
+from fedloom.report.comparison import latex, numbers, statistics
+from fedloom.report.comparison import notes as table_notes
+from fedloom.report.comparison import text as text_table
+from fedloom.report.comparison.question import Versus
+from fedloom.report.comparison.text import Section
 from support.comparisons import question, result
 
 
@@ -25,7 +29,7 @@ def test_what_methods_took_is_shown_where_it_differs(costs: list[dict[str, float
     fixed = {"bytes_up": 1e6, "bytes_down": 0.0}
     runs = [result(m, 0, [0.1, 0.5, 0.6], **(fixed | cost)) for m, cost in zip("ab", costs, strict=True)]
     asked = question(("a", "b"), 1)
-    (section,) = report.sections(asked, report.rows(asked, runs))
+    (section,) = text_table.sections(asked, statistics.rows(asked, runs))
     where = [section.header.index(name) for name in ("rounds", "gradients", "MB") if name in section.header]
     assert [[line[i] for i in where] for line in section.lines] == (shown or [[], []])
 
@@ -33,15 +37,15 @@ def test_what_methods_took_is_shown_where_it_differs(costs: list[dict[str, float
 def test_a_method_that_did_not_finish_took_nothing_that_could_differ() -> None:
     runs = [result("a", 0, [0.1, 0.5], work_gradients=5), result("b", 0, [0.1], "diverged", work_gradients=9)]
     asked = question(("a", "b"), 1)
-    assert "gradients" not in report.sections(asked, report.rows(asked, runs))[0].header
+    assert "gradients" not in text_table.sections(asked, statistics.rows(asked, runs))[0].header
 
 
 def test_the_gain_over_the_best_of_the_others_is_a_row_of_every_table() -> None:
     runs = [result(m, s, [0.1, v, v - 0.02]) for m, v in (("a", 0.5), ("b", 0.62), ("c", 0.7)) for s in (0, 1)]
     paper = {((), "a"): 0.6391, ((), "c"): 0.7215}
-    asked = question(("a", "b", "c"), 2, gain=report.Versus("c", ("a", "b")), paper=paper)
-    table = report.rows(asked, runs)
-    (section,) = report.sections(asked, table)
+    asked = question(("a", "b", "c"), 2, gain=Versus("c", ("a", "b")), paper=paper)
+    table = statistics.rows(asked, runs)
+    (section,) = text_table.sections(asked, table)
     line = dict(zip(section.header, section.lines[-1], strict=True))
     assert len(section.lines) == 4
     assert line["algorithm"] == "gain of c"
@@ -50,22 +54,22 @@ def test_the_gain_over_the_best_of_the_others_is_a_row_of_every_table() -> None:
         f"{100 * (0.7 / 0.62 - 1):+.2f}%",
     )
     assert (line["paper (%)"], line["p"], line["rank"]) == ("+12.89%", "", "")
-    assert "| gain of c | +13.33% | +12.90% |" in report.markdown(asked, table)
-    assert "gain of c & +13.33\\% & +12.90\\% &" in report.latex(asked, table)
-    last = list(csv.DictReader(io.StringIO(report.table_csv(asked, table))))[-1]
+    assert "| gain of c | +13.33% | +12.90% |" in text_table.markdown(asked, table)
+    assert "gain of c & +13.33\\% & +12.90\\% &" in latex.latex(asked, table)
+    last = list(csv.DictReader(io.StringIO(numbers.table_csv(asked, table))))[-1]
     assert (last["algorithm"], float(last["last"]), last["rank"]) == ("gain of c", pytest.approx(0.68 / 0.6 - 1), "")
     assert float(last["paper"]) == pytest.approx(0.7215 / 0.6391 - 1)
-    assert "gain of c: relative to the best of a, b in the same column." in report.notes(asked, table)
+    assert "gain of c: relative to the best of a, b in the same column." in table_notes.notes(asked, table)
 
 
 def test_latex_escapes_what_it_must() -> None:
     label = "50% & a_b #1 ~ {x}"
     asked = question((label,), 1)
-    tex = report.latex(asked, report.rows(asked, [result(label, 0, [0.5])]))
+    tex = latex.latex(asked, statistics.rows(asked, [result(label, 0, [0.5])]))
     assert "50\\% \\& a\\_b \\#1 \\textasciitilde{} \\{x\\}" in tex
 
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
-    section = report.Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], 0)
-    assert report.narrowed(section, 200) == section
-    assert report.narrowed(section, 45).header == ["algorithm", "last", "mean", "rank"]
+    section = Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], 0)
+    assert text_table.narrowed(section, 200) == section
+    assert text_table.narrowed(section, 45).header == ["algorithm", "last", "mean", "rank"]

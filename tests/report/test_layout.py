@@ -13,10 +13,12 @@ import pytest
 
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
-from fedloom.report import comparison as report
-from fedloom.report import grid
-from fedloom.report.comparison import Question, Result, Versus
-from fedloom.report.grid import Layout
+from fedloom.report.comparison import curves, latex, numbers, sheet_latex, sheet_numbers, sheet_text, statistics
+from fedloom.report.comparison import notes as table_notes
+from fedloom.report.comparison import text as text_table
+from fedloom.report.comparison.layout import Layout
+from fedloom.report.comparison.question import Doubt, Question, Result, Versus
+from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.runs.folder import read_metrics
 from support.terminal import fedloom
 
@@ -132,13 +134,13 @@ def test_a_value_in_doubt_has_a_mark_and_the_reason_is_told(made: Made) -> None:
         assert "?1: a coin has 0.5." in " ".join(text.split())
     question = asked(("a", "b"), paper={(("x", "1"), "a"): 0.5, (("x", "2"), "a"): 0.25})
     spots = frozenset({(("x", "1"), "a"), (("x", "1"), "b")})
-    doubts = (report.Doubt(spots, "", "first."), report.Doubt(spots, "a/loss", "of another metric."))
-    question = question._replace(doubts=(*doubts, report.Doubt(spots, "a/accuracy", "third.")))
-    table = report.rows(question, everywhere("a", 0.5) + everywhere("b", 0.5))
-    shown = [line[-1] for section in report.sections(question, table) for line in section.lines]
+    doubts = (Doubt(spots, "", "first."), Doubt(spots, "a/loss", "of another metric."))
+    question = question._replace(doubts=(*doubts, Doubt(spots, "a/accuracy", "third.")))
+    table = statistics.rows(question, everywhere("a", 0.5) + everywhere("b", 0.5))
+    shown = [line[-1] for section in text_table.sections(question, table) for line in section.lines]
     assert shown == ["50.00 ?1,3", "-", "25.00", "-", "-", "-", "-", "-"]
-    assert [note for note in report.notes(question, table) if note.startswith("?")] == ["?1: first.", "?3: third."]
-    assert [report.as_dict(question, row)["doubts"] for row in table[:2]] == ["first. third.", ""]
+    assert [note for note in table_notes.notes(question, table) if note.startswith("?")] == ["?1: first.", "?3: third."]
+    assert [numbers.as_dict(question, row)["doubts"] for row in table[:2]] == ["first. third.", ""]
 
 
 def test_all_forms_show_the_same(made: Made) -> None:
@@ -147,15 +149,15 @@ def test_all_forms_show_the_same(made: Made) -> None:
         mark = {"below": "↓", "above": "↑", "": ""}[line["missed"]]
         at = (line["algorithm"], line["local.optimizer"], line["partition"])
         by_cell.setdefault(at, []).append((shown(line, mark), line["best"] == "True"))
-    for (method, optimizer, partition), numbers in by_cell.items():
+    for (method, optimizer, partition), words_of in by_cell.items():
         column = ["two classes", "d_0.1"].index(partition) + 1
-        plain = " / ".join(text for text, _ in numbers)
-        bold = " / ".join(f"**{text}**" if best else text for text, best in numbers)
+        plain = " / ".join(text for text, _ in words_of)
+        bold = " / ".join(f"**{text}**" if best else text for text, best in words_of)
         block = made.markdown.split(f"### algorithm = {method}\n")[1].split("###")[0]
         row = next(x for x in block.splitlines() if x.startswith(f"| {optimizer} |"))
         assert row.strip("| ").split(" | ")[column] == bold
         assert plain in made.text.split(f"\nalgorithm = {method}\n")[1]
-        words = " / ".join(f"\\textbf{{{report.tex(x)}}}" if best else report.tex(x) for x, best in numbers)
+        words = " / ".join(f"\\textbf{{{latex.tex(x)}}}" if best else latex.tex(x) for x, best in words_of)
         assert words in made.tex.split(f"{{algorithm = {method}}}")[1]
     assert made.markdown.count("| *paper* |") == made.tex.count("\\emph{paper}") == 1
     assert "d\\_0.1" in made.tex
@@ -178,7 +180,7 @@ def test_the_notes_say_how_to_read_it(made: Made) -> None:
         assert "best ACC (%) / last AUC: mean ± sample standard deviation over 2 seeds" in text
         assert "↓ and ↑: more than 0.01 (1 points of accuracy) below or above it" in text
         assert f"{ACC.format('pre_fit')}, {ACC.format('post_fit')}" in text
-    assert "judged at different moments" in made.text
+    assert "evaluated at different moments" in made.text
 
 
 def test_the_pictures_are_drawn(made: Made) -> None:
@@ -219,10 +221,10 @@ def asked(methods: tuple[str, ...], **more: Any) -> Question:
     return Question(("data", "lr"), places, methods, (0, 1), methods[0], metrics, None, {})._replace(**more)
 
 
-def sheet(rows: str, columns: list[str], runs: list[Result], *parts: dict[str, Any], **more: Any) -> grid.Sheet:
+def sheet(rows: str, columns: list[str], runs: list[Result], *parts: dict[str, Any], **more: Any) -> Sheet:
     methods = tuple(dict.fromkeys(r.method for r in runs))
     layout = Layout.model_validate({"rows": rows, "columns": columns, "cell": list(parts), **more})
-    return grid.sheet(asked(methods), layout, runs, {(("x", "1"), "a"): [0.5]})
+    return sheet_of(asked(methods), layout, runs, {(("x", "1"), "a"): [0.5]})
 
 
 def everywhere(method: str, value: float) -> list[Result]:
@@ -246,7 +248,7 @@ def test_any_key_can_go_down_or_across() -> None:
     turned = sheet("lr", ["algorithm"], runs, acc)
     assert [block.title for block in turned.blocks] == ["data = x", "data = y"]
     assert [n.best for n in (turned.blocks[0].cells[0][1][0], turned.blocks[0].cells[1][1][0])] == [False, True]
-    head = grid.latex(found).splitlines()
+    head = sheet_latex.latex(found).splitlines()
     assert " & \\multicolumn{2}{c}{x} & \\multicolumn{2}{c}{y} \\\\" in head
     assert "algorithm & 1 & 2 & 1 & 2 \\\\" in head
 
@@ -271,20 +273,20 @@ def test_lost_seeds_are_told_and_do_not_compete() -> None:
     runs[2] = result(("x", "2"), "a", 0, [0.9], "diverged")
     runs[4], runs[5] = (result(("y", "1"), "a", seed, [], "failed") for seed in (0, 1))
     found = sheet("lr", ["data"], runs, {"metric": "a/accuracy"})
-    lines = grid.lines(found, found.blocks[0])
-    assert [grid.joined(line.cells[0]) for line in lines] == ["50.00 ± 0.00", "50.00", "51.00 (1 diverged)"]
+    lines = sheet_text.lines(found, found.blocks[0])
+    assert [sheet_text.joined(line.cells[0]) for line in lines] == ["50.00 ± 0.00", "50.00", "51.00 (1 diverged)"]
     assert [lines[i].cells[0][0].best for i in (0, 2)] == [True, False]
-    assert grid.joined(lines[0].cells[1]) == "failed"
-    assert "never bold" in " ".join(grid.legend(found))
+    assert sheet_text.joined(lines[0].cells[1]) == "failed"
+    assert "never bold" in " ".join(sheet_text.legend(found))
 
 
 def test_columns_are_printed_in_groups_that_fit() -> None:
     found = sheet("lr", ["algorithm", "data"], everywhere("a", 0.5) + everywhere("b", 0.6), {"metric": "a/accuracy"})
-    lines = grid.lines(found, found.blocks[0])
+    lines = sheet_text.lines(found, found.blocks[0])
     header = ["\n".join(column) for column in found.columns]
-    assert grid.across(header, lines, 200) == [range(4)]
-    assert grid.across(header, lines, 40) == [range(2), range(2, 4)]
-    assert grid.across(header, lines, 1) == [range(i, i + 1) for i in range(4)]
+    assert sheet_text.across(header, lines, 200) == [range(4)]
+    assert sheet_text.across(header, lines, 40) == [range(2), range(2, 4)]
+    assert sheet_text.across(header, lines, 1) == [range(i, i + 1) for i in range(4)]
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
         ),
         (
             {"layout": {"rows": "partition", "columns": ["partition"], "cell": [{"metric": "bytes/up"}] * 2}},
-            r"compare\.layout: 'partition' is there twice",
+            r"compare\.layout: 'partition' is named twice",
         ),
         (
             {
@@ -339,14 +341,14 @@ def test_faults(changes: dict[str, Any], says: str) -> None:
 def test_curves_against_rounds_seconds_and_bytes(tmp_path: Path) -> None:
     runs = [result((), "a", seed, [0.1, 0.3 + seed]) for seed in (0, 1)]
     for x, where in (("rounds", [0, 1]), ("seconds", [0.5, 1.5]), ("bytes", [0, 3e-6])):
-        found, mean, deviation = report.band(runs, "a/accuracy", x)  # type: ignore[arg-type]
+        found, mean, deviation = curves.band(runs, "a/accuracy", x)  # type: ignore[arg-type]
         assert found == pytest.approx(where)
         assert mean == pytest.approx([0.1, 0.8])
         assert deviation == pytest.approx([0.0, np.std([0.3, 1.3], ddof=1)])
-    assert [len(part) for part in report.band([], "a/accuracy", "bytes")] == [0, 0, 0]
+    assert [len(part) for part in curves.band([], "a/accuracy", "bytes")] == [0, 0, 0]
     words = {"rounds": "round", "seconds": "simulated seconds", "bytes": "MB sent"}
     for x, word in words.items():
-        report.draw(asked(("a",), axes=(), places=((),), x=x), runs, tmp_path / "c.svg")
+        curves.draw(asked(("a",), axes=(), places=((),), x=x), runs, tmp_path / "c.svg")
         assert f"<!-- {word} -->" in (tmp_path / "c.svg").read_text()
 
 
@@ -374,16 +376,16 @@ def test_the_row_of_gains_is_that_of_the_papers_table() -> None:
     layout = Layout.model_validate({"rows": "algorithm", "columns": ["data", "lr"], "cell": [{"metric": "a/accuracy"}]})
     papers = {(("x", "1"), "a"): [0.6391], (("x", "1"), "b"): [0.7215], (("x", "2"), "a"): [0.5253]}
     papers |= {(("x", "2"), "b"): [0.6868]}
-    found = grid.sheet(asked(("a", "b"), gain=Versus("b", ("a",))), layout, runs, papers)
-    *_, ours, theirs = grid.lines(found, found.blocks[0])
-    assert (ours.label, grid.joined(ours.cells[0])) == ("gain of b", "+20.00%")
-    assert [grid.joined(words) for words in theirs.cells] == ["+12.89%", "+30.74%", "-", "-"]
-    assert "| gain of b | +20.00% |" in grid.markdown(found)
-    assert "gain of b & +20.00\\% &" in grid.latex(found)
-    rows = grid.as_dicts(found)[-4:]
+    found = sheet_of(asked(("a", "b"), gain=Versus("b", ("a",))), layout, runs, papers)
+    *_, ours, theirs = sheet_text.lines(found, found.blocks[0])
+    assert (ours.label, sheet_text.joined(ours.cells[0])) == ("gain of b", "+20.00%")
+    assert [sheet_text.joined(words) for words in theirs.cells] == ["+12.89%", "+30.74%", "-", "-"]
+    assert "| gain of b | +20.00% |" in sheet_text.markdown(found)
+    assert "gain of b & +20.00\\% &" in sheet_latex.latex(found)
+    rows = sheet_numbers.as_dicts(found)[-4:]
     assert [row["algorithm"] for row in rows] == ["gain of b"] * 4
     assert rows[0]["mean"] == pytest.approx(0.2)
-    assert grid.table_csv(found).count("gain of b") == 4
-    assert "gain of b: relative to the best of a in the same column." in grid.legend(found)
+    assert sheet_numbers.table_csv(found).count("gain of b") == 4
+    assert "gain of b: relative to the best of a in the same column." in sheet_text.legend(found)
     across = layout.model_copy(update={"rows": "lr", "columns": ["data", "algorithm"]})
-    assert not grid.sheet(asked(("a", "b"), gain=Versus("b", ("a",))), across, runs, papers).blocks[0].gains
+    assert not sheet_of(asked(("a", "b"), gain=Versus("b", ("a",))), across, runs, papers).blocks[0].gains

@@ -64,11 +64,11 @@ def test_nodes_of_a_grid_stand_in_rows_and_others_on_a_circle() -> None:
 
 def test_the_table_says_what_matters() -> None:
     ring = dict(table(facts(Ring(), 16)._asdict()))
-    assert ring["neighbours heard"] == "2"
+    assert ring["neighbours"] == "2"
     assert ring["psi"] == "0.949253"
     assert ring["connected"] == "yes"
     pairs = dict(table(facts(Matching(pairs=2), 9)._asdict()))
-    assert pairs["neighbours heard"].startswith("0 to 1")
+    assert pairs["neighbours"].startswith("0 to 1")
     assert "gossip steps" in pairs["connected"]
     assert any(name.startswith("psi over") for name in pairs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedloom.report.comparison import Question, Result
+from fedloom.report.comparison.question import Question, Result
 
 SMALL: dict[str, Any] = {
     "rounds": 3,

@@ -22,6 +22,7 @@ from rich.text import Text
 from fedloom import __version__
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.core.vocabulary import accuracies, headline, is_summarised
 from fedloom.runs.launch import follow_parent
 
 app = typer.Typer(
@@ -724,7 +725,7 @@ class Watch:
     def _sketch(self, history: Any) -> None:
         """The course of the first accuracy in one line of text."""
         frame = history.metrics
-        names = [name for name in frame if name.endswith("/accuracy")]
+        names = accuracies(frame)
         if not names or len(frame) < 3:
             return
         values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
@@ -737,7 +738,7 @@ class Watch:
         for column in ("metric", "last", "best", "mean of last 10"):
             table.add_column(column, justify="left" if column == "metric" else "right")
         for name, value in history.summary.items():
-            if name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance")):
+            if is_summarised(name):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
         self._show(table)
         self._sketch(history)
@@ -824,11 +825,12 @@ class GridWatch:
             self._bar = None
 
     def ended(self, done: Any) -> None:
-        from fedloom.report import comparison as report
+        from fedloom.report.comparison.notes import notes
+        from fedloom.report.comparison.text import narrowed, sections
 
         console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
-        for whole in report.sections(done.question, done.rows):
-            section = report.narrowed(whole, console.width)
+        for whole in sections(done.question, done.rows):
+            section = narrowed(whole, console.width)
             table = Table(box=None, pad_edge=False, header_style="bold")
             for index, column in enumerate(section.header):
                 table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
@@ -837,7 +839,7 @@ class GridWatch:
             self.say(f"\n{section.title}" if section.title else "")
             console.print(table)
         self.say("")
-        for note in report.notes(done.question, done.rows):
+        for note in notes(done.question, done.rows):
             self.say(note)
         if done.sheet is not None:
             self._layout(done.sheet, console)
@@ -853,13 +855,14 @@ class GridWatch:
 
     def _layout(self, sheet: Any, console: Console) -> None:
         """The tables in the layout of the recipe, side by side as far as the terminal is wide."""
-        from fedloom.report import grid
+        from fedloom.report.comparison.sheet_text import across, legend
+        from fedloom.report.comparison.sheet_text import lines as lines_of
 
         header = ["\n".join(column) for column in sheet.columns]
         for block in sheet.blocks:
-            lines = grid.lines(sheet, block)
+            lines = lines_of(sheet, block)
             self.say(f"\n{block.title}" if block.title else "")
-            for group in grid.across(header, lines, console.width):
+            for group in across(header, lines, console.width):
                 table = Table(box=None, pad_edge=False, header_style="bold")
                 table.add_column(Text(sheet.layout.rows), no_wrap=True)
                 for i in group:
@@ -869,7 +872,7 @@ class GridWatch:
                     table.add_row(label, *(_cell(line.cells[i]) for i in group), style="dim" if line.is_paper else None)
                 console.print(table)
         self.say("")
-        for note in grid.legend(sheet):
+        for note in legend(sheet):
             self.say(note)
 
 
@@ -887,11 +890,8 @@ def _bytes(count: float) -> str:
 
 
 def _headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
-    """The loss and accuracy that stand for a run, the common model's first, and what privacy was spent."""
-    names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
-    first = names[0].rpartition("/")[0] if names else ""
-    spent = [n for n in metrics if n.startswith("privacy/")]
-    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", *spent) if n in metrics]
+    """The values that stand for a run in one line."""
+    return [(name, metrics[name]) for name in headline(metrics)]
 
 
 def _brief(value: float) -> str:

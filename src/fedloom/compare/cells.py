@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedloom.compare.grid import Axis, Method, Point, points
 from fedloom.compare.rules import Asked, is_algorithm_setting
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.report.comparison import Place
+from fedloom.report.comparison.question import Place
 from fedloom.runs.find import find_algorithm
 from fedloom.runs.overrides import assign, idle, without_idle
 from fedloom.runs.prepare import pick_device

@@ -11,7 +11,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.state import Experiment
-from fedloom.report.comparison import Equal
+from fedloom.report.comparison.question import Equal
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config
 

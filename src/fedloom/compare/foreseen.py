@@ -10,12 +10,9 @@ from fedloom.algorithm import Algorithm
 from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.metrics import Auc
+from fedloom.core.vocabulary import is_ours, matching
 from fedloom.engine.diagnose import RECORDED
-from fedloom.report import comparison as report
 from fedloom.runs.settings import Config
-
-# First parts of names that only an evaluation uses, never an algorithm.
-EVALUATED = ("global", "personal", "participants", "consensus", "nodes", "network", "bytes", "work", "time")
 
 
 def metric_names(config: Config) -> set[str]:
@@ -89,9 +86,9 @@ def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
 
 
 def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str) -> list[Fault]:
-    if not configs or any(report.meant(metric, names)):
+    if not configs or any(matching(metric, names)):
         return []
-    if any(map(reports_itself, configs)) and metric.partition("/")[0] not in EVALUATED:
+    if any(map(reports_itself, configs)) and not is_ours(metric):
         return []
     asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
     return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names)))]
@@ -109,5 +106,5 @@ def _switches(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any
     for key, value in switches:
         given = {key: tuple(value) if isinstance(value, list) else value}
         others = (c._replace(evaluate=c.evaluate.model_copy(update=given)) for c in configs)
-        if any(any(report.meant(metric, metric_names(other))) for other in others):
+        if any(any(matching(metric, metric_names(other))) for other in others):
             yield key, value

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.compare.table import Entry, Gain, dotted
-from fedloom.report.comparison import Place, Versus
+from fedloom.report.comparison.question import Place, Versus
 
 
 class Method(NamedTuple):

@@ -21,7 +21,7 @@ from fedloom.compare.table import Claim, Compare
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import read
-from fedloom.report.comparison import Place
+from fedloom.report.comparison.question import Place
 
 
 class Plan(NamedTuple):

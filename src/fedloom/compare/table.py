@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
 
 from fedloom.core.schema import Spec
-from fedloom.report.comparison import Along, Equal
-from fedloom.report.grid import Layout
+from fedloom.report.comparison.layout import Layout
+from fedloom.report.comparison.question import Along, Equal
 
 MOST_SEEDS = 10_000
 

@@ -14,10 +14,23 @@ from fedloom.compare.folder import state_of
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import Plan
 from fedloom.core.errors import CheckpointError, ConfigError, Fault, nearest
-from fedloom.report import comparison as report
-from fedloom.report import grid as layouts
-from fedloom.report.comparison import Place, Question, Result, Row, Spent
-from fedloom.report.grid import Layout, Sheet
+from fedloom.core.vocabulary import is_evaluation, is_share, matching
+from fedloom.report.comparison import (
+    curves,
+    latex,
+    numbers,
+    sheet_curves,
+    sheet_latex,
+    sheet_numbers,
+    sheet_text,
+    statistics,
+)
+from fedloom.report.comparison import notes as table_notes
+from fedloom.report.comparison import text as text_table
+from fedloom.report.comparison.layout import Layout
+from fedloom.report.comparison.question import Doubt, Place, Question, Result, Spent
+from fedloom.report.comparison.sheet import Sheet, sheet_of
+from fedloom.report.comparison.statistics import Row
 from fedloom.runs.folder import as_json, read_ended, write_text
 
 
@@ -45,11 +58,11 @@ class Comparison(NamedTuple):
                 "cells": len(self.results),
                 "diverged": sum(r.state == "diverged" for r in self.results),
                 "failed": sum(r.state == "failed" for r in self.results),
-                "table": report.as_dicts(q, self.rows),
-                "notes": report.notes(q, self.rows),
+                "table": numbers.as_dicts(q, self.rows),
+                "notes": table_notes.notes(q, self.rows),
             }
             | (terms if q.equal != "rounds" else {})
-            | ({"layout": layouts.as_dicts(self.sheet)} if self.sheet is not None else {})
+            | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -61,24 +74,24 @@ def write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) ->
     """Read the cells, and write tables and curves into ``folder``."""
     results, damaged = _results(planned, cells)
     question = _question(planned, results)
-    rows = report.rows(question, results)
+    rows = statistics.rows(question, results)
     layout = planned.spec.layout
-    sheet = layouts.sheet(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
+    sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
     comparison = Comparison(folder, cells, question, rows, results, failures | damaged, sheet)
     texts = {
-        "table.csv": report.table_csv(question, rows),
-        "table.md": report.markdown(question, rows),
-        "table.tex": report.latex(question, rows),
-        "cells.csv": report.cells_csv(question, results, os.path.relpath(cells, folder)),
+        "table.csv": numbers.table_csv(question, rows),
+        "table.md": text_table.markdown(question, rows),
+        "table.tex": latex.latex(question, rows),
+        "cells.csv": numbers.cells_csv(question, results, os.path.relpath(cells, folder)),
         "summary.json": as_json(comparison.summary(), indent=1) + "\n",
     }
     if sheet is not None:
-        texts |= {"layout.csv": layouts.table_csv(sheet), "layout.md": layouts.markdown(sheet)}
-        texts |= {"layout.tex": layouts.latex(sheet)}
+        texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
+        texts |= {"layout.tex": sheet_latex.latex(sheet)}
     for end in ("png", "svg"):
-        report.draw(question, results, folder / f"curves.{end}")
+        curves.draw(question, results, folder / f"curves.{end}")
         if layout is not None:
-            layouts.draw(question, layout, results, folder / f"layout.{end}")
+            sheet_curves.draw(question, layout, results, folder / f"layout.{end}")
     for name, text in texts.items():
         write_text(folder / name, text)
     return comparison
@@ -120,7 +133,7 @@ def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | 
     if not path.is_file() or not records:
         return None
     ledger = json.loads(path.read_text())
-    newest: dict[str, Any] = next((line for line in reversed(records) if "bytes/up" in line), {})
+    newest: dict[str, Any] = next((line for line in reversed(records) if is_evaluation(line)), {})
     found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
     epsilon = found[0] if found else math.inf  # for which JSON has no word
     return Spent(data, ledger["unit"], ledger["relation"], epsilon, ledger["delta"], ledger.get("warning", ""))
@@ -129,13 +142,13 @@ def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | 
 # -- what is asked of them -------------------------------------------------------------------------
 def _question(planned: Plan, results: Sequence[Result]) -> Question:
     spec, labels = planned.spec, tuple(m.label for m in planned.methods)
-    metric = spec.metric or report.default_metric(labels, results)
-    metrics = report.choose_metrics(metric, labels, results)
-    recorded = report.recorded(results)
-    if spec.metric and recorded and not any(report.meant(spec.metric, recorded)):
+    metric = spec.metric or statistics.default_metric(labels, results)
+    metrics = statistics.choose_metrics(metric, labels, results)
+    recorded = statistics.recorded(results)
+    if spec.metric and recorded and not any(matching(spec.metric, recorded)):
         what = f"no method recorded '{spec.metric}'"
         raise ConfigError([Fault("compare.metric", what, nearest(spec.metric, recorded))])
-    share = report.is_share(metrics[planned.baseline])
+    share = is_share(metrics[planned.baseline])
     return Question(
         axes=tuple(axis.key for axis in planned.axes),
         places=planned.places,
@@ -147,8 +160,8 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         paper=_of_metric(planned, share),
         wanted=metric,
         x=spec.x or spec.equal,
-        remarks=(*report.composed(results), *spec.notes),
-        doubts=tuple(report.Doubt(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.doubts),
+        remarks=(*table_notes.composed(results), *spec.notes),
+        doubts=tuple(Doubt(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.doubts),
         equal=spec.equal,
         budgets=planned.budgets,
         gain=versus(spec.gain, planned.methods) if spec.gain is not None else None,
@@ -183,7 +196,7 @@ def _of_layout(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[fl
             else [value if part.metric == planned.spec.metric else None for part in layout.cell]
         )
         pairs = zip(layout.cell, each, strict=True)
-        out[spot] = [v if v is None else _unit(v, report.is_share(part.metric)) for part, v in pairs]
+        out[spot] = [v if v is None else _unit(v, is_share(part.metric)) for part, v in pairs]
     return out
 
 

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedloom.core.vocabulary import lower_is_better
+
 # What is ranked: every score of every class at once, as it is or after a softmax, or each class by itself.
 Auc: TypeAlias = Literal["micro_logits", "micro_softmax", "macro_present"]
 
@@ -183,14 +185,6 @@ def rounds_to_convergence(name: str, points: Sequence[tuple[int, float]]) -> int
     off = np.flatnonzero(worse > 0.02 * abs(means[-1]))
     later = int(off[-1]) + 1 if len(off) else 0
     return rounds[later + int(np.argmax(worse[later:] <= 0.01 * abs(means[-1])))]
-
-
-def lower_is_better(name: str) -> bool:
-    """Whether a smaller value of this metric is the better one."""
-    leaf = name.rsplit("/", 1)[-1]
-    costs = ("up", "down", "busiest", "gradients", "simulated")
-    apart = ("R0", "R1", "distance", "relative", "contraction", "psi", "epsilon", "weight_")
-    return leaf.startswith(("loss", "diverged", *costs, *apart)) or leaf.endswith("_std")
 
 
 def sum_by(owner: Tensor, values: Tensor, clients: int) -> Tensor:

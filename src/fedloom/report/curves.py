@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fedloom.report.figure import as_file, write
+
 _COLOURS = ("#2f6fb0", "#d1603d", "#3a9a68", "#8a5fb0")
-_SUFFIXES = ("_mean", "_std", "_worst10")
 
 
 def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None) -> Figure:
@@ -37,22 +36,19 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     axes[1].set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     if path is not None:
-        path.write_bytes(rendered(figure, path.suffix or ".png"))
+        write(path, rendered(figure, path.suffix or ".png"))
     return figure
 
 
 def rendered(figure: Figure, suffix: str) -> bytes:
     """A figure as a file of this kind."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
-        figure.savefig(buffer, format=suffix[1:], metadata=_undated(suffix))
-    return buffer.getvalue()
+    return as_file(figure, suffix)
 
 
 def _names(records: list[dict[str, Any]], leaf: str) -> list[str]:
     """The headline metrics of this kind, in the order in which they were recorded."""
     seen = dict.fromkeys(name for r in records for name in r)
-    return [n for n in seen if n.endswith(f"/{leaf}") and not n.endswith(_SUFFIXES)]
+    return [n for n in seen if n.endswith(f"/{leaf}")]
 
 
 def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -62,8 +58,3 @@ def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
 
 def _dot(rounds: list[int]) -> str:
     return "o" if len(rounds) <= 2 else ""
-
-
-def _undated(suffix: str) -> dict[str, Any]:
-    """Metadata without a date, so that the same run draws the same bytes."""
-    return {"Date": None} if suffix == ".svg" else {"Software": None}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedloom.core.errors import ConfigError, Fault, StorageError
 from fedloom.data.arrays import Ints
 from fedloom.data.partition import Summary
+from fedloom.report.figure import INK, canvas, drawn, plain_frame, suffix_of, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,38 +18,18 @@ if TYPE_CHECKING:
 
 _MOST_BARS = 100
 _MOST_NAMED = 20
-_INK, _FAINT = "#2b2f36", "#d9dce1"
+_FAINT = "#d9dce1"
 # Ten colours that stay apart on paper and for colour-blind readers, dark and light in turn so that neighbours differ.
 _TEN = (
     "#3b6fb6", "#f2a541", "#3a9d78", "#d1495b", "#8a63b8", "#e8d25c", "#7a5c45", "#6cc0e5", "#e38bb8", "#8a9299",
 )  # fmt: skip
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "fedloom",
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.color": _INK,
-    "text.parse_math": False,  # a class may be called "$"
-}
-_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
 
 
 def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path, title: str = "") -> None:
-    """Writes the picture of who holds how many rows of which class, as the suffix ``.png`` or ``.svg`` says."""
-    if path.suffix.lower() not in _METADATA:
-        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        shown = _shown(clients)
-        figure = _figure(shown, _table(y, owner, clients, shown, len(labels)), labels, _headline(title, clients))
-        buffer = io.BytesIO()
-        suffix = path.suffix.lower()
-        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.getvalue())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    """Write the picture of how many rows of each class every client holds; the suffix is ``.png`` or ``.svg``."""
+    suffix, shown = suffix_of(path), _shown(clients)
+    counts = _table(y, owner, clients, shown, len(labels))
+    write(path, drawn(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))
 
 
 def table(summary: Summary) -> list[tuple[str, str]]:
@@ -95,13 +74,7 @@ def _headline(title: str, clients: int) -> str:
 
 
 def _figure(shown: Ints, counts: Ints, labels: tuple[str, ...], headline: str) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    bars = len(shown)
-    width = float(np.clip(3.4 + 0.16 * bars, 6.0, 13.0))
-    figure = Figure(figsize=(width, 4.2), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(float(np.clip(3.4 + 0.16 * len(shown), 6.0, 13.0)), 4.2)
     axes = figure.add_subplot()
     colours = _colours(len(labels))
     _bars(axes, counts, colours)
@@ -153,18 +126,14 @@ def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str) -> None:
     step = next(s for s in (1, 2, 5, 10, 20) if bars / s <= 26)
     ticks = np.arange(0, bars, step)
     axes.set_xticks(ticks, [f"{shown[k]}" for k in ticks], rotation=45 if shown[-1] >= 1000 else 0)
-    axes.set_xlabel("client", color=_INK)
-    axes.set_ylabel("rows", color=_INK)
+    axes.set_xlabel("client", color=INK)
+    axes.set_ylabel("rows", color=INK)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(axis="y", color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors=_INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    plain_frame(axes, _FAINT)
     if headline:
-        axes.set_title(headline, loc="left", fontsize=10.5, color=_INK, pad=10)
+        axes.set_title(headline, loc="left", fontsize=10.5, color=INK, pad=10)
 
 
 def _legend(axes: Axes, labels: tuple[str, ...], colours: list[Any]) -> None:
@@ -195,8 +164,8 @@ def _colour_bar(figure: Figure, axes: Axes, labels: tuple[str, ...]) -> None:
     ticks = np.unique(np.linspace(0, classes - 1, 11).round().astype(int))
     bar = figure.colorbar(scale, ax=axes, ticks=ticks, pad=0.015, aspect=28, drawedges=False)
     bar.ax.set_yticklabels([_short(labels[k]) for k in ticks])
-    bar.ax.tick_params(length=0, which="both", colors=_INK)
-    bar.ax.set_title("class", fontsize=9, color=_INK)
+    bar.ax.tick_params(length=0, which="both", colors=INK)
+    bar.ax.set_title("class", fontsize=9, color=INK)
     bar.outline.set_visible(False)
 
 

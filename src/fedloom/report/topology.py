@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,50 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedloom.core.errors import ConfigError, Fault, StorageError
 from fedloom.data.arrays import Ints
+from fedloom.report.figure import INK, canvas, drawn, suffix_of, write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_INK, _NODE, _LINK = "#2b2f36", "#3b6fb6", "#8a9299"
+_NODE, _LINK = "#3b6fb6", "#8a9299"
 _MOST_NAMED = 60
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "fedloom",
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.color": _INK,
-    "text.parse_math": False,
-}
-_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
 
 
 def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool = False, rows: int = 0) -> None:
-    """Writes the picture of a graph, as the suffix ``.png`` or ``.svg`` says; ``rows``: of a grid, else a circle."""
-    suffix = path.suffix.lower()
-    if suffix not in _METADATA:
-        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
-    data = rendered(edges, nodes, suffix, title=title, directed=directed, rows=rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    """Write the picture of a graph; the suffix is ``.png`` or ``.svg``. ``rows``: of a grid, else a circle."""
+    write(path, rendered(edges, nodes, suffix_of(path), title=title, directed=directed, rows=rows))
 
 
 def rendered(
     edges: Ints, nodes: int, suffix: str = ".png", *, title: str = "", directed: bool = False, rows: int = 0
 ) -> bytes:
     """The same picture as a file of this kind."""
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        at = places(nodes, rows)
-        lines = _around(at[edges]) if rows > 1 else at[edges]
-        figure = _figure(edges, at, lines, title, directed=directed)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    return buffer.getvalue()
+    at = places(nodes, rows)
+    lines = _around(at[edges]) if rows > 1 else at[edges]
+    return drawn(lambda: _figure(edges, at, lines, title, directed=directed), suffix)
 
 
 def table(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -70,7 +47,7 @@ def table(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("nodes", f"{f['nodes']:,}"),
         ("links", f"{f['edges']:,}, {', '.join(kind)}"),
-        ("neighbours heard", degree),
+        ("neighbours", degree),
         ("connected", when if f["connected"] else "no"),
         ("preserves the mean", "yes" if f["preserves_mean"] else "no"),
         ("psi of one step" if changes else "psi", f"{f['psi']:.6f}"),
@@ -102,12 +79,9 @@ def _around(lines: Any) -> Any:
 
 
 def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6, 5.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(5.6, 5.6)
     axes = figure.add_subplot()
     width = float(np.clip(120 / max(len(edges), 1), 0.25, 1.4))
     axes.add_collection(LineCollection(list(lines), colors=_LINK, linewidths=width, alpha=0.8, zorder=1))
@@ -129,5 +103,5 @@ def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> 
     axes.set_aspect("equal")
     axes.set_axis_off()
     if title:
-        axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
+        axes.set_title(title, loc="left", fontsize=10.5, color=INK)
     return figure

@@ -15,7 +15,7 @@ from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.runs.changes import privacy_record, refuse_other_ledger, with_changes
 from fedloom.runs.environment import choices, environment, read_environment
-from fedloom.runs.evaluation import is_evaluation
+from fedloom.runs.evaluation import evaluates
 from fedloom.runs.folder import RunFolder, read_metrics, save_partition, write_key, write_text
 from fedloom.runs.network import described, picture
 from fedloom.runs.prepare import Prepared
@@ -88,7 +88,7 @@ def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> l
         return []
     records = read_metrics(folder.path)
     done = loaded.state.round
-    if records and is_evaluation(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
+    if records and evaluates(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
         # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
         # checkpoint is told first, so that a crash leaves it with what it needs.
         shorter = folder.before_last()

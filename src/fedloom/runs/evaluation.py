@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fedloom.core.errors import (
-    DivergedError,
-)
-from fedloom.engine.divergence import names_of
+from fedloom.core.errors import DivergedError
+from fedloom.core.vocabulary import is_evaluation
+from fedloom.engine.divergence import names_of, rate
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
@@ -27,12 +26,10 @@ def evaluation_line(
     metrics = evaluate(exp, state, store)
     bad = ", ".join(name for name, value in (metrics | dict(found)).items() if not math.isfinite(value))
     if bad:
-        lr = exp.local.lr_at(max(0, state.round - 1), exp.rounds)
-        ids = exp.present(max(0, state.round - 1)).drawn.ids.tolist()
-        raise DivergedError(
-            f"round {state.round}: the evaluation is not finite ({bad}); clients of the round: {names_of(ids)}; "
-            f"the local learning rate was {lr:g} (try local.lr={lr / 10:g}, or local.clip=10)"
-        )
+        before = max(0, state.round - 1)
+        ids = exp.present(before).drawn.ids.tolist()
+        what = f"the evaluation is not finite ({bad}); clients of the round: {names_of(ids)}"
+        raise DivergedError(f"round {state.round}: {what}; {rate(exp, before)}")
     line = {
         "round": state.round,
         **metrics,
@@ -71,6 +68,6 @@ def lines_of(
     return lines
 
 
-def is_evaluation(line: dict[str, Any], round_: int) -> bool:
-    """Whether a line is the evaluation after so many rounds."""
-    return line["round"] == round_ and "bytes/up" in line
+def evaluates(line: dict[str, Any], round_: int) -> bool:
+    """Whether a line is the evaluation after this round."""
+    return line["round"] == round_ and is_evaluation(line)

@@ -20,7 +20,7 @@ from fedloom.engine.rounds import rounds
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.runs.entry import Resumption, enter
-from fedloom.runs.evaluation import evaluation_line, is_evaluation, lines_of
+from fedloom.runs.evaluation import evaluates, evaluation_line, lines_of
 from fedloom.runs.finish import common_model, finish
 from fedloom.runs.folder import RunFolder, Timing, intact, storage
 from fedloom.runs.prepare import Prepared
@@ -99,7 +99,7 @@ def _rounds(
     earlier = folder.spent() if folder else 0.0
     saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
     with _interruptible(listener, ranks) as stop:
-        if not records or (state.round == exp.rounds and not is_evaluation(records[-1], state.round)):
+        if not records or (state.round == exp.rounds and not evaluates(records[-1], state.round)):
             newest = evaluation_line(exp, state, store)
             records.append(newest)
             if folder:
@@ -111,7 +111,7 @@ def _rounds(
             trained = time.perf_counter()
             lines = lines_of(exp, state, store, excluded, found)
             records += lines
-            newest = lines[-1] if lines and is_evaluation(lines[-1], state.round) else newest
+            newest = lines[-1] if lines and evaluates(lines[-1], state.round) else newest
             evaluated = time.perf_counter()
             if folder:
                 for line in lines:

@@ -1,0 +1,138 @@
+"""The names of metrics: what each means, which way is better, how it is shown, and which ones stand for a run.
+
+A name is a place and a quantity: ``global/test/accuracy`` is the ``accuracy`` of ``global/test``. Algorithms may record
+names of their own beside these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Quantity(NamedTuple):
+    """What a number is, by the beginning of the last part of its name."""
+
+    begins: str
+    meaning: str
+    lower: bool = False  # whether a smaller value is the better one
+
+
+QUANTITIES = (
+    Quantity("accuracy", "share of rows that are classified correctly"),
+    Quantity("loss", "mean cross-entropy", lower=True),
+    Quantity("auc_micro_logits", "area under the ROC curve of all classes together, scores as they are"),
+    Quantity("auc_micro_softmax", "the same, scores after a softmax"),
+    Quantity("auc_macro_present", "mean of the areas under the ROC curves of the classes that a client has"),
+    Quantity("diverged", "clients whose loss is not finite", lower=True),
+    Quantity("up", "bytes sent to the server, or by nodes to each other, so far", lower=True),
+    Quantity("down", "bytes sent by the server so far", lower=True),
+    Quantity("busiest", "bytes through the server or through the busiest node so far", lower=True),
+    Quantity("gradients", "gradients of a batch computed so far", lower=True),
+    Quantity("simulated", "simulated seconds so far", lower=True),
+    Quantity("R0", "how much the training loss rises within the radius of `evaluate.flatness`", lower=True),
+    Quantity("R1", "how much its gradient grows there", lower=True),
+    Quantity("distance", "distance of the nodes' models from their average", lower=True),
+    Quantity("relative", "the same, divided by the length of the average", lower=True),
+    Quantity("psi", "factor by which gossip brings nodes together at worst", lower=True),
+    Quantity("contraction", "factor by which gossip brought nodes together in the round", lower=True),
+    Quantity("epsilon", "epsilon of differential privacy spent so far", lower=True),
+    Quantity("weight_", "weight that the server gave to bad clients", lower=True),
+    Quantity("offline", "nodes that were offline in the round"),
+    Quantity("away", "rounds for which the longest of them has been offline"),
+    Quantity("dead", "nodes that have died"),
+    Quantity("mean", "mean over the uploads of a round"),
+    Quantity("max", "largest over the uploads of a round"),
+)
+
+PLACES: Mapping[str, str] = {
+    "global/test": "the server's model on the common test set",
+    "global/train": "the server's model on all training rows",
+    "global/flatness": "the training loss around the server's model",
+    "personal/pre_fit/test": "each client's model on its own held-out rows, before local training",
+    "personal/post_fit/test": "each client's model on its own held-out rows, after local training",
+    "participants/pre_fit/test": "the clients of a round just before they train, each on its own held-out rows",
+    "participants/post_fit/test": "the clients of a round just after they trained, each on its own held-out rows",
+    "consensus/test": "the average model of a network on the common test set",
+    "consensus/flatness": "the training loss around the average model of a network",
+    "consensus": "how far the models of a network are apart after mixing",
+    "consensus/pre_mix": "the same, before mixing",
+    "consensus/post_mix": "the same, after mixing",
+    "nodes/test": "the nodes of a network, each on the common test set",
+    "nodes/pre_mix/test": "the same, before mixing",
+    "network": "nodes of a network that took no part",
+    "bytes": "communication",
+    "work": "computation",
+    "time": "the simulated clock",
+    "privacy": "differential privacy",
+    "bad_clients": "clients with corrupted data or uploads",
+    "staleness": "server steps between what a client received and what it sent",
+}
+
+SPREAD = {"_mean": "plain mean over clients", "_std": "standard deviation over clients",
+          "_worst10": "mean of the worst tenth of the clients"}  # fmt: skip
+_ROOTS = frozenset(place.partition("/")[0] for place in PLACES)
+
+
+def leaf(name: str) -> str:
+    """The quantity of a name, without its place."""
+    return name.rpartition("/")[2]
+
+
+def is_ours(name: str) -> bool:
+    """Whether the name is of an evaluation, and never of what an algorithm reports about itself."""
+    return name.partition("/")[0] in _ROOTS
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether a smaller value of this metric is the better one."""
+    end = leaf(name)
+    return end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in QUANTITIES)
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is a share of one, and shown in percent."""
+    return "accuracy" in leaf(name)
+
+
+def meaning(name: str) -> str:
+    """What a metric measures, in words; empty for names that only an algorithm knows."""
+    place, _, end = name.rpartition("/")
+    spread = next((words for ending, words in SPREAD.items() if end.endswith(ending)), "")
+    quantity = next((q.meaning for q in QUANTITIES if end.startswith(q.begins)), "")
+    if place not in PLACES or not quantity:
+        return ""
+    return f"{PLACES[place]}: {quantity}" + (f", {spread}" if spread else "")
+
+
+# -- which ones stand for a run --------------------------------------------------------------------
+def accuracies(names: Iterable[str]) -> list[str]:
+    """The accuracies among these names, in order; the first one stands for the run."""
+    return [name for name in names if leaf(name) == "accuracy" and "/" in name]
+
+
+def headline(names: Iterable[str]) -> list[str]:
+    """The names that stand for a run in one line: loss and accuracy of its first place, and what privacy was spent."""
+    known = list(names)
+    places = [name.rpartition("/")[0] for name in known if name.endswith(("/loss", "/accuracy"))]
+    spent = [name for name in known if name.startswith("privacy/")]
+    wanted = [f"{places[0]}/loss", f"{places[0]}/accuracy", *spent] if places else spent
+    return [name for name in wanted if name in known]
+
+
+def is_summarised(name: str) -> bool:
+    """Whether the table at the end of a run shows this metric."""
+    return name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance"))
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is an evaluation: all of them count the bytes sent, other lines never do."""
+    return "bytes/up" in line
+
+
+# -- by pattern ------------------------------------------------------------------------------------
+def matching(wanted: str, names: Iterable[str]) -> Iterator[str]:
+    """The names that a pattern stands for; a * stands for one part of a name."""
+    pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]+"))
+    return (name for name in names if pattern.fullmatch(name))

@@ -1,0 +1,1 @@
+"""The tables and curves of a comparison."""

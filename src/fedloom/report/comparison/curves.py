@@ -1,0 +1,182 @@
+"""Curves of a comparison: of each method the mean over seeds, in a band of one standard deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.core import disk
+from fedloom.core.vocabulary import is_share, leaf
+from fedloom.report.comparison.question import Along, Place, Question, Result
+from fedloom.report.comparison.statistics import along, summary_of
+from fedloom.report.figure import INK, canvas, drawn, plain_frame
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# After Okabe and Ito, for readers with any kind of colour vision; the baseline is drawn in ink.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
+
+
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+
+
+_MOST_PANELS = 6
+
+
+_X_NAMES: dict[Along, str] = {
+    "rounds": "round",
+    "seconds": "simulated seconds",
+    "bytes": "MB sent",
+    "busiest": "MB through the busiest end",
+    "gradients": "gradients of a batch",
+}
+
+
+Floats = NDArray[np.float64]
+
+_FAINT = "#e3e5e9"
+
+
+def draw(question: Question, results: Sequence[Result], path: Path) -> None:
+    """A panel for each place of the grid: of each method the mean over seeds, in a band of one deviation."""
+    disk.write_bytes(path, drawn(lambda: _figure(question, results), path.suffix))
+
+
+def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
+    """Where, mean and sample standard deviation over the finished seeds, at the rounds that all of them evaluated.
+
+    Seconds, bytes and gradients of a round differ from seed to seed; it is drawn at their mean.
+    """
+    done = [r.records for r in results if r.state == "done"]
+    found = [{line["round"]: (along(x, line), line[metric]) for line in lines if metric in line} for lines in done]
+    rounds = sorted(set.intersection(*(set(f) for f in found))) if found else []
+    shape = (len(found), len(rounds), 2)
+    values = np.array([[f[r] for r in rounds] for f in found], dtype=np.float64).reshape(shape)
+    deviation = values[..., 1].std(axis=0, ddof=1) if len(found) > 1 else np.zeros(len(rounds))
+    where, mean = values.mean(axis=0).T if found else np.zeros((2, 0))
+    return where, mean, deviation
+
+
+def _figure(question: Question, results: Sequence[Result]) -> Figure:
+    places = question.places[:_MOST_PANELS]
+    wide = min(len(places), 3)
+    high = math.ceil(len(places) / wide)
+    across = min(len(question.methods), 3 if wide == 1 else 5)
+    lines = math.ceil(len(question.methods) / across)
+    width = {1: 6.8, 2: 9.6, 3: 12.6}[wide]
+    figure = canvas(width, 3.7 * high + 0.3 * lines + 0.3)
+    panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
+    for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
+        panel(question, place, [r for r in results if r.place == place], axes)
+        if index % wide == 0:
+            axes.set_ylabel(_axis_name(question), color=INK)
+    for axes in panels[len(places) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
+    hidden = len(question.places) - _MOST_PANELS
+    figure.suptitle(headline(question, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
+    return figure
+
+
+def headline(question: Question, hidden: int) -> str:
+    """How to read the curves, and how many panels there are not."""
+    count = len(question.seeds)
+    text = (
+        f"mean over {count} seeds ± one standard deviation; at the right, the mean of the last ten"
+        if count > 1
+        else f"seed {question.seeds[0]}"
+    )
+    return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")
+
+
+def _axis_name(question: Question) -> str:
+    names = set(question.metrics.values())
+    name = question.metric if len(names) == 1 else leaf(question.metric)
+    return f"{name} (%)" if is_share(question.metric) else name
+
+
+def panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
+    """The lines of all methods at one place of the grid."""
+    scale = 100.0 if is_share(question.metric) else 1.0
+    lines = [_line(question, method, results, scale, axes) for method in question.methods]
+    ends = [line.end for line in lines if line.end is not None]
+    if question.target is not None:
+        axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
+    lost = [method for method, line in zip(question.methods, lines, strict=True) if line.end is None]
+    if lost:
+        text = f"not finished: {', '.join(lost)}"
+        axes.annotate(text, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8)
+    _frame(axes, question.x)
+    if scale == 100.0 and ends:
+        # The first steps from chance are the same for all methods; what matters is above them.
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(0.0, bottom, min(line.early for line in lines if line.end is not None) - 5), min(100.0, top))
+    _mark_ends(axes, ends)
+    axes.set_title(question.title(place), loc="left", fontsize=10, color=INK)
+
+
+class _Line(NamedTuple):
+    """What the frame of a panel must know of a method's line."""
+
+    end: tuple[str, float] | None  # its colour and the mean of the last ten; None: no seed finished
+    early: float = 0.0  # its height a twelfth of the way
+
+
+def _line(question: Question, method: str, results: Sequence[Result], scale: float, axes: Axes) -> _Line:
+    """Draw the mean of a method and its band."""
+    mine, metric = [r for r in results if r.method == method], question.metrics[method]
+    where, mean, deviation = band(mine, metric, question.x)
+    colour, dash, width = _look(question, method)
+    name = f"{method} (baseline)" if method == question.baseline else method
+    marker = "o" if 0 < len(where) <= 5 else ""
+    # A line without a point is drawn, too: the legend needs it.
+    axes.plot(where, scale * mean, color=colour, ls=dash, lw=width, label=name, zorder=3, marker=marker, ms=3)
+    if not len(where):
+        return _Line(None)
+    low, high = scale * (mean - deviation), scale * (mean + deviation)
+    axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
+    tails = [s.mean_last_10 for s in (summary_of(r, metric) for r in mine) if s is not None]
+    return _Line((colour, scale * float(np.mean(tails))), scale * float(mean[len(mean) // 12]))
+
+
+def _mark_ends(axes: Axes, ends: Sequence[tuple[str, float]]) -> None:
+    """The mean of the last ten beside the end of each line, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    heights = [min(1.0, max(0.0, (value - low) / (high - low))) for _, value in ends]
+    gap, used = 0.052, 2.0
+    order = sorted(range(len(ends)), key=lambda i: -ends[i][1])
+    for place, index in enumerate(order):
+        used = max(min(heights[index], used - gap), gap * (len(order) - 1 - place))
+        colour, value = ends[index]
+        text = f"{value:.1f}" if high > 2 else f"{value:.3f}"
+        at = (1.012, used)
+        axes.annotate(text, at, xycoords="axes fraction", va="center", color=colour, fontsize=8, annotation_clip=False)
+
+
+def _look(question: Question, method: str) -> tuple[str, Any, float]:
+    """Colour, dashes and width of a method's line, the same in every panel."""
+    if method == question.baseline:
+        return INK, "-", 2.0
+    index = [m for m in question.methods if m != question.baseline].index(method)
+    return _COLOURS[index % len(_COLOURS)], _DASHES[(index // len(_COLOURS)) % len(_DASHES)], 1.6
+
+
+def _frame(axes: Axes, x: Along) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(_X_NAMES[x], color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x == "rounds"))
+    axes.grid(axis="y", color=_FAINT, linewidth=0.7)
+    plain_frame(axes, "#c9cdd3")
+    axes.margins(x=0.01)
+    if x != "rounds":  # nothing lies below zero, even where a method sends nothing
+        axes.set_xlim(left=0.0)

@@ -1,0 +1,132 @@
+"""What a reader must know to read the table of a comparison rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from fedloom.report.comparison.question import Doubt, Equal, Question, Result, Spent
+from fedloom.report.comparison.statistics import Row
+
+
+def notes(question: Question, table: Sequence[Row]) -> list[str]:
+    """What a reader must know to read the table rightly."""
+    out = _about_statistics(question) + _about_metrics(question)
+    if question.target is not None:
+        out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
+    if question.equal != "rounds":
+        out += [_terms(question), *_off(question, table)]
+    if any(row.diverged or row.failed for row in table):
+        out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
+    if question.paper:
+        out.append("paper: the value that the paper reports, not one that was measured here.")
+    out += gain_note(question)
+    out += reasons(question.doubts, {number for row in table for number in doubts_about(question, row)})
+    return [*out, *question.remarks]
+
+
+def _about_statistics(question: Question) -> list[str]:
+    count = len(question.seeds)
+    spread = "mean ± sample standard deviation over" if count > 1 else "values of"
+    names = " / ".join(dict.fromkeys(question.metrics.values()))
+    out = [f"{names}: {spread} {count} seed{'s' if count > 1 else ''}; rank by the mean of the last ten evaluations."]
+    if len(question.methods) == 1:
+        return out
+    if count == 1:
+        return [*out, "p: one seed gives none; take more seeds to tell methods apart."]
+    test = f"p: paired t-test against {question.baseline} over the seeds, two-sided, not corrected for many methods"
+    weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
+    return [*out, f"{test}{weak}."]
+
+
+def _about_metrics(question: Question) -> list[str]:
+    if len(set(question.metrics.values())) == 1:
+        return []
+    if "*" in question.wanted:
+        return ["Methods are evaluated at different moments of a round, as the metric's name says."]
+    return ["The methods share no accuracy: only those with the baseline's metric are ranked and tested."]
+
+
+_UNITS: dict[Equal, str] = {
+    "rounds": "rounds",
+    "gradients": "gradients of a batch",
+    "bytes": "MB sent by all together",
+    "busiest": "MB through the busiest end",
+}
+
+
+def _terms(question: Question) -> str:
+    """Of what, and of how much of it, methods may spend the same."""
+    ends = dict.fromkeys([min(question.budgets.values()), max(question.budgets.values())])
+    amount = " to ".join(f"{v:,.0f}" if question.equal == "gradients" else f"{v:,.2f}" for v in ends)
+    what = f"each method trains for as many rounds as {amount} {_UNITS[question.equal]} allow"
+    return f"Equal {question.equal}: {what}; rounds, gradients and MB are what it spent."
+
+
+def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
+    """The methods that came out further than a twentieth from what they were to spend."""
+    for row in table:
+        budget = question.budgets.get(row.place)
+        if row.spent is None or not budget:
+            continue
+        spent = getattr(row.spent, question.equal).mean
+        if spent == 0:
+            yield f"{row.method} spends none of it, and has the rounds of the experiment."
+        elif abs(spent / budget - 1) > 0.05:
+            where = f" ({question.title(row.place)})" if row.place else ""
+            why = "how much it trains is known only after training"
+            if row.spent.rounds.mean <= 1:
+                why = "one round is more than that" if spent > budget else "a second round would be more than that"
+            yield f"{row.method}{where} came to {spent / budget:.0%} of that: {why}."
+
+
+def composed(results: Sequence[Result]) -> list[str]:
+    """What private cells have spent by themselves, and together where they read the same data.
+
+    By basic composition: whoever sees all of them learns as much of a client, or of an example, as the sum allows. A
+    cell counts once, however often it stands in the table; clients are the same only where the partition is.
+    """
+    private = {r.hash: (r, r.spent) for r in results if r.spent is not None}
+    groups: dict[tuple[str, ...], list[tuple[Result, Spent]]] = {}
+    for result, spent in private.values():
+        shared = result.partition if spent.unit == "client" else ""
+        groups.setdefault((spent.data, shared, spent.unit, spent.relation), []).append((result, spent))
+    out = []
+    for (_, _, unit, relation), cells in groups.items():
+        each = ", ".join(f"{r.method} (seed {r.seed}) {s.epsilon:.4g}" for r, s in cells)
+        total, delta = sum(s.epsilon for _, s in cells), sum(s.delta for _, s in cells)
+        many = f"; {len(cells)} cells on the same data add up to epsilon {total:.4g} at delta {delta:.2g}"
+        warning = "".join(f" ({text})" for text in dict.fromkeys(s.warning for _, s in cells) if text)
+        added = many if len(cells) > 1 else f" at delta {delta:.2g}"
+        out.append(f"epsilon: {each}{added}, for each {unit} ({relation.replace('_', ' ')}){warning}.")
+    if len({(data, partition) for data, partition, _, _ in groups}) > len({data for data, *_ in groups}):
+        out.append(
+            "epsilon: other seeds share the same data out to other clients; they all reveal something of an example."
+        )
+    return out
+
+
+def gain_label(question: Question) -> str:
+    """What the row of gains is called."""
+    return f"gain of {question.gain.of}" if question.gain is not None else ""
+
+
+def gain_note(question: Question) -> list[str]:
+    """What the row of gains says, where there is one."""
+    if question.gain is None:
+        return []
+    return [f"{gain_label(question)}: relative to the best of {', '.join(question.gain.over)} in the same column."]
+
+
+def doubts_about(question: Question, row: Row) -> tuple[int, ...]:
+    """The numbers of the doubts about the paper's value in this row."""
+    return question.doubted(row.place, row.method, row.metric) if row.paper is not None else ()
+
+
+def marks(doubts: Sequence[int]) -> str:
+    """The marks at a value that is in doubt: the numbers of the reasons, which stand below the table."""
+    return f" ?{','.join(map(str, doubts))}" if doubts else ""
+
+
+def reasons(doubts: Sequence[Doubt], shown: Collection[int]) -> list[str]:
+    """Why values are in doubt: those of these numbers."""
+    return [f"?{number}: {doubt.why}" for number, doubt in enumerate(doubts, 1) if number in shown]

@@ -1,0 +1,79 @@
+"""How every picture is made: one style, no dates in the files, and one way to write them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.core.errors import ConfigError, Fault, StorageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#2b2f36"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fedloom",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.color": INK,
+    "text.parse_math": False,  # a class or a label may be called "$"
+}
+# The same picture has the same bytes whenever it is drawn.
+_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
+
+
+def canvas(width: float, height: float) -> Figure:
+    """An empty white figure that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def drawn(make: Callable[[], Figure], suffix: str = ".png") -> bytes:
+    """A figure, made in the style of the house, as a file of this kind."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        return as_file(make(), suffix, dpi=160)
+
+
+def as_file(figure: Figure, suffix: str, dpi: float | str = "figure") -> bytes:
+    """A figure as a file of this kind."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}):
+        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=_METADATA.get(suffix.lower()))
+    return buffer.getvalue()
+
+
+def suffix_of(path: Path) -> str:
+    """The kind of picture that a path names."""
+    suffix = path.suffix.lower()
+    if suffix not in _METADATA:
+        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
+    return suffix
+
+
+def write(path: Path, picture: bytes) -> None:
+    """Write a picture where a user wants it, with the folders above it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def plain_frame(axes: Axes, line: str) -> None:
+    """Only the lower edge, in this colour, and ticks without marks."""
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors=INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(line)

@@ -1,0 +1,42 @@
+"""The names of metrics mean the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedloom.core.vocabulary import accuracies, headline, is_evaluation, is_ours, is_share, matching, meaning
+
+
+def test_what_stands_for_a_run_is_its_first_place_and_what_privacy_was_spent() -> None:
+    names = ["round", "personal/pre_fit/test/accuracy", "personal/pre_fit/test/accuracy_std"]
+    names += ["personal/pre_fit/test/loss", "global/test/accuracy", "global/test/loss", "privacy/epsilon"]
+    assert headline(names) == ["personal/pre_fit/test/loss", "personal/pre_fit/test/accuracy", "privacy/epsilon"]
+    assert accuracies(names) == ["personal/pre_fit/test/accuracy", "global/test/accuracy"]
+    assert headline(["round", "privacy/epsilon"]) == ["privacy/epsilon"]
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    names = ["personal/pre_fit/test/accuracy", "personal/test/accuracy", "personal/a/b/test/accuracy"]
+    assert list(matching("personal/*/test/accuracy", names)) == names[:1]
+    assert list(matching("personal/test/accuracy", names)) == names[1:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("global/test/accuracy", "the server's model on the common test set: share of rows"),
+        ("personal/post_fit/test/loss_worst10", "after local training: mean cross-entropy, mean of the worst tenth"),
+        ("bytes/up", "communication: bytes sent"),
+        ("fedalr/eta_mean", ""),
+    ],
+)
+def test_names_have_a_meaning_in_words(name: str, says: str) -> None:
+    assert says in meaning(name)
+    assert bool(meaning(name)) == is_ours(name)
+
+
+def test_shares_and_evaluations() -> None:
+    assert is_share("nodes/test/accuracy_min")
+    assert not is_share("global/test/auc_micro_logits")
+    assert is_evaluation({"round": 3, "bytes/up": 10})
+    assert not is_evaluation({"round": 3, "excluded": [1]})
