@@ -26,7 +26,8 @@ from fedloom.engine.local import train
 from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Random, Ring, Weights
+from fedloom.engine.topology.kinds import Random, Ring
+from fedloom.engine.topology.weights import Weights
 from fedloom.engine.training import groups_of
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse

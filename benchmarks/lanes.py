@@ -36,7 +36,7 @@ from torch import nn
 from benchmarks.machine import commit, interleaved, read, write
 from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
-from fedloom.engine import captured
+from fedloom.engine import graphs
 from fedloom.engine.local import arithmetic
 from fedloom.engine.rounds import begin, rounds
 from fedloom.engine.state import Experiment
@@ -178,7 +178,7 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
             if not name.endswith(("central", "best"))
         }
     found["ticks"] = -(-int(mean) // batch)
-    found["built"] = {name: captured.built(task)._asdict() for name, task in tasks.items()}
+    found["built"] = {name: graphs.built(task)._asdict() for name, task in tasks.items()}
     found["parameters"] = exp.task.size
     return found
 

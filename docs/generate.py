@@ -20,7 +20,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.schema import explained, kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
-from fedloom.engine.topology import Topology
+from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model, parameters
 from fedloom.runs.catalogue import costs
 from fedloom.runs.find import algorithms

@@ -14,7 +14,9 @@ from fedloom.engine.local import train
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Custom, Moment, RandomDirected, Star, facts, faults
+from fedloom.engine.topology.facts import facts, faults
+from fedloom.engine.topology.kinds import Custom, RandomDirected, Star
+from fedloom.engine.topology.network import Moment
 from fedloom.engine.training import groups_of
 from fedloom.runs.folder import read_metrics
 from fedloom.runs.prepare import prepare

@@ -11,7 +11,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Moment
+from fedloom.engine.topology.network import Moment
 from fedloom.engine.training import groups_of
 from fedloom.runs.settings import parse
 from support.gossip import RAGGED, SIZES, models, network, run, trained

@@ -14,7 +14,7 @@ from fedloom.engine.evaluate import evaluate
 from fedloom.engine.gossip import _rejoined, pulled
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Moment, Topology
+from fedloom.engine.topology.network import Moment, Topology
 from fedloom.runs.settings import parse
 from support.gossip import gradient, models
 

@@ -37,7 +37,7 @@ from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
 from fedloom.engine.rounds import begin
 from fedloom.engine.settings import Diagnostic
-from fedloom.engine.topology import Topology
+from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model
 from fedloom.runs import resume as resuming
 from fedloom.runs import start as starting

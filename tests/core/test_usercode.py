@@ -35,7 +35,7 @@ import numpy as np
 from torch import nn
 
 from fedloom import FedAvg
-from fedloom.engine.topology import Ring
+from fedloom.engine.topology.kinds import Ring
 from fedloom.core.optim import sgd
 
 Path(os.environ["MARKER"]).touch()

@@ -21,7 +21,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
-from fedloom.engine.topology import Ring
+from fedloom.engine.topology.kinds import Ring
 from support.worlds import experiment, federation
 
 SIZES = (5, 9, 7, 6)

@@ -30,7 +30,7 @@ from fedloom.engine.rounds import advance, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Ring
+from fedloom.engine.topology.kinds import Ring
 from fedloom.runs.settings import parse
 from support.worlds import experiment, federation, ranges
 

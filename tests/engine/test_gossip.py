@@ -28,21 +28,9 @@ from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import DiskStore, RamStore
-from fedloom.engine.topology import (
-    Custom,
-    Exponential,
-    Full,
-    Hypercube,
-    Moment,
-    Random,
-    Ring,
-    Star,
-    Topology,
-    Torus,
-    links_up,
-    psi,
-    surviving,
-)
+from fedloom.engine.topology.kinds import Custom, Exponential, Full, Hypercube, Random, Ring, Star, Torus
+from fedloom.engine.topology.network import Moment, Topology, links_up, surviving
+from fedloom.engine.topology.weights import psi
 from fedloom.engine.training import groups_of
 from support.worlds import experiment, federation
 

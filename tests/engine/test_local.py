@@ -26,7 +26,7 @@ from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Ring
+from fedloom.engine.topology.kinds import Ring
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
 from fedloom.runs.prepare import prepare

@@ -24,7 +24,7 @@ from fedloom.engine.plan import Address, Group, again, plans
 from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.engine.topology import Ring
+from fedloom.engine.topology.kinds import Ring
 from fedloom.engine.training import groups_of
 from support.worlds import experiment, federation, ranges
 

@@ -14,7 +14,7 @@ from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, RamStore
-from fedloom.engine.topology import Moment
+from fedloom.engine.topology.network import Moment
 
 NODES = 5
 METHODS: list[dict[str, Any]] = [

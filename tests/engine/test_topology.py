@@ -16,38 +16,25 @@ from pydantic import ValidationError
 
 from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.core.errors import ConfigError, SplitError
-from fedloom.engine.topology import (
+from fedloom.engine.topology.facts import facts, faults, flaws, window
+from fedloom.engine.topology.graphs import components
+from fedloom.engine.topology.kinds import (
     Custom,
     Exponential,
     Full,
     Grid,
     Hypercube,
     Matching,
-    Moment,
     OnePeerExponential,
     Random,
     RandomDirected,
     Ring,
     Star,
     SymmetricExponential,
-    Topology,
     Torus,
-    Weights,
-    _power,
-    components,
-    cut,
-    facts,
-    faults,
-    flaws,
-    last_rounds,
-    links_up,
-    norm,
-    psi,
-    split,
-    surviving,
-    weigh,
-    window,
 )
+from fedloom.engine.topology.network import Moment, Topology, last_rounds, links_up, surviving
+from fedloom.engine.topology.weights import Weights, _power, cut, norm, psi, split, weigh
 from fedloom.runs.settings import as_toml, parse, read_toml, topology_of
 
 FAIR: list[Topology] = [Ring(), Full(), Star(), Grid(), Torus(), Exponential(), SymmetricExponential()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.engine.topology import Custom
+from fedloom.engine.topology.kinds import Custom
 
 PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 

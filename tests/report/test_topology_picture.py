@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.core.errors import ConfigError, StorageError
-from fedloom.engine.topology import Exponential, Full, Matching, Random, Ring, Topology, Torus, facts
+from fedloom.engine.topology.facts import facts
+from fedloom.engine.topology.kinds import Exponential, Full, Matching, Random, Ring, Torus
+from fedloom.engine.topology.network import Topology
 from fedloom.report.topology import draw, places, table
 
 KINDS: list[tuple[Topology, int, int]] = [

@@ -377,7 +377,7 @@ def describe(
 
 
 def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
-    from fedloom.engine.topology import faults
+    from fedloom.engine.topology.facts import faults
     from fedloom.report import topology as report
     from fedloom.runs import network as networks
     from fedloom.runs.overrides import override
@@ -683,7 +683,7 @@ class Watch:
             self._bar.start()
 
     def _network(self, exp: Any) -> None:
-        from fedloom.engine.topology import facts
+        from fedloom.engine.topology.facts import facts
 
         found = facts(exp.topology, exp.federation.clients, exp.seed, tuple(exp.federation.train.sizes.tolist()))
         low, high = found.degree_min, found.degree_max

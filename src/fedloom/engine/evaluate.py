@@ -34,7 +34,7 @@ from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology import Moment
+from fedloom.engine.topology.network import Moment
 from fedloom.engine.training import TrainedGroup
 from fedloom.maths.sharpness import Landscape, flatness
 

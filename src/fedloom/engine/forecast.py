@@ -21,7 +21,7 @@ from fedloom.engine.lateness import Lateness, foresee_lateness
 from fedloom.engine.plan import amounts, extent
 from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment, RunState
-from fedloom.engine.topology import Moment
+from fedloom.engine.topology.network import Moment
 from fedloom.engine.uploads import example_upload
 
 

@@ -40,7 +40,8 @@ from fedloom.engine.evaluate import Judged, ParticipantScores, everyones_models,
 from fedloom.engine.local import Outcome, mapped
 from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology import Mask, Moment, Topology, Weights, cut, norm, psi, surviving, usable
+from fedloom.engine.topology.network import Moment, Topology, surviving, usable
+from fedloom.engine.topology.weights import Mask, Weights, cut, norm, psi
 from fedloom.engine.training import groups_of, keep, marked, train_all
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
-from fedloom.engine.topology import Full
+from fedloom.engine.topology.kinds import Full
 from fedloom.engine.training import groups_of
 from fedloom.models.net import Net
 

@@ -24,7 +24,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
-from fedloom.engine import captured
+from fedloom.engine import graphs
 from fedloom.engine.plan import Group, again, once
 
 Executor: TypeAlias = Literal["loop", "lanes"]
@@ -161,7 +161,7 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
     memory = () if given.memory is None else now.at.memory
     ended = models(now.at)
     outcome = Outcome(upload, state, weight, now.buffers, group.work.steps, memory, begun, ended, now.gradients)
-    return outcome if alg.task.capture == "eager" else captured.kept(alg.task, outcome)
+    return outcome if alg.task.capture == "eager" else graphs.kept(alg.task, outcome)
 
 
 def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple
         for phase in alg.fitting():
             now = _run(alg, phase, fed, now, given)
     models = _over(alg.task)(lambda x, _: alg.model(x), (0, 0))(now.at.x, group.work)
-    return captured.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
+    return graphs.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
 
 
 class Now(NamedTuple):
@@ -225,20 +225,17 @@ def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Give
 
 
 def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given) -> Now:
-    """A phase that each client ends when it has had enough: who has costs nothing more."""
+    """A phase that each client ends by itself. Clients that have stopped leave the batch."""
     over, (group, at, buffers, _) = _over(alg.task), now
     wanted = [phase.epochs or 1] * len(group.ids)
     if phase.passes is not None:
         wanted = over(phase.passes, (0, 0))(given.mine, group.work).long().tolist()
     if not max(wanted) and not phase.is_main:
         return now
-    plan, limits = group, wanted
+    plan = group
     if not phase.is_main:
         plan = again(group, phase, 1 if phase.repeat else max(wanted)).to(fed.x.device)
-    if phase.is_main or phase.steps is not None:
-        # Never longer than ``local``, or the phase, says: beyond that there are no batches.
-        whole = [-(-steps // each) for steps, each in zip(plan.steps, plan.per_epoch, strict=True)]
-        limits = whole if phase.passes is None else [min(pair) for pair in zip(wanted, whole, strict=True)]
+    limits = _most_passes(phase, plan, wanted)
     taken, looked, done = [0] * len(limits), [0] * len(limits), 0
     alive = [k for k, limit in enumerate(limits) if limit]
     while alive:
@@ -265,6 +262,14 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
     return Now(group, at, buffers, _passed(now.spent(alg, phase, taken), phase.look_gradients, looked))
 
 
+def _most_passes(phase: Phase, plan: Group, wanted: list[int]) -> list[int]:
+    """How many passes each client makes at most: no more than ``local``, or the phase, has batches for.  ``[K]``"""
+    if not phase.is_main and phase.steps is None:
+        return wanted
+    whole = [-(-steps // each) for steps, each in zip(plan.steps, plan.per_epoch, strict=True)]
+    return whole if phase.passes is None else [min(pair) for pair in zip(wanted, whole, strict=True)]
+
+
 def _descend(
     alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Given, *, forget: bool = False
 ) -> tuple[Carry, Tensor]:
@@ -274,7 +279,7 @@ def _descend(
         carries, buffers = _stacked(each)
         return carries, buffers
     if alg.task.capture != "eager":
-        there = captured.descend(alg, phase, fed, group, at, given)
+        there = graphs.descend(alg, phase, fed, group, at, given)
         if there is not None:
             return there, given.buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])

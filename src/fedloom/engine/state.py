@@ -19,7 +19,7 @@ from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology import Moment, Topology
+from fedloom.engine.topology.network import Moment, Topology
 from fedloom.trust.corruption import Corruption
 from fedloom.trust.ledger import Ledger
 from fedloom.trust.mechanism import Guard

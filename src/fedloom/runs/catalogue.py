@@ -22,7 +22,7 @@ from fedloom.core.task import Batch, Task
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.local import AnyAlgorithm
-from fedloom.engine.topology import Topology
+from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model, Net
 from fedloom.runs.find import algorithms, find_algorithm, user_algorithms
 from fedloom.runs.settings import SECTIONS

@@ -21,7 +21,7 @@ from fedloom.data.files import is_folder
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.sources import Source, from_arrays
 from fedloom.engine.local import AnyAlgorithm
-from fedloom.engine.topology import Topology
+from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model
 
 KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}

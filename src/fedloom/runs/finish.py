@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.engine import captured, checkpoint
+from fedloom.engine import checkpoint, graphs
 from fedloom.engine.evaluate import Judged, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
@@ -59,6 +59,6 @@ def finish(
         )
         checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
     if exp.captures:
-        folder.write("steps.json", captured.built(exp.task)._asdict())
+        folder.write("steps.json", graphs.built(exp.task)._asdict())
     disk.write_bytes(folder.path / "curves.png", history.picture())
     folder.end(history.as_json())

@@ -14,7 +14,7 @@ from fedloom.core.errors import (
     DivergedError,
     LostRankError,
 )
-from fedloom.engine import captured, checkpoint
+from fedloom.engine import checkpoint, graphs
 from fedloom.engine.ranks import Ranks
 from fedloom.engine.rounds import rounds
 from fedloom.engine.state import Experiment
@@ -127,7 +127,7 @@ def _rounds(
             if folder:
                 folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
             late = sum(each.late for each in did)
-            notes, said = captured.built(exp.task).notes[said:], len(captured.built(exp.task).notes)
+            notes, said = graphs.built(exp.task).notes[said:], len(graphs.built(exp.task).notes)
             listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began, late, notes))
             if ended and state.round < exp.rounds:
                 raise InterruptedRun(path, state.round)

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedloom.engine.topology import Grid, Moment, Topology, facts, shape_of
+from fedloom.engine.topology.facts import facts
+from fedloom.engine.topology.graphs import shape_of
+from fedloom.engine.topology.kinds import Grid
+from fedloom.engine.topology.network import Moment, Topology
 
 
 def described(topology: Topology, nodes: int, seed: int, sizes: Iterable[int] | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fedloom.engine.plan import amounts
 from fedloom.engine.ranks import joined, take_device
 from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment
-from fedloom.engine.topology import faults as topology_faults
+from fedloom.engine.topology.facts import faults as topology_faults
 from fedloom.engine.uploads import example_upload
 from fedloom.models.net import Model, Net
 from fedloom.runs.guard import guard_of, noise_of

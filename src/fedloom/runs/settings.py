@@ -30,7 +30,7 @@ from fedloom.engine.clock import System
 from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
-from fedloom.engine.topology import Topology
+from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model
 from fedloom.runs.contradictions import TRUST, contradictions
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, name_of
