@@ -221,7 +221,7 @@ def test_lanes_and_loop_agree(world, scheme) -> None:
 
 @pytest.mark.parametrize("scheme", ["none", "direct", "compensated", "choco", "diff_literal"])
 def test_some_columns_at_a_time_is_all_at_once(world, scheme, monkeypatch) -> None:
-    monkeypatch.setattr("fedloom.engine.gossip._WIDE", 5)
+    monkeypatch.setattr("fedloom.engine.gossip.WIDE", 5)
     columns = run(dfedavgm(world, scheme), 3)
     monkeypatch.setattr(DFedAvgM, "columnwise", False)
     assert torch.equal(columns, run(dfedavgm(world, scheme), 3))

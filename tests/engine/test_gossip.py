@@ -22,8 +22,9 @@ from fedloom.core.errors import DivergedError, SplitError
 from fedloom.core.optim import Local
 from fedloom.engine import checkpoint, gossip
 from fedloom.engine.evaluate import evaluate, models_of
-from fedloom.engine.gossip import Message, hear, is_dense, mix, spread
 from fedloom.engine.local import train
+from fedloom.engine.messages import Message, hear, spread
+from fedloom.engine.mixing import is_dense, mix
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState

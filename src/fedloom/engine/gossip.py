@@ -21,14 +21,11 @@ and ``inbox.mean`` = sum / mass is the model again.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from fedloom.algorithm import Inbox
@@ -38,6 +35,7 @@ from fedloom.data.arrays import Ints
 from fedloom.engine.divergence import names_of, rate
 from fedloom.engine.evaluate import Judged, ParticipantScores, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
+from fedloom.engine.mixing import WIDE, Consensus, columns_of, device_of, in_turn, is_dense, mix, product, sparse_rows
 from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology.network import Moment, Topology, surviving, usable
@@ -46,128 +44,7 @@ from fedloom.engine.training import groups_of, keep, marked, train_all
 
 T = TypeVar("T")
 
-_SMALL = 32  # nodes up to which a sum is always made neighbour by neighbour
-_FULL = 0.25  # share of entries that are not zero from which on a matrix is dense
-_BLOCK = 1 << 16  # numbers in float64 of one block of columns: it and its product stay in a core's own cache
-_NARROW = 128  # columns below which a block would be all overhead
-_WIDE = 1 << 13  # columns that an algorithm is given at a time: their sums stay in the cache that cores share
 _LIGHT = 1e-6  # a mass with which nothing can be divided any more
-
-
-class Message(NamedTuple):
-    """What a node sends to a neighbour in a gossip step: all that travels."""
-
-    round: int
-    step: int
-    sender: int
-    upload: Any
-    buffers: Tensor  # [Q] running statistics of its net
-    mass: float = 1.0  # of push-sum; 1 where it is not used
-
-
-def hear(
-    node: int,
-    weights: Mapping[int, float],
-    messages: Mapping[int, Message],
-    *,
-    nodes: int,
-    examples: int,
-    push_sum: bool = False,
-) -> tuple[Inbox[Any], Tensor]:
-    """What ``node`` reads of the messages it has, its own among them, and the statistics that it mixes.
-
-    ``weights`` say what it makes of each sender; ``nodes`` and ``examples`` are those of the whole network.
-    """
-    senders = sorted(weights)
-    value = np.array([weights[sender] for sender in senders])
-    row = Weights(len(senders), np.zeros(len(senders), dtype=np.int64), np.arange(len(senders)), value)
-    heard = [messages[sender] for sender in senders]
-    bodies = tree.stack([(message.upload, message.buffers) for message in heard])
-    mass = np.array([message.mass for message in heard])
-    total, buffers = tree.take(mix(row, bodies, slice(0, 1)), 0)
-    weight = (row._replace(value=value * mass) if push_sum else row).rows()[0]
-    if push_sum:
-        buffers = buffers / row.rows()[0]
-    numbers = [weight, float((value > 0).sum()), nodes, examples, weights[node]]
-    weight, senders_, population, rows, own = torch.tensor(numbers, dtype=torch.float64, device=buffers.device)
-    return Inbox(total, weight, senders_, population, rows, own=own), buffers
-
-
-def spread(inbox: Inbox[Any], upload: T) -> T:
-    """What a node sends in the next gossip step of the same round, instead of ``upload``."""
-    return tree.tmap(lambda x, total: total.to(x.dtype), upload, inbox.total)
-
-
-# -- the sum ---------------------------------------------------------------------------------------
-def mix(weights: Weights, values: T, rows: slice | None = None) -> T:
-    """These ``rows`` (all, if none are named) of the matrix times stacked ``values`` [N, ...], in float64.
-
-    On a processor only entries that are not zero cost anything. The columns of the product are made block by block, so
-    that beside it nothing large is ever held, and no number of it depends on how it was divided.
-    """
-    rows = rows or slice(0, weights.nodes)
-    device = _device(values)
-    columns = len(tree.leaves(values)[0])
-    if device.type != "cpu" or is_dense(weights):
-        return tree.mix(torch.from_numpy(weights.dense(columns)[rows]).to(device), values)
-    matrix, count = _sparse(weights, rows, columns), rows.stop - rows.start
-
-    def one(x: Tensor) -> Tensor:
-        flat = x.detach().reshape(len(x), math.prod(x.shape[1:]))
-        out = torch.empty(count, flat.shape[1], dtype=torch.float64)
-
-        def block(low: int) -> None:
-            out[:, low : low + _WIDE] = _product(matrix, flat[:, low : low + _WIDE])
-
-        _in_turn(block, range(0, flat.shape[1], _WIDE))
-        return out.view(count, *x.shape[1:])
-
-    return tree.tmap(one, values)
-
-
-def _sparse(weights: Weights, rows: slice, columns: int) -> csr_array:
-    """These rows of the matrix, for the processor."""
-    start = np.searchsorted(weights.to, np.arange(rows.start, rows.stop + 1))
-    entries = slice(start[0], start[-1])
-    shape = (rows.stop - rows.start, columns)
-    return csr_array((weights.value[entries], weights.by[entries], start - start[0]), shape=shape)
-
-
-def _product(matrix: csr_array, flat: Tensor) -> Tensor:
-    """``matrix`` [R, N] times ``flat`` [N, b], summed in float64 neighbour by neighbour.  ``[R, b]``"""
-    source, out = flat.numpy(), np.empty((matrix.shape[0], flat.shape[1]))
-    wide = max(_NARROW, _BLOCK // max(len(source), 1))
-    for low in range(0, source.shape[1], wide):
-        out[:, low : low + wide] = matrix @ source[:, low : low + wide].astype(np.float64)
-    return torch.from_numpy(out)
-
-
-def _in_turn(block: Callable[[int], T], starts: range) -> list[T]:
-    """What ``block`` makes of each start, by as many threads as torch has.
-
-    A thread for each block: threads that share every small step would mostly wait for each other.
-    """
-    threads = min(torch.get_num_threads(), len(starts))
-    if threads < 2:
-        return list(map(block, starts))
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(block, starts))
-
-
-def columns_of(trees: Any) -> int | None:
-    """How many columns the matrices [N, P] among the leaves have, if all have as many; others have a number a row."""
-    shapes = {tuple(leaf.shape[1:]) for leaf in tree.leaves(trees) if leaf.dim() > 1}
-    (shape,) = shapes if len(shapes) == 1 else {()}
-    return shape[0] if len(shape) == 1 else None
-
-
-def is_dense(weights: Weights) -> bool:
-    """Whether so many are heard that one product of matrices is faster; fixed by the graph, never by a timing."""
-    return weights.nodes > _SMALL and len(weights.to) >= _FULL * weights.nodes**2
-
-
-def _device(values: Any) -> torch.device:
-    return tree.leaves(values)[0].device
 
 
 # -- a round ---------------------------------------------------------------------------------------
@@ -177,7 +54,7 @@ class Trained(NamedTuple):
     outcome: Outcome  # [N, ...]; rows of nodes that did not train are zero
     ok: Mask  # [N] who trained, and came to finite numbers
     excluded: tuple[int, ...]  # who trained, and did not
-    fits: ParticipantScores
+    scores: ParticipantScores
     scored: tuple[Tensor, Tensor]  # accuracy and loss [J] of the nodes that are judged, before they mix
 
 
@@ -218,7 +95,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
     did = tuple(ClientWork(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
-    found = done.fits.named(exp) | _judged(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
+    found = done.scores.named(exp) | _judged(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
     return Round(after, done.excluded, found, did)
 
 
@@ -301,13 +178,13 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
     count, present = exp.federation.clients, exp.present(state.round)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
     watched = due and (exp.evaluate.pre_mix or exp.evaluate.participants)
-    fits, ok, excluded = ParticipantScores(), np.zeros(count, dtype=bool), []
+    scores, ok, excluded = ParticipantScores(), np.zeros(count, dtype=bool), []
     scored: list[tuple[Tensor, Tensor]] = []
     groups, pre_mix = groups_of(exp, state.round, present), due and exp.evaluate.pre_mix
     rows = Rows(store, count)
     for part in train_all(exp, state, store, groups, watched=watched, models=pre_mix):
         ids = part.group.ids
-        fits = fits.with_group(exp, part) if due and exp.evaluate.participants else fits
+        scores = scores.with_group(exp, part) if due and exp.evaluate.participants else scores
         if pre_mix:
             scored.append(nodes_scored(exp, Judged(ids, part.outcome.models, part.outcome.buffers)))
         outcome = marked(part.outcome)._replace(begun=(), models=())
@@ -319,7 +196,7 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
         ok[ids[fine].numpy()] = True
         excluded += ids[~fine].tolist()
     judged = tree.cat(scored) if scored else (torch.zeros(0), torch.zeros(0))
-    return Trained(rows.whole(), ok, tuple(sorted(excluded)), fits, judged)
+    return Trained(rows.whole(), ok, tuple(sorted(excluded)), scores, judged)
 
 
 class Rows:
@@ -377,7 +254,7 @@ def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Train
     if push:
         uploads = _massive(exp, state, store, uploads, mass, done.ok)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
-    apart = Apart.of(uploads, mass, done.ok) if due else None
+    apart = Consensus.of(uploads, mass, done.ok) if due else None
     messages = np.zeros(count, dtype=np.int64)
     used: list[Weights] = []
     for step in range(topology.gossip_steps):
@@ -420,7 +297,7 @@ def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T,
     old, place = np.unique(np.stack([age[again], whole.by[again]], axis=1), axis=0, return_inverse=True)
     by = whole.by.copy()
     by[again] = whole.nodes + place.ravel()
-    device = _device(sent)
+    device = device_of(sent)
     extra = [
         tree.take(past.sent[a - 1], torch.from_numpy(old[old[:, 0] == a, 1]).to(device)) for a in np.unique(old[:, 0])
     ]
@@ -445,8 +322,8 @@ class Mail(NamedTuple):
 
 
 def delivered(
-    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None = None
-) -> tuple[Any, Apart | None]:
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Consensus | None = None
+) -> tuple[Any, Consensus | None]:
     """The nodes [N, ...] after the last gossip step, and how far apart they are, if that is asked."""
     return (_by_columns if _has_columns(exp, state, mail) else _by_rows)(exp, state, store, mail, apart)
 
@@ -460,8 +337,8 @@ def _has_columns(exp: Experiment, state: RunState, mail: Mail) -> bool:
 
 
 def _by_rows(
-    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None
-) -> tuple[Any, Apart | None]:
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Consensus | None
+) -> tuple[Any, Consensus | None]:
     """Some nodes at a time."""
     weights, uploads, read, ok = mail
     rows = Rows(store, weights.nodes)
@@ -476,24 +353,24 @@ def _by_rows(
 
 
 def _by_columns(
-    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Apart | None
-) -> tuple[Any, Apart | None]:
+    exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Consensus | None
+) -> tuple[Any, Consensus | None]:
     """Some columns at a time: each model is read once and written once, and sums never leave the cache."""
     weights, uploads, read, ok = mail
     count, size = weights.nodes, columns_of(uploads) or 0
-    matrix, keep_new = _sparse(weights, slice(0, count), len(tree.leaves(uploads)[0])), torch.from_numpy(ok)
+    matrix, keep_new = sparse_rows(weights, slice(0, count), len(tree.leaves(uploads)[0])), torch.from_numpy(ok)
     update, server = mapped(exp.algorithm.update, (0, 0)), state.server
     after = tree.tmap(lambda x: store.room(tuple(x.shape), x.dtype, x.device), server)
 
-    def block(low: int) -> Apart | None:
-        part = slice(low, min(low + _WIDE, size))
-        heard = read._replace(total=tree.tmap(lambda x: _product(matrix, x), _columns(uploads, part)))
+    def block(low: int) -> Consensus | None:
+        part = slice(low, min(low + WIDE, size))
+        heard = read._replace(total=tree.tmap(lambda x: product(matrix, x), _columns(uploads, part)))
         old = _columns(server, part)
         new = update(old, heard)
         tree.tmap(Tensor.copy_, _columns(after, part), new if ok.all() else tree.where(keep_new, new, old))
         return None if apart is None else apart.across(_means(heard), part, ok)
 
-    seen = _in_turn(block, range(0, size, _WIDE))
+    seen = in_turn(block, range(0, size, WIDE))
     if apart is not None:
         more = [one for one in seen if one is not None]
         apart = apart._replace(after=sum(one.after for one in more), moved=sum(one.moved for one in more))
@@ -605,53 +482,3 @@ def _bound(used: list[Weights], ok: Mask) -> float:
     for weights in used[1:]:
         product = weights.dense() @ product
     return norm(product[np.ix_(ok, ok)])
-
-
-class Apart(NamedTuple):
-    """How far nodes are from their mean, before and after they mix."""
-
-    mean: Any  # of all that was sent, in float64
-    before: float  # sum of squared distances from it
-    after: float = 0.0
-    shift: Any = None  # sum of what came out, less the mean
-    moved: float = 0.0  # sum of its squares, where columns came one after another
-
-    @staticmethod
-    def of(sent: Any, mass: Any, ok: Mask) -> Apart:
-        """What nodes sent, each divided by its mass; node by node, so that float64 is never held of all."""
-        rows, shares = np.flatnonzero(ok), (1.0 / mass[ok]).tolist()
-        plain = torch.from_numpy(np.where(ok, 1.0 / mass, 0.0) / len(rows)).to(_device(sent))
-        mean = tree.take(tree.mix(plain[None], sent), 0)
-        before = 0.0
-        for x, m in zip(tree.leaves(sent), tree.leaves(mean), strict=True):
-            before += sum(float((x[r].double() * s - m).square().sum()) for r, s in zip(rows, shares, strict=True))
-        return Apart(mean, before)
-
-    def seen(self, mixed: Any, ok: Mask) -> Apart:
-        """With some more nodes, after they mixed."""
-        rows = torch.from_numpy(np.flatnonzero(ok))
-        off = tree.tmap(lambda x, m: x[rows.to(x.device)] - m, mixed, self.mean)
-        shift = tree.tmap(lambda x: x.sum(0), off)
-        if self.shift is not None:
-            shift = tree.tmap(torch.add, self.shift, shift)
-        more = sum(float(x.square().sum()) for x in tree.leaves(off))
-        return self._replace(after=self.after + more, shift=shift)
-
-    def across(self, mixed: Any, part: slice, ok: Mask) -> Apart:
-        """With some more columns of all nodes, after they mixed."""
-        rows = torch.from_numpy(np.flatnonzero(ok))
-        off = tree.tmap(lambda x, m: x[rows] - m[part], mixed, self.mean)
-        more = sum(float(x.square().sum()) for x in tree.leaves(off))
-        shift = sum(float(x.sum(0).square().sum()) for x in tree.leaves(off))
-        return self._replace(after=self.after + more, moved=self.moved + shift)
-
-    def named(self, ok: Mask) -> dict[str, float]:
-        """The distances before and after, and how much of it is left."""
-        count = int(ok.sum())
-        shift = sum(float(x.square().sum()) for x in tree.leaves(self.shift)) if self.shift is not None else self.moved
-        moved = shift / count
-        before, after = math.sqrt(self.before / count), math.sqrt(max(0.0, self.after - moved) / count)
-        found = {"consensus/pre_mix/distance": before, "consensus/post_mix/distance": after}
-        if before > 0:
-            found["consensus/contraction"] = after / before
-        return found
