@@ -20,7 +20,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError, SplitError
 from fedloom.core.optim import Local
-from fedloom.engine import checkpoint, gossip
+from fedloom.engine import checkpoint, gossip, mixing
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import train
 from fedloom.engine.messages import Message, hear, spread
@@ -79,7 +79,7 @@ def test_neither_blocks_nor_parts_change_a_bit(monkeypatch: pytest.MonkeyPatch) 
     weights = Random(max_degree=6).weigh(40)
     x = torch.randn(40, 1001)
     whole = mix(weights, x)
-    monkeypatch.setattr(gossip, "_BLOCK", 40 * 64)
+    monkeypatch.setattr(mixing, "_BLOCK", 40 * 64)
     assert torch.equal(mix(weights, x), whole)
     parts = [mix(weights, x, slice(low, min(low + 7, 40))) for low in range(0, 40, 7)]
     assert torch.equal(torch.cat(parts), whole)
@@ -684,7 +684,7 @@ def test_on_disk_or_in_memory_by_rows_or_by_columns_it_is_the_same(
     monkeypatch.setattr("fedloom.engine.store._LARGE", 1)
     runs = []
     for place, lanes, wide in (("ram", 64, 1 << 13), ("ram", 3, 5), ("disk", 3, 7), ("disk", 64, 1 << 13)):
-        monkeypatch.setattr(gossip, "_WIDE", wide)
+        monkeypatch.setattr(gossip, "WIDE", wide)
         exp = network(topology, algorithm=algorithm, lanes=lanes, rounds=4)
         store = RamStore(16) if place == "ram" else DiskStore(tmp_path / f"{lanes}", 16)
         state = scattered(exp)
