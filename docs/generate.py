@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fedloom.algorithm.capabilities import defaults_of
 from fedloom.core.errors import ConfigError
 from fedloom.core.schema import explained, kinds
 from fedloom.data.partition import Partition
@@ -168,7 +169,7 @@ def algorithm_page() -> str:
         parts += [f"\n## {name}\n", _markdown(module.__doc__ or ""), ""]
         if cls.model_fields:
             parts += [_table(f"algorithm.{name}", cls), ""]
-        for section, settings in cls().defaults().items():
+        for section, settings in defaults_of(cls()).items():
             said = ", ".join(f"`{section}.{key} = {_toml(value)}`" for key, value in settings.items())
             parts.append(f"- part of the method, where you say nothing else: {said}")
         parts += [f"- {line}" for line in costs(cls) if line]
@@ -179,10 +180,11 @@ def algorithm_page() -> str:
 def _judged(cls: Any) -> str:
     if cls.family == "gossip":
         return "the average model, every node, and each node on its own data"
+    traits = cls().traits
     own = "each client's own model" if cls.family == "personal" else "the same on each client's data"
-    if cls().served == "post_fit" and cls.communicates:
+    if traits.served == "post_fit" and traits.communicates:
         own = "a fine-tuned copy on each client's data"
-    return f"the server's model, and {own}" if cls.communicates else own
+    return f"the server's model, and {own}" if traits.communicates else own
 
 
 def _chosen(section: str, key: str, base: type[BaseModel] | None, found: dict[str, Any], default: str) -> str:

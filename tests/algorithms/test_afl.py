@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedloom
+from fedloom.algorithm import Setup
 from fedloom.algorithms.analytic import Analytic
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -136,7 +137,7 @@ def test_many_features_are_not_stacked_side_by_side(world) -> None:
     exp = world(arrays=dealt(OWNERS["sixty"]), algorithm="analytic", model={"kind": "random_features", "width": 300})
     assert exp.lanes == (1 << 26) // (2 * (300 * 300 + 300 * 3))
     assert exp.lanes < lane_limit(exp.task, exp.device)
-    wide = Analytic().bind(Task(Net(torch.nn.Linear(4, 4096), 4096, 10)), sgd(), torch.ones(3))
+    wide = Analytic().bind(Setup(Task(Net(torch.nn.Linear(4, 4096), 4096, 10)), sgd(), torch.ones(3)))
     assert lane_limit(wide.task, exp.device, wide.lane_size) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.func import grad
 
 import fedloom
-from fedloom.algorithm import Carry, Inbox
+from fedloom.algorithm import Carry, Inbox, Setup
 from fedloom.algorithms.apple import Apple, Core, Mine, Server, mixed, scheduled
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import adam, sgd
@@ -35,16 +35,13 @@ class Bowls(Quadratic):
 
 
 def bound(size: int = 1, sizes=(1, 3), optimizer=None, **settings) -> Apple:
-    return Apple(**settings).bind(Bowls(size), optimizer or sgd(), torch.tensor(sizes))
+    return Apple(**settings).bind(Setup(Bowls(size), optimizer or sgd(), torch.tensor(sizes)))
 
 
 def called(alg, down, mine, client: int, round_: int = 0) -> Carry:
-    """A client that has been told its number and the round."""
-    x = alg.start(down, mine)
-    now = work()._replace(client=torch.tensor(client), round=vec(round_)[0])
-    at, enough = alg.called(Carry(x, alg.memory(x)), (), down, mine, now)
-    assert bool(enough)
-    return at
+    """A client that knows its number and the round."""
+    x = alg.start(down, mine, work()._replace(client=torch.tensor(client), round=vec(round_)[0]))
+    return Carry(x, alg.memory(x))
 
 
 def run(exp, rounds: int, store=None):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Nothing, Work
+from fedloom.algorithm import Algorithm, Carry, Inbox, Nothing, Setup, Work
 from fedloom.core.task import Batch
 from fedloom.engine import laws
 
@@ -43,7 +43,7 @@ class Ridge(Algorithm[Solved, Nothing, Moments]):
     def join(self, down: Solved) -> Nothing:
         return ()
 
-    def start(self, down: Solved, mine: Nothing) -> Moments:
+    def start(self, down: Solved, mine: Nothing, work: Work) -> Moments:
         return Moments(torch.zeros_like(down.g), torch.zeros_like(down.h))
 
     def step(self, at: Carry, batch: Batch, down: Solved, mine: Nothing) -> Carry:
@@ -69,7 +69,7 @@ def solved(world, sizes, order=slice(None)) -> Tensor:
     from fedloom.engine.store import RamStore
 
     exp = world(sizes, arrays=_regrouped(sizes), local={"batch": 5})
-    exp = exp.__class__(**{**exp.__dict__, "algorithm": Ridge().bind(exp.task, exp.local.optimiser())})
+    exp = exp.__class__(**{**exp.__dict__, "algorithm": Ridge().bind(Setup(exp.task, exp.local.optimiser()))})
     return advance(exp, begin(exp), RamStore(len(sizes)))[0].server.w
 
 

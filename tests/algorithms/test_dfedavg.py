@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.optim import sgd
 from fedloom.engine.rounds import advance, begin
@@ -59,7 +59,7 @@ def test_a5_on_the_full_graph_it_is_the_method_with_a_server(world, kind, server
 
 def test_a6_local_steps_go_on_from_each_other() -> None:
     """With a constant gradient c a node ends at x - K eta c; were it set back in each step, at x - eta c."""
-    alg = DFedAvg().bind(Sloping(), sgd())
+    alg = DFedAvg().bind(Setup(Sloping(), sgd()))
     upload, _, _ = visit(alg, Bowl(torch.eye(2).double(), vec(3, -1)), Model(vec(1, 1)), (), 8, 0.125)
     torch.testing.assert_close(upload.w - vec(1, 1), -8 * 0.125 * vec(3, -1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -37,7 +37,7 @@ def rounded(v, bits, seed=0):
 # -- the heavy ball ------------------------------------------------------------------------------------
 def test_momentum_is_the_heavy_ball_of_the_paper() -> None:
     bowl, x = bowls(1)[0], vec(1, -2, 0.5)
-    alg = DFedAvgM().bind(Quadratic(), sgd(momentum=0.9))
+    alg = DFedAvgM().bind(Setup(Quadratic(), sgd(momentum=0.9)))
     found, _, _ = visit(alg, bowl, Model(x), Mine(x[:0], x[:0]), 7, 0.1)
     before, y = x, x
     for _ in range(7):

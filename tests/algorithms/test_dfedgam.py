@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.dfedgam import DFedGAM
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -36,7 +36,7 @@ def test_g9_without_a_radius_it_is_dfedavg_bit_for_bit(world, rule) -> None:
 @pytest.mark.parametrize("hvp", ["fd", "central", "exact"])
 def test_g2_steps_on_a_quadratic(hvp) -> None:
     bowl, y = bowls(1)[0], vec(1, -2, 0.5)
-    alg = DFedGAM(rho=0.3, hvp=hvp).bind(Curved(), sgd(weight_decay=0.1))
+    alg = DFedGAM(rho=0.3, hvp=hvp).bind(Setup(Curved(), sgd(weight_decay=0.1)))
     found, _, _ = visit(alg, bowl, Model(y), (), 2, 0.1)
     for _ in range(2):
         g = bowl.gradient(y)
@@ -48,7 +48,7 @@ def test_g2_steps_on_a_quadratic(hvp) -> None:
 def test_the_step_is_clipped_and_not_the_gradient_that_points_the_way() -> None:
     """Clipping and decay come last: ||g~|| is at most the limit, and delta is as without it."""
     bowl, y = bowls(1)[0], vec(10, -20, 5)
-    alg = DFedGAM(rho=0.3).bind(Curved(), sgd(clip=1.0))
+    alg = DFedGAM(rho=0.3).bind(Setup(Curved(), sgd(clip=1.0)))
     found, _, _ = visit(alg, bowl, Model(y), (), 1, 0.1)
     g = bowl.gradient(y)
     f = bowl.A @ g

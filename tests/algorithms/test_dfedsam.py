@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.core.optim import sgd
 from fedloom.engine.rounds import advance, begin
@@ -18,12 +18,12 @@ def test_a15_without_a_radius_it_is_dfedavg_bit_for_bit(world) -> None:
     ours = run(network(world, "dfedsam", algorithm={"rho": 0.0}), 3)
     assert torch.equal(ours, run(network(world, "dfedavg"), 3))
     assert not torch.allclose(ours, run(network(world, "dfedsam"), 3), rtol=1e-3)
-    assert DFedSAM(rho=0.0).gradients_per_step == 1
+    assert DFedSAM(rho=0.0).traits.gradients_per_step == 1
 
 
 def test_a17_steps_on_a_quadratic() -> None:
     bowl, y = bowls(1)[0], vec(1, -2, 0.5)
-    alg = DFedSAM(rho=0.3).bind(Quadratic(), sgd(weight_decay=0.1))
+    alg = DFedSAM(rho=0.3).bind(Setup(Quadratic(), sgd(weight_decay=0.1)))
     found, _, _ = visit(alg, bowl, Model(y), (), 2, 0.1)
     for _ in range(2):
         g = bowl.gradient(y)
@@ -33,7 +33,7 @@ def test_a17_steps_on_a_quadratic() -> None:
 
 def test_decay_inside_is_in_both_gradients() -> None:
     bowl, y = bowls(1)[0], vec(1, -2, 0.5)
-    alg = DFedSAM(rho=0.3, wd_inside=0.1).bind(Quadratic(), sgd())
+    alg = DFedSAM(rho=0.3, wd_inside=0.1).bind(Setup(Quadratic(), sgd()))
     found, _, _ = visit(alg, bowl, Model(y), (), 2, 0.1)
     for _ in range(2):
         g = bowl.gradient(y) + 0.1 * y

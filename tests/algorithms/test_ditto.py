@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.algorithm import Carry, Model
+from fedloom.algorithm import Carry, Model, Setup
 from fedloom.algorithms.ditto import Both, Ditto, Mine
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -33,10 +33,10 @@ def test_hand_worked_numbers() -> None:
     # f = 1/2 (y - 4)^2, received w = 0, own v = 2, lr 1/4, mu = 2
     # w:  0 - 1/4 (0 - 4) = 1
     # v:  2 - 1/4 ((2 - 4) + 2 (2 - 0)) = 3/2;   3/2 - 1/4 ((3/2 - 4) + 2 (3/2)) = 11/8: the pull is to 0, not to 1
-    alg = Ditto(mu=2.0).bind(Quadratic(), sgd())
+    alg = Ditto(mu=2.0).bind(Setup(Quadratic(), sgd()))
     down, mine = Model(vec(0)), Mine(vec(2))
     batch = Bowl(torch.eye(1).double(), vec(4)).batch._replace(lr=vec(0.25)[0])
-    x = alg.start(down, mine)
+    x = alg.start(down, mine, work())
     at = alg.step(Carry(x, alg.memory(x)), batch, down, mine)
     for _ in range(2):
         at = alg.personal_step(at, batch, down, mine)
@@ -81,9 +81,9 @@ def test_where_lr_mu_is_1_a_step_starts_from_the_common_model(world) -> None:
 @pytest.mark.parametrize("mu", [0.1, 1.0, 10.0])
 def test_many_small_steps_reach_the_proximal_point(mu) -> None:
     client, w = bowls(1)[0], vec(1, -2, 0.5)
-    alg = Ditto(mu=mu).bind(Quadratic(), sgd())
+    alg = Ditto(mu=mu).bind(Setup(Quadratic(), sgd()))
     down, mine = Model(w), Mine(vec(5, 5, 5))  # a start far away is forgotten
-    x = alg.start(down, mine)
+    x = alg.start(down, mine, work())
     at, batch = Carry(x, alg.memory(x)), client.batch._replace(lr=vec(0.05)[0])
     for _ in range(1500):
         at = alg.personal_step(at, batch, down, mine)
@@ -101,10 +101,10 @@ def test_the_larger_mu_the_nearer_the_common_model(world) -> None:
 
 
 def test_each_model_has_an_optimiser_of_its_own() -> None:
-    alg = Ditto(mu=0.0).bind(Quadratic(), sgd(momentum=0.5))
+    alg = Ditto(mu=0.0).bind(Setup(Quadratic(), sgd(momentum=0.5)))
     batch = Bowl(torch.eye(1).double(), vec(4)).batch._replace(lr=vec(0.25)[0])
     down, mine = Model(vec(0)), Mine(vec(8))
-    x = alg.start(down, mine)
+    x = alg.start(down, mine, work())
     at = alg.step(Carry(x, alg.memory(x)), batch, down, mine)
     assert at.memory == Both(vec(-4), vec(0))
     assert alg.personal_step(at, batch, down, mine).memory == Both(vec(-4), vec(4))
@@ -168,8 +168,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_a_pull_that_grows_is_doubted() -> None:
-    assert Ditto(mu=1.0).doubts(0.1, 10) == []
-    assert "grow" in Ditto(mu=20.0).doubts(0.1, 10)[0]
+    assert Ditto(mu=1.0).warnings(0.1, 10) == []
+    assert "grow" in Ditto(mu=20.0).warnings(0.1, 10)[0]
 
 
 def test_it_learns_digits_of_which_each_client_has_four() -> None:

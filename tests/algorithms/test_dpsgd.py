@@ -167,7 +167,7 @@ def test_a_node_that_comes_back_takes_its_neighbours_models(world, order) -> Non
             asked = by[to == node]
             expected = before[torch.from_numpy(asked)].mean(0) if len(asked) else before[node]
             torch.testing.assert_close(now[node], expected, rtol=1e-5, atol=1e-6)
-            start = exp.algorithm.start(*tree.take(exp.given(after, store, torch.tensor([node]))[:2], 0))
+            start = exp.algorithm.point(*tree.take(exp.given(after, store, torch.tensor([node]))[:2], 0))
             if len(asked):
                 torch.testing.assert_close(start, expected, rtol=1e-5, atol=1e-6)
             checked += len(asked) > 0

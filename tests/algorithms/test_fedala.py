@@ -18,7 +18,7 @@ from scipy.optimize import lsq_linear
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithm import Carry, Model
+from fedloom.algorithm import Carry, Model, Setup
 from fedloom.algorithms.fedala import FedALA, Mine, Walk
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
@@ -48,7 +48,7 @@ from support.ala import (
     same,
 )
 from support.blobs import blobs
-from support.quadratic import RAGGED, Quadratic, vec
+from support.quadratic import RAGGED, Quadratic, vec, work
 
 EVERYBODY = torch.arange(3)
 
@@ -76,7 +76,7 @@ class Counting(FedALA):
 
 def replaced(exp, algorithm):
     """The same experiment with another algorithm object."""
-    return dataclasses.replace(exp, algorithm=algorithm.bind(exp.task, exp.local.optimiser()))
+    return dataclasses.replace(exp, algorithm=algorithm.bind(Setup(exp.task, exp.local.optimiser())))
 
 
 # -- the definition, as anybody would write it ---------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a1_under_partial_participation(world) -> None:
 
 def test_a1_where_the_models_are_of_very_different_size() -> None:
     """v + (w - v) * 1 is not w in float32; the point between must be exact at both ends."""
-    alg = FedALA(layers="all").bind(Task(nn.Linear(40, 25)), sgd())
+    alg = FedALA(layers="all").bind(Setup(Task(nn.Linear(40, 25)), sgd()))
     g = torch.Generator().manual_seed(0)
     v, w = 10 * torch.randn(1025, generator=g), 1e-3 * torch.randn(1025, generator=g)
     mine = Mine(v, (), torch.ones(()), torch.ones(()))
@@ -256,7 +256,7 @@ def drawn(seed: int, count: int = 6) -> Batch:
 
 
 def walk(alg: FedALA, down: Model, mine: Mine) -> Carry:
-    return Carry(alg.start(down, mine), ())
+    return Carry(alg.start(down, mine, work()), ())
 
 
 @given(
@@ -269,7 +269,7 @@ def walk(alg: FedALA, down: Model, mine: Mine) -> Carry:
 )
 @settings(max_examples=40, deadline=None)
 def test_a5_w_stays_between_0_and_1(seed, eta, w_init, layers, apart, steps) -> None:
-    alg = FedALA(eta=eta, w_init=w_init, layers=layers).bind(TWO_LAYERS, sgd())
+    alg = FedALA(eta=eta, w_init=w_init, layers=layers).bind(Setup(TWO_LAYERS, sgd()))
     g = torch.Generator().manual_seed(seed)
     down = Model(TWO_LAYERS.w0 + apart * torch.randn(TWO_LAYERS.size, generator=g))
     mine = alg.join(down)._replace(v=TWO_LAYERS.w0 + apart * torch.randn(TWO_LAYERS.size, generator=g))
@@ -359,13 +359,13 @@ def test_a6_what_is_below_goes_by_the_net_at_hand() -> None:
     """Also where an algorithm that has seen one net is given another."""
     alg = FedALA()
     for hidden in (5, 9):
-        alg = alg.bind(Task(nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 3))), sgd())
+        alg = alg.bind(Setup(Task(nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 3))), sgd()))
         assert alg.low == 5 * hidden
 
 
 def test_a6_no_gradient_is_taken_below(monkeypatch) -> None:
     task = Task(Net(nn.Sequential(nn.Linear(4, 5), nn.Tanh()), 5, 3))
-    alg = FedALA().bind(task, sgd())
+    alg = FedALA().bind(Setup(task, sgd()))
     down = Model(task.w0)
     seen = []
     whole = task.evaluate_and_differentiate
@@ -377,7 +377,7 @@ def test_a6_no_gradient_is_taken_below(monkeypatch) -> None:
 # -- a7 to a9: one step --------------------------------------------------------------------------------
 @pytest.mark.parametrize("layers", [1, "all"])
 def test_a7_of_two_equal_models_nothing_is_learned(layers) -> None:
-    alg = FedALA(eta=7.0, layers=layers).bind(TWO_LAYERS, sgd())
+    alg = FedALA(eta=7.0, layers=layers).bind(Setup(TWO_LAYERS, sgd()))
     down = Model(TWO_LAYERS.w0)
     g = torch.Generator().manual_seed(1)
     W = torch.rand(TWO_LAYERS.size - alg.low, generator=g)
@@ -394,7 +394,7 @@ def test_a7_of_two_equal_models_nothing_is_learned(layers) -> None:
 def test_a8_one_step_is_autograds_gradient_of_w(layers) -> None:
     torch.manual_seed(0)
     task = Task(Net(nn.Sequential(nn.Linear(4, 5), nn.Tanh()), 5, 3).double())
-    alg = FedALA(eta=1e-3, layers=layers).bind(task, sgd())
+    alg = FedALA(eta=1e-3, layers=layers).bind(Setup(task, sgd()))
     g = torch.Generator().manual_seed(2)
     v, w = (task.w0 + 0.3 * torch.randn(task.size, generator=g).double() for _ in range(2))
     batch = batch_of(torch.randn(6, 4, generator=g).double(), torch.randint(0, 3, (6,), generator=g))
@@ -411,7 +411,7 @@ def test_a8_one_step_is_autograds_gradient_of_w(layers) -> None:
 def test_a8_and_the_finite_difference() -> None:
     """Two weights, two classes: the logits of x are (a x, b x)."""
     task = Task(nn.Linear(1, 2, bias=False).double())
-    alg = FedALA(eta=1e-2, layers="all").bind(task, sgd())
+    alg = FedALA(eta=1e-2, layers="all").bind(Setup(task, sgd()))
     v, w, W = vec(0.5, -1.0), vec(2.0, 0.3), vec(0.4, 0.7)
     batch = batch_of(vec(1.0, -2.0, 0.5)[:, None], torch.tensor([0, 1, 1]))
     mine = Mine(v, W, vec(1)[0], vec(0)[0])
@@ -447,7 +447,7 @@ class Bowls(Quadratic):
 @pytest.mark.parametrize(("bottom", "path"), [(0.25, [0.25, 0.25, 0.25]), (-1.0, [0.0, 0.0, 0.0])])
 def test_a9_the_scalar_example(bottom, path) -> None:
     """Own model 0, the server's 1, the loss (x - 1/4)^2 / 2: the slope at 1 is 3/4, and W goes from 1 to 1/4."""
-    alg = FedALA(layers="all").bind(Bowls(1), sgd())
+    alg = FedALA(layers="all").bind(Setup(Bowls(1), sgd()))
     batch = batch_of(torch.eye(1).double(), vec(bottom))
     down, mine = Model(vec(1)), Mine(vec(0), vec(1), vec(1)[0], vec(0)[0])
     at, found = walk(alg, down, mine), []
@@ -526,7 +526,7 @@ def test_a11_on_a_convex_loss_it_descends_to_the_best_w_in_the_box(seed) -> None
     w, b, D = v + apart, v + apart * free, torch.diag(apart)  # the best W of all is ``free``, some of it outside
     batch = batch_of(A, b)
     eta = 0.99 / float(torch.linalg.eigvalsh(D @ A @ D)[-1])
-    alg = FedALA(eta=eta, layers="all").bind(Bowls(6), sgd())
+    alg = FedALA(eta=eta, layers="all").bind(Setup(Bowls(6), sgd()))
     mine = Mine(v, torch.full((6,), 0.5).double(), vec(1)[0], vec(0)[0])
     at, losses = walk(alg, Model(w), mine), []
     for _ in range(300):

@@ -412,7 +412,7 @@ def test_told_rates_are_those_that_were_used() -> None:
     moves = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     inbox = Inbox((), one, one, one, one, Update(moves), torch.ones(3, dtype=torch.float64))
     server = alg.init(torch.zeros(2))
-    told = alg.told(server, inbox, alg.update(server, inbox))
+    told = alg.diagnostics(server, inbox, alg.update(server, inbox))
     assert float(told["fedalr/eta_min"]) == pytest.approx(math.exp(-1))
     assert float(told["fedalr/eta_max"]) == pytest.approx(math.exp(-1))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softmax
 
-from fedloom.algorithm import Held, Model, Update
+from fedloom.algorithm import Held, Model, Setup, Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedbe import FedBE
 from fedloom.core.errors import ConfigError
@@ -36,7 +36,7 @@ def fedbe(world, **table):
 def bound(task=None, x=None, **settings) -> FedBE:
     task = small() if task is None else task
     x = torch.zeros(2, 3) if x is None else x
-    return FedBE(**settings).bind(task, sgd(), proxy=Held(x, torch.zeros(len(x))))
+    return FedBE(**settings).bind(Setup(task, sgd(), proxy=Held(x, torch.zeros(len(x)))))
 
 
 def moves(count: int, size: int, seed: int = 0):
@@ -205,7 +205,7 @@ def test_labels_of_the_proxy_are_not_used(world, posterior) -> None:
     exp = fedbe(world, local=RAGGED, algorithm={"posterior": posterior})
     held, ends = exp.algorithm.proxy, []
     for y in (held.y, held.y.flip(0), held.y[:0]):
-        other = exp.algorithm.bind(exp.task, exp.algorithm.optimizer, exp.algorithm.sizes, Held(held.x, y))
+        other = exp.algorithm.bind(exp.algorithm.setup._replace(proxy=Held(held.x, y)))
         ends.append(after(dataclasses.replace(exp, algorithm=other), 2).w)
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
@@ -248,4 +248,4 @@ def test_settings() -> None:
     with pytest.raises(ConfigError, match="no teacher"):
         parse({"algorithm": {"kind": "fedbe", "samples": 0, "with_mean": False, "with_clients": False}})
     with pytest.raises(ConfigError, match="running statistics"):
-        FedBE().bind(Task(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), sgd())
+        FedBE().bind(Setup(Task(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), sgd()))

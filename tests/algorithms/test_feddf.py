@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from fedloom.algorithm import Held, Model
+from fedloom.algorithm import Held, Model, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddf import FedDF
 from fedloom.core import rng
@@ -36,7 +36,7 @@ def feddf(world, **table):
 
 def line(**settings) -> FedDF:
     """On a net of one weight with two classes: f(x; w) = (w x, 0)."""
-    return FedDF(**settings).bind(Task(Line()), sgd(), proxy=Held(torch.tensor([[1.0], [2.0]]), torch.zeros(2)))
+    return FedDF(**settings).bind(Setup(Task(Line()), sgd(), proxy=Held(torch.tensor([[1.0], [2.0]]), torch.zeros(2))))
 
 
 # -- FedDF ---------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_labels_of_the_proxy_are_not_used(world) -> None:
     assert len(held.y) == 40
     ends = []
     for y in (held.y, held.y.flip(0), held.y[:0]):
-        other = exp.algorithm.bind(exp.task, exp.algorithm.optimizer, exp.algorithm.sizes, Held(held.x, y))
+        other = exp.algorithm.bind(exp.algorithm.setup._replace(proxy=Held(held.x, y)))
         ends.append(after(dataclasses.replace(exp, algorithm=other), 2).w)
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
@@ -138,7 +138,7 @@ def test_bytes_are_fedavgs(world) -> None:
 
 def test_a_net_with_running_statistics_is_refused() -> None:
     with pytest.raises(ConfigError, match="running statistics"):
-        FedDF().bind(Task(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), sgd())
+        FedDF().bind(Setup(Task(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), sgd()))
 
 
 def test_settings() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.feddyn import FedDyn, Mine, Server
 from fedloom.core.errors import ConfigError
@@ -57,7 +57,7 @@ def test_hand_worked_numbers() -> None:
     # L = 1/2 (v - 4)^2 from w = 0 with g_k = 1, alpha = 2, lr 1/4; the direction is (v - 4) - 1 + 2 (v - 0)
     # v = 0 - 1/4 (-5) = 5/4;   v = 5/4 - 1/4 (5/4 - 4 - 1 + 5/2) = 5/4 + 5/16 = 25/16
     # g_k <- 1 - 2 * 25/16 = -17/8
-    alg = FedDyn(alpha=2.0).bind(Quadratic(), sgd())
+    alg = FedDyn(alpha=2.0).bind(Setup(Quadratic(), sgd()))
     server = Server(vec(0), vec(0.5), vec(7))
     line = Bowl(torch.eye(1).double(), vec(4))
     upload, mine, counts = visit(alg, line, alg.send(server), Mine(vec(1)), 2, 0.25)
@@ -67,8 +67,8 @@ def test_hand_worked_numbers() -> None:
     both = type(upload)(torch.cat([upload.dw, vec(7 / 16)])[:, None])
     after_ = alg.update(server, hear(both, vec(1, 1), population=4))
     assert (after_.w.item(), after_.h.item(), after_.mean.item()) == (1.25, -0.5, 1.0)
-    assert alg.judged(after_).item() == 1
-    assert FedDyn(alpha=2.0, shown="sent").judged(after_).item() == 1.25
+    assert alg.global_model(after_).item() == 1
+    assert FedDyn(alpha=2.0, shown="sent").global_model(after_).item() == 1.25
 
 
 @pytest.mark.parametrize("size", [3, 2, 1])

@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss, softmax
 
 import fedloom
-from fedloom.algorithm import Carry, Inbox, like
+from fedloom.algorithm import Carry, Inbox, Setup, like
 from fedloom.algorithms.fedkd import Factored, FedKD, Mine, Pair, Server, factored, rank, truncated
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -39,7 +39,7 @@ def batch_of(x, y, mask=None, lr: float = 0.1) -> Batch:
 
 def fedkd(body: nn.Module, features: int, classes: int, **settings) -> FedKD:
     torch.manual_seed(0)
-    return FedKD(**settings).bind(Task(Net(body, features, classes)), sgd())
+    return FedKD(**settings).bind(Setup(Task(Net(body, features, classes)), sgd()))
 
 
 def nowhere(alg) -> tuple[Server, Mine]:
@@ -120,7 +120,7 @@ def test_models_that_agree_learn_only_from_their_data() -> None:
     alg = fedkd(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), 6, 3)
     batch = batch_of(torch.randn(5, 4, generator=torch.Generator().manual_seed(2)), torch.tensor([0, 1, 2, 0, 1]))
     down, mine = nowhere(alg)
-    x = alg.start(down, mine)  # both start from the initial model, W_h from the identity
+    x = alg.start(down, mine, work())  # both start from the initial model, W_h from the identity
     assert torch.equal(x.w, x.mentee)
     g = alg.gradient(x, batch, down, mine)
     plain = alg.task.grad(x.w, batch)
@@ -139,8 +139,8 @@ def test_mentor_and_projection_step_at_lr_and_the_mentee_at_its_own() -> None:
     torch.testing.assert_close(after.W_h, x.W_h - 0.1 * g.W_h)
     torch.testing.assert_close(after.mentee, x.mentee - 0.03 * g.mentee)
     # with momentum too, each has its own memory and its own rate
-    heavy = alg.bind(alg.task, sgd(momentum=0.5))
-    at = Carry(x, heavy.memory(x))
+    heavy = alg.bind(Setup(alg.task, sgd(momentum=0.5)))
+    at = Carry(x, heavy.optimizer.init(x))
     first = heavy.step(at, batch, *given)
     again = heavy.gradient(first.x, batch, *given)
     second = heavy.step(first, batch, *given).x
@@ -297,7 +297,7 @@ class Whole(FedKD):
 def test_with_all_the_energy_a_run_loses_nothing(world) -> None:
     rest = {"model": WIDE, "local": RAGGED}
     exp = world((9, 12, 7), algorithm={"kind": "fedkd", "energy_start": 1.0, "energy_end": 1.0}, **rest)
-    plain = Whole().bind(exp.task, exp.algorithm.optimizer, exp.algorithm.sizes)
+    plain = Whole().bind(Setup(exp.task, exp.algorithm.optimizer, exp.algorithm.setup.sizes))
     whole = dataclasses.replace(exp, algorithm=plain)
     (ours, our_store), (theirs, their_store) = run(exp, 3), run(whole, 3)
     torch.testing.assert_close(ours.server.w, theirs.server.w, rtol=0, atol=1e-5)
@@ -335,7 +335,7 @@ def test_a_late_joiner_has_a_mentor_of_its_own_beside_the_mentee_of_all(world) -
     seen = {int(exp.present(t).drawn.ids) for t in range(2)}
     new = next(k for k in range(3) if k not in seen)
     given = exp.given(state, store, torch.tensor([new]))
-    x = exp.algorithm.start(given.down, Mine(given.mine.w[0], given.mine.W_h[0]))
+    x = exp.algorithm.start(given.down, Mine(given.mine.w[0], given.mine.W_h[0]), work())
     assert torch.equal(x.w, exp.task.w0)
     assert torch.equal(x.W_h, torch.eye(5))
     assert torch.equal(x.mentee, state.server.w)
@@ -379,7 +379,7 @@ def test_what_it_cannot_do_is_refused(world) -> None:
     with pytest.raises(ConfigError, match="encoder"):
         advance(exp, begin(exp), RamStore(3))
     with pytest.raises(ConfigError, match="head"):
-        FedKD().bind(Task(nn.Linear(2, 3)), sgd()).features()
+        FedKD().bind(Setup(Task(nn.Linear(2, 3)), sgd())).features()
     with pytest.raises(ConfigError, match="sampling"):
         parse({"algorithm": "fedkd", "cohort": {"sampling": "proportional"}})
 

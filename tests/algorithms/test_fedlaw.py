@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.algorithms.fedlaw import FedLAW, shrinking
 from fedloom.core.errors import ConfigError
 from fedloom.engine.rounds import advance_watched, begin
@@ -228,4 +229,4 @@ def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> No
 def test_without_a_proxy_set_it_is_refused(laid_out) -> None:
     with pytest.raises(ConfigError, match=r"proxy.size: the server of this algorithm learns from rows of its own"):
         laid_out("fedlaw", proxy={"size": 0})
-    assert FedLAW().needs_proxy
+    assert needs_proxy(FedLAW())

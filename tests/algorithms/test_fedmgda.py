@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedloom.algorithm import Update
+from fedloom.algorithm import Setup, Update
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap
 from fedloom.core.optim import sgd
@@ -245,7 +245,7 @@ def test_clients_alike_are_led_to_the_optimum() -> None:
 def test_clients_train_as_in_fedavg(world) -> None:
     client, w = bowls(1)[0], vec(1, 1, 1)
     ours, theirs = (
-        visit(a.bind(Quadratic(), sgd()), client, a.init(w), (), 3, 0.1)[0].dw for a in (FedMGDA(), FedAvg())
+        visit(a.bind(Setup(Quadratic(), sgd())), client, a.init(w), (), 3, 0.1)[0].dw for a in (FedMGDA(), FedAvg())
     )
     assert torch.equal(ours, theirs)
     assert FedMGDA().weight(Update(w), work(examples=7)) == 7

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithm import Carry, Model, Update
+from fedloom.algorithm import Carry, Model, Setup, Update
+from fedloom.algorithm.capabilities import sent_bytes, upload_bytes
 from fedloom.algorithms.fedrep import FedRep, Mine, Parts
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -50,7 +51,7 @@ def lines() -> FedRep:
     """The algorithm on the net w_head (w_body x), without biases."""
     net = nn.Module()
     net.body, net.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    return FedRep().bind(Product(net), sgd())
+    return FedRep().bind(Setup(Product(net), sgd()))
 
 
 class Product(Task):
@@ -122,7 +123,7 @@ def test_hand_worked_numbers() -> None:
     alg, zero = lines(), torch.zeros(())
     batch = Batch(vec(1)[0], vec(4)[0], torch.ones(1), zero.long(), zero, zero + 0.25, zero[None])
     down, mine = Model(vec(1)), Mine(vec(2))
-    x = alg.start(down, mine)
+    x = alg.start(down, mine, work())
     at = Carry(x, alg.memory(x))
     at = alg.head_step(at, batch, down, mine)
     assert at.x == Parts(vec(1), vec(2.5))
@@ -193,11 +194,11 @@ def test_the_head_never_travels(world, preset) -> None:
 @pytest.mark.parametrize(("shape", "sent"), [((1, 28, 28), 2_307_584), ((3, 32, 32), 3_493_632)])
 def test_bytes_of_the_published_cnn(shape, sent) -> None:
     task = Task(FedAvgCNN().net(shape, 10))
-    alg = FedRep().bind(task, sgd())
+    alg = FedRep().bind(Setup(task, sgd()))
     down = alg.send(alg.init(task.w0))
-    assert alg.sent_bytes(down) == sent
-    upload, _ = alg.finish(alg.start(down, alg.join(down)), down, alg.join(down), work())
-    assert alg.upload_bytes(upload) == sent
+    assert sent_bytes(alg, down) == sent
+    upload, _ = alg.finish(alg.start(down, alg.join(down), work()), down, alg.join(down), work())
+    assert upload_bytes(alg, upload) == sent
 
 
 @pytest.mark.parametrize("preset", ["fedrep", "fedper"])
@@ -213,7 +214,7 @@ def test_after_a_download_bodies_are_equal_and_heads_are_not(world, preset) -> N
 def test_parts_put_together_are_the_whole(private) -> None:
     torch.manual_seed(0)
     task = Task(Normed((4,), 3))
-    alg = FedRep(private=private, names=("body.3.",)).bind(task, sgd())
+    alg = FedRep(private=private, names=("body.3.",)).bind(Setup(task, sgd()))
     down = alg.init(task.w0)
     assert torch.equal(alg.serve(down, alg.join(down)), task.w0)
     prefixes = {"head": ("head.",), "norm": ("body.1.", "body.4."), "named": ()}[private]
@@ -254,7 +255,7 @@ def test_head_epochs_of_fedbabu_are_plain_training_of_the_head(world) -> None:
 
 
 def test_when_a_model_is_judged() -> None:
-    assert [FedRep(preset=preset).served for preset in PRESETS] == ["pre_fit", "pre_fit", "post_fit"]
+    assert [FedRep(preset=preset).traits.served for preset in PRESETS] == ["pre_fit", "pre_fit", "post_fit"]
 
 
 def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest_body(world) -> None:
@@ -272,7 +273,7 @@ def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest
             assert torch.equal(given.mine.h[i], before[i]) == (i not in now)
             if i not in seen:
                 assert torch.equal(given.mine.h[i], first)
-                assert torch.equal(exp.algorithm.start(given.down, Mine(first)).phi, state.server.w)
+                assert torch.equal(exp.algorithm.start(given.down, Mine(first), work()).phi, state.server.w)
         before = given.mine.h
     assert seen == {0, 1, 2}
 
@@ -310,7 +311,7 @@ def test_presets_are_readings_that_other_settings_override() -> None:
 )
 def test_a_net_that_cannot_be_divided_so_is_refused(net, settings, place, match) -> None:
     with pytest.raises(ConfigError, match=match) as error:
-        FedRep(**settings).bind(Task(net), sgd())
+        FedRep(**settings).bind(Setup(Task(net), sgd()))
     assert place in [fault.where for fault in error.value.faults]
 
 
@@ -363,7 +364,7 @@ def test_it_learns_digits_of_which_each_client_has_four(preset) -> None:
         partition={"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
         evaluate={"every": 15},
     )
-    point = FedRep(preset=preset).served
+    point = FedRep(preset=preset).traits.served
     assert history.summary[f"personal/{point}/test/accuracy"].last > 0.93
     assert history.model is None  # nobody holds a common one
     assert not any(name.startswith("global/") for name in history.summary)

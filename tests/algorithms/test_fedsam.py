@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedsam import FedSAM, Moving, Walked
 from fedloom.core.errors import ConfigError
@@ -46,7 +46,7 @@ def test_lanes_and_loop_agree(world, beta) -> None:
 
 def test_weight_decay_is_outside_of_the_loss() -> None:
     """The perturbation does not see it: y <- y - eta (g~ + decay y)."""
-    alg = FedSAM(rho=0.5).bind(Quadratic(), sgd(weight_decay=0.5))
+    alg = FedSAM(rho=0.5).bind(Setup(Quadratic(), sgd(weight_decay=0.5)))
     upload, _, _ = visit(alg, LINE, Model(vec(2)), (), 1, 0.25)
     # g~ = 2 (2 - 1/2 - 4) = -5;   y = 2 - 1/4 (-5 + 1/2 * 2) = 3
     assert upload.dw.item() == 1
@@ -107,7 +107,7 @@ def test_bytes_and_gradients(world, beta, down, up) -> None:
 
 
 def test_what_a_step_costs() -> None:
-    assert FedSAM().gradients_per_step == 2
-    assert FedSAM(rho=0.0).gradients_per_step == 1
+    assert FedSAM().traits.gradients_per_step == 2
+    assert FedSAM(rho=0.0).traits.gradients_per_step == 1
     with pytest.raises(ConfigError, match="beta"):
         parse({"algorithm": {"kind": "fedsam", "beta": 0.0}})

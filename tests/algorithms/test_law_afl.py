@@ -178,9 +178,9 @@ def test_quality_as_printed_knows_no_sizes(laid_out) -> None:
 
 def test_a_warm_up_that_never_ends_is_doubted() -> None:
     alg = LawAFL(schedule="warmup_then_analytic", warmup=5)
-    assert alg.doubts(0.1, 6) == []
-    assert "never solved" in alg.doubts(0.1, 5)[0]
-    assert LawAFL().doubts(0.1, 1) == []
+    assert alg.warnings(0.1, 6) == []
+    assert "never solved" in alg.warnings(0.1, 5)[0]
+    assert LawAFL().warnings(0.1, 1) == []
 
 
 @pytest.mark.parametrize(

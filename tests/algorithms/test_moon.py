@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from fedloom.algorithm import Inbox, Model, Update
+from fedloom.algorithm import Inbox, Model, Setup, Update
 from fedloom.algorithms.moon import Mine, Moon
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -38,7 +38,7 @@ def batch_of(x, mask=None):
 def moon(body: nn.Module, features: int, **settings) -> Moon:
     """The algorithm on a net with this encoder."""
     torch.manual_seed(0)
-    return Moon(**settings).bind(Task(Net(body, features, 3)), sgd())
+    return Moon(**settings).bind(Setup(Task(Net(body, features, 3)), sgd()))
 
 
 def plane(W) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_m3_with_the_global_model_for_the_last_one_the_term_is_log_2_and_flat() 
         assert value.item() == pytest.approx(math.log(2), rel=1e-6)
         slope = alg.task.differentiate(lambda v, mine=mine: contrast(alg, v, batch, Model(w), mine), x)
         assert slope.abs().max() < 1e-7
-    skipped = alg.model_copy(update={"first": "skip"}).bind(alg.task, sgd())
+    skipped = alg.model_copy(update={"first": "skip"}).bind(Setup(alg.task, sgd()))
     assert contrast(skipped, x, batch, Model(w), alg.join(Model(w))).item() == 0
 
 
@@ -114,7 +114,7 @@ def test_m4_the_term_and_its_gradient_are_those_of_two_way_cross_entropy(tempera
     ours = alg.task.differentiate(lambda v: contrast(alg, v, batch, Model(w), mine), x)
     theirs = alg.task.differentiate(lambda v: definition(alg, v, batch, w, last), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    whole = alg.model_copy(update={"mu": 3.0}).bind(alg.task, sgd())
+    whole = alg.model_copy(update={"mu": 3.0}).bind(Setup(alg.task, sgd()))
     expected = alg.task.loss(x, batch) + 3.0 * definition(alg, x, batch, w, last)
     torch.testing.assert_close(whole.loss(x, batch, Model(w), mine), expected)
 
@@ -213,7 +213,7 @@ def test_a_second_round_lowers_the_term_where_fedavg_does_not(world) -> None:
 
 def test_a_net_without_an_encoder_and_a_client_drawn_twice_are_refused() -> None:
     bare = Task(nn.Linear(2, 3))
-    alg = Moon().bind(bare, sgd())
+    alg = Moon().bind(Setup(bare, sgd()))
     with pytest.raises(ConfigError, match="body"):
         contrast(alg, bare.w0, batch_of(torch.ones(1, 2)), Model(bare.w0), Mine(bare.w0, ONE))
     with pytest.raises(ConfigError, match="sampling"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp
 
 import fedloom
-from fedloom.algorithm import Carry, Model
+from fedloom.algorithm import Carry, Model, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.perfedavg import PerFedAvg, part
 from fedloom.core.errors import ConfigError
@@ -55,7 +55,7 @@ def neural(**settings) -> PerFedAvg:
     """The algorithm on a small net, in float64."""
     torch.manual_seed(0)
     net = Net(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), 6, 3).double()
-    return PerFedAvg(**settings).bind(Task(net), sgd())
+    return PerFedAvg(**settings).bind(Setup(Task(net), sgd()))
 
 
 def examples(count: int, seed: int = 0) -> Batch:
@@ -70,13 +70,13 @@ def test_hand_worked_numbers() -> None:
     batch, down = batch_of(vec(2, 4, 6, 8)), Model(vec(0))
 
     def stepped(**settings):
-        alg = PerFedAvg(alpha=0.5, **settings).bind(Line(), sgd())
+        alg = PerFedAvg(alpha=0.5, **settings).bind(Setup(Line(), sgd()))
         return alg.step(Carry(vec(0), ()), batch, down, ()).x.item()
 
     assert stepped() == 1
     assert stepped(variant="hessian_free") == pytest.approx(0.1875, rel=1e-12)
     # before it predicts, a client takes one step of alpha on a whole batch: 0 - 1/2 (0 - 5)
-    alg = PerFedAvg(alpha=0.5).bind(Line(), sgd(momentum=0.9, weight_decay=0.5))
+    alg = PerFedAvg(alpha=0.5).bind(Setup(Line(), sgd(momentum=0.9, weight_decay=0.5)))
     assert alg.adapt(Carry(vec(0), ()), batch, down, ()).x.item() == 2.5
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.algorithm import Setup
 from fedloom.algorithms.pfedala import Centres, PFedALA, Sent
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
@@ -488,7 +489,7 @@ def test_c1_equal_shards_mixed_alike_are_too_and_unequal_ones_are_not(world) -> 
 
 def centred(dw, weights, each=None, **settings):
     """The state after a round in which clients 0, 1, ... moved from 0 by these numbers."""
-    alg = PFedALA(**SHARDED | settings).bind(Task(torch.nn.Linear(1, 1, bias=False)), sgd())
+    alg = PFedALA(**SHARDED | settings).bind(Setup(Task(torch.nn.Linear(1, 1, bias=False)), sgd()))
     state = Centres(torch.zeros(1), torch.zeros(3, 1) if each is None else torch.tensor(each)[:, None])
     ids = [i for i, x in enumerate(dw) if x is not None]
     uploads = Sent(torch.tensor([[float(dw[i])] for i in ids]), torch.tensor(ids))
@@ -547,7 +548,7 @@ def test_c1_a_run_follows_its_centres(world) -> None:
 
 
 def test_c1_the_order_in_which_uploads_come_changes_no_bit() -> None:
-    alg = PFedALA(**SHARDED).bind(Task(torch.nn.Linear(20, 3)), sgd())
+    alg = PFedALA(**SHARDED).bind(Setup(Task(torch.nn.Linear(20, 3)), sgd()))
     g = torch.Generator().manual_seed(0)
     uploads, n = Sent(torch.randn(7, 63, generator=g), torch.arange(7)), torch.rand(7, generator=g).double()
     state = Centres(torch.randn(63, generator=g), torch.randn(3, 63, generator=g))

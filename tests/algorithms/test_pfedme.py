@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.algorithm import Carry, Model, Update
+from fedloom.algorithm import Carry, Model, Setup, Update
 from fedloom.algorithms.pfedme import Mine, Pair, PFedMe
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -31,7 +31,7 @@ def test_hand_worked_numbers() -> None:
     # batch 2:  theta = 3/2 - 1/4 ((3/2 - 4) + (3/2 - 3/4)) = 31/16
     #           theta = 31/16 - 1/4 ((31/16 - 4) + (31/16 - 3/4)) = 31/16 + 1/4 * 7/8 = 69/32
     #           w = 3/4 - 1/2 (3/4 - 69/32) = 93/64
-    alg = PFedMe(lam=1.0, inner_steps=2, inner_lr=0.25).bind(Quadratic(), sgd())
+    alg = PFedMe(lam=1.0, inner_steps=2, inner_lr=0.25).bind(Setup(Quadratic(), sgd()))
     down = Model(vec(0))
     upload, mine, counts = visit(alg, LINE, down, Mine(vec(100)), 1, 0.5)  # the theta of the last round is not used
     assert (upload.dw.item(), mine.theta.item(), counts.item()) == (0.75, 1.5, 1)
@@ -68,7 +68,7 @@ def test_lambda_0_trains_theta_by_k_plain_steps_on_each_batch(world) -> None:
 @pytest.mark.parametrize("lam", [0.5, 2.0, 15.0])
 def test_with_many_inner_steps_a_client_descends_its_moreau_envelope(lam) -> None:
     client, w, lr = bowls(1)[0], vec(1, -2, 0.5), 0.1
-    alg = PFedMe(lam=lam, inner_steps=1500, inner_lr=0.05).bind(Quadratic(), sgd())
+    alg = PFedMe(lam=lam, inner_steps=1500, inner_lr=0.05).bind(Setup(Quadratic(), sgd()))
     upload, mine, _ = visit(alg, client, Model(w), alg.join(Model(w)), 1, lr)
     point = client.prox(w, lam)
     torch.testing.assert_close(mine.theta, point, rtol=1e-10, atol=1e-10)
@@ -95,9 +95,9 @@ def test_one_inner_step_and_lr_lambda_1_is_fedavg_at_the_inner_rate(world) -> No
 
 
 def test_the_local_optimiser_moves_w_only() -> None:
-    alg = PFedMe(lam=1.0, inner_steps=1, inner_lr=0.25).bind(Quadratic(), sgd(momentum=0.5))
+    alg = PFedMe(lam=1.0, inner_steps=1, inner_lr=0.25).bind(Setup(Quadratic(), sgd(momentum=0.5)))
     down, batch = Model(vec(0)), LINE.batch._replace(lr=vec(0.5)[0])
-    x = alg.start(down, alg.join(down))
+    x = alg.start(down, alg.join(down), work())
     at = Carry(x, alg.memory(x))
     at = alg.step(at, batch, down, alg.join(down))
     assert (at.x, at.memory) == (Pair(vec(0.5), vec(1)), vec(-1))  # theta = 1; the direction of w is 0 - 1
@@ -156,8 +156,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_steps_that_grow_are_doubted() -> None:
-    assert PFedMe().doubts(0.1, 10) == []
-    assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).doubts(0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
+    assert PFedMe().warnings(0.1, 10) == []
+    assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).warnings(0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
 
 
 def test_it_learns_digits_of_which_each_client_has_four() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.algorithm import Model
+from fedloom.algorithm import Model, Setup
 from fedloom.algorithms.qfedavg import Fair, QFedAvg
 from fedloom.core.optim import sgd
 from fedloom.engine.rounds import advance, begin
@@ -89,7 +89,7 @@ def test_q5_clients_count_by_the_power_of_their_losses(q) -> None:
 
 def test_q6_after_one_full_step_l_u_is_the_gradient() -> None:
     client, w = bowls(1)[0], vec(1, 2, 3)
-    alg = QFedAvg(q=0).bind(Quadratic(), sgd())
+    alg = QFedAvg(q=0).bind(Setup(Quadratic(), sgd()))
     sent, _, _ = visit(alg, client, Model(w), (), 1, 0.05)
     torch.testing.assert_close(-sent.dw / 0.05, client.gradient(w), rtol=1e-12, atol=1e-12)
 

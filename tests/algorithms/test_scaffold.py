@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.algorithm import Carry
+from fedloom.algorithm import Carry, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Mine, Scaffold, Server
 from fedloom.core.errors import ConfigError
@@ -47,7 +47,7 @@ def test_hand_worked_numbers(option, renewed) -> None:
     # w = 0, c = 1, c_i = -1, lr 1/4, two steps along g - c_i + c = (y - 4) + 2:
     # y = 0 - 1/4 (-2) = 1/2;   y = 1/2 - 1/4 (-3/2) = 7/8
     # II: c_i+ = -1 - 1 + (0 - 7/8) / (2 / 4) = -15/4, the mean of the gradients -4 and -7/2;   I: c_i+ = -4
-    alg = Scaffold(option=option, server_lr=2.0).bind(Quadratic(), sgd())
+    alg = Scaffold(option=option, server_lr=2.0).bind(Setup(Quadratic(), sgd()))
     down = Server(vec(0), vec(1))
     upload, mine, counts = visit(alg, LINE, down, Mine(vec(-1)), 2, 0.25)
     assert (upload.dw.item(), upload.dc.item(), mine.c.item(), counts.item()) == (0.875, renewed + 1, renewed, 1)
@@ -99,7 +99,7 @@ def test_late_and_broken_clients_do_not_part_the_server_from_its_clients(world, 
 
 def test_sc2_option_ii_is_the_mean_of_the_raw_gradients_along_the_way() -> None:
     batches, w, down_c, mine_c = bowls(5, seed=1), vec(1, 0, -1), vec(0.3, 0, 0), vec(0, -0.2, 0.5)
-    alg = Scaffold().bind(Quadratic(), sgd())
+    alg = Scaffold().bind(Setup(Quadratic(), sgd()))
     down, mine, at, raw = Server(w, down_c), Mine(mine_c), Carry(w, ()), []
     for b in batches:
         raw.append(b.gradient(at.x))
@@ -176,7 +176,7 @@ def test_sc6b_so_it_does_when_only_half_of_them_come() -> None:
 
 @pytest.mark.parametrize("option", ["II", "I"])
 def test_sc7_no_steps_leave_every_variate_as_it_was(option) -> None:
-    alg = Scaffold(option=option).bind(Quadratic(), sgd())
+    alg = Scaffold(option=option).bind(Setup(Quadratic(), sgd()))
     upload, mine, _ = visit(alg, LINE, Server(vec(0), vec(1)), Mine(vec(-1)), 0, 0.25)
     assert (upload.dw.item(), upload.dc.item(), mine.c.item()) == (0, 0, -1)
 
@@ -243,7 +243,7 @@ def test_variates_reduce_the_drift_of_local_steps() -> None:
 
     def spread(alg, rounds):
         played = play(alg, clients, rounds, steps=10, lr=0.05)
-        bound, down = alg.bind(Quadratic(), sgd()), alg.send(played.server)
+        bound, down = alg.bind(Setup(Quadratic(), sgd())), alg.send(played.server)
         moves = [visit(bound, c, down, played.kept[k], 10, 0.05)[0].dw for k, c in enumerate(clients)]
         return torch.stack(moves).std(0).norm()
 
@@ -252,7 +252,7 @@ def test_variates_reduce_the_drift_of_local_steps() -> None:
 
 def test_decaying_rates_are_divided_out() -> None:
     """(w - y) / (K eta) takes the rate of its own round."""
-    alg = Scaffold().bind(Quadratic(), sgd())
+    alg = Scaffold().bind(Setup(Quadratic(), sgd()))
     found = [visit(alg, LINE, Server(vec(0), vec(0)), Mine(vec(0)), 1, lr)[1].c.item() for lr in (0.5, 0.25, 0.125)]
     assert found == [-4, -4, -4]
 

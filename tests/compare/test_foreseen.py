@@ -30,9 +30,11 @@ EVERYTHING = {
 @pytest.mark.parametrize("evaluate", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any]) -> None:
     given = {"rounds": 2, "partition": {"clients": 4}, "model": "mlp", "algorithm": kind}
-    if not parse(given).algorithm.common or kind == "local_only":  # diagnostics are about a common model
+    if (
+        not parse(given).algorithm.traits.has_global_model or kind == "local_only"
+    ):  # diagnostics are about a common model
         evaluate = {key: value for key, value in evaluate.items() if key != "diagnostics"}
-    if not parse(given).algorithm.waits:  # who waits for nobody has no round of clients to look at
+    if not parse(given).algorithm.traits.synchronous:  # who waits for nobody has no round of clients to look at
         evaluate = {key: value for key, value in evaluate.items() if key not in ("diagnostics", "participants")}
     config = parse(given | {"evaluate": evaluate})
     history = start(config, out=None, root=Path("unused"))
@@ -42,7 +44,12 @@ def test_every_metric_of_a_run_was_foreseen(kind: str, evaluate: dict[str, Any])
     assert recorded - own <= foreseen
     assert all(meaning(name) for name in foreseen if is_ours(name))
     if not evaluate:
-        rare = {f"personal/{config.algorithm.served}/test/diverged", "network/offline", "network/away", "network/dead"}
+        rare = {
+            f"personal/{config.algorithm.traits.served}/test/diverged",
+            "network/offline",
+            "network/away",
+            "network/dead",
+        }
         assert foreseen - recorded <= rare
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.plan import plan
 from fedloom.core.errors import FedloomError
@@ -263,7 +264,7 @@ def test_fedalr_has_the_loader_of_flgo() -> None:
 
 
 def test_relaxation_counts_devices_alike_unless_a_reading_says_otherwise() -> None:
-    by_size = {label for label, config in settings("relaxation") if config.algorithm.weighs_examples}
+    by_size = {label for label, config in settings("relaxation") if config.algorithm.traits.weighs_examples}
     assert by_size == {"FedProx, by size", "FedProx + Relaxation, by size"}
 
 
@@ -355,7 +356,7 @@ def sides(config: Config) -> set[str]:
     """The data and who has it, and the net with what is done to it: two parts that meet in the shape of a row only."""
     table = as_table(config)
     dealt = ("seed", "data", "partition", "proxy", "corruption", "cohort", "topology", "system")
-    data = {"needs_proxy": config.algorithm.needs_proxy} | {key: table.get(key) for key in dealt}
+    data = {"needs_proxy": needs_proxy(config.algorithm)} | {key: table.get(key) for key in dealt}
     kind = type(config.data)
     rows = (kind.layout.shape, kind.layout.classes) if issubclass(kind, PublishedSet) else table["data"]
     net = {"rows": rows} | {key: value for key, value in table.items() if key not in ("rounds", "data", "partition")}

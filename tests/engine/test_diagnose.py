@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fedloom.algorithm import Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engine import diagnose as d
 from fedloom.engine.local import full_gradients
@@ -454,7 +455,7 @@ def test_the_hessian_along_the_weights_is_its_definition(world, algorithm) -> No
     if algorithm != "fedavg":
         lam, gamma = done.state.server.lam, done.state.server.shrink
     mean = lam @ models
-    held = exp.algorithm.own_rows
+    held = exp.algorithm.setup.proxy
 
     def loss(v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(exp.task.apply(v, held.x, exp.task.buffers0), held.y)
@@ -473,7 +474,7 @@ def test_the_hessian_along_the_weights_is_its_definition(world, algorithm) -> No
 
 def world_of(exp, client: int):
     """The same experiment, in which one client alone takes part in FedAvg: its model is the server's after it."""
-    alone = FedAvg().bind(exp.task, exp.local.optimiser(), exp.federation.train.sizes)
+    alone = FedAvg().bind(Setup(exp.task, exp.local.optimiser(), exp.federation.train.sizes))
 
     class Alone(type(exp)):
         def present(self, round_):

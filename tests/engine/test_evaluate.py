@@ -172,7 +172,7 @@ def test_areas_change_no_other_number_and_executors_agree(algorithm: Any) -> Non
     assert {name: value for name, value in asked.items() if "/auc_" not in name} == plain
     assert asked == pytest.approx(narrow, abs=1e-6)
     assert asked == pytest.approx(looped, abs=1e-6)
-    point = f"personal/{algorithm.served}/test"
+    point = f"personal/{algorithm.traits.served}/test"
     names = [f"{point}/auc_{v}{end}" for v in VARIANTS for end in ("", "_mean", "_std", "_worst10")]
     common = {"server": "global", "gossip": "consensus"}.get(algorithm.family)
     names += [f"{common}/test/auc_{v}" for v in VARIANTS] if common else []

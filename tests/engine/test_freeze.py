@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 import fedloom
+from fedloom.algorithm import Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.errors import ConfigError
 from fedloom.core.task import Batch, Task
@@ -211,7 +212,7 @@ def test_a_frozen_body_trains_alike_in_every_executor_and_on_features(executor: 
     task, seen, _ = on_features(exp.task, fed, None)
     assert seen.x.shape == (len(fed.x), 6)
     plain = worlds.experiment(fed, net(), frozen=("body",), executor="loop")
-    headed = replace(exp, task=task, federation=seen, algorithm=FedAvg().bind(task, exp.local.optimiser()))
+    headed = replace(exp, task=task, federation=seen, algorithm=FedAvg().bind(Setup(task, exp.local.optimiser())))
     found = []
     for each in (plain, exp, headed):
         state, store = begin(each), RamStore(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -663,7 +663,9 @@ def test_contraction_with_failures_and_steps_keeps_to_its_bound() -> None:
 class ByRows(DPSGD):
     """The same method, of which the engine is not told that it takes every parameter by itself."""
 
-    columnwise: ClassVar[bool] = False
+    @property
+    def columnwise(self) -> bool:
+        return False
 
 
 LARGE = [

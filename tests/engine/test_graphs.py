@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.algorithms.local_only import LocalOnly
@@ -22,7 +23,7 @@ from fedloom.core.optim import Local
 from fedloom.core.task import Capture
 from fedloom.engine import graphs
 from fedloom.engine.graphs import pack, width_for
-from fedloom.engine.local import AnyAlgorithm, capture_for, train
+from fedloom.engine.local import capture_for, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.rounds import advance, begin, rounds
 from fedloom.engine.settings import Evaluate

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.algorithm import Carry, Model, Phase, Update, Work
+from fedloom.algorithm import Adapts, Carry, HasPhases, Model, Phase, Surveys, TrainsParts, Update, Work
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
     done: Tensor  # [] passes
 
 
-class Traced(FedAvg):
+class Traced(FedAvg, HasPhases, Adapts, TrainsParts):
     """FedAvg whose clients keep a trace; ``plan`` says what their phases are."""
 
     plan: ClassVar[Callable[[Any], tuple[Phase, ...]]] = lambda alg: (Phase(alg.step),)
@@ -55,13 +55,13 @@ class Traced(FedAvg):
     def phases(self) -> tuple[Phase, ...]:
         return type(self).plan(self)
 
-    def fitting(self) -> tuple[Phase, ...]:
+    def adaptation(self) -> tuple[Phase, ...]:
         return type(self).prelude(self)
 
     def join(self, down: Model) -> Any:
         return Trace(torch.zeros_like(down.w), *[torch.zeros(())] * 3, torch.zeros(8), torch.zeros(()))
 
-    def start(self, down: Model, mine: Trace) -> Trace:
+    def start(self, down: Model, mine: Trace, work: Work) -> Trace:
         return mine._replace(w=down.w)
 
     def memory(self, x: Trace) -> Any:
@@ -164,7 +164,7 @@ def test_lanes_and_loop_do_the_same(name: str) -> None:
 
 
 def test_they_do_in_a_network_where_every_node_is_sent_its_own() -> None:
-    class Uneven(DPSGD):
+    class Uneven(DPSGD, HasPhases):
         def phases(self) -> tuple[Phase, ...]:
             before = Phase(
                 self.step,
@@ -508,15 +508,11 @@ def test_look_sees_every_example_once_at_the_model_of_the_moment(executor: Any) 
 
 @EXECUTORS
 def test_a_survey_is_there_for_all_phases(executor: Any) -> None:
-    class Surveyed(Traced):
+    class Surveyed(Traced, Surveys):
         plan: ClassVar[Any] = lambda a: (
             Phase(a.note, name="n", epochs=1, passes=lambda mine, work: 2 * (work.survey > 5)),
             Phase(a.step),
         )
-
-        @property
-        def surveys(self) -> bool:
-            return True
 
         def survey(self, batch: Batch, down: Model, mine: Trace) -> Tensor:
             return batch.mask.sum()

@@ -32,7 +32,7 @@ def job(algorithm: Any = "fedavg", **settings: Any) -> crew.Job:
         "seed": 1,
         "model": {"kind": "mlp", "widths": [6]},
         "partition": {"kind": "natural", "holdout": 0.2},
-        "local": {"lr": 0.05, "batch": 4, "epochs": 1} | ({} if cls.plain_sgd else {"momentum": 0.5}),
+        "local": {"lr": 0.05, "batch": 4, "epochs": 1} | ({} if cls().traits.plain_sgd else {"momentum": 0.5}),
         "engine": LOOP,
     }
     if cls.family != "gossip":

@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
+from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.engine.forecast import forecast
 from fedloom.engine.lateness import foresee_lateness
 from fedloom.engine.local import train
@@ -51,7 +52,7 @@ def laid_out(world, case: dict) -> Experiment:
     cls = algorithms(own=False)[case["kind"]]
     table = {"local": {"batch": BATCH, "lr": 0.1, "epochs": 2}, "model": {"kind": "mlp", "widths": [5]}}
     table |= {"topology": "ring"} if cls.family == "gossip" else {}
-    table |= {"proxy": {"size": 6, "source": "test"}} if cls.needs_proxy else {}
+    table |= {"proxy": {"size": 6, "source": "test"}} if needs_proxy(cls()) else {}
     return world(SIZES, algorithm=case, engine={"executor": "loop"}, **table)
 
 

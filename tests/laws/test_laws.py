@@ -76,7 +76,9 @@ class Branches(FedAvg):
 class Undeclared(Scaffold):
     """Breaks the law of mirrors: its server keeps the mean of its clients' variates, and it does not say so."""
 
-    mirrored = False
+    @property
+    def traits(self):
+        return super().traits._replace(mirrored=False)
 
 
 class Thaws(FedAvg):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Carry, Inbox, Work
+from fedloom.algorithm import Carry, Inbox, Setup, Work
+from fedloom.algorithm.capabilities import survey_of
 from fedloom.core import tree
 from fedloom.core.optim import sgd
 from fedloom.core.task import Batch
@@ -80,12 +81,12 @@ def work(*, steps: float = 1, examples: float = 1, lr: float = 0.1, survey: Any 
 def visit(alg: Any, client: Bowl, down: Any, mine: Any, steps: int, lr: float) -> tuple[Any, Any, Tensor]:
     """What a client uploads, keeps and counts after ``steps`` full-batch steps."""
     batch = client.batch._replace(lr=vec(lr)[0])
-    x = alg.start(down, mine)
+    survey = tree.tmap(lambda s: s * client.n, survey_of(alg, batch, down, mine))
+    done = work(steps=steps, examples=client.n, lr=lr, survey=survey)
+    x = alg.start(down, mine, done)
     at = Carry(x, alg.optimizer.init(x))
     for _ in range(steps):
         at = alg.step(at, batch, down, mine)
-    survey = tree.tmap(lambda s: s * client.n, alg.survey(batch, down, mine)) if alg.surveys else ()
-    done = work(steps=steps, examples=client.n, lr=lr, survey=survey)
     upload, kept = alg.finish(at.x, down, mine, done)
     return upload, kept, alg.weight(upload, done)
 
@@ -114,7 +115,7 @@ def play(
     cohort: Callable[[int], Sequence[int]] | None = None,
 ) -> Played:
     """Rounds of the algorithm on quadratic clients in float64."""
-    alg = alg.bind(Quadratic(), sgd())
+    alg = alg.bind(Setup(Quadratic(), sgd()))
     steps = [steps] * len(clients) if isinstance(steps, int) else steps
     server = alg.init(torch.zeros_like(clients[0].b) if w is None else w)
     kept: dict[int, Any] = {}

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedloom.algorithm import AnyAlgorithm, Setup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.optim import Local
 from fedloom.core.task import Capture, Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation, Ranges, federate
-from fedloom.engine.local import AnyAlgorithm, Executor
+from fedloom.engine.local import Executor
 from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment
@@ -65,7 +66,7 @@ def experiment(
     task = Task(net, frozen=frozen).to(CPU, lanes=executor == "lanes", capture=capture)
     chosen = {"cohort": Cohort(sampling="all"), "evaluate": Evaluate(), "rounds": 4, "seed": 3, **settings}
     return Experiment(
-        algorithm=(algorithm or FedAvg()).bind(task, local.optimiser(), fed.train.sizes),
+        algorithm=(algorithm or FedAvg()).bind(Setup(task, local.optimiser(), fed.train.sizes)),
         task=task,
         federation=fed,
         local=local,

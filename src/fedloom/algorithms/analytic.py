@@ -46,17 +46,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Phase, Work
+from fedloom.algorithm import (
+    Algorithm,
+    Configures,
+    Contributes,
+    Costs,
+    Diagnoses,
+    HasPhases,
+    Inbox,
+    Nothing,
+    OwnStatistics,
+    Phase,
+    PrivateSums,
+    Setup,
+    Surveys,
+    Traits,
+    Work,
+)
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.optim import Optimizer
 from fedloom.core.schema import GIVEN, other_than, when
-from fedloom.core.task import Batch, Task
+from fedloom.core.task import Batch
 from fedloom.maths.linear_head import body_features, check_head, feature_count, with_head
 from fedloom.maths.merging import Solution, merge, merge_product, own_solution, remove_ridge, scaled
 from fedloom.maths.private_sums import clipped_features, mixed_noise, noise_ridge, private_head
@@ -96,9 +111,18 @@ class Sums(NamedTuple):
     counts: Tensor  # [C]
 
 
-class Analytic(Algorithm[Server, Nothing, Sums]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
-    distinct: ClassVar[bool] = True
+class Analytic(
+    Algorithm[Server, Nothing, Sums],
+    Surveys,
+    HasPhases,
+    OwnStatistics,
+    PrivateSums,
+    Diagnoses,
+    Contributes,
+    Costs,
+    Configures,
+):
+    family = "closed_form"
 
     ridge: NonNegativeFloat = Field(
         1e-3, description="rho in units of the mean eigenvalue of the sum of G; 0 is as published, and of least norm"
@@ -123,16 +147,17 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
             raise ValueError(f"agg = '{self.agg}' inverts each client's Gram matrix, and needs ri_ridge > 0")
         return self
 
-    def bind(
-        self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None
-    ) -> Analytic:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, Analytic)
-        check_head(task, self.bias)
-        strangers = [] if sizes is None else [i for i in self.forget if i >= len(sizes)]
-        if strangers and sizes is not None:
-            raise ConfigError([Fault("algorithm.forget", f"there is no client {strangers[0]} among {len(sizes)}")])
-        return bound
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(distinct=True, each_upload=self.agg != "sum", weighs_examples=False)
+
+    def bind(self, setup: Setup) -> Self:
+        check_head(setup.task, self.bias)
+        clients = len(setup.sizes)
+        strangers = [i for i in self.forget if clients and i >= clients]
+        if strangers:
+            raise ConfigError([Fault("algorithm.forget", f"there is no client {strangers[0]} among {clients}")])
+        return super().bind(setup)
 
     def against_noise(self, local: bool) -> list[Fault]:
         faults = []
@@ -146,18 +171,6 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}}
-
-    @property
-    def weighs_examples(self) -> bool:
-        return False
-
-    @property
-    def surveys(self) -> bool:
-        return True
-
-    @property
-    def hears_each(self) -> bool:
-        return self.agg != "sum"
 
     @property
     def lane_size(self) -> int:
@@ -175,8 +188,8 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
     def init(self, w: Tensor) -> Server:
         d, classes = feature_count(self.task, self.bias), self.task.linear_head.out_features
         none = Statistics(*(x.to(w.device) for x in no_statistics(d, classes)))
-        standing = torch.full((len(self.sizes),), _NEVER, dtype=torch.uint8, device=w.device)
-        merged = torch.zeros_like(none.cross if self.hears_each else none.cross[:0])
+        standing = torch.full((len(self.setup.sizes),), _NEVER, dtype=torch.uint8, device=w.device)
+        merged = torch.zeros_like(none.cross if self.traits.each_upload else none.cross[:0])
         return Server(w, to_rows(none), none.counts, standing, none.cross, merged)
 
     def send(self, server: Server) -> Server:
@@ -192,9 +205,6 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
         sent = int(sent_statistics(uploads.rows, uploads.counts).sum()) if uploads.rows.numel() else 0
         return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
 
-    def join(self, down: Server) -> Nothing:
-        return ()
-
     def survey(self, batch: Batch, down: Server, mine: Nothing) -> Any:
         if not len(down.standing):
             return batch.mask[:0]
@@ -207,9 +217,6 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
             return Sums(down.rows, down.rows), ()
         turn = self.turns(down.standing).gather(0, work.client[None])
         return Sums(turn * to_rows(work.survey), turn * work.survey.counts), ()
-
-    def weight(self, upload: Sums, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Sums]) -> Server:
         came = torch.zeros_like(server.standing, dtype=torch.bool).index_fill(0, inbox.clients, True)
@@ -241,10 +248,10 @@ class Analytic(Algorithm[Server, Nothing, Sums]):
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return before  # the body is frozen, and so is what it has seen
 
-    def counted(self, before: Server, inbox: Inbox[Sums], after: Server) -> Tensor:
-        return (self.sizes.to(after.w.device) * (after.standing == _COUNTS))[inbox.clients]
+    def contributions(self, before: Server, inbox: Inbox[Sums], after: Server) -> Tensor:
+        return (self.setup.sizes.to(after.w.device) * (after.standing == _COUNTS))[inbox.clients]
 
-    def told(self, before: Server, inbox: Inbox[Sums], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Sums], after: Server) -> dict[str, Tensor]:
         found = {"analytic/clients": (after.standing == _COUNTS).sum()}
         if self.noise is None:  # else the server does not know
             found["analytic/examples"] = after.counts.sum() / inbox.examples

@@ -19,13 +19,13 @@ PFLlib multiplies lr by N, takes means for inner products, has p_lr = 0 and uplo
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Phase, Work
+from fedloom.algorithm import Algorithm, Carry, Costs, Inbox, TrainsParts, Traits, Work
 from fedloom.core import tree
 from fedloom.core.task import Batch
 
@@ -61,11 +61,8 @@ class Mixture(NamedTuple):
     pull: Tensor  # [] lambda(r) mu
 
 
-class Apple(Algorithm[Server, Mine, Core]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    linear: ClassVar[bool] = False
-    common: ClassVar[bool] = False
-    distinct: ClassVar[bool] = True
+class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
+    family = "personal"
 
     p_lr: NonNegativeFloat = Field(0.001, description="learning rate of the relationships p")
     mu: NonNegativeFloat = Field(0.1, description="strength of the pull of p towards the shares of the data")
@@ -73,8 +70,12 @@ class Apple(Algorithm[Server, Mine, Core]):
     p_init: Literal["size", "own"] = Field("size", description="p at first: the shares of the data, or all one's own")
     downloads: PositiveInt | None = Field(None, description="M: most cores that a client receives a round; unset: all")
 
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=True, has_global_model=False, distinct=True, size_varies=True)
+
     def init(self, w: Tensor) -> Server:
-        sizes = self.sizes.to(w)
+        sizes = self.setup.sizes.to(w)
         return Server(w.repeat(len(sizes), 1), sizes / sizes.sum())
 
     def sent_bytes(self, down: Server) -> int:
@@ -82,7 +83,7 @@ class Apple(Algorithm[Server, Mine, Core]):
 
     @property
     def lane_size(self) -> int:
-        return 0 if self.downloads is None else len(self.sizes) * self.task.size
+        return 0 if self.downloads is None else len(self.setup.sizes) * self.task.size
 
     def upload_bytes(self, uploads: Core) -> int:
         return tree.nbytes(uploads.core)  # the server knows whom it hears
@@ -101,35 +102,14 @@ class Apple(Algorithm[Server, Mine, Core]):
         received = torch.zeros_like(wanted).scatter(0, top, 1.0) + mine.me
         return torch.where(received[:, None] > 0, down.cores, mine.cores)
 
-    def start(self, down: Server, mine: Mine) -> Mixture:
-        # The core of who has not trained yet is still the initial model.
-        core = torch.where(mine.me.any(), mine.me @ down.cores, self.task.w0)
-        return Mixture(self.serve(down, mine), core, mine.p, mine.me, torch.zeros_like(mine.p[0]))
-
-    def phases(self) -> tuple[Phase, ...]:
-        # Who a client is and which round it is stand in its work, which it is handed at the end of a pass: one
-        # batch goes by, in which nothing is trained.
-        called = Phase(
-            lambda at, *_: at,
-            name="called",
-            epochs=1,
-            share=0.0,
-            sampling="block",
-            repeat=True,
-            after=self.called,
-            keeps_statistics=False,
-            cost=0.0,
-        )
-        return called, Phase(self.step)
-
-    def called(self, at: Carry, seen: Any, down: Server, mine: Mine, work: Work) -> tuple[Carry, Tensor]:
-        """The client, now that it knows its number and the round."""
+    def start(self, down: Server, mine: Mine, work: Work) -> Mixture:
         me = (torch.arange(len(down.p0), device=down.p0.device) == work.client).to(down.p0)
         p = torch.where(mine.me.any(), mine.p, self.first(down, me))
         pull = (self.mu * scheduled(work.round, self.pull_rounds)).to(p)
         cores = self.held(down, mine)
-        x = Mixture(p @ cores, me @ cores, p, me, pull)
-        return Carry(x, at.memory), torch.ones_like(work.client, dtype=torch.bool)
+        # The core of a client that has not trained yet is still the initial model.
+        core = torch.where(mine.me.any(), me @ cores, self.task.w0)
+        return Mixture(p @ cores, core, p, me, pull)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Mine) -> Carry:
         _, core, p, me, pull = at.x

@@ -24,13 +24,13 @@ stragglers have no meaning here. A round is M arrivals. Recorded beside the metr
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Work, like
 from fedloom.core.schema import when
 
 
@@ -39,8 +39,6 @@ class Sent(NamedTuple):
 
 
 class AsyncSGD(Algorithm[Model, Nothing, Sent]):
-    waits: ClassVar[bool] = False
-
     server_lr: PositiveFloat = Field(1.0, description="eta")
     sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
     discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
@@ -48,21 +46,19 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
     weighting: Literal["samples", "uniform"] = Field("uniform", description="count clients by their data, or alike")
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            synchronous=False, weighs_examples=self.weighting == "samples", equal_if_private=False
+        )
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
-
-    def join(self, down: Model) -> Nothing:
-        return ()
 
     def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
         return Sent(x if self.sends == "model" else x - down.w), ()
 
     def weight(self, upload: Sent, work: Work) -> Tensor:
-        counts = work.examples if self.weighs_examples else torch.ones_like(work.examples)
-        return counts * self.freshness(work.staleness)
+        return super().weight(upload, work) * self.freshness(work.staleness)
 
     def freshness(self, tau: Tensor) -> Tensor:
         """s(tau), how much a move counts whose start is so many steps old.  ``[]``"""
@@ -71,7 +67,7 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
         return 1 / tau.clamp(min=1) if self.discount == "inverse" else (1 + tau) ** -self.exponent
 
     def update(self, server: Model, inbox: Inbox[Sent]) -> Model:
-        counts = inbox.senders * inbox.examples / inbox.population if self.weighs_examples else inbox.senders
+        counts = inbox.senders * inbox.examples / inbox.population if self.traits.weighs_examples else inbox.senders
         move = inbox.total.v / counts
         if self.sends == "model":
             move = move - inbox.weight / counts * server.w

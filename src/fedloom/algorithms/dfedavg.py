@@ -9,22 +9,20 @@ All nodes train in every round. A node without data only averages.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
+from fedloom.algorithm import Algorithm, GossipFacts, Inbox, Model, Nothing, Work, like
 
 
-class DFedAvg(Algorithm[Model, Nothing, Model]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
-    columnwise: ClassVar[bool] = True
+class DFedAvg(Algorithm[Model, Nothing, Model], GossipFacts):
+    family = "gossip"
+
+    @property
+    def columnwise(self) -> bool:
+        return True
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
-
-    def join(self, down: Model) -> Nothing:
-        return ()
 
     def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Model, Nothing]:
         return Model(x), ()

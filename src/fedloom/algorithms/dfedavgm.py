@@ -29,13 +29,13 @@ where share is W_ii for ``direct``, and else 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
+from fedloom.algorithm import Algorithm, Configures, Costs, GossipFacts, Inbox, Model, Work, like
 from fedloom.core import rng, tree
 from fedloom.core.schema import other_than, when
 
@@ -55,9 +55,8 @@ class Mine(NamedTuple):
     v: Tensor  # [P] what its neighbours have heard of it so far; [0] where nobody remembers
 
 
-class DFedAvgM(Algorithm[Model, Mine, Model]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
-    columnwise: ClassVar[bool] = True
+class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
+    family = "gossip"
 
     scheme: Literal["none", "direct", "compensated", "choco", "diff_literal"] = Field(
         "none", description="what is sent: models, quantised models, or quantised differences of one of two kinds"
@@ -82,6 +81,10 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
         return {"local": {"momentum": 0.9}}
 
     @property
+    def columnwise(self) -> bool:
+        return True
+
+    @property
     def sends_once(self) -> bool:
         return self.scheme != "none"
 
@@ -97,7 +100,11 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
         own = (1 - self.gamma) * down.w if self._keeps else w0[:0]
         return Mine(own, w0 if self.scheme == "choco" else w0[:0])
 
-    def start(self, down: Model, mine: Mine) -> Tensor:
+    def start(self, down: Model, mine: Mine, work: Work) -> Tensor:
+        return self.serve(down, mine)
+
+    def serve(self, down: Model, mine: Mine) -> Tensor:
+        """x_i"""
         if self.scheme == "direct":
             return down.w + cast(Shared, down).share * mine.own
         return self.gamma * down.w + mine.own if self._keeps else down.w
@@ -119,9 +126,6 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
             return cast(Model, Shared(heard, like(inbox.own / inbox.weight, server.w)))
         return Model(server.w + heard if self.scheme == "diff_literal" else heard)
 
-    def serve(self, down: Model, mine: Mine) -> Tensor:
-        return self.start(down, mine)
-
     def upload_bytes(self, uploads: Model) -> int:
         """What choco sends is Q(z - v), from which others know v; a quantised tensor has its step beside it."""
         if self.scheme == "none" or self.bits == 32:
@@ -140,7 +144,9 @@ class DFedAvgM(Algorithm[Model, Mine, Model]):
         chance = torch.ones_like(v)  # never less than what is left
         if self.rounding == "stochastic":
             place = torch.arange(len(v), device=v.device)
-            chance = rng.uniform(self.seed, "quantise", work.round.to(torch.int64), work.client, place).to(v.dtype)
+            chance = rng.uniform(self.setup.seed, "quantise", work.round.to(torch.int64), work.client, place).to(
+                v.dtype
+            )
         whole = self.task.tensors(self.task.w0, self.task.buffers0)
         sizes = [whole[name].numel() for name in self.task.names]
         parts = zip(torch.split(v, sizes), torch.split(chance, sizes), strict=True)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Model, Nothing
+from fedloom.algorithm import Configures, Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.schema import when
 from fedloom.core.task import Batch
@@ -32,7 +32,7 @@ _GAM = when(rule=("gam_exact", "gam_fd"))
 _REPO = when(rule="gam_repo")
 
 
-class DFedGAM(DFedAvg):
+class DFedGAM(DFedAvg, Configures):
     rho: NonNegativeFloat = Field(0.2, description="how far a step looks for the longest gradient nearby")
     rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
     wd_inside: NonNegativeFloat = Field(
@@ -61,9 +61,9 @@ class DFedGAM(DFedAvg):
         return Gam(self.rho, self.rule, self.hvp, *shape)
 
     @property
-    def gradients_per_step(self) -> float:
-        return cost(self.how)
+    def traits(self) -> Traits:
+        return super().traits._replace(gradients_per_step=cost(self.how))
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
         return gam(self.task, x, batch, self.how._replace(scale=scale))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedloom.algorithm import Model, Nothing
+from fedloom.algorithm import Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.task import Batch
 from fedloom.maths.sharpness import RhoSchedule, sam
@@ -26,9 +26,9 @@ class DFedSAM(DFedAvg):
     )
 
     @property
-    def gradients_per_step(self) -> float:
-        return 2.0 if self.rho else 1.0
+    def traits(self) -> Traits:
+        return super().traits._replace(gradients_per_step=2.0 if self.rho else 1.0)
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
         return sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)

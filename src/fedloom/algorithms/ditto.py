@@ -13,14 +13,12 @@ local training only; the larger mu, the nearer v_k stays to w. BatchNorm's stati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.algorithm import Averaging, Carry, Configures, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -35,11 +33,9 @@ class Both(NamedTuple):
     v: Any
 
 
-class Ditto(Algorithm[Model, Mine, Update]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
-    distinct: ClassVar[bool] = True
+class Ditto(Averaging[Model, Mine], HasPhases, TrainsParts, Configures):
+    family = "personal"
+    fedavg_when = {}
 
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client's own model is held near the common one")
     personal_epochs: PositiveInt = Field(1, description="passes over the data in which a client trains its own model")
@@ -47,24 +43,27 @@ class Ditto(Algorithm[Model, Mine, Update]):
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            served="post_fit",
+            distinct=True,
+            server_lr=self.server_lr,
+            weighs_examples=self.weighting == "samples",
+            equal_if_private=False,
+        )
 
     def memory(self, x: Any) -> Any:
         """The steps of the two models are remembered apart."""
         return Both(self.optimizer.init(x.w), self.optimizer.init(x.v))
 
-    def doubts(self, lr: float, rounds: int) -> list[str]:
+    def warnings(self, lr: float, rounds: int) -> list[str]:
         growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if lr * self.mu >= 2 else []
-
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
 
     def join(self, down: Model) -> Mine:
         return Mine(down.w)
 
-    def start(self, down: Model, mine: Mine) -> Both:
+    def start(self, down: Model, mine: Mine, work: Work) -> Both:
         return Both(down.w, mine.v)
 
     def phases(self) -> tuple[Phase, ...]:
@@ -85,12 +84,6 @@ class Ditto(Algorithm[Model, Mine, Update]):
 
     def finish(self, x: Both, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x.w - down.w), Mine(x.v)
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
 
     def serve(self, down: Model, mine: Mine) -> Tensor:
         return mine.v

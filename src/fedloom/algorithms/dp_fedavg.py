@@ -17,13 +17,13 @@ words z_Delta = z / sqrt(1 - r^2) and sigma_b = z / (2 r), so that z^-2 = z_Delt
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Nothing, Work, like
+from fedloom.algorithm import Algorithm, Diagnoses, Inbox, Nothing, Traits, Work, like
 
 
 class Server(NamedTuple):
@@ -36,17 +36,15 @@ class Sent(NamedTuple):
     within: Tensor  # [] v_k
 
 
-class DpFedAvg(Algorithm[Server, Nothing, Sent]):
-    unit_uploads: ClassVar[bool] = True
-
+class DpFedAvg(Algorithm[Server, Nothing, Sent], Diagnoses):
     clip: PositiveFloat = Field(0.1, description="S before the first round")
     quantile: float = Field(0.5, gt=0, lt=1, description="share of clients that S lets move as far as they like")
     rate: float = Field(0.2, ge=0, description="by how much ln S moves in a round, at most; 0 keeps S")
     indicator: float = Field(0.1, gt=0, lt=1, description="r: part of an upload's length that tells who was clipped")
 
     @property
-    def weighs_examples(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return super().traits._replace(weighs_examples=False, unit_uploads=True)
 
     @property
     def move(self) -> float:
@@ -56,17 +54,11 @@ class DpFedAvg(Algorithm[Server, Nothing, Sent]):
     def init(self, w: Tensor) -> Server:
         return Server(w, w.new_tensor(self.clip))
 
-    def join(self, down: Server) -> Nothing:
-        return ()
-
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sent, Nothing]:
         d = x - down.w
         length = torch.linalg.vector_norm(d)
         within = torch.where(length <= down.clip, self.indicator, -self.indicator)
         return Sent(self.move * d / torch.maximum(length, down.clip), within.to(d)), ()
-
-    def weight(self, upload: Sent, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Sent]) -> Server:
         moved = server.clip * inbox.mean.dw / self.move
@@ -77,5 +69,5 @@ class DpFedAvg(Algorithm[Server, Nothing, Sent]):
         """b, the share of clients that were not clipped; noise may lead it out of [0, 1].  ``[]``"""
         return 0.5 + inbox.mean.within / (2 * self.indicator)
 
-    def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
         return {"clip/norm": before.clip, "clip/unclipped": self.unclipped(inbox)}

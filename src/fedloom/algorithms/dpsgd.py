@@ -20,13 +20,13 @@ half a round apart. With ``lian``, where mixing goes beside training, it is anot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Work, like
+from fedloom.algorithm import Algorithm, Configures, GossipFacts, Inbox, Model, Work, like
 
 
 class Node(NamedTuple):
@@ -38,14 +38,17 @@ class Mine(NamedTuple):
     own: Tensor  # [P] what the neighbours have not heard of
 
 
-class DPSGD(Algorithm[Node, Mine, Model]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "gossip"
-    columnwise: ClassVar[bool] = True
+class DPSGD(Algorithm[Node, Mine, Model], Configures, GossipFacts):
+    family = "gossip"
 
     order: Literal["lian", "atc", "mix_then_train"] = Field(
         "lian", description="mix beside the gradient step, after it, or before it"
     )
     local: Literal["step", "epoch"] = Field("step", description="what a round is, where the section local does not say")
+
+    @property
+    def columnwise(self) -> bool:
+        return True
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"steps": 1} if self.local == "step" else {"epochs": 1}}
@@ -56,12 +59,16 @@ class DPSGD(Algorithm[Node, Mine, Model]):
     def join(self, down: Node) -> Mine:
         return Mine(down.w if self.order == "mix_then_train" else torch.zeros_like(down.w))
 
-    def start(self, down: Node, mine: Mine) -> Tensor:
+    def start(self, down: Node, mine: Mine, work: Work) -> Tensor:
+        return self.point(down, mine)
+
+    def point(self, down: Node, mine: Mine) -> Tensor:
+        """x_i"""
         return down.w + mine.own / down.mass if self.order == "lian" else down.w
 
     def finish(self, x: Tensor, down: Node, mine: Mine, work: Work) -> tuple[Model, Mine]:
         if self.order == "lian":  # what is sent is what was mixed and the move since, as push-sum wants it
-            return Model(down.w + mine.own), Mine(x - self.start(down, mine))
+            return Model(down.w + mine.own), Mine(x - self.point(down, mine))
         if self.order == "mix_then_train":
             return Model(x), Mine(x + (1 / down.mass - 1) * (x - down.w))
         return Model(x), mine
@@ -70,4 +77,4 @@ class DPSGD(Algorithm[Node, Mine, Model]):
         return Node(like(inbox.mean.w, server.w), like(inbox.weight, server.mass))
 
     def serve(self, down: Node, mine: Mine) -> Tensor:
-        return mine.own if self.order == "mix_then_train" else self.start(down, mine)
+        return mine.own if self.order == "mix_then_train" else self.point(down, mine)

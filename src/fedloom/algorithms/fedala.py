@@ -22,13 +22,25 @@ time every round counts one pass of ALA, or one batch: the start phase, which is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Phase, Update, Work, like
+from fedloom.algorithm import (
+    Adapts,
+    Averaging,
+    Carry,
+    Configures,
+    HasPhases,
+    Model,
+    Phase,
+    TrainsParts,
+    Traits,
+    Update,
+    Work,
+)
 from fedloom.core.schema import other_than, when
 from fedloom.core.task import Batch
 
@@ -52,11 +64,10 @@ class Walk(NamedTuple):
     passes: Tensor  # [] of ALA so far in this round
 
 
-class FedALA(Algorithm[Model, Mine, Update]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"w_init": 1.0, "eta": 0.0}
-    distinct: ClassVar[bool] = True
-    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"profile": {"paper": _PAPER}}
+class FedALA(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures):
+    family = "personal"
+    fedavg_when = {"w_init": 1.0, "eta": 0.0}
+    presets = {"profile": {"paper": _PAPER}}
 
     profile: Annotated[Literal["reference", "paper"], _WORKS] = Field(
         "reference", description="whose settings: see above"
@@ -87,26 +98,25 @@ class FedALA(Algorithm[Model, Mine, Update]):
     )
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
 
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            distinct=True, weighs_examples=self.weighting == "samples", equal_if_private=False
+        )
+
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"state": "persist"}}
-
-    @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
 
     @property
     def low(self) -> int:
         """How many parameters lie below ALA's layers."""
         return self.task.below(self.layers)
 
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
-
     def join(self, down: Model) -> Mine:
         top, zero = down.w[self.low :], torch.zeros_like(down.w[0])
         return Mine(torch.zeros_like(down.w), torch.full_like(top, self.w_init) if len(top) else (), zero, zero)
 
-    def start(self, down: Model, mine: Mine) -> Walk:
+    def start(self, down: Model, mine: Mine, work: Work) -> Walk:
         zero = torch.zeros_like(mine.seen)
         return Walk(self.between(mine.W, down, mine), mine.W, zero, zero.expand(self.window), zero)
 
@@ -176,11 +186,8 @@ class FedALA(Algorithm[Model, Mine, Update]):
     def phases(self) -> tuple[Phase, ...]:
         return (*self.ala(), Phase(self.step))
 
-    def fitting(self) -> tuple[Phase, ...]:
+    def adaptation(self) -> tuple[Phase, ...]:
         return self.ala()
-
-    def memory(self, x: Walk) -> Any:
-        return self.optimizer.init(x.w)
 
     def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
         g = self.task.grad(at.x.w, batch)
@@ -189,12 +196,6 @@ class FedALA(Algorithm[Model, Mine, Update]):
 
     def finish(self, x: Walk, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x.w - down.w), Mine(x.w, x.W, torch.ones_like(mine.seen), mine.seen)
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(inbox.mean.dw, server.w))
 
     def serve(self, down: Model, mine: Mine) -> Tensor:
         return self.between(mine.W, down, mine)

@@ -18,14 +18,13 @@ all tend to exp(-1), and what is left is normalised averaging with a constant st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+from fedloom.algorithm import Averaging, Diagnoses, Inbox, Nothing, Traits, Update, like
 from fedloom.core import tree
 from fedloom.core.schema import other_than, when
 
@@ -55,9 +54,8 @@ class Heard(NamedTuple):
     eta: Tensor  # [K]
 
 
-class FedALR(Algorithm[Server, Nothing, Update]):
-    linear: ClassVar[bool] = False
-    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": PRESETS}
+class FedALR(Averaging[Server, Nothing], Diagnoses):
+    presets = {"preset": PRESETS}
 
     preset: Literal["literal", "fedavg_scale", "no_adapt", "raw"] = Field("literal", description="a named reading")
     server_lr: PositiveFloat = Field(1.0, description="the server's step")
@@ -98,8 +96,9 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         return self
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weight_by == "samples"
+    def traits(self) -> Traits:
+        by_size = self.weight_by == "samples"
+        return super().traits._replace(each_upload=True, weighs_examples=by_size, equal_if_private=False)
 
     def init(self, w: Tensor) -> Server:
         return Server(
@@ -108,15 +107,6 @@ class FedALR(Algorithm[Server, Nothing, Update]):
 
     def send(self, server: Server) -> Server:
         return Server(server.w, server.m[:0], server.t.new_empty(0))
-
-    def join(self, down: Server) -> Nothing:
-        return ()
-
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weight_by == "samples" else torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         heard = self.hear(server, inbox)
@@ -142,7 +132,7 @@ class FedALR(Algorithm[Server, Nothing, Update]):
         eta = self.rates(unit if self.normalise else dw / r.square()[:, None], direction, share)
         return Heard(unit, r, n, share, m, t, eta)
 
-    def told(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
         heard = self.hear(before, inbox)
         eta, direction = heard.eta[heard.n > 0], self._direction(after.m, after.t)
         if not len(eta):

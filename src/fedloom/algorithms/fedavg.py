@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
+from fedloom.algorithm import Averaging, Inbox, Model, Nothing, Traits, Update
 
 
-class FedAvg(Algorithm[Model, Nothing, Update]):
+class FedAvg(Averaging[Model, Nothing]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
 
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
@@ -29,23 +28,10 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
     )
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting != "uniform"
-
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
-
-    def join(self, down: Model) -> Nothing:
-        return ()
-
-    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return torch.ones_like(work.examples) if self.weighting == "uniform" else work.examples
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.server_lr * self.mean(inbox), server.w))
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            weighs_examples=self.weighting != "uniform", equal_if_private=False, server_lr=self.server_lr
+        )
 
     def mean(self, inbox: Inbox[Update]) -> Tensor:
         """The clients' mean move under the chosen weighting."""

@@ -1,4 +1,4 @@
-"""FedAvg with fine-tuning: each client adapts a throw-away copy of the global model before it is judged.
+"""FedAvg with fine-tuning: each client adapts a throw-away copy of the global model before it is evaluated.
 
 The baseline that personalised methods must beat: training is FedAvg, and only the personal evaluation
 differs. Wang et al., Federated Evaluation of On-device Personalization, 2019.
@@ -9,18 +9,18 @@ differs. Wang et al., Federated Evaluation of On-device Personalization, 2019.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from pydantic import Field, PositiveInt
 
-from fedloom.algorithm import Phase
+from fedloom.algorithm import Adapts, Phase, Traits
 from fedloom.algorithms.fedavg import FedAvg
 
 
-class FedAvgFT(FedAvg):
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-
+class FedAvgFT(FedAvg, Adapts):
     epochs: PositiveInt = Field(1, description="epochs of fine-tuning before a personal evaluation")
 
-    def fitting(self) -> tuple[Phase, ...]:
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(served="post_fit")
+
+    def adaptation(self) -> tuple[Phase, ...]:
         return (Phase(self.step, name="tune", epochs=self.epochs),)

@@ -17,20 +17,19 @@ the mean. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fedloom.algorithm import Held, Inbox, Model, Update, like
+from fedloom.algorithm import Inbox, Model, Setup, Traits, Update, UsesProxy, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import rng
-from fedloom.core.optim import Optimizer, sgd
+from fedloom.core.optim import sgd
 from fedloom.core.schema import over, when
-from fedloom.core.task import Task
 from fedloom.maths.distill import Lessons, averaged, last, logits, refuse_statistics, swa
 
 _VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
@@ -43,10 +42,8 @@ _DIRICHLET = when(epochs=over(0), samples=over(0), posterior="dirichlet")
 _SWA = when(epochs=over(0), swa=True)
 
 
-class FedBE(FedAvg):
-    linear: ClassVar[bool] = False
-    needs_proxy: ClassVar[bool] = True
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
+class FedBE(FedAvg, UsesProxy):
+    fedavg_when = {"epochs": 0}
 
     posterior: Annotated[Literal["gaussian", "dirichlet"], _DRAWS] = Field(
         "gaussian", description="from which models are drawn"
@@ -85,11 +82,13 @@ class FedBE(FedAvg):
             raise ValueError("there is no teacher: samples = 0, with_mean and with_clients are false")
         return self
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedBE:
-        refuse_statistics(task)
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, FedBE)
-        return bound
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=True)
+
+    def bind(self, setup: Setup) -> Self:
+        refuse_statistics(setup.task)
+        return super().bind(setup)
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         mean = super().update(server, inbox)

@@ -14,28 +14,24 @@ momentum 0.9 and weight_decay 5e-4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fedloom.algorithm import Held, Inbox, Model, Update
+from fedloom.algorithm import Inbox, Model, Setup, Traits, Update, UsesProxy
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.core.optim import Optimizer, adam, sgd
+from fedloom.core.optim import adam, sgd
 from fedloom.core.schema import over, when
-from fedloom.core.task import Task
 from fedloom.maths.distill import Lessons, averaged, best, logits, refuse_statistics
 
 _TEACHES = when(epochs=over(0))
 
 
-class FedDF(FedAvg):
-    linear: ClassVar[bool] = False
-    needs_proxy: ClassVar[bool] = True
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"epochs": 0}
+class FedDF(FedAvg, UsesProxy):
+    fedavg_when = {"epochs": 0}
 
     epochs: NonNegativeInt = Field(20, description="most passes of the student over the server's examples")
     batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
@@ -57,11 +53,13 @@ class FedDF(FedAvg):
         None, description="epochs without a gain after which the student stops"
     )
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedDF:
-        refuse_statistics(task)
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, FedDF)
-        return bound
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=True)
+
+    def bind(self, setup: Setup) -> Self:
+        refuse_statistics(setup.task)
+        return super().bind(setup)
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         student = super().update(server, inbox)
@@ -76,7 +74,7 @@ class FedDF(FedAvg):
 
     def _voices(self, inbox: Inbox[Update]) -> list[float]:
         """A client that was drawn twice is heard twice; how much data it has does not count."""
-        voices: Tensor = torch.ones_like(inbox.weights) if self.weighs_examples else inbox.weights
+        voices: Tensor = torch.ones_like(inbox.weights) if self.traits.weighs_examples else inbox.weights
         return [float(voice) for voice in voices]
 
     def _lessons(self, round_: int) -> Lessons:

@@ -6,9 +6,9 @@ Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, Algo
     server:    h <- h - (alpha / N) sum_S (w_k - w);    w <- (1 / |S|) sum_S w_k - h / alpha
 
 g_k is the client's gradient at its last model, so that h, which is the mean of all g_k, is the common one. The norm is
-squared, as in the paper; some code leaves the square out, which is another method. h divides by all N clients, who
-took part or not. What is sent, w, runs ahead of the clients; what is judged is their plain mean, unless ``shown`` says
-otherwise.
+squared, as in the paper; some code leaves the square out, which is another method. h divides by all N clients,
+whether they took part or not. What is sent, w, runs ahead of the clients; what is evaluated is their plain mean, unless
+``shown`` says otherwise.
 
 ``alpha_by = "samples"`` is the authors' code: alpha_k = alpha (mean size) / n_k, so that clients with more data are
 held less. w is the same function of the moves, in which alpha cancels; what it converges to is then best for all
@@ -17,13 +17,13 @@ examples, and not for all clients alike.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Nothing, Phase, Update, Work, like
+from fedloom.algorithm import Algorithm, Carry, Configures, Inbox, TrainsParts, Traits, Update, Work, like
 from fedloom.core.task import Batch
 
 
@@ -44,19 +44,16 @@ class Moving(NamedTuple):
     alpha: Tensor  # []
 
 
-class FedDyn(Algorithm[Server, Mine, Update]):
-    distinct: ClassVar[bool] = True
-    mirrored: ClassVar[bool] = True  # h is the mean of all g_k
-
+class FedDyn(Algorithm[Server, Mine, Update], TrainsParts, Configures):
     alpha: PositiveFloat = Field(0.01, description="strength of the regulariser; too small is unstable")
     alpha_by: Literal["one", "samples"] = Field("one", description="the same for all clients, or by their data")
-    shown: Literal["mean", "sent"] = Field("mean", description="the model that is judged: the clients' mean, or w")
+    shown: Literal["mean", "sent"] = Field("mean", description="the model that is evaluated: the clients' mean, or w")
 
     @property
-    def weighs_examples(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return super().traits._replace(weighs_examples=False, distinct=True, mirrored=True)  # h is the mean of all g_k
 
-    def doubts(self, lr: float, rounds: int) -> list[str]:
+    def warnings(self, lr: float, rounds: int) -> list[str]:
         size = lr * self.alpha
         growing = f"local.lr x algorithm.alpha is {size:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if size >= 2 else []
@@ -67,29 +64,17 @@ class FedDyn(Algorithm[Server, Mine, Update]):
     def send(self, server: Server) -> Server:
         return Server(server.w, server.h[:0], server.mean[:0])
 
-    def judged(self, server: Server) -> Tensor:
+    def global_model(self, server: Server) -> Tensor:
         return server.mean if self.shown == "mean" else server.w
 
     def join(self, down: Server) -> Mine:
         return Mine(torch.zeros_like(down.w))
 
-    def phases(self) -> tuple[Phase, ...]:
+    def start(self, down: Server, mine: Mine, work: Work) -> Tensor | Moving:
         if self.alpha_by == "one":
-            return (Phase(self.step),)
-        # One batch that changes nothing, after which a client learns how much data it has.
-        sized = Phase(lambda at, *_: at, name="size", steps=1, cost=0.0, after=self.sized, keeps_statistics=False)
-        return (sized, Phase(self.step))
-
-    def start(self, down: Server, mine: Mine) -> Tensor | Moving:
-        return down.w if self.alpha_by == "one" else Moving(down.w, torch.full_like(down.w[0], self.alpha))
-
-    def memory(self, x: Tensor | Moving) -> Any:
-        return self.optimizer.init(self.model(x))
-
-    def sized(self, at: Carry, seen: Nothing, down: Server, mine: Mine, work: Work) -> tuple[Carry, Tensor]:
-        """alpha_k = alpha / (n_k K / N) for the steps that follow."""
-        alpha = self.alpha * self.sizes.double().mean() / work.examples
-        return at._replace(x=Moving(at.x.w, like(alpha, at.x.w))), torch.ones_like(alpha, dtype=torch.bool)
+            return down.w
+        alpha = self.alpha * self.setup.sizes.double().mean() / work.examples  # alpha_k
+        return Moving(down.w, like(alpha, down.w))
 
     def gradient(self, x: Tensor, batch: Batch, down: Server, mine: Mine) -> Tensor:
         return self.bent(x, self.alpha, batch, down, mine)
@@ -109,9 +94,6 @@ class FedDyn(Algorithm[Server, Mine, Update]):
         alpha = self.alpha if isinstance(x, Tensor) else x.alpha
         dw = self.model(x) - down.w
         return Update(dw), Mine(mine.g - alpha * dw)
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         h = server.h - like(self.alpha * inbox.total.dw / inbox.population, server.h)

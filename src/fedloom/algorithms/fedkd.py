@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Work, like
+from fedloom.algorithm import Algorithm, Carry, Costs, Inbox, Traits, Work, like
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import Batch
 
@@ -60,10 +60,8 @@ class Factored(NamedTuple):
     numbers: Tensor  # [] how many they are
 
 
-class FedKD(Algorithm[Server, Mine, Factored]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-    distinct: ClassVar[bool] = True
+class FedKD(Algorithm[Server, Mine, Factored], Costs):
+    family = "personal"
 
     mentee_lr: PositiveFloat = Field(0.005, description="learning rate of the mentee, the same in all rounds")
     energy_start: float = Field(0.95, gt=0, le=1, description="T_start: share of the squared singular values kept")
@@ -71,17 +69,15 @@ class FedKD(Algorithm[Server, Mine, Factored]):
     energy_rounds: PositiveInt = Field(50, description="R: rounds until T_end is reached; those of the run, say")
 
     @property
-    def weighs_examples(self) -> bool:
-        return False
-
-    @property
-    def gradients_per_step(self) -> float:
-        """Of the mentor and of the mentee."""
-        return 2.0
-
-    @property
-    def sends_to_all(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            served="post_fit",
+            distinct=True,
+            weighs_examples=False,
+            gradients_per_step=2.0,  # of the mentor and of the mentee
+            sends_to_all=True,
+            size_varies=True,
+        )
 
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros((), device=w.device), torch.tensor(w.numel(), device=w.device))
@@ -95,7 +91,7 @@ class FedKD(Algorithm[Server, Mine, Factored]):
     def join(self, down: Server) -> Mine:
         return Mine(self.task.w0, torch.eye(self.features()).to(down.w))
 
-    def start(self, down: Server, mine: Mine) -> Pair:
+    def start(self, down: Server, mine: Mine, work: Work) -> Pair:
         return Pair(mine.w, mine.W_h, down.w)
 
     def loss(self, x: Pair, batch: Batch, down: Server, mine: Mine) -> Tensor:
@@ -115,9 +111,6 @@ class FedKD(Algorithm[Server, Mine, Factored]):
 
     def finish(self, x: Pair, down: Server, mine: Mine, work: Work) -> tuple[Factored, Mine]:
         return factored(x.mentee - down.w, self.shapes(), self.energy(down.t)), Mine(x.w, x.W_h)
-
-    def weight(self, upload: Factored, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Factored]) -> Server:
         sent = factored(like(inbox.mean.dw, server.w), self.shapes(), self.energy(server.t))

@@ -50,15 +50,27 @@ running statistics do not matter. ``bn`` is where those come from that the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Held, Inbox, Nothing, Work, like
+from fedloom.algorithm import (
+    Algorithm,
+    Contributes,
+    Diagnoses,
+    Inbox,
+    Nothing,
+    OwnStatistics,
+    Setup,
+    Surveys,
+    Traits,
+    UsesProxy,
+    Work,
+    like,
+)
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Optimizer, sgd
 from fedloom.core.schema import other_than, over, when
@@ -103,12 +115,8 @@ class Moved(NamedTuple):
     slope: Tensor  # [1] |grad F_i(w)|^2 over all of the client's data; [0] where eq. 5 does not ask for it
 
 
-class FedLAW(Algorithm[Server, Nothing, Moved]):
-    linear: ClassVar[bool] = False
-    distinct: ClassVar[bool] = True
-    needs_proxy: ClassVar[bool] = True
-    bears_noise: ClassVar[bool] = True
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
+class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistics, Diagnoses, Contributes):
+    fedavg_when = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
     server_lr: Annotated[PositiveFloat, _LEARNS] = Field(
@@ -153,25 +161,26 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
         return self
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            each_upload=True,
+            distinct=True,
+            tolerates_noise=True,
+            weighs_examples=self.weighting == "samples",
+            equal_if_private=False,
+        )
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedLAW:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, FedLAW)
-        shrinking(task, self.shrink_exclude)  # which refuses what it does not know
-        return bound
+    def bind(self, setup: Setup) -> Self:
+        shrinking(setup.task, self.shrink_exclude)  # which refuses what it does not know
+        return super().bind(setup)
 
     def init(self, w: Tensor) -> Server:
-        none = torch.zeros(len(self.sizes), dtype=torch.float64, device=w.device)
+        none = torch.zeros(len(self.setup.sizes), dtype=torch.float64, device=w.device)
         return Server(w, none, none.clone(), none.new_ones(()), none.new_zeros(()))
 
     def send(self, server: Server) -> Server:
         nothing = server.lam[:0]
         return Server(server.w, nothing, nothing, nothing, nothing)
-
-    def join(self, down: Server) -> Nothing:
-        return ()
 
     @property
     def surveys(self) -> bool:
@@ -187,9 +196,6 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
 
     def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Moved, Nothing]:
         return Moved(x - down.w, squared_gradient(work.survey, work.examples) if self.surveys else down.w[:0]), ()
-
-    def weight(self, upload: Moved, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
 
     def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
         stack, shrinks = Stack(server.w, inbox.uploads.dw), shrinking(self.task, self.shrink_exclude)
@@ -233,10 +239,10 @@ class FedLAW(Algorithm[Server, Nothing, Moved]):
             bounds=Bounds(self.shrink_min, self.shrink_max),
         )
 
-    def counted(self, before: Server, inbox: Inbox[Moved], after: Server) -> Tensor:
+    def contributions(self, before: Server, inbox: Inbox[Moved], after: Server) -> Tensor:
         return after.lam[inbox.clients]
 
-    def told(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
         return shrink_diagnostics("weights", after.shrink, self.shrink_rule, self.learning)
 
 

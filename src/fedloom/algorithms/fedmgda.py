@@ -14,7 +14,7 @@ projected gradients, until the Frank-Wolfe gap, a certificate, is at most ``tole
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+from fedloom.algorithm import Averaging, Inbox, Nothing, Traits, Update, like
 
 Floats = NDArray[np.float64]
 
@@ -32,9 +32,7 @@ class Server(NamedTuple):
     t: Tensor  # [] rounds in which somebody moved
 
 
-class FedMGDA(Algorithm[Server, Nothing, Update]):
-    linear: ClassVar[bool] = False
-
+class FedMGDA(Averaging[Server, Nothing]):
     eta: PositiveFloat = Field(1.0, description="the server's step along the common direction")
     decay: float = Field(1.0, gt=0, le=1, description="factor of eta per round")
     epsilon: float = Field(0.1, ge=0, le=1, description="how far a weight may be from the client's share of the data")
@@ -42,17 +40,15 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
     tolerance: PositiveFloat = Field(1e-8, description="largest gap at which the weights are taken for optimal")
     max_iter: PositiveInt = Field(5000, description="most iterations of the solver")
 
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=True)
+
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros((), dtype=torch.float64, device=w.device))
 
     def send(self, server: Server) -> Server:
         return Server(server.w, server.t.new_empty(0))
-
-    def join(self, down: Server) -> Nothing:
-        return ()
-
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         moves = inbox.uploads.dw

@@ -16,14 +16,13 @@ As in the paper's experiments, adagrad is without memory of the direction (beta1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, Work, like
+from fedloom.algorithm import Averaging, Inbox, Nothing, Update, like
 from fedloom.core.schema import other_than, when
 
 
@@ -33,8 +32,8 @@ class Server(NamedTuple):
     v: Tensor  # [P]
 
 
-class FedOpt(Algorithm[Server, Nothing, Update]):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"rule": "sgd"}
+class FedOpt(Averaging[Server, Nothing]):
+    fedavg_when = {"rule": "sgd"}
 
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
@@ -51,12 +50,6 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
 
     def send(self, server: Server) -> Server:
         return Server(server.w, server.m[:0], server.v[:0])
-
-    def join(self, down: Server) -> Nothing:
-        return ()
-
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         d = like(inbox.mean.dw, server.w)

@@ -12,32 +12,31 @@ them by size, and so does ``preset = "code"``. FLGo does what the text says: ``p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedloom.algorithm import Model, Nothing
+from fedloom.algorithm import Configures, Model, Nothing, Traits
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.task import Batch
 
 
-class FedProx(FedAvg):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
-    partial_work: ClassVar[bool] = True
-    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": {"paper": {"weighting": "uniform"}}}
+class FedProx(FedAvg, Configures):
+    fedavg_when = {"mu": 0.0}
+    presets = {"preset": {"paper": {"weighting": "uniform"}}}
 
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
     preset: Literal["code", "paper"] = Field("code", description="who is drawn and how they count: see above")
 
     @property
-    def proximal(self) -> float:
-        return self.mu
+    def traits(self) -> Traits:
+        return super().traits._replace(partial_work=True, proximal=self.mu)
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
 
-    def doubts(self, lr: float, rounds: int) -> list[str]:
+    def warnings(self, lr: float, rounds: int) -> list[str]:
         growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
         return [growing] if lr * self.mu >= 2 else []
 

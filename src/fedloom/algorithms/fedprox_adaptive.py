@@ -13,13 +13,13 @@ The first round only sets the loss against which the second is held.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Nothing, Work, like
+from fedloom.algorithm import Algorithm, Diagnoses, Inbox, Nothing, Surveys, Traits, Work, like
 from fedloom.core.task import Batch
 
 
@@ -35,16 +35,14 @@ class Moved(NamedTuple):
     loss: Tensor  # [] F_k(w)
 
 
-class FedProxAdaptive(Algorithm[Server, Nothing, Moved]):
-    partial_work: ClassVar[bool] = True
-
+class FedProxAdaptive(Algorithm[Server, Nothing, Moved], Surveys, Diagnoses):
     mu: float = Field(0.0, ge=0, le=1, description="where mu starts: 0 if clients are alike, 1 if they are not")
     amount: float = Field(0.1, gt=0, le=1, description="by how much mu changes")
     patience: PositiveInt = Field(5, description="falls in a row before mu is lowered")
 
     @property
-    def surveys(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return super().traits._replace(partial_work=True)
 
     def init(self, w: Tensor) -> Server:
         scalar = torch.zeros((), device=w.device)
@@ -52,9 +50,6 @@ class FedProxAdaptive(Algorithm[Server, Nothing, Moved]):
 
     def send(self, server: Server) -> Server:
         return Server(server.w, server.mu, server.w[:0], server.w[:0])
-
-    def join(self, down: Server) -> Nothing:
-        return ()
 
     def survey(self, batch: Batch, down: Server, mine: Nothing) -> Tensor:
         return self.task.loss(down.w, batch) * batch.mask.sum()
@@ -75,5 +70,5 @@ class FedProxAdaptive(Algorithm[Server, Nothing, Moved]):
         mu = (server.mu + change).clamp(0, 1)
         return Server(server.w + like(dw, server.w), mu, loss, torch.where(patient, falls, 0.0))
 
-    def told(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Moved], after: Server) -> dict[str, Tensor]:
         return {"fedprox/mu": after.mu}

@@ -25,15 +25,27 @@ Every client starts from the common initial model. phi and h_k have an optimiser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Model, Phase, Update, Work, like
+from fedloom.algorithm import (
+    Adapts,
+    Averaging,
+    Carry,
+    Configures,
+    HasPhases,
+    Model,
+    Phase,
+    Setup,
+    TrainsParts,
+    Traits,
+    Update,
+    Work,
+)
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.optim import Optimizer
 from fedloom.core.schema import when
 from fedloom.core.task import Batch, Task, normalisation
 
@@ -68,11 +80,9 @@ class Layout(NamedTuple):
     whole: Tensor  # [P] where each parameter lies in the two parts, one after the other
 
 
-class FedRep(Algorithm[Model, Mine, Update]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    common: ClassVar[bool] = False
-    distinct: ClassVar[bool] = True
-    presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {"preset": PRESETS}
+class FedRep(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures):
+    family = "personal"
+    presets = {"preset": PRESETS}
 
     preset: Literal["fedrep", "fedper", "fedbabu", "fedbn"] = Field("fedrep", description="a named method: see above")
     private: Literal["head", "norm", "named"] = Field(
@@ -97,16 +107,19 @@ class FedRep(Algorithm[Model, Mine, Update]):
         return self
 
     @property
-    def served(self) -> Literal["pre_fit", "post_fit"]:  # type: ignore[override]
-        return "post_fit" if self.fitting() else "pre_fit"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            has_global_model=False,
+            distinct=True,
+            served="post_fit" if self.schedule == "body" else "pre_fit",
+            server_lr=self.server_lr,
+            weighs_examples=self.weighting == "samples",
+            equal_if_private=False,
+        )
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         # What normalises a client's data stays with it, statistics and all.
         return {"model": {"buffers": "local"}} if self.private == "norm" else {}
-
-    @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
 
     def memory(self, x: Any) -> Any:
         """The steps of the two parts are remembered apart where they are apart."""
@@ -117,10 +130,9 @@ class FedRep(Algorithm[Model, Mine, Update]):
         assert self._layout is not None, "bind() first"
         return self._layout
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> FedRep:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, FedRep)
-        bound._layout = lay_out(task, self.private, self.names)
+    def bind(self, setup: Setup) -> Self:
+        bound = super().bind(setup)
+        bound._layout = lay_out(setup.task, self.private, self.names)
         return bound
 
     def init(self, w: Tensor) -> Model:
@@ -129,7 +141,7 @@ class FedRep(Algorithm[Model, Mine, Update]):
     def join(self, down: Model) -> Mine:
         return Mine(self.task.w0[self.layout.h])
 
-    def start(self, down: Model, mine: Mine) -> Parts:
+    def start(self, down: Model, mine: Mine, work: Work) -> Parts:
         return Parts(down.w, mine.h)
 
     def model(self, x: Parts) -> Tensor:
@@ -139,7 +151,7 @@ class FedRep(Algorithm[Model, Mine, Update]):
         main = Phase(self.step)
         return (self.head_phase, main) if self.schedule == "alternate" else (main,)
 
-    def fitting(self) -> tuple[Phase, ...]:
+    def adaptation(self) -> tuple[Phase, ...]:
         return (self.head_phase,) if self.schedule == "body" else ()
 
     @property
@@ -168,14 +180,8 @@ class FedRep(Algorithm[Model, Mine, Update]):
     def finish(self, x: Parts, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x.phi - down.w), Mine(x.h)
 
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))
-
     def serve(self, down: Model, mine: Mine) -> Tensor:
-        return self.model(self.start(down, mine))
+        return self.model(Parts(down.w, mine.h))
 
 
 def lay_out(task: Task, private: str, names: tuple[str, ...]) -> Layout:

@@ -12,14 +12,13 @@ unequally many steps, the mean move is divided by the mean of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedloom.algorithm import Inbox, Model, Nothing, Update, Work, like
+from fedloom.algorithm import Inbox, Model, Nothing, Traits, Update, Work, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.task import Batch
 from fedloom.maths.sharpness import RhoSchedule, sam
@@ -36,7 +35,7 @@ class Walked(NamedTuple):
 
 
 class FedSAM(FedAvg):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"rho": 0.0}
+    fedavg_when = {"rho": 0.0}
 
     rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
     rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
@@ -46,14 +45,14 @@ class FedSAM(FedAvg):
     beta: float = Field(1.0, gt=0, le=1, description="weight of the client's own direction; below 1: MoFedSAM")
 
     @property
-    def gradients_per_step(self) -> float:
-        return 2.0 if self.rho else 1.0
+    def traits(self) -> Traits:
+        return super().traits._replace(gradients_per_step=2.0 if self.rho else 1.0)
 
     def init(self, w: Tensor) -> Model:
         return Model(w) if self.beta == 1 else cast(Model, Moving(w, torch.zeros_like(w)))
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
         g = sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)
         return g if self.beta == 1 else self.beta * g + (1 - self.beta) * cast(Moving, down).D
 

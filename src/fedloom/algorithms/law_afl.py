@@ -81,16 +81,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Held, Inbox, Nothing, Phase, Work
+from fedloom.algorithm import (
+    Algorithm,
+    Carry,
+    Configures,
+    Contributes,
+    Costs,
+    CountsRounds,
+    Diagnoses,
+    HasPhases,
+    Inbox,
+    Nothing,
+    OwnStatistics,
+    Phase,
+    PrivateSums,
+    Setup,
+    Surveys,
+    TrainsParts,
+    Traits,
+    UsesProxy,
+    Work,
+)
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.optim import Optimizer
 from fedloom.core.schema import GIVEN, other_than, over, when
 from fedloom.core.task import Batch, Task
 from fedloom.maths.data_quality import ProxyScores, data_quality, proxy_scores, quality_weights, trained_groups
@@ -203,12 +222,21 @@ class Seen(NamedTuple):
     slope: Any = ()  # [P] the sum of its gradients
 
 
-class LawAFL(Algorithm[Server, Nothing, Sent]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
-    linear: ClassVar[bool] = False
-    distinct: ClassVar[bool] = True
-    needs_proxy: ClassVar[bool] = True
-    needs_counts: ClassVar[bool] = True
+class LawAFL(
+    Algorithm[Server, Nothing, Sent],
+    Surveys,
+    HasPhases,
+    TrainsParts,
+    UsesProxy,
+    OwnStatistics,
+    CountsRounds,
+    PrivateSums,
+    Diagnoses,
+    Contributes,
+    Costs,
+    Configures,
+):
+    family = "closed_form"
 
     schedule: Literal["frozen", "warmup_then_analytic", "per_round"] = Field("frozen", description="see above")
     warmup: Annotated[PositiveInt, when(schedule="warmup_then_analytic")] = Field(
@@ -299,9 +327,12 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         check_bounds(1.0, self.learning.bounds, "head_")
         return self
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> LawAFL:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, LawAFL)
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=True, distinct=True)
+
+    def bind(self, setup: Setup) -> Self:
+        bound, task = super().bind(setup), setup.task
         check_head(task, self.bias)
         bound._parts = parts_of(task)
         if task.has_statistics and self.schedule != "frozen":
@@ -326,6 +357,10 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return faults
 
     @property
+    def sends_counts(self) -> bool:
+        return True
+
+    @property
     def sends_moves_and_sums(self) -> bool:
         return self.schedule == "per_round"
 
@@ -337,17 +372,13 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         """Whether clients send means over their examples, to hide how many these are."""
         return self.noise is not None and self.noise.of_means
 
-    def doubts(self, lr: float, rounds: int) -> list[str]:
+    def warnings(self, lr: float, rounds: int) -> list[str]:
         if self.schedule != "warmup_then_analytic" or rounds > self.warmup:
             return []
         return [f"algorithm.warmup = {self.warmup} of {rounds} rounds: the head is never solved for"]
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}} if self.schedule == "frozen" else {}
-
-    @property
-    def surveys(self) -> bool:
-        return True
 
     @property
     def survey_gradients(self) -> float:
@@ -381,28 +412,18 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if not self.trains:
             return ()
         passes = self.passes if self.fresh or self.schedule == "warmup_then_analytic" else None
-        main = Phase(self.step, passes=passes)
-        if self.depth == "all":
-            return (main,)
-        # One batch that changes nothing, after which a client knows of which classes its data is.
-        look = Phase(lambda at, *_: at, name="depth", steps=1, cost=0.0, after=self.deepened, keeps_statistics=False)
-        return (look._replace(passes=passes), main)
+        return (Phase(self.step, passes=passes),)
 
     def passes(self, mine: Nothing, work: Work) -> Tensor:
         """As many as there are, in rounds in which clients train."""
         trains = work.round % 2 == 0 if self.fresh else work.round < self.warmup
         return torch.where(trains, work.steps, 0)
 
-    def start(self, down: Server, mine: Nothing) -> Tensor | Deep:
-        return down.w if self.depth == "all" else Deep(down.w, torch.ones_like(down.w[0]))
-
-    def memory(self, x: Tensor | Deep) -> Any:
-        return self.optimizer.init(self.model(x))
-
-    def deepened(self, at: Carry, seen: Nothing, down: Server, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
-        """How deep a client trains in the steps that follow."""
+    def start(self, down: Server, mine: Nothing, work: Work) -> Tensor | Deep:
+        if self.depth == "all":
+            return down.w
         depth = trained_groups(work.survey.counts, int(self.parts.max()))
-        return at._replace(x=at.x._replace(depth=depth.to(at.x.w.dtype))), torch.ones_like(depth, dtype=torch.bool)
+        return Deep(down.w, depth.to(down.w.dtype))
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Nothing) -> Carry:
         if isinstance(at.x, Tensor):
@@ -421,7 +442,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         return not self.trains_in(round_) or (self.schedule == "per_round" and not self.fresh)
 
     def init(self, w: Tensor) -> Server:
-        n, d = len(self.sizes), feature_count(self.task, self.bias)
+        n, d = len(self.setup.sizes), feature_count(self.task, self.bias)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         registry = no_registry(n, d, self.classes, self.body(w, 0.0), dtype)
         if self.schedule == "per_round":
@@ -435,7 +456,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         claims, temperature = full(0, n, 2), full(self.temperature)
         return Server(w, full(0), registry, claims, models, statistics, full(0), temperature, full(0), full(_NONE))
 
-    def unheard(self, server: Server) -> Server:
+    def after_empty_round(self, server: Server) -> Server:
         return server._replace(t=server.t + 1, kappa=torch.zeros_like(server.kappa))
 
     def send(self, server: Server) -> Server:
@@ -457,9 +478,6 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
         if uploads.depth.numel():
             moved = int((self.parts <= uploads.depth).sum()) * uploads.dw.element_size()
         return moved + sent * each + tree.nbytes(uploads.slope)
-
-    def join(self, down: Server) -> Nothing:
-        return ()
 
     def trained_by(self, down: Server) -> bool:
         """Whether who is sent this trains, and sends how far it moved."""
@@ -497,7 +515,7 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     # -- at the server -------------------------------------------------------------------------------
     def update(self, server: Server, inbox: Inbox[Sent]) -> Server:
         trains, asks = self.trains_in(float(server.t)), self.asks_in(float(server.t))
-        server = self.unheard(server)  # the clock goes on, whoever is heard
+        server = self.after_empty_round(server)  # the clock goes on, whoever is heard
         if self.schedule != "per_round" and asks:
             return self.solved(server, inbox)
         after = self.trained(server, inbox) if trains else server
@@ -698,21 +716,21 @@ class LawAFL(Algorithm[Server, Nothing, Sent]):
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
         return mean if self.trains else before
 
-    def counted(self, before: Server, inbox: Inbox[Sent], after: Server) -> Tensor:
+    def contributions(self, before: Server, inbox: Inbox[Sent], after: Server) -> Tensor:
         """As models in rounds that train; else as statistics, which in ``fresh`` may all have been discarded."""
         if self.trains_in(float(before.t)):
             return after.models.lam[inbox.clients]
         lam = after.statistics.lam[inbox.clients]
         return lam if self.schedule != "per_round" or bool(after.kappa > 0) else torch.zeros_like(lam)
 
-    def told(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if self.trains_in(float(before.t)):
             found |= shrink_diagnostics("weights", after.models.shrink, self.shrink_rule, self.of_models)
         if self.asks_in(float(before.t)):
             found |= self.told_of_head(after)
         if self.schedule != "per_round":
-            known = torch.where(after.registry.known, self.sizes.to(before.t.device), 0).sum()
+            known = torch.where(after.registry.known, self.setup.sizes.to(before.t.device), 0).sum()
             found["analytic/examples"] = known / inbox.examples
         return found
 

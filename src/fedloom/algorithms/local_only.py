@@ -7,17 +7,17 @@ The other baseline of personalised methods: what a client reaches alone.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Work
 
 
 class LocalOnly(Algorithm[Model, Model, Nothing]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-    communicates: ClassVar[bool] = False
+    family = "personal"
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(communicates=False, served="post_fit")
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
@@ -25,7 +25,7 @@ class LocalOnly(Algorithm[Model, Model, Nothing]):
     def join(self, down: Model) -> Model:
         return down
 
-    def start(self, down: Model, mine: Model) -> Tensor:
+    def start(self, down: Model, mine: Model, work: Work) -> Tensor:
         return mine.w
 
     def finish(self, x: Tensor, down: Model, mine: Model, work: Work) -> tuple[Nothing, Model]:

@@ -15,19 +15,17 @@ encoder, as it is in FLGo; the paper puts a projection head on it: ``model.proje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from fedloom.algorithm import Algorithm, Held, Inbox, Model, Update, Work, like
+from fedloom.algorithm import Averaging, Model, Setup, Traits, Update, Work
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.optim import Optimizer
 from fedloom.core.schema import over, when
-from fedloom.core.task import Batch, Task
+from fedloom.core.task import Batch
 
 
 class Mine(NamedTuple):
@@ -35,9 +33,8 @@ class Mine(NamedTuple):
     seen: Tensor  # [] 1 once there is one
 
 
-class Moon(Algorithm[Model, Mine, Update]):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0}
-    distinct: ClassVar[bool] = True
+class Moon(Averaging[Model, Mine]):
+    fedavg_when = {"mu": 0.0}
 
     mu: NonNegativeFloat = Field(0.1, description="weight of the contrastive term")
     temperature: Annotated[PositiveFloat, when(mu=over(0))] = Field(
@@ -51,19 +48,17 @@ class Moon(Algorithm[Model, Mine, Update]):
     weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            distinct=True, server_lr=self.server_lr, weighs_examples=self.weighting == "samples", equal_if_private=False
+        )
 
-    def bind(self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None) -> Moon:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, Moon)
+    def bind(self, setup: Setup) -> Self:
+        task = setup.task
         if self.mu and task.fixed and not any(name.startswith("body.") for name in task.names):
             what = "MOON compares what the body makes before and after training, which is the same if it is frozen"
             raise ConfigError([Fault("model.freeze", what, "set algorithm.mu=0, or freeze less than the body")])
-        return bound
-
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
+        return super().bind(setup)
 
     def join(self, down: Model) -> Mine:
         return Mine(torch.zeros_like(down.w), torch.zeros(()).to(down.w))
@@ -85,9 +80,3 @@ class Moon(Algorithm[Model, Mine, Update]):
 
     def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x - down.w), Mine(x, torch.ones_like(mine.seen))
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.server_lr * inbox.mean.dw, server.w))

@@ -20,23 +20,21 @@ the curvature is above 1: hessian_free asks for a smaller alpha than first_order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Carry, Model, Nothing, Phase
+from fedloom.algorithm import Adapts, Carry, Model, Nothing, Phase, Traits
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.rng import fold
 from fedloom.core.schema import over, when
 from fedloom.core.task import Batch
 
 
-class PerFedAvg(FedAvg):
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = None
+class PerFedAvg(FedAvg, Adapts):
+    fedavg_when = None
 
     alpha: NonNegativeFloat = Field(0.05, description="learning rate of the step that makes the model a client's own")
     variant: Annotated[Literal["first_order", "hessian_free"], when(alpha=over(0))] = Field(
@@ -50,11 +48,12 @@ class PerFedAvg(FedAvg):
     )
 
     @property
-    def gradients_per_step(self) -> float:
-        """Two on halves of a batch, or four on thirds."""
-        return 1.0 if self.variant == "first_order" else 4 / 3
+    def traits(self) -> Traits:
+        """Two gradients on halves of a batch, or four on thirds."""
+        cost = 1.0 if self.variant == "first_order" else 4 / 3
+        return super().traits._replace(served="post_fit", gradients_per_step=cost)
 
-    def fitting(self) -> tuple[Phase, ...]:
+    def adaptation(self) -> tuple[Phase, ...]:
         return (Phase(self.adapt, name="adapt", steps=1),)
 
     def adapt(self, at: Carry, batch: Batch, down: Model, mine: Nothing) -> Carry:

@@ -15,14 +15,13 @@ clients, 1 to 3 for the others), ``clock`` by the simulated time at which the sl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Carry, Inbox, Model, Phase, Work, like
+from fedloom.algorithm import Carry, Costs, Inbox, Model, Phase, TrainsWhileWaiting, Traits, Work, like
 from fedloom.algorithms.fedala import FedALA, Mine
 from fedloom.core import rng, tree
 from fedloom.core.schema import other_than, over, when
@@ -58,8 +57,8 @@ class Wait(NamedTuple):
     memory: Any = ()  # the optimiser's at the upload, where that is what the next round begins with
 
 
-class PFedALA(FedALA):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"w_init": 1.0, "eta": 0.0}
+class PFedALA(FedALA, TrainsWhileWaiting, Costs):
+    fedavg_when = {"w_init": 1.0, "eta": 0.0}
 
     wait_mode: Literal["fixed", "clock", "wall"] = Field(
         "fixed", description="what says how many epochs fit: see above"
@@ -154,8 +153,8 @@ class PFedALA(FedALA):
         drawn = self.extra_min + (chance * (self.extra_max - self.extra_min + 1)).long()
         return torch.where(ids < self.slow_clients, 0, drawn)
 
-    def start(self, down: Model, mine: Mine) -> Wait:  # type: ignore[override]
-        walk = super().start(down, mine)
+    def start(self, down: Model, mine: Mine, work: Work) -> Wait:  # type: ignore[override]
+        walk = super().start(down, mine, work)
         return Wait(*walk, sent=walk.w, mean=walk.w, epochs=walk.passes)
 
     def uploaded(self, at: Carry, down: Model, mine: Mine) -> Carry:
@@ -188,9 +187,6 @@ class PFedALA(FedALA):
         whose = work.client if self.divided else ()
         return Sent(x.sent - down.w, whose), Mine(x.mean, x.W, torch.ones_like(mine.seen), mine.seen)
 
-    def model(self, x: Wait) -> Tensor:
-        return x.w
-
     # -- aggregation centres ----------------------------------------------------------------------------
     @property
     def divided(self) -> bool:
@@ -198,8 +194,8 @@ class PFedALA(FedALA):
         return self.centres > 1 and self.topology != "replicated"
 
     @property
-    def hears_each(self) -> bool:
-        return self.divided
+    def traits(self) -> Traits:
+        return super().traits._replace(each_upload=self.divided, size_varies=True)
 
     def init(self, w: Tensor) -> Model:
         return cast(Model, Centres(w, w.expand(self.centres, -1).contiguous())) if self.divided else Model(w)
@@ -210,7 +206,7 @@ class PFedALA(FedALA):
     def sent_bytes(self, down: Model) -> int:
         return tree.nbytes(down) * (self.centres if self.fused == "client" else 1)
 
-    def upload_bytes(self, uploads: Sent) -> int:  # type: ignore[override]
+    def upload_bytes(self, uploads: Sent) -> int:
         copies = {"replicated": self.centres, "sharded": 1, "overlap": self.copies}[self.topology]
         return tree.nbytes(uploads.dw) * copies
 

@@ -18,13 +18,12 @@ BatchNorm's statistics are those of w_k.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Inbox, Model, Update, Work, like
+from fedloom.algorithm import Averaging, Carry, Configures, Model, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -39,10 +38,8 @@ class Pair(NamedTuple):
     theta: Tensor  # [P] its own
 
 
-class PFedMe(Algorithm[Model, Mine, Update]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "personal"
-    served: ClassVar[Literal["pre_fit", "post_fit"]] = "post_fit"
-    distinct: ClassVar[bool] = True
+class PFedMe(Averaging[Model, Mine], TrainsParts, Configures):
+    family = "personal"
 
     lam: NonNegativeFloat = Field(15.0, description="lambda: how strongly a client's own model is held near the common")
     inner_steps: PositiveInt = Field(5, description="K: steps of a client's own model for each batch")
@@ -51,29 +48,26 @@ class PFedMe(Algorithm[Model, Mine, Update]):
     weighting: Literal["uniform", "samples"] = Field("uniform", description="count clients alike, or by their data")
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            served="post_fit",
+            distinct=True,
+            gradients_per_step=float(self.inner_steps),
+            server_lr=self.beta,
+            weighs_examples=self.weighting == "samples",
+            equal_if_private=False,
+        )
 
-    def doubts(self, lr: float, rounds: int) -> list[str]:
+    def warnings(self, lr: float, rounds: int) -> list[str]:
         rates = {"local.lr": lr, "algorithm.inner_lr": self.inner_lr}
         growing = "from 2 on, the proximal steps grow instead of shrink"
         return [f"{k} x algorithm.lam is {r * self.lam:g}: {growing}" for k, r in rates.items() if r * self.lam >= 2]
 
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
-
     def join(self, down: Model) -> Mine:
         return Mine(down.w)
 
-    def start(self, down: Model, mine: Mine) -> Pair:
+    def start(self, down: Model, mine: Mine, work: Work) -> Pair:
         return Pair(down.w, down.w)
-
-    def memory(self, x: Pair) -> Any:
-        return self.optimizer.init(x.w)
-
-    @property
-    def gradients_per_step(self) -> float:
-        return float(self.inner_steps)
 
     def step(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
         w, theta = at.x
@@ -84,12 +78,6 @@ class PFedMe(Algorithm[Model, Mine, Update]):
 
     def finish(self, x: Pair, down: Model, mine: Mine, work: Work) -> tuple[Update, Mine]:
         return Update(x.w - down.w), Mine(x.theta)
-
-    def weight(self, upload: Update, work: Work) -> Tensor:
-        return work.examples if self.weighs_examples else torch.ones_like(work.examples)
-
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        return Model(server.w + like(self.beta * inbox.mean.dw, server.w))
 
     def serve(self, down: Model, mine: Mine) -> Tensor:
         return mine.theta

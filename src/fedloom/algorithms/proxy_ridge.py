@@ -9,44 +9,45 @@ better than one that the same examples give alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Held, Inbox, Model, Nothing, Phase, Update, Work
-from fedloom.core.optim import Optimizer
-from fedloom.core.task import Task
+from fedloom.algorithm import (
+    Averaging,
+    Configures,
+    Contributes,
+    HasPhases,
+    Inbox,
+    Model,
+    Nothing,
+    OwnStatistics,
+    Phase,
+    Setup,
+    Update,
+    UsesProxy,
+    Work,
+)
 from fedloom.maths.linear_head import check_head, with_head
 from fedloom.maths.proxy_set import proxy_features
 from fedloom.maths.ridge import default_ridge, solve, statistics
 
 
-class ProxyRidge(Algorithm[Model, Nothing, Update]):
-    family: ClassVar[Literal["server", "personal", "closed_form", "gossip"]] = "closed_form"
-    needs_proxy: ClassVar[bool] = True
+class ProxyRidge(Averaging[Model, Nothing], HasPhases, UsesProxy, OwnStatistics, Contributes, Configures):
+    family = "closed_form"
 
     ridge: NonNegativeFloat = Field(1e-3, description="rho in units of the mean eigenvalue of X'X")
     bias: bool = Field(False, description="give the head a bias, as a constant feature")
 
-    def bind(
-        self, task: Task, optimizer: Optimizer, sizes: Tensor | None = None, proxy: Held | None = None
-    ) -> ProxyRidge:
-        bound = super().bind(task, optimizer, sizes, proxy)
-        assert isinstance(bound, ProxyRidge)
-        check_head(task, self.bias)
-        return bound
+    def bind(self, setup: Setup) -> Self:
+        check_head(setup.task, self.bias)
+        return super().bind(setup)
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "all"}}
 
     def phases(self) -> tuple[Phase, ...]:
-        return ()
-
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
-
-    def join(self, down: Model) -> Nothing:
         return ()
 
     def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
@@ -61,5 +62,5 @@ class ProxyRidge(Algorithm[Model, Nothing, Update]):
     def statistics(self, before: Tensor, mean: Tensor, server: Model) -> Tensor:
         return before
 
-    def counted(self, before: Model, inbox: Inbox[Update], after: Model) -> Tensor | None:
+    def contributions(self, before: Model, inbox: Inbox[Update], after: Model) -> Tensor | None:
         return None  # no client does

@@ -13,14 +13,12 @@ the paper, with ``cohort.sampling = "proportional"``; drawn uniformly, all clien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Work, like
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Surveys, Traits, Work, like
 from fedloom.core.task import Batch
 
 
@@ -29,26 +27,19 @@ class Fair(NamedTuple):
     h: Tensor  # []
 
 
-class QFedAvg(Algorithm[Model, Nothing, Fair]):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"q": 0.0}
-    fedavg_as: ClassVar[Mapping[str, Any]] = {"weighting": "uniform"}
+class QFedAvg(Algorithm[Model, Nothing, Fair], Surveys):
+    fedavg_when = {"q": 0.0}
+    fedavg_as = {"weighting": "uniform"}
 
     q: NonNegativeFloat = Field(1.0, description="how much fairness counts; 0 is FedAvg with clients counted alike")
     loss_floor: PositiveFloat = Field(1e-8, description="added to a loss, whose negative powers must stay finite")
 
     @property
-    def surveys(self) -> bool:
-        return True
-
-    @property
-    def weighs_examples(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return super().traits._replace(weighs_examples=False)
 
     def init(self, w: Tensor) -> Model:
         return Model(w)
-
-    def join(self, down: Model) -> Nothing:
-        return ()
 
     def survey(self, batch: Batch, down: Model, mine: Nothing) -> Tensor:
         return self.task.loss(down.w, batch) * batch.mask.sum()
@@ -58,9 +49,6 @@ class QFedAvg(Algorithm[Model, Nothing, Fair]):
         dw = x - down.w
         h = self.q * F ** (self.q - 1) / work.lr * dw.square().sum() + F**self.q
         return Fair(F**self.q * dw, h), ()
-
-    def weight(self, upload: Fair, work: Work) -> Tensor:
-        return torch.ones_like(work.examples)
 
     def update(self, server: Model, inbox: Inbox[Fair]) -> Model:
         return Model(server.w + like(inbox.total.dw / inbox.total.h, server.w))

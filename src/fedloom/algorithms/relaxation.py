@@ -16,21 +16,32 @@ enough, ||grad F_k(w_k) + mu (w_k - w)|| <= gamma ||grad F_k(w)||; ``local.epoch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Carry, Inbox, Model, Nothing, Phase, Update, Work
+from fedloom.algorithm import (
+    Carry,
+    HasPhases,
+    Inbox,
+    Model,
+    Nothing,
+    OwnStatistics,
+    Phase,
+    Surveys,
+    Traits,
+    Update,
+    Work,
+)
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.core.schema import under, when
 from fedloom.core.task import Batch
 
 
-class Relaxation(FedProx):
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"mu": 0.0, "alpha": 0.0}
+class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
+    fedavg_when = {"mu": 0.0, "alpha": 0.0}
 
     mu: NonNegativeFloat = Field(1.0, description="how strongly a client is held near the model it was sent")
     alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
@@ -47,8 +58,8 @@ class Relaxation(FedProx):
         return self
 
     @property
-    def sends_to_all(self) -> bool:
-        return self.broadcast == "all"
+    def traits(self) -> Traits:
+        return super().traits._replace(sends_to_all=self.broadcast == "all", relaxation=self.alpha)
 
     @property
     def surveys(self) -> bool:

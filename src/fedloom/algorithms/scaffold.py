@@ -12,13 +12,13 @@ Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Lear
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Work, like
+from fedloom.algorithm import Algorithm, Inbox, Surveys, Traits, Work, like
 from fedloom.core.task import Batch
 
 
@@ -36,14 +36,21 @@ class Moved(NamedTuple):
     dc: Tensor  # [P] divided by what the move counts, so that the server's sum counts every client once
 
 
-class Scaffold(Algorithm[Server, Mine, Moved]):
-    plain_sgd: ClassVar[bool] = True
-    distinct: ClassVar[bool] = True
-    mirrored: ClassVar[bool] = True  # c is the mean of all c_i
-
+class Scaffold(Algorithm[Server, Mine, Moved], Surveys):
     option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
     weighting: Literal["uniform", "samples"] = Field("uniform", description="how clients count in the model's mean")
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(
+            plain_sgd=True,
+            distinct=True,
+            mirrored=True,  # c is the mean of all c_i
+            weighs_examples=self.weighting == "samples",
+            equal_if_private=False,
+            server_lr=self.server_lr,
+        )
 
     @property
     def surveys(self) -> bool:
@@ -52,10 +59,6 @@ class Scaffold(Algorithm[Server, Mine, Moved]):
     @property
     def survey_gradients(self) -> float:
         return float(self.surveys)
-
-    @property
-    def weighs_examples(self) -> bool:
-        return self.weighting == "samples"
 
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros_like(w))
@@ -75,14 +78,9 @@ class Scaffold(Algorithm[Server, Mine, Moved]):
         else:
             renewed = mine.c - down.c + (down.w - x) / (work.steps.clamp(min=1) * work.lr)
         c = torch.where(work.steps > 0, renewed, mine.c)
-        return Moved(x - down.w, (c - mine.c) / self._counts(work)), Mine(c)
-
-    def weight(self, upload: Moved, work: Work) -> Tensor:
-        return self._counts(work)
+        sent = Moved(x - down.w, c - mine.c)
+        return sent._replace(dc=sent.dc / self.weight(sent, work)), Mine(c)
 
     def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
         w = server.w + like(self.server_lr * inbox.mean.dw, server.w)
         return Server(w, server.c + like(inbox.total.dc / inbox.population, server.c))
-
-    def _counts(self, work: Work) -> Tensor:
-        return work.examples if self.weighting == "samples" else torch.ones_like(work.examples)

@@ -9,13 +9,11 @@ than the same examples give when they are simply trained on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, Work, like
+from fedloom.algorithm import Averaging, Inbox, Model, Nothing, Update, UsesProxy
 from fedloom.core.optim import Optimizer, adam, sgd
 from fedloom.core.schema import over, when
 from fedloom.maths.proxy_set import proxy_gradients
@@ -23,9 +21,8 @@ from fedloom.maths.proxy_set import proxy_gradients
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 
 
-class ServerFinetune(Algorithm[Model, Nothing, Update]):
-    needs_proxy: ClassVar[bool] = True
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = {"server_epochs": 0}
+class ServerFinetune(Averaging[Model, Nothing], UsesProxy):
+    fedavg_when = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
     server_lr: Annotated[PositiveFloat, when(server_epochs=over(0))] = Field(
@@ -38,17 +35,8 @@ class ServerFinetune(Algorithm[Model, Nothing, Update]):
         128, description="examples in a step of the server"
     )
 
-    def init(self, w: Tensor) -> Model:
-        return Model(w)
-
-    def join(self, down: Model) -> Nothing:
-        return ()
-
-    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        return Update(x - down.w), ()
-
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
-        w = server.w + like(inbox.mean.dw, server.w)
+        w = super().update(server, inbox).w
         optimizer = _OPTIMIZERS[self.server_optimizer]
         memory, lr = optimizer.init(w), w.new_tensor(self.server_lr)
         for epoch in proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address):

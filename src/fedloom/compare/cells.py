@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.compare.grid import Axis, Method, Point, points
 from fedloom.compare.rules import Asked, is_algorithm_setting
 from fedloom.core.errors import ConfigError, Fault
@@ -151,12 +152,12 @@ def with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
 
     Otherwise the clients of different methods would train on different rows.
     """
-    uses = [cell for cell in cells if cell.config.algorithm.needs_proxy]
+    uses = [cell for cell in cells if needs_proxy(cell.config.algorithm)]
     kept = {(cell.place, cell.seed): cell.config.proxy for cell in reversed(uses)}
     out, changed = [], False
     for cell in cells:
         config, proxy = cell.config, kept.get((cell.place, cell.seed))
-        if proxy is not None and not config.algorithm.needs_proxy and config.proxy.size is None:
+        if proxy is not None and not needs_proxy(config.algorithm) and config.proxy.size is None:
             proxy = proxy.model_copy(update={"size": "auto"} if proxy.size is None else {})
             config, changed = config._replace(proxy=proxy), True
         out.append(cell.with_config(config))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Diagnoses
 from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.metrics import Auc
@@ -20,7 +20,7 @@ def metric_names(config: Config) -> set[str]:
     alg, evaluate = config.algorithm, config.evaluate
     found = {"bytes": ["up", "down", "busiest"], "work": ["gradients"], "time": ["simulated"]}
     found |= _of_trust(config) | _of_models(config) | _of_clients(config)
-    found |= {} if alg.waits else {"staleness": ["mean", "max"]}
+    found |= {} if alg.traits.synchronous else {"staleness": ["mean", "max"]}
     names = {f"{place}/{name}" for place, ends in found.items() for name in ends}
     return names.union(*(RECORDED[name] for name in evaluate.diagnostics if alg.family != "gossip"))
 
@@ -44,7 +44,7 @@ def _of_models(config: Config) -> dict[str, list[str]]:
         found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
         found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
         found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
-    elif alg.communicates and alg.common:
+    elif alg.traits.communicates and alg.traits.has_global_model:
         found |= {"global/test": tested} | ({"global/train": plain} if evaluate.train else {})
     if evaluate.flatness is not None:
         found |= {f"{'consensus' if alg.family == 'gossip' else 'global'}/flatness": ["R0", "R1"]}
@@ -58,7 +58,7 @@ def _of_clients(config: Config) -> dict[str, list[str]]:
         return {}
     measured = ["accuracy", "loss", *_areas(config)]
     spread = [f"{name}{end}" for name in measured for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
-    found = {f"personal/{config.algorithm.served}/test": spread} if evaluate.personal else {}
+    found = {f"personal/{config.algorithm.traits.served}/test": spread} if evaluate.personal else {}
     if evaluate.participants:
         found |= {"participants/pre_fit/test": spread, "participants/post_fit/test": spread}
     return found
@@ -96,7 +96,7 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
 
 def reports_itself(config: Config) -> bool:
     """Whether the algorithm also records values of its own, under names that only a run shows."""
-    return "updates" in config.evaluate.diagnostics and type(config.algorithm).told is not Algorithm.told
+    return "updates" in config.evaluate.diagnostics and isinstance(config.algorithm, Diagnoses)
 
 
 def _switches(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any]]:

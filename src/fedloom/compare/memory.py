@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from fedloom.algorithm import Setup
+from fedloom.algorithm.capabilities import lane_size
 from fedloom.core import tree
 from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
 from fedloom.engine.local import lane_limit
@@ -51,15 +53,15 @@ def memory_of(config: Config) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             task = config.model.task(data.shape, data.classes)
-        alg = config.algorithm.bind(task, config.local.optimiser(), torch.ones(clients))
+        alg = config.algorithm.bind(Setup(task, config.local.optimiser(), torch.ones(clients)))
         state = tree.nbytes(alg.join(alg.send(alg.init(task.w0))))
     except Exception:  # a fault of the configuration or of a user's code: the cell itself will report it
         return unknown
     together = clients if alg.family == "gossip" else config.cohort.size or min(10, clients)
-    lanes = min(together, config.engine.lanes or lane_limit(task, torch.device("cpu"), alg.lane_size))
+    lanes = min(together, config.engine.lanes or lane_limit(task, torch.device("cpu"), lane_size(alg)))
     nodes = 3 * tree.nbytes(task.w0) if alg.family == "gossip" else 0
     kept = clients * (state + nodes) if config.engine.store == "ram" else 0
-    return _PROCESS + data.bytes + lanes * _MATRICES * (tree.nbytes(task.w0) + 4 * alg.lane_size + state) + kept
+    return _PROCESS + data.bytes + lanes * _MATRICES * (tree.nbytes(task.w0) + 4 * lane_size(alg) + state) + kept
 
 
 class Extent(NamedTuple):

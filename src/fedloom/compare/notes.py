@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fedloom.algorithm.capabilities import defaults_of
 from fedloom.compare.cells import Cell
 from fedloom.compare.grid import Axis
 from fedloom.core import tree
@@ -52,7 +53,7 @@ def _unlike(cells: Sequence[Cell]) -> list[str]:
         by_place.setdefault(cell.place, {}).setdefault(cell.method.label, cell)
     for here in by_place.values():
         for section in ("local", "model"):
-            keys = {key for cell in here.values() for key in cell.config.algorithm.defaults().get(section, {})}
+            keys = {key for cell in here.values() for key in defaults_of(cell.config.algorithm).get(section, {})}
             for key in sorted(keys):
                 found |= dict.fromkeys(_apart(f"{section}.{key}", list(here.values())))
     return list(found)

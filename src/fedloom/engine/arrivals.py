@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.capabilities import sent_bytes, upload_bytes
 from fedloom.core import rng, tree
 from fedloom.core.errors import DivergedError
 from fedloom.engine.clock import Present
@@ -69,9 +70,9 @@ def first_sent(exp: Experiment, state: RunState) -> UnderWay:
 
 
 def traffic_of(exp: Experiment, state: RunState) -> Traffic:
-    if not exp.algorithm.communicates:
+    if not exp.algorithm.traits.communicates:
         return Traffic(0, 0)
-    sent = exp.algorithm.sent_bytes(exp.algorithm.send(state.server)) + tree.nbytes(exp.travelling(state.buffers))
+    sent = sent_bytes(exp.algorithm, exp.algorithm.send(state.server)) + tree.nbytes(exp.travelling(state.buffers))
     return Traffic(sent, upload_size(exp, state))
 
 
@@ -154,9 +155,9 @@ def _taken(
             keep(exp, store, trained, part.ids)
             tally = add(tally, part)
             gradients += float(outcome.gradients.sum())
-            up += alg.upload_bytes(outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers))
+            up += upload_bytes(alg, outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers))
             did += client_work(ids, outcome.steps.long().tolist(), None)
-    after = state._replace(up=state.up + (up if alg.communicates else 0), gradients=state.gradients + gradients)
+    after = state._replace(up=state.up + (up if alg.traits.communicates else 0), gradients=state.gradients + gradients)
     if tally.total is not None:
         heard = inbox(tally, exp.federation.train.sizes, (exp.seed, int(now.steps)))
         after = after._replace(server=alg.update(state.server, heard))

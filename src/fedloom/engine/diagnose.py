@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
+from fedloom.algorithm.capabilities import contributions_of, diagnostics_of, phases_of, trains_in
 from fedloom.core.task import Batch, Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import accepts
@@ -96,7 +97,7 @@ def gamma(exp: Experiment, moves: Moves, w: Tensor) -> dict[str, float]:
 
     gamma_k = ||grad F_k(w_k) + mu (w_k - w)|| / ||grad F_k(w)||; a client at a stationary point has none.
     """
-    mu = exp.algorithm.proximal
+    mu = exp.algorithm.traits.proximal
     there = full_gradients(exp.task, exp.federation, moves.ids, w + moves.dw) + mu * moves.dw
     here = full_gradients(exp.task, exp.federation, moves.ids, w.expand_as(moves.dw))
     size = torch.linalg.vector_norm(here.double(), dim=1)
@@ -383,7 +384,7 @@ def training_chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, f
 
 def _held_chunks(exp: Experiment, buffers: Tensor) -> list[tuple[Batch, float]]:
     """The same of the rows that the server has of its own, if it has any."""
-    held = exp.algorithm.own_rows
+    held = exp.algorithm.setup.proxy
     if held is None:
         return []
     pieces = zip(torch.split(held.x, _ROWS), torch.split(held.y, _ROWS), strict=True)
@@ -407,7 +408,7 @@ def diagnose(
     found: dict[str, float] = {}
     if "updates" in wanted:
         found |= of_updates(moves, w, exp.algorithm.send(after).w)
-        found |= {name: float(value) for name, value in exp.algorithm.told(before, heard, after).items()}
+        found |= {name: float(value) for name, value in diagnostics_of(exp.algorithm, before, heard, after).items()}
     if "gamma" in wanted or "rho" in wanted:
         found |= gamma(exp, moves, w)
     if "dissimilarity" in wanted or "rho" in wanted:
@@ -417,18 +418,18 @@ def diagnose(
     if "variance" in wanted:
         found |= variance(exp, moves.ids, w)
     if "weights" in wanted:
-        weights = exp.algorithm.counted(before, heard, after)
+        weights = contributions_of(exp.algorithm, before, heard, after)
         found |= {} if weights is None else of_weights(weights)
     kept = exp.task.buffers0 if buffers is None else buffers
     if "hessian" in wanted:
-        found |= hessian(exp, exp.algorithm.judged(after), kept)
+        found |= hessian(exp, exp.algorithm.global_model(after), kept)
     # Where nobody trains there are no models that weights could mix.
-    trains = bool(exp.algorithm.phases()) and exp.algorithm.trains_in(heard.address[1])
+    trains = bool(phases_of(exp.algorithm)) and trains_in(exp.algorithm, heard.address[1])
     mixed = "hessian_weights" in wanted and trains
-    weights = exp.algorithm.counted(before, heard, after) if mixed else None
+    weights = contributions_of(exp.algorithm, before, heard, after) if mixed else None
     if weights is not None and bool(weights.sum() > 0):
         here = weights[torch.searchsorted(heard.clients, moves.ids.to(heard.clients.device))].to(w.device)
-        shrink = exp.algorithm.told(before, heard, after).get("weights/shrink", torch.ones(()))
+        shrink = diagnostics_of(exp.algorithm, before, heard, after).get("weights/shrink", torch.ones(()))
         found |= hessian_weights(exp, moves, w, Weighing(here / here.sum(), shrink.to(here)), kept)
     return found
 
@@ -442,11 +443,11 @@ def _is_stated(exp: Experiment) -> bool:
     alg, sampling, sizes = exp.algorithm, exp.cohort.sampling, exp.federation.train.sizes
     plain = exp.guard is None and exp.aggregation.rule == "mean" and not exp.bad
     plain = plain and exp.system.deadline is None and exp.system.dropout == 0
-    plain = plain and (exp.system.stragglers == 0 or accepts(exp.system, partial=alg.partial_work))
-    if not plain or getattr(alg, "server_lr", 1.0) != 1:
+    plain = plain and (exp.system.stragglers == 0 or accepts(exp.system, partial=alg.traits.partial_work))
+    if not plain or alg.traits.server_lr != 1:
         return False
     alike = bool((sizes == sizes[0]).all()) and sampling in ("uniform", "proportional", "all")
-    return alike or (sampling == "all" if alg.weighs_examples else sampling == "proportional")
+    return alike or (sampling == "all" if alg.traits.weighs_examples else sampling == "proportional")
 
 
 def _rho(exp: Experiment, w: Tensor, found: dict[str, float], draws: int) -> dict[str, float]:
@@ -454,10 +455,10 @@ def _rho(exp: Experiment, w: Tensor, found: dict[str, float], draws: int) -> dic
     bound = smoothness(exp)
     L, L_minus = (bound, 0.0) if bound is not None else curvature(exp, w)
     known = {"theory/L": L} if bound is not None else {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}
-    mu, B, g = exp.algorithm.proximal, found.get("dissimilarity/B"), found.get("gamma/max")
+    mu, B, g = exp.algorithm.traits.proximal, found.get("dissimilarity/B"), found.get("gamma/max")
     rates: dict[str, float | None] = {}
     if mu and B is not None and g is not None and _is_stated(exp):
-        theory = Theory(mu, g, B, L, L_minus, draws, float(getattr(exp.algorithm, "alpha", 0.0)))
+        theory = Theory(mu, g, B, L, L_minus, draws, exp.algorithm.traits.relaxation)
         rates = {"theory/rho": rho_paper(theory), "theory/rho_direct": rho_direct(theory)}
         rates["theory/rho_fedprox"] = rho_fedprox(theory)
     applying = {name: value for name, value in rates.items() if value is not None}

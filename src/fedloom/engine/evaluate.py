@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, jvp
 
+from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.engine.diagnose import training_chunks
@@ -91,9 +92,9 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
     """The common model, where there is one, on rows that are nobody's own."""
     if exp.algorithm.family == "gossip":
         return _network(exp, state, store)
-    if not (exp.algorithm.communicates and exp.algorithm.common):
+    if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
         return {}
-    model = exp.algorithm.judged(state.server)
+    model = exp.algorithm.global_model(state.server)
     found = _common("global/test", exp, model, state.buffers)
     if exp.evaluate.train:
         rows = exp.federation.train.rows.to(exp.device)
@@ -182,13 +183,13 @@ def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str,
     judged = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0) & living(exp, state), exp.evaluate.clients)
     if not len(judged):
         return {}
-    shared = alg.family in ("server", "closed_form") and not alg.fitting() and exp.buffers == "average"
+    shared = alg.family in ("server", "closed_form") and not adaptation_of(alg) and exp.buffers == "average"
     if shared:
-        found = _judge_shared(exp, judged, alg.judged(state.server), state.buffers)
+        found = _judge_shared(exp, judged, alg.global_model(state.server), state.buffers)
     else:
         mine = models_of(exp, state, store, exp.ranks.own(judged))
         found = joint(exp, judged, Verdicts.cat([judge(exp, part) for part in mine]))
-    return summary(f"personal/{alg.served}/test", found, shared=shared)
+    return summary(f"personal/{alg.traits.served}/test", found, shared=shared)
 
 
 def judge(exp: Experiment, part: Judged) -> Verdicts:
@@ -300,7 +301,7 @@ def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
 
 def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
     """The clients' own models, as many at a time as may be stacked."""
-    if exp.algorithm.fitting():
+    if adaptation_of(exp.algorithm):
         yield from _fitted(exp, state, store, ids)
         return
     for part in torch.split(ids, exp.lanes):
@@ -317,7 +318,7 @@ def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor)
 
 def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
     """The same on every rank, whoever keeps the clients' states; ``ids`` in order."""
-    if exp.ranks.size == 1 or not (exp.keeps_state(state) or exp.algorithm.fitting()):
+    if exp.ranks.size == 1 or not (exp.keeps_state(state) or adaptation_of(exp.algorithm)):
         yield from models_of(exp, state, store, ids)
         return
     form = Judged(ids[:0], exp.task.w0.expand(0, -1), exp.task.buffers0.expand(0, -1))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.capabilities import phases_of, sent_bytes, survey_gradients, trains_in, upload_bytes
 from fedloom.core import tree
 from fedloom.engine.arrivals import moved_on, traffic_of
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
@@ -43,7 +44,7 @@ def forecast(exp: Experiment) -> Iterator[Spent]:
 
 def _star(exp: Experiment) -> Iterator[Spent]:
     alg, start = exp.algorithm, _start(exp)
-    down = alg.sent_bytes(alg.send(start.server)) + tree.nbytes(exp.travelling(start.buffers))
+    down = sent_bytes(alg, alg.send(start.server)) + tree.nbytes(exp.travelling(start.buffers))
     up = _upload(exp, start) + tree.nbytes(exp.travelling(start.buffers))
     spent = Spent()
     while True:
@@ -52,9 +53,9 @@ def _star(exp: Experiment) -> Iterator[Spent]:
         ids = present.drawn.ids
         moved = 0
         ahead = foresee_lateness(exp, state, present, down) if len(ids) else Lateness(ids)
-        if alg.communicates:
+        if alg.traits.communicates:
             sent = len(ids) - len(ahead.late)
-            moved = down * (exp.federation.clients if alg.sends_to_all else present.called) + up * sent
+            moved = down * (exp.federation.clients if alg.traits.sends_to_all else present.called) + up * sent
         gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps, ahead.extra)
         spent = Spent(spent.rounds + 1, gradients, spent.bytes + moved, spent.busiest + moved)
         yield spent
@@ -102,7 +103,7 @@ def _start(exp: Experiment) -> RunState:
 
 
 def _upload(exp: Experiment, start: RunState) -> int:
-    return exp.algorithm.upload_bytes(tree.tmap(lambda x: x[None], example_upload(exp, start)))
+    return upload_bytes(exp.algorithm, tree.tmap(lambda x: x[None], example_upload(exp, start)))
 
 
 def _gradients(
@@ -111,12 +112,13 @@ def _gradients(
     """The gradients that these clients take in a round of so many ``steps`` [K] each; ``extra``: epochs while they
     wait."""
     alg, sizes = exp.algorithm, exp.federation.train.sizes[ids]
-    per_epoch, trains = amounts(exp.local, sizes).per_epoch, alg.trains_in(round_)
-    total = float(per_epoch.sum()) * alg.survey_gradients if trains else 0.0
-    for phase in alg.phases():
+    per_epoch, trains = amounts(exp.local, sizes).per_epoch, trains_in(alg, round_)
+    total = float(per_epoch.sum()) * survey_gradients(alg) if trains else 0.0
+    for phase in phases_of(alg):
         if phase.is_main:
             whole = torch.ceil(steps / per_epoch.clamp(min=1)) * per_epoch
-            total += float((alg.gradients_per_step * steps + phase.look_gradients * whole).sum()) if trains else 0.0
+            each = alg.traits.gradients_per_step
+            total += float((each * steps + phase.look_gradients * whole).sum()) if trains else 0.0
         elif phase.waiting:
             epochs = torch.tensor([(extra or {}).get(i, 0) for i in ids.tolist()], dtype=torch.int64)
             total += float((epochs * extent(exp.local, sizes, phase, 1).steps).sum())

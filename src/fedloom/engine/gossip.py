@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Inbox
+from fedloom.algorithm.capabilities import gossip_facts, upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError, SplitError
 from fedloom.data.arrays import Ints
@@ -80,7 +81,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         )
     mixed = _exchanged(exp, state, store, done)
     payload = node_payload(
-        exp, alg.upload_bytes(tree.take(done.outcome.uploads, slice(0, 1))), done.outcome.buffers[:1]
+        exp, upload_bytes(alg, tree.take(done.outcome.uploads, slice(0, 1))), done.outcome.buffers[:1]
     )
     sent, traffic = payload * int(mixed.messages.sum() // 2), payload * mixed.messages
     steps = done.outcome.steps.long().tolist()
@@ -330,7 +331,7 @@ def delivered(
 
 def _has_columns(exp: Experiment, state: RunState, mail: Mail) -> bool:
     """Whether nodes can be given some columns of what they hear at a time."""
-    if not exp.algorithm.columnwise or exp.device.type != "cpu" or is_dense(mail.weights):
+    if not gossip_facts(exp.algorithm).columnwise or exp.device.type != "cpu" or is_dense(mail.weights):
         return False
     whole = all(leaf.dim() == 2 for leaf in tree.leaves(mail.uploads))
     return whole and columns_of((mail.uploads, state.server)) is not None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.capabilities import idle_epochs, phases_of
 from fedloom.engine.clock import Present
 from fedloom.engine.state import ClientWork, Experiment, RunState
 from fedloom.engine.uploads import upload_size
@@ -26,10 +27,10 @@ class Lateness(NamedTuple):
 def foresee_lateness(exp: Experiment, state: RunState, present: Present, down: int) -> Lateness:
     """Who will be late, and who will wait how long; free where there is no deadline and nobody trains on."""
     ids, alg = present.drawn.ids, exp.algorithm
-    if exp.system.deadline is None and not any(phase.waiting for phase in alg.phases()):
+    if exp.system.deadline is None and not any(phase.waiting for phase in phases_of(alg)):
         return Lateness(ids[:0])
-    table = exp.timetable(state.round, present, upload_size(exp, state) if alg.communicates else 0, down)
-    extra = alg.idle_epochs(ids, table.wait, table.epoch, (exp.seed, state.round))
+    table = exp.timetable(state.round, present, upload_size(exp, state) if alg.traits.communicates else 0, down)
+    extra = idle_epochs(alg, ids, table.wait, table.epoch, (exp.seed, state.round))
     late = ids[~table.on_time]
     return Lateness(late, None if extra is None else dict(zip(ids.tolist(), extra.tolist(), strict=True)))
 

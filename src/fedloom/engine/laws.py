@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Carry, Held, Noise, Work
+from fedloom.algorithm import AnyAlgorithm, Carry, Held, Noise, Setup, Work
+from fedloom.algorithm.capabilities import defaults_of, memory_of, private_sums, survey_of
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, FedloomError
@@ -32,7 +33,7 @@ from fedloom.engine.clock import System
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.exchange import Tally, add, inbox, keep_finite
 from fedloom.engine.lateness import foresee_lateness
-from fedloom.engine.local import AnyAlgorithm, Executor, train
+from fedloom.engine.local import Executor, train
 from fedloom.engine.plan import Address, Cohort, Group, plans
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
@@ -80,7 +81,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
 
 def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
     """A client that is too late is not heard; it keeps what it learned, unless the server keeps count of it."""
-    if cls.family == "gossip" or not cls.waits:
+    if cls.family == "gossip" or not cls().traits.synchronous:
         return  # without a server, or with one that waits for nobody, there is nothing to be late for
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
     state, store, present = begin(world), _store(world), world.present(0)
@@ -93,7 +94,7 @@ def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
     late = tree.tmap(lambda x: x[ahead.late], (before, after.clients))
     if not len(ahead.late) or not tree.leaves(late):
         return
-    if world.algorithm.mirrored:
+    if world.algorithm.traits.mirrored:
         _agree(*late, "the states of late clients before and after the round", exactly=True)
     elif _alike(*late) and not _alike(
         before, _after(_world(cls, executor="loop", cohort=Cohort(sampling="all")), 1)[1]
@@ -107,7 +108,7 @@ def _alike(old: Any, new: Any) -> bool:
 
 def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
     """A class whose server keeps the mean of its clients' states says so by `mirrored`."""
-    if cls.family == "gossip" or cls.mirrored:
+    if cls.family == "gossip" or cls().traits.mirrored:
         return
     world = _world(cls, cohort=Cohort(sampling="all"))
     server, clients = _after(world, 2)
@@ -147,10 +148,10 @@ def ram_is_disk(cls: type[AnyAlgorithm]) -> None:
 def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
     """No function of the algorithm writes into what it is given."""
     alg, down, mine, batch = _one_client(cls)
-    x = alg.start(down, mine)
-    at = Carry(x, alg.memory(x))
     work = _work(alg, batch, down, mine)
-    _untouched("start", alg.start, down, mine)
+    x = alg.start(down, mine, work)
+    at = Carry(x, memory_of(alg, x))
+    _untouched("start", alg.start, down, mine, work)
     _untouched("step", alg.step, at, batch, down, mine)
     moved = alg.step(at, batch, down, mine).x
     _untouched("finish", alg.finish, moved, down, mine, work)
@@ -165,9 +166,10 @@ def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
 def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
     """The states of server and clients keep their structure, shapes and data types."""
     alg, down, mine, batch = _one_client(cls)
-    x = alg.start(down, mine)
-    moved = alg.step(Carry(x, alg.memory(x)), batch, down, mine).x
-    _, kept = alg.finish(moved, down, mine, _work(alg, batch, down, mine))
+    work = _work(alg, batch, down, mine)
+    x = alg.start(down, mine, work)
+    moved = alg.step(Carry(x, memory_of(alg, x)), batch, down, mine).x
+    _, kept = alg.finish(moved, down, mine, work)
     _same_form(mine, kept, "a client's state")
     world = _world(cls)
     first = begin(world)
@@ -302,8 +304,9 @@ def _world(
     local = local or Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(sizes), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
+    setup = Setup(task, local.optimiser(), federation.train.sizes, proxy, first_lr=local.lr)
     return Experiment(
-        algorithm=cls(**(settings or {})).bind(task, local.optimiser(), federation.train.sizes, proxy).paced(local.lr),
+        algorithm=cls(**(settings or {})).bind(setup),
         task=task,
         federation=federation,
         local=local,
@@ -324,7 +327,7 @@ def _first_round(world: Experiment, state: RunState, store: ClientStore, groups:
     tally = Tally()
     for group in groups:
         outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
-        tally = add(tally, keep_finite(group.ids, outcome, torch.ones(1)), keep=world.algorithm.hears_each)
+        tally = add(tally, keep_finite(group.ids, outcome, torch.ones(1)), keep=world.algorithm.traits.each_upload)
     return world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes, (world.seed, 0)))
 
 
@@ -377,7 +380,7 @@ def _observed(cls: type[AnyAlgorithm], settings: variation.Settings, world: str)
     try:
         exp = _TRIALS[world](cls, dict(settings))
         state, store = begin(exp), _store(exp)
-        seen: list[Any] = [exp.algorithm.defaults()]
+        seen: list[Any] = [defaults_of(exp.algorithm)]
         for _ in range(3):
             done = advance_watched(exp, state, store)
             state = done.state
@@ -399,15 +402,17 @@ def _trial(cls: type[AnyAlgorithm], settings: dict[str, Any], **how: Any) -> Exp
     local = Local(batch=32, epochs=2, lr=how.pop("lr", 0.1), momentum=0.5, schedule="exponential", decay=0.7)
     system = System(speed=100.0, speed_spread=1.0, latency=0.1)
     world = _world(cls, settings=settings, local=local, system=system, **how)
-    looks = world.algorithm.communicates and world.algorithm.common
+    looks = world.algorithm.traits.communicates and world.algorithm.traits.has_global_model
     return replace(world, evaluate=Evaluate(diagnostics=("updates", "weights") if looks else ()))
 
 
 def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
     world = _trial(cls, settings)
-    if world.algorithm.against_noise(local=True):
+    sums = private_sums(world.algorithm)
+    if sums is None or sums.against_noise(local=True):
         raise ConfigError([])
-    return replace(world, algorithm=world.algorithm.told_of_noise(Noise(1.0, 0.5, 0.5)))
+    alg = world.algorithm
+    return replace(world, algorithm=alg.bind(alg.setup._replace(noise=Noise(1.0, 0.5, 0.5))))
 
 
 def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
@@ -456,7 +461,7 @@ def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]
 
 def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
     """The work of a client that has this one batch."""
-    survey = alg.survey(batch, down, mine) if alg.surveys else ()
+    survey = survey_of(alg, batch, down, mine)
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
     return Work(2 * one, batch.mask.sum(), 0.1 * one, zero, survey, torch.tensor(3), one)
 

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom.algorithm import Algorithm, Carry, Phase, Work
+from fedloom.algorithm import AnyAlgorithm, Carry, Phase, Work
+from fedloom.algorithm.capabilities import (
+    adaptation_of,
+    has_survey,
+    memory_of,
+    model_of,
+    phases_of,
+    survey_gradients,
+    survey_of,
+    trains_in,
+)
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import Batch, Capture, Task
@@ -28,7 +38,6 @@ from fedloom.engine import graphs
 from fedloom.engine.plan import Group, again, once
 
 Executor: TypeAlias = Literal["loop", "lanes"]
-AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
 Step: TypeAlias = Callable[[Carry, Batch, Any, Any], Carry]
 Look: TypeAlias = Callable[[Batch, Any, Any, Any], Any]
 
@@ -133,21 +142,19 @@ def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wat
 
 def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool) -> Outcome:
     group, over = group.to(fed.x.device), _over(alg.task)
-    if alg.surveys:
-        found = _looks(alg.task, lambda b, _, down, mine: alg.survey(b, down, mine), fed, group.ids, (), given)
-        group = group._replace(work=group.work._replace(survey=found))
+    group = _surveyed(alg, fed, group, given)
 
     def finish(at: Any, down: Any, mine: Any, work: Work) -> tuple[Any, Any, Tensor]:
         upload, state = alg.finish(at, down, mine, work)
         return upload, state, alg.weight(upload, work)
 
     def models(at: Carry) -> Any:
-        return over(lambda x, _: alg.model(x), (0, 0))(at.x, group.work) if watched else ()
+        return over(lambda x, _: model_of(alg, x), (0, 0))(at.x, group.work) if watched else ()
 
-    now, begun, prelude = _begin(alg, group, given), None, {phase.name for phase in alg.fitting()}
-    if alg.survey_gradients and alg.trains_in(group.plan.address.round):
-        now = now._replace(gradients=_passed(now.gradients, alg.survey_gradients, group.per_epoch))
-    phases = alg.phases()
+    now, begun, prelude = _begin(alg, group, given), None, {phase.name for phase in adaptation_of(alg)}
+    if survey_gradients(alg) and trains_in(alg, group.plan.address.round):
+        now = now._replace(gradients=_passed(now.gradients, survey_gradients(alg), group.per_epoch))
+    phases = phases_of(alg)
     if not phases:  # nobody trains, so that there are no steps of training
         now = now._replace(group=group._replace(work=group.work._replace(steps=torch.zeros_like(group.work.steps))))
     for phase in phases:
@@ -167,13 +174,21 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
 def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
     """The models [K, P] with which these clients predict once they have fitted what they were sent, and the
     statistics of these models."""
-    group = group.to(fed.x.device)
+    group = _surveyed(alg, fed, group.to(fed.x.device), given)
     now = _begin(alg, group, given)
     with arithmetic(alg.task):
-        for phase in alg.fitting():
+        for phase in adaptation_of(alg):
             now = _run(alg, phase, fed, now, given)
-    models = _over(alg.task)(lambda x, _: alg.model(x), (0, 0))(now.at.x, group.work)
+    models = _over(alg.task)(lambda x, _: model_of(alg, x), (0, 0))(now.at.x, group.work)
     return graphs.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
+
+
+def _surveyed(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Group:
+    """The group with what its clients see in all of their data, where the method asks for that."""
+    if not has_survey(alg):
+        return group
+    found = _looks(alg.task, lambda b, _, down, mine: survey_of(alg, b, down, mine), fed, group.ids, (), given)
+    return group._replace(work=group.work._replace(survey=found))
 
 
 class Now(NamedTuple):
@@ -186,7 +201,7 @@ class Now(NamedTuple):
 
     def spent(self, alg: AnyAlgorithm, phase: Phase, steps: list[int]) -> Tensor:
         """The gradients that were evaluated after so many more steps [K] of a phase."""
-        return _passed(self.gradients, alg.gradients_per_step if phase.is_main else float(phase.cost > 0), steps)
+        return _passed(self.gradients, alg.traits.gradients_per_step if phase.is_main else float(phase.cost > 0), steps)
 
 
 def _passed(gradients: Tensor, each: float, batches: list[int]) -> Tensor:
@@ -195,14 +210,12 @@ def _passed(gradients: Tensor, each: float, batches: list[int]) -> Tensor:
 
 
 def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
-    # The work is mapped even where it is not used: vmap needs one mapped argument, and stateless
-    # clients of one server have no other.
     over = _over(alg.task)
-    x = over(lambda down, mine, _: alg.start(down, mine), (given.down_dim, 0, 0))(given.down, given.mine, group.work)
+    x = over(alg.start, (given.down_dim, 0, 0))(given.down, given.mine, group.work)
     none = torch.zeros(len(group.ids), dtype=torch.float64, device=given.buffers.device)
     if given.memory is not None:
         return Now(group, Carry(x, given.memory), given.buffers, none)
-    memory = over(lambda v, _: alg.memory(v), (0, 0))(x, group.work)
+    memory = over(lambda v, _: memory_of(alg, v), (0, 0))(x, group.work)
     return Now(group, Carry(x, memory), given.buffers, none)
 
 
@@ -424,7 +437,7 @@ def _descend_one(
             continue
         try:
             if phase.keeps_statistics:
-                buffers = alg.task.statistics(alg.model(at.x), batch)
+                buffers = alg.task.statistics(model_of(alg, at.x), batch)
             at = phase.step(at, batch, given.down, given.mine)
         except ValueError as error:  # torch's word for a batch with nothing to take a variance of
             what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"

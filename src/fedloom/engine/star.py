@@ -17,6 +17,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Inbox
+from fedloom.algorithm.capabilities import (
+    after_empty_round,
+    contributions_of,
+    sent_bytes,
+    statistics_after,
+    upload_bytes,
+)
 from fedloom.core import tree
 from fedloom.engine.clock import Present
 from fedloom.engine.diagnose import Moves, diagnose
@@ -110,7 +117,7 @@ def star_round(exp: Experiment, state: RunState, store: ClientStore, screen: Scr
     after = _accounted(exp, state, called, arrived)
     if nobody:  # all were late
         found = arrived.scores.named(exp)
-        after = after._replace(server=exp.algorithm.unheard(state.server))
+        after = after._replace(server=after_empty_round(exp.algorithm, state.server))
     else:
         received = combine(exp, state, arrived.tally)
         after = step(exp, after, arrived.tally, received)
@@ -122,9 +129,9 @@ def call_clients(exp: Experiment, state: RunState) -> Called:
     """Who takes part, what each of them is sent, and who will be late."""
     alg, present = exp.algorithm, exp.present(state.round)
     down = 0
-    if alg.communicates:
-        down = alg.sent_bytes(alg.send(state.server)) + tree.nbytes(exp.travelling(state.buffers))
-    received = state.down + down * (exp.federation.clients if alg.sends_to_all else present.called)
+    if alg.traits.communicates:
+        down = sent_bytes(alg, alg.send(state.server)) + tree.nbytes(exp.travelling(state.buffers))
+    received = state.down + down * (exp.federation.clients if alg.traits.sends_to_all else present.called)
     due = exp.evaluate.due(state.round + 1, exp.rounds)
     wanted = Wanted(due and bool(exp.evaluate.diagnostics), due and exp.evaluate.participants, due and bool(exp.bad))
     none = present.drawn.ids[:0]
@@ -155,18 +162,18 @@ def receive(
     outcome = as_sent(exp, state.round, ids, trained.outcome, len(called.ids))
     times = called.times(ids)
     part = screen(ids, outcome, times)
-    keep(exp, store, trained, late.on_time(part.ids) if alg.mirrored else part.ids)
+    keep(exp, store, trained, late.on_time(part.ids) if alg.traits.mirrored else part.ids)
     work = GroupWork(ids, outcome.steps, outcome.gradients.sum())
     if len(late.late):
         rows = (~torch.isin(ids, late.late)).nonzero().squeeze(1)
         outcome = tree.take(outcome, rows.to(exp.device))
         part = keep_finite(ids[rows], outcome, times[rows])
-    each = wanted.diagnostics or alg.hears_each or exp.aggregation.rule != "mean" or wanted.bad_weights
+    each = wanted.diagnostics or alg.traits.each_upload or exp.aggregation.rule != "mean" or wanted.bad_weights
     return Arrived(
         tally=add(arrived.tally, part, keep=each),
         moves=(*arrived.moves, (part.ids, part.outcome.models, part.weights)) if wanted.diagnostics else (),
         scores=arrived.scores.with_group(exp, trained) if wanted.participants else arrived.scores,
-        bytes=arrived.bytes + alg.upload_bytes(outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers)),
+        bytes=arrived.bytes + upload_bytes(alg, outcome.uploads) + tree.nbytes(exp.travelling(outcome.buffers)),
         senders=arrived.senders + len(outcome.weights),
         work=(*arrived.work, work),
         uploads=outcome.uploads,
@@ -188,7 +195,7 @@ def step(exp: Experiment, state: RunState, tally: Tally, received: Inbox[Any]) -
     """The server after the algorithm's step, and the running statistics."""
     server = exp.algorithm.update(state.server, received)
     mean = (tally.buffers / tally.weight).to(state.buffers.dtype)
-    return state._replace(server=server, buffers=exp.algorithm.statistics(state.buffers, mean, server))
+    return state._replace(server=server, buffers=statistics_after(exp.algorithm, state.buffers, mean, server))
 
 
 def record(
@@ -217,11 +224,11 @@ def settled(state: RunState, done: Finished) -> Round:
 def _accounted(exp: Experiment, state: RunState, called: Called, arrived: Arrived) -> RunState:
     """The round's number, bytes, simulated time and privacy; its server is not there yet."""
     each = 0
-    if exp.algorithm.communicates:
+    if exp.algorithm.traits.communicates:
         each = arrived.bytes // arrived.senders if arrived.senders else upload_size(exp, state)
     return state._replace(
         round=state.round + 1,
-        up=state.up + (arrived.bytes if exp.algorithm.communicates else 0),
+        up=state.up + (arrived.bytes if exp.algorithm.traits.communicates else 0),
         down=called.received,
         seconds=state.seconds + exp.timetable(state.round, called.present, each, called.down).next_,
         ledger=_charged(exp, state, called.ids, arrived.uploads),
@@ -239,7 +246,7 @@ def _without_clients(exp: Experiment, state: RunState) -> RunState:
     """The state after a round without clients: as it was, or moved by the noise that hides just that."""
     guard = exp.guard
     if guard is None or guard.weight is None:
-        return state._replace(server=exp.algorithm.unheard(state.server))
+        return state._replace(server=after_empty_round(exp.algorithm, state.server))
     address, sizes = (exp.seed, state.round), exp.federation.train.sizes
     total = empty_round_noise(guard, example_upload(exp, state), state.round)
     weight, senders, population, examples = torch.tensor(
@@ -252,7 +259,7 @@ def _without_clients(exp: Experiment, state: RunState) -> RunState:
 
 def _bad_weights(exp: Experiment, before: Any, received: Inbox[Any], after: Any) -> dict[str, float]:
     """How much bad clients counted in this round, where that is known."""
-    weights = exp.algorithm.counted(before, received, after)
+    weights = contributions_of(exp.algorithm, before, received, after)
     if weights is None:
         return {}
     found = mass(weights, torch.isin(received.clients, torch.tensor(exp.bad, device=received.clients.device)))

@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.algorithm import AnyAlgorithm, Work
+from fedloom.algorithm.capabilities import has_survey, memory_of, phases_of, survey_gradients, survey_of, trains_in
 from fedloom.core import tree
 from fedloom.core.optim import Local
 from fedloom.core.task import Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
-from fedloom.engine.local import AnyAlgorithm, Executor, Given, mapped
+from fedloom.engine.local import Executor, Given, mapped, plain_batch
 from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.settings import Evaluate
@@ -111,7 +113,7 @@ class Experiment:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the server takes each upload when it arrives."""
-        return not self.algorithm.waits
+        return not self.algorithm.traits.synchronous
 
     @property
     def captures(self) -> bool:
@@ -156,9 +158,20 @@ class Experiment:
 
     def blank(self, down: Any) -> Kept:
         """What is kept of a client that was sent ``down`` and has not trained yet."""
-        mine = self.algorithm.join(down)
-        memory = self.algorithm.memory(self.algorithm.start(down, mine)) if self.keeps_memory else ()
+        mine, memory = self.algorithm.join(down), ()
+        if self.keeps_memory:
+            first = self.algorithm.start(down, mine, self.example_work(down, mine, self.task.buffers0))
+            memory = memory_of(self.algorithm, first)
         return Kept(mine, self.task.buffers0 if self.keeps_buffers else (), memory)
+
+    def example_work(self, down: Any, mine: Any, buffers: Tensor) -> Work:
+        """The work of client 0 with one example and one step, to see of what uploads and states consist."""
+        one = torch.ones((), device=self.device)
+        survey: Any = ()
+        if has_survey(self.algorithm):
+            batch = plain_batch(self.federation, self.federation.train.rows[:1], one[None], buffers)
+            survey = survey_of(self.algorithm, batch, down, mine)
+        return Work(one, one, one, one, survey, torch.zeros((), dtype=torch.int64, device=self.device), one)
 
     def present(self, round_: int) -> Present:
         """Who takes part in this round, and how far; in a network without a server, everybody who can train."""
@@ -174,7 +187,7 @@ class Experiment:
         drawn = draw(self.cohort, sizes, chance, round_)
         amount = amounts(self.local, sizes[drawn.ids])
         epochs = self.local.epochs if self.local.steps is None else 1
-        partial = self.algorithm.partial_work
+        partial = self.algorithm.traits.partial_work
         return attend(self.system, drawn, amount, epochs, (self.seed, round_), partial=partial)
 
     def timetable(self, round_: int, present: Present, up: int, down: int) -> Timetable:
@@ -182,12 +195,12 @@ class Experiment:
         ids = present.drawn.ids
         amount = amounts(self.local, self.federation.train.sizes[ids])
         epoch = amount.size.double()
-        phases = self.algorithm.phases()
+        phases = phases_of(self.algorithm)
         beside = [p for p in phases if not p.waiting and not p.is_main and not p.rare]
-        trains = self.algorithm.trains_in(round_)
-        passes = sum(p.cost * (p.epochs or 0) for p in beside) + trains * self.algorithm.survey_gradients
+        trains = trains_in(self.algorithm, round_)
+        passes = sum(p.cost * (p.epochs or 0) for p in beside) + trains * survey_gradients(self.algorithm)
         steps = sum(p.cost * (p.steps or 0) for p in beside)
-        each = self.algorithm.gradients_per_step
+        each = self.algorithm.traits.gradients_per_step
         cost = next((each + p.look_gradients for p in phases if p.is_main and trains), 0.0)
         main = cost * epoch * present.steps / amount.per_epoch.clamp(min=1)
         load = Load(main, cost * epoch, passes * epoch + steps * amount.width)

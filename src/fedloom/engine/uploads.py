@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Work
+from fedloom.algorithm.capabilities import upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.engine.local import Outcome, plain_batch
+from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment, RunState
 from fedloom.trust.corruption import poisoned
 from fedloom.trust.mechanism import protected
@@ -25,7 +25,8 @@ def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders
     if exp.guard is None:
         return outcome
     weights = outcome.weights
-    if type(exp.algorithm).weight is Algorithm.weight:
+    examples = exp.federation.train.sizes[ids].to(weights)
+    if exp.algorithm.traits.equal_if_private and torch.equal(weights, examples):
         weights = torch.ones_like(weights)
     elif not bool((weights == 1).all()):
         what = f"{type(exp.algorithm).__name__} weighs clients by what they did, which the weights would tell"
@@ -36,19 +37,12 @@ def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders
 def upload_size(exp: Experiment, state: RunState) -> int:
     """Bytes of an upload, from one of a client that has not trained: their number does not depend on its values."""
     upload = tree.tmap(lambda x: x[None], example_upload(exp, state))
-    return exp.algorithm.upload_bytes(upload) + tree.nbytes(exp.travelling(state.buffers))
+    return upload_bytes(exp.algorithm, upload) + tree.nbytes(exp.travelling(state.buffers))
 
 
 def example_upload(exp: Experiment, state: RunState) -> Any:
     """The upload of a client that has not trained, to see of what it consists."""
-    alg, one = exp.algorithm, torch.ones((), device=exp.device)
-    down = alg.send(state.server)
+    alg, down = exp.algorithm, exp.algorithm.send(state.server)
     mine = alg.join(down)
-    survey: Any = ()
-    if alg.surveys:
-        survey = alg.survey(
-            plain_batch(exp.federation, exp.federation.train.rows[:1], one[None], state.buffers), down, mine
-        )
-    first = torch.zeros((), dtype=torch.int64, device=exp.device)
-    work = Work(one, one, one, one, survey, first, one)
-    return alg.finish(alg.start(down, mine), down, mine, work)[0]
+    work = exp.example_work(down, mine, state.buffers)
+    return alg.finish(alg.start(down, mine, work), down, mine, work)[0]

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.algorithm import Carry, Held, Phase, Work
+from fedloom.algorithm import AnyAlgorithm, Carry, Held, Phase, Setup, Work
+from fedloom.algorithm.capabilities import has_survey, memory_of, phases_of, sent_bytes, survey_of, upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Local, optimizers, takes
@@ -21,7 +22,6 @@ from fedloom.core.schema import explained, kinds
 from fedloom.core.task import Batch, Task
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
-from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model, Net
 from fedloom.runs.find import algorithms, find_algorithm, user_algorithms
@@ -123,15 +123,16 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
     task = Task(Net(nn.Linear(30, 5), 5, 4), lanes=True)
     proxy = Held(torch.ones(8, 30), torch.arange(8) % 4)
-    alg = cls().bind(task, Local().optimiser(), torch.full((10,), 10), proxy)
+    alg = cls().bind(Setup(task, Local().optimiser(), torch.full((10,), 10), proxy, first_lr=Local().lr))
     server = alg.init(task.w0)
     down = alg.send(server)
     mine = alg.join(down)
     one = torch.ones(())
     batch = Batch(torch.ones(2, 30), torch.zeros(2).long(), torch.ones(2), one.long(), 0 * one, one, torch.zeros(0))
-    survey = alg.survey(batch, down, mine) if alg.surveys else ()
+    survey = survey_of(alg, batch, down, mine)
+    work = Work(one, one, one, one, survey, one.long(), one)
     with torch.no_grad():
-        upload, kept = alg.finish(alg.start(down, mine), down, mine, Work(one, one, one, one, survey, one.long(), one))
+        upload, kept = alg.finish(alg.start(down, mine, work), down, mine, work)
 
     def times(count: float) -> str:
         return f"{count:.3g} x model" if count else "nothing"
@@ -141,10 +142,10 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
 
     def traced(phase: Phase) -> str:
         """Why the steps of a phase cannot be taken side by side, as far as a CPU can tell; mostly empty."""
-        x = alg.start(down, mine)
+        x = alg.start(down, mine, work)
 
         def lane(x: Any, *b: Tensor) -> list[Tensor]:
-            return tree.leaves(phase.step(Carry(x, alg.memory(x)), Batch(*b), down, mine))
+            return tree.leaves(phase.step(Carry(x, memory_of(alg, x)), Batch(*b), down, mine))
 
         try:
             make_fx(torch.func.vmap(lane))(*tree.tmap(lambda leaf: leaf[None], (x, *batch)))
@@ -152,7 +153,7 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
             return str(error).split("\n")[0].partition(". ")[0]
         return ""
 
-    phases = alg.phases()
+    phases = phases_of(alg)
     refused = [why for phase in phases if (why := traced(phase))]
     replayed = "are recorded once and replayed, in lanes"
     if refused:
@@ -160,20 +161,20 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
-        f"family: {alg.family}; uploads are {'needed one by one' if alg.hears_each else 'summed'}"
-        + ("; each client looks at all of its data once before it trains" if alg.surveys else ""),
+        f"family: {alg.family}; uploads are {'needed one by one' if alg.traits.each_upload else 'summed'}"
+        + ("; each client looks at all of its data once before it trains" if has_survey(alg) else ""),
         f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
         f"on a GPU: local steps {replayed}" if phases else "on a GPU: there are no local steps",
     ]
-    if not alg.communicates:
+    if not alg.traits.communicates:
         return [*lines, "bytes: nothing is sent"]
     if alg.family == "gossip":
         return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
     one_model = tree.nbytes(task.w0)
     if alg.family == "closed_form":
         lines.append("a net with 5 features and 4 classes is meant; sums grow with the square of the features")
-    received = times(alg.sent_bytes(down) / one_model)
-    sent = times(alg.upload_bytes(tree.tmap(lambda x: x[None], upload)) / one_model)
+    received = times(sent_bytes(alg, down) / one_model)
+    sent = times(upload_bytes(alg, tree.tmap(lambda x: x[None], upload)) / one_model)
     return [*lines, f"bytes: {received} down and {sent} up for each client and round"]
 
 

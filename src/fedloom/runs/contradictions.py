@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core.errors import Fault
 from fedloom.engine.clock import never_trains
 from fedloom.trust import corruption, privacy, robust
@@ -22,7 +23,7 @@ def contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[
             fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
             faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
     if alg is not None and cohort is not None:
-        if cohort.sampling == "proportional" and alg.weighs_examples and not alg.distinct:
+        if cohort.sampling == "proportional" and alg.traits.weighs_examples and not alg.traits.distinct:
             why = f"counts a client's data twice: once in the draw, once in the mean of {type(alg).__name__}"
             fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "use uniform or all"
             faults.append(Fault("cohort.sampling", f"'proportional' {why}", fix))
@@ -38,25 +39,22 @@ def contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[
         if alg.family != "gossip" and system is not None:
             everybody = cohort.sampling in ("all", "poisson")
             most = getattr(partition, "clients", None) if everybody else cohort.size or 10
-            if never_trains(system, most, partial=alg.partial_work):
+            if never_trains(system, most, partial=alg.traits.partial_work):
                 what = f"late clients are left out, and so many are late that nobody trains (got {system.stragglers})"
                 faults.append(Fault("system.stragglers", what, "lower it, or set system.policy=partial"))
         evaluate = chosen.get("evaluate")
-        if evaluate is not None and evaluate.diagnostics and not (alg.communicates and alg.common):
+        shares = alg.traits.communicates and alg.traits.has_global_model
+        if evaluate is not None and evaluate.diagnostics and not shares:
             what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"
             faults.append(Fault("evaluate.diagnostics", f"{what} (got {list(evaluate.diagnostics)})", "leave them out"))
-        if evaluate is not None and evaluate.flatness and not (alg.communicates and alg.common):
+        if evaluate is not None and evaluate.flatness and not shares:
             what = f"there is no common model with {type(alg).__name__} whose loss could be flat"
             faults.append(Fault("evaluate.flatness", f"{what} (got {evaluate.flatness:g})", "leave it out"))
         faults += _against_arrivals(alg, chosen)
         faults += _against_trust(alg, cohort, chosen) + _against_the_network(alg, chosen.get("topology"))
         if alg.family != "gossip" and "topology" in table:
             faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
-        if (
-            not (alg.communicates and alg.common)
-            and getattr(partition, "holdout", None) == 0
-            and _kind(partition) != "natural"
-        ):
+        if not shares and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":
             why = "there is no common model to judge, and no client holds out rows of its own"
             faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
     return faults
@@ -77,7 +75,7 @@ _OF_ROUNDS: dict[str, tuple[tuple[Any, ...], str]] = {
 def _against_arrivals(alg: Any, chosen: Mapping[str, Any]) -> list[Fault]:
     """What has a meaning only where the server waits for the clients of a round."""
     faults = []
-    for key, (allowed, why) in _OF_ROUNDS.items() if not alg.waits else ():
+    for key, (allowed, why) in _OF_ROUNDS.items() if not alg.traits.synchronous else ():
         section, _, leaf = key.partition(".")
         value = getattr(chosen.get(section), leaf, allowed[0])
         if value not in allowed:
@@ -103,13 +101,13 @@ def _against_the_network(alg: Any, topology: Any) -> list[Fault]:
     if topology is None:
         return []
     faults, name = [], type(alg).__name__
-    if alg.sends_once and topology.gossip_steps > 1:
+    if gossip_facts(alg).sends_once and topology.gossip_steps > 1:
         what = f"what {name} sends here cannot be passed on in the same round (got {topology.gossip_steps})"
         faults.append(Fault("topology.gossip_steps", what, "leave it at 1"))
-    if alg.sends_once and topology.mixing == "push_sum":
+    if gossip_facts(alg).sends_once and topology.mixing == "push_sum":
         what = f"push_sum changes models on their way, and what {name} sends here is none"
         faults.append(Fault("topology.mixing", what, "leave it at average"))
-    if alg.remembers_neighbours and (topology.redrawn or topology.fails):
+    if gossip_facts(alg).remembers_neighbours and (topology.redrawn or topology.fails):
         how = "has links that fail" if topology.fails else "is not the same in every round"
         why = f"{name} keeps copies of what each neighbour has sent so far, but this network {how}"
         fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
@@ -127,7 +125,7 @@ def _written(table: Mapping[str, Any], section: str, key: str, default: int) -> 
 def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:
     """Settings that the algorithm's definition excludes."""
     faults = []
-    if alg is not None and local is not None and alg.plain_sgd:
+    if alg is not None and local is not None and alg.traits.plain_sgd:
         if local.optimizer != "sgd":
             what = f"{type(alg).__name__} is defined for plain SGD steps (got '{local.optimizer}')"
             faults.append(Fault("local.optimizer", what, "leave optimizer at sgd"))
@@ -135,7 +133,7 @@ def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:
             if getattr(local, key):
                 what = f"{type(alg).__name__} is defined for plain SGD steps (got {getattr(local, key)})"
                 faults.append(Fault(f"local.{key}", what, f"leave {key} at 0"))
-    if alg is not None and cohort is not None and alg.distinct and cohort.sampling == "proportional":
+    if alg is not None and cohort is not None and alg.traits.distinct and cohort.sampling == "proportional":
         what = f"{type(alg).__name__} keeps a state for each client, which a second draw in a round would break"
         faults.append(Fault("cohort.sampling", what, "use uniform or all"))
     return faults

@@ -87,7 +87,7 @@ def files_of(config: Config) -> dict[str, str]:
 
 def _message(exp: Experiment) -> dict[str, dict[str, int]]:
     """What a client is sent and sends in the first round, in bytes of each type; see the metrics for the whole."""
-    if not exp.algorithm.communicates:
+    if not exp.algorithm.traits.communicates:
         return {}
     state = begin(exp)
     if exp.is_network:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ConfigDict
 from torch import nn
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.schema import defined_in, kinds, modules
@@ -20,7 +20,6 @@ from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import is_folder
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.sources import Source, from_arrays
-from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model
 

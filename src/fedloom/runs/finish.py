@@ -21,13 +21,13 @@ from fedloom.runs.settings import config_hash
 
 def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
     """The common model of a finished run: the server's, or the average of a network's nodes."""
-    if not (exp.algorithm.communicates and exp.algorithm.common):
+    if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
         return None
     if exp.is_network:
         left = living(exp, state).nonzero().squeeze(1)
         total = sum((part.w.double().sum(0) for part in everyones_models(exp, state, store, left)), torch.zeros(()))
         return (total / len(left)).to(exp.task.w0.dtype), state.buffers[left.to(exp.device)].mean(0)
-    return exp.algorithm.judged(state.server), state.buffers
+    return exp.algorithm.global_model(state.server), state.buffers
 
 
 def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[Judged]:

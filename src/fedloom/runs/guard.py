@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from fedloom.algorithm import Noise
+from fedloom.algorithm.capabilities import private_sums
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import draw
 from fedloom.maths.private_sums import sensitivity
@@ -35,8 +36,9 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     uses: tuple[int, ...] = tuple(range(rounds + 1))
     if release.local:  # only the rounds in which a client takes part count for it
         taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+        sends = private_sums(config.algorithm)
         for r in range(rounds):
-            taken[r + 1, draw(cohort, sizes, seed, r).ids] = config.algorithm.releases_in(r)
+            taken[r + 1, draw(cohort, sizes, seed, r).ids] = 1 if sends is None else sends.releases_in(r)
         uses = tuple(taken.cumsum(0).max(1).values.tolist())
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
@@ -59,7 +61,8 @@ def noise_of(guard: Guard, sums: HiddenSums) -> Noise:
 
 def _sums(config: Config, norm: float) -> HiddenSums:
     """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
-    scale, counts = config.privacy.cross_scale, config.algorithm.needs_counts
+    scale, sends = config.privacy.cross_scale, private_sums(config.algorithm)
+    counts = sends is not None and sends.sends_counts
     return HiddenSums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
 
 

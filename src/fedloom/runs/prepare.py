@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.algorithm import Held
+from fedloom.algorithm import Held, Setup
+from fedloom.algorithm.capabilities import lane_size, needs_proxy
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.task import Task
@@ -89,7 +90,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     seed, partition = config.basics.seed, config.partition
     if arrays is None:
         arrays = config.data.load(root, seed)
-    own = config.proxy.rows(arrays, config.algorithm.needs_proxy, rng.stream(seed, "proxy"))
+    own = config.proxy.rows(arrays, needs_proxy(config.algorithm), rng.stream(seed, "proxy"))
     proxy, arrays = without(arrays, ~own), without(arrays, own)
     train = ~arrays.test
     client = arrays.client[train] if arrays.client is not None else None
@@ -97,7 +98,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     found = partition.assign(arrays.y[train], arrays.classes, chance, client)
     held_out = split(found.owner, found.clients, partition.holdout, seed)
     bad = config.corruption.bad(found.clients, seed)
-    lacks = lacking(proxy, arrays) if config.algorithm.needs_proxy else []
+    lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     return Shared(
         arrays,
         found.owner,
@@ -146,11 +147,11 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
         note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
         config = config._replace(notes=(*config.notes, note))
     guard = guard_of(config, federation, key)
-    algorithm = config.algorithm.bind(task, config.local.optimiser(), federation.train.sizes, held)
-    algorithm = algorithm.paced(config.local.lr).seeded(config.basics.seed)
-    if guard is not None and guard.sums is not None:
-        algorithm = algorithm.told_of_noise(noise_of(guard, guard.sums))
-    lanes = config.engine.lanes or lane_limit(task, device, algorithm.lane_size)
+    hidden = None if guard is None or guard.sums is None else noise_of(guard, guard.sums)
+    optimizer, sizes = config.local.optimiser(), federation.train.sizes
+    setup = Setup(task, optimizer, sizes, held, hidden, config.local.lr, config.basics.seed)
+    algorithm = config.algorithm.bind(setup)
+    lanes = config.engine.lanes or lane_limit(task, device, lane_size(algorithm))
     experiment = Experiment(
         algorithm=algorithm,
         task=task,
@@ -171,7 +172,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
         aggregation=config.aggregation,
         guard=guard,
         # Where nothing is sent, running statistics are not sent either.
-        buffers=getattr(config.model, "buffers", "average") if config.algorithm.communicates else "local",
+        buffers=getattr(config.model, "buffers", "average") if config.algorithm.traits.communicates else "local",
     )
     _check_statistics(experiment)
     _check_uploads(config, experiment)
@@ -258,7 +259,7 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
     elif config.topology is not None:
         sizes = np.bincount(shared.owner[~shared.held_out], minlength=shared.clients)
         faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)
-    if not common and config.algorithm.communicates and config.algorithm.common:
+    if not common and config.algorithm.traits.communicates and config.algorithm.traits.has_global_model:
         fix = "set partition.holdout=0.2, or data.test=0.2"
         faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
     if faults:

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, AnyAlgorithm
+from fedloom.algorithm.capabilities import defaults_of, warnings_of
 from fedloom.core.errors import ConfigError, DataError, Fault, nearest
 from fedloom.core.optim import Local
 from fedloom.core.schema import Spec, read, without_effect
@@ -27,7 +28,6 @@ from fedloom.data.partition import Partition
 from fedloom.data.proxy import Proxy
 from fedloom.data.sources import Source, source_for_path
 from fedloom.engine.clock import System
-from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.topology.network import Topology
@@ -162,7 +162,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
         names[section], chosen[section], wrong = _chosen(section, given)
         faults += wrong
     if chosen.get("algorithm") is not None and chosen.get("model") is not None:
-        own = chosen["algorithm"].defaults().get("model", {})
+        own = defaults_of(chosen["algorithm"]).get("model", {})
         silent = {k: v for k, v in own.items() if k in type(chosen["model"]).model_fields}
         silent = {k: v for k, v in silent.items() if k not in chosen["model"].model_fields_set}
         chosen["model"] = chosen["model"].model_copy(update=silent)
@@ -181,7 +181,7 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     assert basics is not None
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
-    notes = [*notes, *algorithm.doubts(chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
+    notes = [*notes, *warnings_of(algorithm, chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
     notes += corruption.ineffective(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
 
@@ -207,7 +207,7 @@ def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
 
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
     """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
-    changed = chosen["privacy"].clip is not None and chosen["algorithm"].weighs_examples
+    changed = chosen["privacy"].clip is not None and chosen["algorithm"].traits.weighs_examples
     return ["every client counts alike, since weights would tell how much data it has"] if changed else []
 
 
@@ -249,7 +249,7 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
     """A section with what the algorithm's own definition says, where the user said nothing of it."""
     if not isinstance(given, Mapping) or algorithm is None:
         return given
-    own = dict(algorithm.defaults().get(section, {}))
+    own = dict(defaults_of(algorithm).get(section, {}))
     if section == "local" and {"steps", "epochs"} & set(given):  # the one excludes the other
         own.pop("steps", None)
     if section == "cohort" and "size" in given and own.get("sampling") == "all":  # who says how many means not all
@@ -259,7 +259,7 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
 
 def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
     """The network with what the algorithm's own definition says of it, where the user said nothing of it."""
-    own = dict(algorithm.defaults().get("topology", {})) if algorithm is not None else {}
+    own = dict(defaults_of(algorithm).get("topology", {})) if algorithm is not None else {}
     table = {"kind": given} if isinstance(given, str) else given
     if not own or not isinstance(table, Mapping):
         return given

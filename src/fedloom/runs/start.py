@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
-from fedloom.engine.local import AnyAlgorithm
 from fedloom.engine.ranks import joined
 from fedloom.runs.entry import lay_out
 from fedloom.runs.find import name_of

@@ -102,7 +102,7 @@ class Corruption(Spec):
 
 def conflicts(how: Corruption, alg: Any) -> list[Fault]:
     """What bad clients cannot do under this algorithm, whatever its uploads are."""
-    if not (how.any and how.changes) or (alg.family != "gossip" and alg.communicates):
+    if not (how.any and how.changes) or (alg.family != "gossip" and alg.traits.communicates):
         return []
     key, value = ("kind", f"'{how.kind}'") if how.kind in _TOUCHES else ("forge", "true")
     what = f"changes what is sent to a server, and {type(alg).__name__} has none (got {value})"

@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm.capabilities import private_sums
 from fedloom.core import tree
 from fedloom.core.errors import Fault
 from fedloom.core.schema import Spec
@@ -133,35 +133,38 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
     """Settings under which the reported epsilon would not be true."""
     if not how.on:
         return []
-    if alg.sends_moves_and_sums or (how.clip is not None and how.feature_clip is not None):
+    sums = private_sums(alg)
+    both = sums is not None and sums.sends_moves_and_sums
+    if both or (how.clip is not None and how.feature_clip is not None):
         return _of_both(how, alg, sampling, system)
     if how.feature_clip is not None:
         return _of_sums(how, alg, sampling, system)
     name, faults = type(alg).__name__, []
-    if alg.family in ("gossip", "closed_form") or not alg.communicates:
+    if alg.family in ("gossip", "closed_form") or not alg.traits.communicates:
         what = f"covers clients that send updates to a server, which those of {name} do not"
-        hides = type(alg).against_noise is not Algorithm.against_noise
-        local = " and privacy.mechanism=local" if alg.hears_each and how.mechanism != "local" else ""
-        fix = f"set privacy.feature_clip{local} instead" if hides else "leave the section out"
+        local = " and privacy.mechanism=local" if alg.traits.each_upload and how.mechanism != "local" else ""
+        fix = f"set privacy.feature_clip{local} instead" if sums is not None else "leave the section out"
         return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
-    if alg.hears_each and how.mechanism == "distributed":
+    if alg.traits.each_upload and how.mechanism == "distributed":
         what = f"hides single uploads in their sum, and {name} reads every one of them"
-        fix = "set privacy.mechanism=local" if alg.bears_noise else "take an algorithm that only sums uploads"
+        fix = (
+            "set privacy.mechanism=local" if alg.traits.tolerates_noise else "take an algorithm that only sums uploads"
+        )
         faults.append(Fault("privacy.mechanism", f"'distributed' {what}", fix))
-    elif alg.hears_each and not alg.bears_noise:
+    elif alg.traits.each_upload and not alg.traits.tolerates_noise:
         what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))
-    if alg.mirrored:
+    if alg.traits.mirrored:
         what = f"changes what clients of {name} send, but not what they keep, so that server and clients would disagree"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm without such states"))
-    if type(alg).upload_bytes is not Algorithm.upload_bytes:
+    if alg.traits.size_varies:
         what = f"the size of what a client of {name} sends depends on its data, which no noise hides"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
-    if alg.weighs_examples and type(alg).weight is not Algorithm.weight:
+    if alg.traits.weighs_examples and not alg.traits.equal_if_private:
         what = f"{name} weighs clients by their data, which the weights would tell"
         fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it count clients alike"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
-    if alg.unit_uploads and how.clip != 1:
+    if alg.traits.unit_uploads and how.clip != 1:
         what = f"uploads of {name} are no longer than 1, since it clips moves by a rule of its own"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "set privacy.clip=1"))
     if sampling == "proportional":
@@ -173,12 +176,22 @@ def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> 
     return faults + _missing_clients(how, alg, system)
 
 
+def _against_noise(how: Privacy, alg: Any) -> list[Fault]:
+    """Settings of the algorithm under which noise in sums over examples does not hide these."""
+    sums = private_sums(alg)
+    if sums is not None:
+        return sums.against_noise(how.mechanism == "local")
+    what = f"hides examples in sums over them, which clients of {type(alg).__name__} do not send"
+    fix = "leave the section out" if alg.family == "closed_form" else "set privacy.clip instead"
+    return [Fault("privacy.feature_clip", what, fix)]
+
+
 def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
     """The same, where sums over examples are hidden."""
-    faults = list(alg.against_noise(how.mechanism == "local"))
+    faults = _against_noise(how, alg)
     if faults or how.mechanism == "local":
         return faults + _missing_clients(how, alg, system)
-    if alg.hears_each:
+    if alg.traits.each_upload:
         what = f"'distributed' hides single uploads in their sum, and {type(alg).__name__} reads every one of them"
         faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
     if sampling != "all":
@@ -190,14 +203,15 @@ def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
 def _of_both(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
     """The same, where moves of models and means over examples are hidden, both of them."""
     name = type(alg).__name__
-    if not alg.sends_moves_and_sums:
+    sums = private_sums(alg)
+    if sums is None or not sums.sends_moves_and_sums:
         what = f"clip hides clients and feature_clip hides examples, and {name} sends one kind of upload"
         return [Fault("privacy.feature_clip", what, "keep one of them")]
     for key, what in (("clip", "moves of models"), ("feature_clip", "sums over examples")):
         if getattr(how, key) is None:
             said = f"is unset, and clients of {name} send {what}, which it bounds, beside what is hidden"
             return [Fault(f"privacy.{key}", said, f"set privacy.{key}, too")]
-    faults = list(alg.against_noise(how.mechanism == "local"))
+    faults = sums.against_noise(how.mechanism == "local")
     if how.mechanism != "local":
         what = f"'distributed' hides single uploads in their sum, and {name} reads every one of them"
         faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
@@ -208,9 +222,7 @@ def _of_both(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
 
 
 def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
-    late = system.stragglers and (
-        system.policy == "drop" or (system.policy == "auto" and not getattr(alg, "partial_work", False))
-    )
+    late = system.stragglers and (system.policy == "drop" or (system.policy == "auto" and not alg.traits.partial_work))
     given = {"dropout": system.dropout, "stragglers": system.stragglers if late else 0}
     missing = {k: v for k, v in given.items() if v} if how.mechanism == "distributed" else {}
     what = "who is missing takes its share of the noise along"

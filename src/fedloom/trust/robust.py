@@ -53,11 +53,11 @@ def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
         what = f"is a server's rule, and {name} has none"
     elif alg.family == "closed_form":
         what = f"would change the statistics of {name}, whose exactness lies in their sum"
-    elif not alg.communicates:
+    elif not alg.traits.communicates:
         what = f"needs uploads, and {name} has none"
-    elif alg.hears_each:
+    elif alg.traits.each_upload:
         what = f"replaces a sum of uploads, and {name} reads every one of them"
-    elif alg.mirrored:
+    elif alg.traits.mirrored:
         what = f"discards what clients of {name} have done and still keep, so that server and clients would disagree"
     if what:
         faults.append(Fault("aggregation.rule", f"'{how.rule}' {what}", "set aggregation.rule=mean"))

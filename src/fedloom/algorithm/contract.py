@@ -1,0 +1,155 @@
+"""What a federated algorithm is: a frozen record of hyper-parameters and a dozen pure functions.
+
+Client functions are written for *one* client and the engine maps them over a cohort, so they must
+not branch on the value of a tensor, write into an argument, draw randomness or do I/O. Override the
+smallest thing that differs: ``loss`` before ``gradient`` before ``step``.
+
+A round, in the order in which the functions are called::
+
+    server   down = send(server)
+    client   mine = join(down), once; then  x = start(down, mine, work)
+             x, memory = step(...)  for each batch  -- by default the optimiser along gradient(...) of loss(...)
+             upload, mine = finish(x, down, mine, work);  a = weight(upload, work)
+    server   server = update(server, inbox)           -- inbox.total = sum of a * upload, inbox.mean = total / sum of a
+    users    w = serve(down, mine)                    -- the model that a client predicts with
+             w = global_model(server)                 -- the model that is evaluated on common test data, and saved
+
+Without a server every node is its own: ``update`` runs at each node on what it received from its neighbours.
+
+What they are given (see ``fedloom.algorithm.values``)::
+
+    down     what the server sent: ``w``, and whatever else ``init`` put there
+    mine     what this client has kept since its last round; ``join`` says what it has at first
+    batch    x, y, mask (1 for real examples), key (randomness of this step), progress (from 0 to 1), lr, buffers
+    work     steps, examples, lr, round, client, and where an algorithm asks for them survey, extra, staleness
+    inbox    total, weight, mean, senders, population, examples, clients, address, and uploads and weights if asked for
+
+``traits`` are facts about the method that settings are checked against; what else a method can do, such as looking at
+all of its data first or training in phases, it says by inheriting from a class of ``fedloom.algorithm.capabilities``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
+
+import torch
+from pydantic import ConfigDict, PrivateAttr
+from torch import Tensor
+
+from fedloom.algorithm import renamed
+from fedloom.algorithm.capabilities import CAPABILITIES
+from fedloom.algorithm.traits import Family, Traits
+from fedloom.algorithm.values import C, Carry, Inbox, S, Setup, U, Work
+from fedloom.core.optim import Optimizer
+from fedloom.core.schema import Spec
+from fedloom.core.task import Batch, Task
+
+
+class Algorithm(Spec, Generic[S, C, U]):
+    """The base of all methods; the defaults of the client's part are those of FedAvg."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    family: ClassVar[Family] = "server"
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
+    fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the settings that FedAvg has then
+
+    _setup: Setup | None = PrivateAttr(None)
+
+    @property
+    def traits(self) -> Traits:
+        """Facts that settings are checked against."""
+        return Traits()
+
+    # -- at the server, or at each node of a network without one ------------------------------------
+    def init(self, w: Tensor) -> S:
+        """The state before the first round, from the initial model ``w`` [P]."""
+        raise NotImplementedError
+
+    def send(self, server: S) -> S:
+        """The part of the state that clients are sent."""
+        return server
+
+    def update(self, server: S, inbox: Inbox[U]) -> S:
+        """The state after the round."""
+        raise NotImplementedError
+
+    def global_model(self, server: S) -> Tensor:
+        """The server's model as it is evaluated and saved, if it is not the one that is sent.  ``[P]``"""
+        return self.send(server).w
+
+    # -- at one client --------------------------------------------------------------------------
+    def join(self, down: S) -> C:
+        """The state of a client that takes part for the first time; by default it keeps nothing."""
+        return cast(C, ())
+
+    def start(self, down: S, mine: C, work: Work) -> Any:
+        """Where local training starts."""
+        return down.w
+
+    def loss(self, x: Any, batch: Batch, down: S, mine: C) -> Tensor:
+        """What local training descends."""
+        return self.task.loss(x, batch)
+
+    def gradient(self, x: Any, batch: Batch, down: S, mine: C) -> Any:
+        """The direction that the local optimiser is given."""
+        return self.task.differentiate(lambda at: self.loss(at, batch, down, mine), x)
+
+    def step(self, at: Carry, batch: Batch, down: S, mine: C) -> Carry:
+        """One local step."""
+        g = self.gradient(at.x, batch, down, mine)
+        return Carry(*self.optimizer.update(g, at.memory, at.x, batch.lr))
+
+    def finish(self, x: Any, down: S, mine: C, work: Work) -> tuple[U, C]:
+        """What is uploaded, and what the client keeps."""
+        raise NotImplementedError
+
+    def weight(self, upload: U, work: Work) -> Tensor:
+        """How much this upload counts: by the client's examples, or all alike, as the traits say."""
+        return work.examples if self.traits.weighs_examples else torch.ones_like(work.examples)
+
+    def serve(self, down: S, mine: C) -> Tensor:
+        """The model with which this client predicts.  ``[P]``"""
+        return down.w
+
+    # -- what it works with -----------------------------------------------------------------------
+    def bind(self, setup: Setup) -> Self:
+        """The same algorithm, tied to a task, a local optimiser and the rest of a setup."""
+        bound = self.model_copy()
+        bound._setup = setup
+        return bound
+
+    @property
+    def setup(self) -> Setup:
+        """What it was bound to."""
+        assert self._setup is not None, "bind() first"
+        return self._setup
+
+    @property
+    def task(self) -> Task:
+        return self.setup.task
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.setup.optimizer
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A setting must not hide a function of the same name, and a function must have the name it has now."""
+        super().__pydantic_init_subclass__()
+        hidden = [name for name in cls.model_fields if any(callable(getattr(c, name, None)) for c in _CALLED)]
+        if hidden:
+            raise TypeError(f"{cls.__name__}: the setting '{hidden[0]}' hides the function of that name; rename it")
+        renamed.check(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in renamed.MEMBERS:
+                raise AttributeError(f"{type(self).__name__} has no '{name}' any more: {renamed.MEMBERS[name]}")
+            return super().__getattr__(name)
+
+
+AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
+_CALLED = (Algorithm, *CAPABILITIES)
