@@ -271,15 +271,19 @@ def test_relaxation_counts_devices_alike_unless_a_reading_says_otherwise() -> No
 def test_law_afl_has_the_nets_and_the_gamma_of_its_paper() -> None:
     nets: set[int | str] = set()
     params: set[tuple[str, str]] = set()
+    heads: set[str] = set()  # whose gamma of statistics may exceed 1
     for label, config in settings("law_afl"):
         if isinstance(config.model, ResNet20 | ResNet50):
             nets.add(config.model.width if isinstance(config.model, ResNet20) else config.model.stem)
         if config.kinds["algorithm"] == "law_afl" and config.algorithm.schedule != "frozen":
             free = config.algorithm.server_epochs > 0 and config.algorithm.param != "fixed"
             params |= {(label, config.algorithm.param)} if free else set()
+            learns = config.algorithm.head_steps > 0 and not config.algorithm.share_lambda
+            heads |= {label} if learns and config.algorithm.head_shrink_max > 1 else set()
     # 16 channels stand beside 64 in Table 12, where the paper's bytes are nearer to them
     assert nets == {64, 16, "imagenet"}
     assert {label for label, param in params if param != "exp_cap"} == {"gamma above 1, too"}
+    assert heads == {"gamma above 1, too"}
 
 
 def test_figure_12_has_the_rounds_and_the_methods_that_are_stated() -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedloom import __version__
 from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
@@ -31,6 +33,10 @@ from fedloom.trust.accountant import Release
 from fedloom.trust.ledger import Ledger
 
 KEEP = 2  # the newest, and one to fall back on
+
+
+class OtherFormError(CheckpointError):
+    """A checkpoint whose tensors are not those of this version of fedloom."""
 
 
 class Loaded(NamedTuple):
@@ -66,6 +72,7 @@ def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor]
         write_tensors(scratch / "clients.safetensors", clients)
     meta = {
         "round": state.round,
+        "fedloom": __version__,
         "up": state.up,
         "down": state.down,
         "seconds": state.seconds.hex(),
@@ -145,12 +152,15 @@ def load(
         meta, tensors, clients = _read(folder / f"{newest:08d}", store)
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
         memo, clients = moved(meta["store"], clients, store, folder.parent / "clients", blank)
+        _refuse_other_clients(meta, clients, blank, folder / f"{newest:08d}")
         if ranks.size > 1 and clients:
             rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
             clients, memo = {name: x[rows] for name, x in clients.items()}, {"rows": len(rows)}
         # A store on disk writes what it takes from a checkpoint, and must then spare the newer ones, too.
         others = [r for r in have if r != newest] if not is_on_disk(memo) else older
         store.restore(memo, [meta["store"] for r, meta in readable(folder).items() if r in others], clients)
+    except OtherFormError:
+        raise  # older checkpoints are of the same form
     except CheckpointError as error:
         offer = f"; the one of round {older[-1]} can be tried: fedloom resume RUN --from {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{offer.replace('RUN', str(folder.parent))}") from error
@@ -230,10 +240,12 @@ def _read(folder: Path, store: ClientStore) -> tuple[dict[str, Any], dict[str, T
 
 
 def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> RunState:
-    device = like.buffers.device
-    for name, x in _tensors(like).items():
-        if name not in tensors or tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
-            found = tuple(tensors[name].shape) if name in tensors else "nothing"
+    device, expected = like.buffers.device, _tensors(like)
+    if set(tensors) != set(expected):
+        raise _other_form(folder, meta, expected, tensors)
+    for name, x in expected.items():
+        if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
+            found = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
             raise CheckpointError(f"checkpoint {folder}: '{name}' should be {tuple(x.shape)} {x.dtype}, it is {found}")
     names = [f"server.{name}" for name, _ in tree.named(like.server)]
     server = tree.unflatten(like.server, [tensors[n].to(device) for n in names])
@@ -247,17 +259,48 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
         float.fromhex(meta["seconds"]),
         meta.get("gradients", 0.0),  # runs of earlier versions did not count them
         nodes,
-        _ledger(meta.get("ledger")),
+        _ledger(meta, folder),
         tree.unflatten(
             like.under_way, [tensors[f"under_way.{name}"].to(x.device) for name, x in tree.named(like.under_way)]
         ),
     )
 
 
-def _ledger(written: dict[str, Any] | None) -> Ledger | None:
+def _other_form(folder: Path, meta: dict[str, Any], expected: Iterable[str], found: Iterable[str]) -> OtherFormError:
+    """The refusal of a checkpoint that holds other tensors, or other entries, than this version reads."""
+    lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    said = [f"{word} '{names[0]}'{_and_more(names)}" for word, names in (("lacks", lacks), ("has", extra)) if names]
+    by = f"fedloom {meta['fedloom']}" if "fedloom" in meta else "an earlier version of fedloom"
+    what = f"was written by {by} with another state (this is {__version__}; it {' and '.join(said)})"
+    return OtherFormError(f"checkpoint {folder}: {what}; resume it with that version, or start a new run")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _refuse_other_clients(meta: dict[str, Any], clients: dict[str, Tensor], blank: Any, folder: Path) -> None:
+    """Refuse clients' states that are not of the form of ``blank``, where that is known."""
+    expected = {f"state.{k:03d}": x for k, x in enumerate(tree.leaves(blank))}
+    found = {name: x for name, x in clients.items() if name.startswith("state.")}
+    if not expected or not found:
+        return
+    if set(found) != set(expected):
+        raise _other_form(folder, meta, expected, found)
+    for name, x in expected.items():
+        if found[name].shape[1:] != x.shape or found[name].dtype != x.dtype:
+            raise _other_form(folder, meta, [f"{name} {tuple(x.shape)}"], [f"{name} {tuple(found[name].shape[1:])}"])
+
+
+def _ledger(meta: dict[str, Any], folder: Path) -> Ledger | None:
     """What a checkpoint says was released."""
+    written = meta.get("ledger")
     if written is None:
         return None
+    entries = {*written, *(f"release.{name}" for name in written.get("release", {}))}
+    expected = {*Ledger._fields, *(f"release.{name}" for name in Release._fields)}
+    if entries != expected:
+        raise _other_form(folder, meta, (f"ledger.{n}" for n in expected), (f"ledger.{n}" for n in entries))
     release = Release(**written["release"])
     return Ledger(release, written["delta"], written["reach"], tuple(written["uses"]))
 
