@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def solved(world, sizes, order=slice(None)) -> Tensor:
     from fedloom.engine.store import RamStore
 
     exp = world(sizes, arrays=_regrouped(sizes), local={"batch": 5})
-    exp = exp.__class__(**{**exp.__dict__, "algorithm": Ridge().bind(Setup(exp.task, exp.local.optimiser()))})
+    exp = dataclasses.replace(exp, algorithm=Ridge().bind(Setup(exp.task, exp.local.optimiser())))
     return advance(exp, begin(exp), RamStore(len(sizes)))[0].server.w
 
 

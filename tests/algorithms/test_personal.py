@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from fedloom.engine.evaluate import evaluate, models_of
@@ -27,7 +29,7 @@ def test_local_only_is_training_alone(world) -> None:
     alone = world((6, 9), algorithm="fedavg", local=LOCAL, partition={"kind": "natural", "holdout": 0.3})
     single = alone.federation.train
     only_first = alone.federation._replace(train=single._replace(start=single.start.clone().clamp(max=single.start[1])))
-    state, _ = after(alone.__class__(**{**alone.__dict__, "federation": only_first}), 3)
+    state, _ = after(dataclasses.replace(alone, federation=only_first), 3)
     torch.testing.assert_close(state.server.w, models[0])
 
 

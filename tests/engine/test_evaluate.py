@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.core.metrics import Verdicts, summary
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
-from fedloom.engine.evaluate import _HELD, Judged, _batches, evaluate, judge
+from fedloom.engine.evaluate import _HELD, ClientModels, _batches, evaluate, evaluate_models
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
@@ -57,10 +58,10 @@ def world(algorithm: Any = None, *, shape: tuple[int, ...] = (5,), auc: Any = VA
     return experiment(ragged(shape), net_of(shape), algorithm, evaluate=Evaluate(auc=auc), **settings, **ring)
 
 
-def models(exp: Experiment, ids: Sequence[int]) -> Judged:
+def models(exp: Experiment, ids: Sequence[int]) -> ClientModels:
     """A model for each client that depends on nothing but the client."""
     w = torch.stack([exp.task.w0 + 0.3 * torch.sin(exp.task.w0 * 50 + k) for k in ids])
-    return Judged(torch.tensor(ids), w, exp.task.buffers0.expand(len(ids), -1))
+    return ClientModels(torch.tensor(ids), w, exp.task.buffers0.expand(len(ids), -1))
 
 
 def after(exp: Experiment, rounds: int = 2) -> tuple[RunState, RamStore]:
@@ -76,7 +77,7 @@ def table(found: Verdicts) -> dict[int, list[float]]:
     return dict(zip(found.ids.tolist(), torch.stack(columns, 1).tolist(), strict=True))
 
 
-def by_hand(exp: Experiment, part: Judged, k: int) -> list[float]:
+def by_hand(exp: Experiment, part: ClientModels, k: int) -> list[float]:
     """The same with a plain module and scikit-learn."""
     test, client = exp.federation.test, int(part.ids[k])
     x, y = exp.federation.examples(test.rows[test.start[client] : test.start[client + 1]])
@@ -105,15 +106,15 @@ def test_each_client_is_judged_as_a_plain_module_would_be(executor: Any, shape: 
     part = models(exp, range(5))
     want = {k: by_hand(exp, part, k) for k, rows in enumerate(OWN_TEST) if rows}  # who has no rows is skipped
     assert math.isnan(want[2][-1])  # one row, one class
-    same(table(judge(exp, part)), want)
+    same(table(evaluate_models(exp, part)), want)
 
 
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
 def test_neither_padding_nor_order_nor_grouping_matters(executor: Any) -> None:
     exp = world(executor=executor)
-    whole = judge(exp, models(exp, range(5)))
+    whole = evaluate_models(exp, models(exp, range(5)))
     for groups in (([4, 2], [1, 0], [3]), ([3, 2, 1, 4, 0],), ([0], [1], [2], [3], [4])):
-        parts = [judge(exp, models(exp, ids)) for ids in groups]
+        parts = [evaluate_models(exp, models(exp, ids)) for ids in groups]
         same(table(Verdicts.cat(parts)), table(whole))
         assert summary("p", Verdicts.cat(parts)) == pytest.approx(summary("p", whole), abs=1e-6)
 
@@ -122,10 +123,10 @@ def test_neither_padding_nor_order_nor_grouping_matters(executor: Any) -> None:
 def test_few_scores_are_held_at_once_and_few_rows_pass_at_once(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     exp = world(executor=executor)
     part = models(exp, range(5))
-    whole, common = table(judge(exp, part)), evaluate(exp, begin(exp), RamStore(5))
+    whole, common = table(evaluate_models(exp, part)), evaluate(exp, begin(exp), RamStore(5))
     monkeypatch.setattr("fedloom.engine.evaluate._HELD", 25)  # one client of 7 rows, or two of 3
     monkeypatch.setattr("fedloom.engine.evaluate._chunk", lambda _: 4)
-    same(table(judge(exp, part)), whole)
+    same(table(evaluate_models(exp, part)), whole)
     assert evaluate(exp, begin(exp), RamStore(5)) == pytest.approx(common, abs=1e-6)
 
 
@@ -139,9 +140,9 @@ def test_batches_hold_every_client_with_rows_once_and_no_more_than_fits(sizes: l
 
 def test_nobody_to_judge() -> None:
     exp = world()
-    assert len(judge(exp, models(exp, [1])).ids) == 0
-    empty = Experiment(**{**exp.__dict__, "federation": exp.federation._replace(test=ranges([0] * 5))})
-    assert summary("p", judge(empty, models(empty, range(5)))) == {}
+    assert len(evaluate_models(exp, models(exp, [1])).ids) == 0
+    empty = dataclasses.replace(exp, federation=exp.federation._replace(test=ranges([0] * 5)))
+    assert summary("p", evaluate_models(empty, models(empty, range(5)))) == {}
     assert not any(name.startswith("personal") for name in evaluate(empty, begin(empty), RamStore(5)))
 
 
@@ -149,13 +150,13 @@ def test_nobody_to_judge() -> None:
 def test_a_model_that_is_not_finite_is_wrong_about_everything_and_has_no_area(executor: Any) -> None:
     exp = world(executor=executor)
     part = models(exp, range(5))
-    well = table(judge(exp, part))
+    well = table(evaluate_models(exp, part))
     broken = part._replace(w=part.w.index_fill(0, torch.tensor([3]), math.nan))
-    got = table(judge(exp, broken))
+    got = table(evaluate_models(exp, broken))
     assert got[3][:2] == [12.0, 0.0]
     assert all(math.isnan(value) for value in got[3][2:])
     same({k: v for k, v in got.items() if k != 3}, {k: v for k, v in well.items() if k != 3})
-    named = summary("p", judge(exp, broken))
+    named = summary("p", evaluate_models(exp, broken))
     assert named["p/diverged"] == 1
     assert all(math.isfinite(value) for value in named.values())
 
@@ -183,10 +184,10 @@ def test_a_shared_model_gets_the_verdicts_of_its_copies() -> None:
     """One pass over all rows, and one model for each client, are two ways to the same numbers."""
     exp = world()
     state, store = after(exp)
-    copies = Judged(torch.arange(5), state.server.w.expand(5, -1), state.buffers.expand(5, -1))
+    copies = ClientModels(torch.arange(5), state.server.w.expand(5, -1), state.buffers.expand(5, -1))
     found = evaluate(exp, state, store)
     got = {name: value for name, value in found.items() if name.startswith("personal/")}
-    assert got == pytest.approx(summary("personal/pre_fit/test", judge(exp, copies)), abs=1e-6)
+    assert got == pytest.approx(summary("personal/pre_fit/test", evaluate_models(exp, copies)), abs=1e-6)
 
 
 def test_the_area_on_the_common_test_set_is_that_of_all_its_rows() -> None:

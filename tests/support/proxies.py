@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 from fedloom.engine.plan import Drawn
@@ -30,7 +31,7 @@ def deserted(exp, *rounds):
             nobody = Drawn(found.drawn.ids[:0], found.drawn.times[:0])
             return found._replace(drawn=nobody, steps=found.steps[:0]) if round_ in rounds else found
 
-    return Deserted(**exp.__dict__)
+    return Deserted(**{f.name: getattr(exp, f.name) for f in dataclasses.fields(exp) if f.init})
 
 
 def after(exp, rounds=1):

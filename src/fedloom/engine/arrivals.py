@@ -9,7 +9,7 @@ at which something arrives::
     server = update(server, what they send)
     as many free clients are sent the new model, and arrive at t + what the clock says of them
 
-So when who arrives depends on the settings and the seed alone, never on the numbers or on the real time of training,
+So arrivals depend on the settings and the seed alone, never on the numbers or on the real time of training,
 which is done when its result is due. Clients that were sent the same model and arrive together train side by side.
 What a run counts as a round is as many arrivals as there are clients at work at a time.
 """
@@ -48,7 +48,7 @@ class UnderWay(NamedTuple):
     steps: Tensor  # [] long: the steps of the server so far
 
     def due(self) -> Tensor:
-        """The places of those who arrive next, all at one instant."""
+        """The places of the clients that arrive next, all at one instant."""
         return (self.arrival == self.arrival.min()).nonzero().squeeze(1)
 
 
@@ -77,7 +77,7 @@ def traffic_of(exp: Experiment, state: RunState) -> Traffic:
 
 
 def sent_out(exp: Experiment, state: RunState, places: Tensor, ids: Tensor, traffic: Traffic) -> UnderWay:
-    """All that is under way once the server, as it is now, was sent to these clients, who take these ``places``."""
+    """All that is under way once the server, as it is now, was sent to these clients, which take these ``places``."""
     now, sizes = state.under_way, exp.federation.train.sizes[ids]
     present = Present(Drawn(ids, torch.ones(len(ids))), amounts(exp.local, sizes).steps, len(ids))
     arrival = exp.timetable(int(now.steps), present, traffic.up, traffic.down).arrival
@@ -98,7 +98,7 @@ def sent_out(exp: Experiment, state: RunState, places: Tensor, ids: Tensor, traf
 
 
 def free(exp: Experiment, under_way: UnderWay, places: Tensor) -> Tensor:
-    """Who is sent the next model: as many as have arrived, drawn from all who are not at work; in order."""
+    """The clients that are sent the next model: as many as arrived, drawn from all that are idle; in order."""
     able = (exp.federation.train.sizes > 0).nonzero().squeeze(1)
     others = under_way.ids[~torch.isin(torch.arange(len(under_way.ids)), places)]
     idle = able[~torch.isin(able, others)]
@@ -140,7 +140,7 @@ def arrivals_round(exp: Experiment, state: RunState, store: ClientStore) -> Roun
 def _taken(
     exp: Experiment, state: RunState, store: ClientStore, places: Tensor, traffic: Traffic
 ) -> tuple[RunState, list[ClientWork], tuple[int, ...]]:
-    """The state after the next instant, who arrived, and whose work was not finite."""
+    """The state after the next instant, the clients that arrived, and those whose numbers are not finite."""
     alg, now = exp.algorithm, state.under_way
     tally, gradients, up = Tally(), 0.0, 0
     did: list[ClientWork] = []

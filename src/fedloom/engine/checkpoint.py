@@ -4,7 +4,7 @@ checkpoints/00000020/state.safetensors      the server's state
 checkpoints/00000020/clients.safetensors    the clients' states, where they are kept in memory
 checkpoints/00000020/meta.json              round, checksums (its own, too), lengths of the run's append-only files
 
-Loading changes nothing: whoever asked for a checkpoint may still refuse what is in it.
+Loading changes nothing: the caller may still refuse the content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, Any], ranks: Ranks = ALONE) -> None:
     """Write a checkpoint, then forget all but the newest ones; rank 0 writes for all.
 
-    No rank goes on before it is written: whoever ends a run that was interrupted may end what is left of it.
+    No rank goes on before it is written: a user who ends one rank of an interrupted run may end the others, too.
     """
     memo, clients = store.commit(), store.tensors()
     if ranks.size > 1:

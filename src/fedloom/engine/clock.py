@@ -1,4 +1,4 @@
-"""Unequal devices: who is late, who is lost, how much of the work gets done, and what time it would take.
+"""Unequal devices: which clients are late or lost, how much work they do, and how long it would take.
 
 Every draw has an address, so that all algorithms of a seed meet the same stragglers at the same moment. Times
 are in float64, and those of a round are counted from the moment at which the server begins to send the model.
@@ -51,11 +51,11 @@ class System(Spec):
 
 
 class Present(NamedTuple):
-    """Who takes part to the end, and how many steps each takes."""
+    """The clients that report, and the steps of each."""
 
     drawn: Drawn
     steps: Tensor  # [K] long
-    called: int  # clients that were sent the model, with those who were late or lost
+    called: int  # clients that were sent the model, late and lost ones included
 
 
 def attend(
@@ -77,7 +77,7 @@ def attend(
 
 
 def never_trains(system: System, most: int | None, *, partial: bool) -> bool:
-    """Whether every client of every round, of which there are at ``most`` so many, is late and left out."""
+    """Whether every client of every round, at ``most`` this many, is late and left out."""
     nobody = system.stragglers == 1 or (most is not None and _on_time(system, most) == 0)
     return nobody and not accepts(system, partial=partial)
 

@@ -1,10 +1,10 @@
 """Evaluation: the server's model, each client's own model, or the consensus of a network, always on test rows.
 
-What a number is called says what was measured, and on whom::
+The name of a number says what was measured, and on which models and rows::
 
     global/test/...                 the server's model on the common test set
     personal/pre_fit/test/...       each client's own model on its own held-out rows, before local training
-    personal/post_fit/test/...      the same for methods that judge it after local training
+    personal/post_fit/test/...      the same for methods that evaluate it after local training
     participants/pre_fit/test/...   only the clients of a round, just before they train, each on its own rows
     participants/post_fit/test/...  the same clients just after
     consensus/test/...              the average model of a network on the common test set
@@ -44,7 +44,7 @@ from fedloom.maths.sharpness import Landscape, flatness
 _HELD = 1 << 22
 
 
-class Judged(NamedTuple):
+class ClientModels(NamedTuple):
     """Some clients' own models, stacked."""
 
     ids: Tensor  # [K]
@@ -60,36 +60,36 @@ class ParticipantScores(NamedTuple):
     after: tuple[Verdicts, ...] = ()
 
     def with_group(self, exp: Experiment, group: TrainedGroup) -> ParticipantScores:
-        before = judge(exp, Judged(group.ids, group.own.begun, group.buffers))
-        after = judge(exp, Judged(group.ids, group.own.models, group.own.buffers))
+        before = evaluate_models(exp, ClientModels(group.ids, group.own.begun, group.buffers))
+        after = evaluate_models(exp, ClientModels(group.ids, group.own.models, group.own.buffers))
         return ParticipantScores((*self.ids, group.group.ids), (*self.before, before), (*self.after, after))
 
     def named(self, exp: Experiment) -> dict[str, float]:
         if not self.ids:
             return {}
-        before, after = (joint(exp, torch.cat(self.ids), Verdicts.cat(x)) for x in (self.before, self.after))
+        before, after = (across_ranks(exp, torch.cat(self.ids), Verdicts.cat(x)) for x in (self.before, self.after))
         return summary("participants/pre_fit/test", before) | summary("participants/post_fit/test", after)
 
 
-class Said(NamedTuple):
-    """What models said of some rows."""
+class Answers(NamedTuple):
+    """The answers of models for some rows."""
 
-    owner: Tensor  # [B] whose row it is, by place among the clients that are judged
+    owner: Tensor  # [B] whose row it is, by place among the clients that are evaluated
     logits: Tensor  # [B, C]
-    y: Tensor  # [B] what is true
+    y: Tensor  # [B] the true classes
 
 
 def evaluate(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
-    """Every metric of this moment, in a fixed order."""
+    """All metrics of this state, in a fixed order."""
     with torch.no_grad():
         own = _personal(exp, state, store) if exp.evaluate.personal and len(exp.federation.test.rows) else {}
         shared = _shared(exp, state, store)
-        # What stands first stands for the run.
+        # The first metric is the headline of the run.
         return own | shared if exp.algorithm.family == "personal" else shared | own
 
 
 def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
-    """The common model, where there is one, on rows that are nobody's own."""
+    """The common model, where there is one, on the common rows."""
     if exp.algorithm.family == "gossip":
         return _network(exp, state, store)
     if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
@@ -133,24 +133,24 @@ def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, to
 def _answers(
     exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The logits of one model for these rows, chunk by chunk, and what is true."""
+    """The logits of one model for these rows, chunk by chunk, and the true classes."""
     chunks = torch.split(rows, _chunk(exp))
     if not together or exp.ranks.size == 1:
-        yield from (_said(exp, w, buffers, chunk) for chunk in chunks)
+        yield from (_logits_of(exp, w, buffers, chunk) for chunk in chunks)
         return
     rank, size = exp.ranks
     for first in range(0, len(chunks), size):
         turn = chunks[first : first + size]  # a chunk for each rank
         logits = [torch.zeros(len(chunk), exp.federation.classes, device=exp.device) for chunk in turn]
         if rank < len(turn):
-            logits[rank] = _said(exp, w, buffers, turn[rank])[0].float()
+            logits[rank] = _logits_of(exp, w, buffers, turn[rank])[0].float()
         merged = exp.ranks.merged(torch.cat(logits))
         for said, chunk in zip(torch.split(merged, [len(chunk) for chunk in turn]), turn, strict=True):
             yield said, exp.federation.y[chunk]
 
 
-def _said(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of one model for these rows, in one forward pass, and what is true."""
+def _logits_of(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of one model for these rows, in one forward pass, and the true classes."""
     x, y = exp.federation.examples(rows)
     if x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
@@ -173,29 +173,29 @@ def _means(name: str, scores: Scores) -> dict[str, float]:
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
     """One model on the common test set."""
     answers = _answers(exp, w, buffers, exp.federation.common, together=True)
-    owner, scores, said = _scored(exp, (Said(torch.zeros_like(y), logits, y) for logits, y in answers))
+    owner, scores, said = _scored(exp, (Answers(torch.zeros_like(y), logits, y) for logits, y in answers))
     areas = {variant: float(auc(variant, *said, owner=owner, clients=1)) for variant in exp.evaluate.auc}
     return _means(name, scores) | {f"{name}/auc_{v}": area for v, area in areas.items() if not math.isnan(area)}
 
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     fed, alg = exp.federation, exp.algorithm
-    judged = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0) & living(exp, state), exp.evaluate.clients)
-    if not len(judged):
+    chosen = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0) & living(exp, state), exp.evaluate.clients)
+    if not len(chosen):
         return {}
     shared = alg.family in ("server", "closed_form") and not adaptation_of(alg) and exp.buffers == "average"
     if shared:
-        found = _judge_shared(exp, judged, alg.global_model(state.server), state.buffers)
+        found = _evaluate_shared(exp, chosen, alg.global_model(state.server), state.buffers)
     else:
-        mine = models_of(exp, state, store, exp.ranks.own(judged))
-        found = joint(exp, judged, Verdicts.cat([judge(exp, part) for part in mine]))
+        mine = models_of(exp, state, store, exp.ranks.own(chosen))
+        found = across_ranks(exp, chosen, Verdicts.cat([evaluate_models(exp, part) for part in mine]))
     return summary(f"personal/{alg.traits.served}/test", found, shared=shared)
 
 
-def judge(exp: Experiment, part: Judged) -> Verdicts:
+def evaluate_models(exp: Experiment, part: ClientModels) -> Verdicts:
     """Each client's model on the client's own held-out rows; clients without such rows are skipped.
 
-    Nothing is read back from the device, so that groups can be judged one after another, joined by
+    Nothing is read back from the device, so that groups can be evaluated one after another, joined by
     ``Verdicts.cat`` and named by ``metrics.summary``.
     """
     answers = _side_by_side if exp.task.lanes else _one_by_one
@@ -206,8 +206,8 @@ def judge(exp: Experiment, part: Judged) -> Verdicts:
     return Verdicts.cat(found)
 
 
-def joint(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
-    """The verdicts of all ranks on clients among ``ids``, on each of whom one rank has found one."""
+def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
+    """The verdicts of all ranks on the clients ``ids``; each client was evaluated on one rank."""
     if exp.ranks.size == 1:
         return found
     ids = ids.sort().values
@@ -223,7 +223,7 @@ def joint(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)))
 
 
-def _judge_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
+def _evaluate_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
     """One model on the held-out rows of each client, in one pass over these rows."""
     batches = [ids[at] for at in _batches(exp.federation.test.sizes[ids], exp.federation.classes)]
     return Verdicts.cat([_verdicts(exp, some, _in_a_row(exp, some, w, buffers, together=True)) for some in batches])
@@ -240,7 +240,7 @@ def _batches(sizes: Tensor, classes: int) -> list[Tensor]:
     return found
 
 
-def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Said]) -> Verdicts:
+def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdicts:
     """The sums of each client, and its areas under the ROC curve where they are asked for."""
     owner, scores, said = _scored(exp, answers)
     correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
@@ -248,14 +248,14 @@ def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Said]) -> Verdicts
     return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas)
 
 
-def _scored(exp: Experiment, answers: Iterable[Said]) -> tuple[Tensor, Scores, Any]:
-    """Whose rows they are and how they were answered; logits and truth only where areas need them."""
+def _scored(exp: Experiment, answers: Iterable[Answers]) -> tuple[Tensor, Scores, Any]:
+    """The owners of rows and their scores; logits and true classes only where an AUC needs them."""
     held = bool(exp.evaluate.auc)
     return tree.cat([(a.owner, score(a.logits, a.y), (a.logits, a.y) if held else ()) for a in answers])
 
 
-def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, together: bool = False) -> Iterator[Said]:
-    """What one model says of the clients' rows, the rows of one client after those of another."""
+def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, together: bool = False) -> Iterator[Answers]:
+    """One model's answers for the clients' rows, the rows of one client after those of another."""
     test = exp.federation.test
     sizes = test.sizes[ids]
     owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
@@ -263,20 +263,20 @@ def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, toget
     rows = test.rows[test.start[ids][owner] + place].to(exp.device)
     answers = _answers(exp, w, buffers, rows, together=together)
     for whose, (logits, y) in zip(torch.split(owner.to(exp.device), _chunk(exp)), answers, strict=True):
-        yield Said(whose, logits, y)
+        yield Answers(whose, logits, y)
 
 
-def _one_by_one(exp: Experiment, part: Judged) -> Iterator[Said]:
-    """What each client's model says of its rows, one client after another."""
+def _one_by_one(exp: Experiment, part: ClientModels) -> Iterator[Answers]:
+    """Each client's model on its own rows, one client after another."""
     for k in range(len(part.ids)):
         # A copy lies where torch lays tensors: where a row of a matrix lies changes the last bits of a product, and
-        # would let a client's numbers depend on who is judged beside it.
+        # would let a client's numbers depend on which clients are evaluated beside it.
         for said in _in_a_row(exp, part.ids[k : k + 1], part.w[k].clone(), part.buffers[k]):
             yield said._replace(owner=said.owner + k)
 
 
-def _side_by_side(exp: Experiment, part: Judged) -> Iterator[Said]:
-    """What each client's model says of its rows, all clients at once; padding is left out again."""
+def _side_by_side(exp: Experiment, part: ClientModels) -> Iterator[Answers]:
+    """Each client's model on its own rows, all clients at once; padding is left out."""
     test = exp.federation.test
     sizes, start = test.sizes[part.ids, None], test.start[part.ids, None]
     place = torch.arange(int(sizes.max()))
@@ -287,11 +287,11 @@ def _side_by_side(exp: Experiment, part: Judged) -> Iterator[Said]:
         x, y = exp.federation.examples(chunk.to(exp.device))
         logits = mapped(exp.task.apply, (0, 0, 0))(part.w, x, part.buffers)
         owner, at = mask.nonzero()[:, 0].to(exp.device), mask.flatten().nonzero().squeeze(1).to(exp.device)
-        yield Said(owner, logits.flatten(0, 1)[at], y.flatten()[at])
+        yield Answers(owner, logits.flatten(0, 1)[at], y.flatten()[at])
 
 
 def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
-    """The clients that are judged: all that can be, or the same sample of them in every round."""
+    """The clients that are evaluated: all that can be, or the same sample of them in every round."""
     ids = able.nonzero().squeeze(1)
     if limit is None or limit >= len(ids):
         return ids
@@ -299,7 +299,7 @@ def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
     return ids[torch.from_numpy(np.sort(chosen))]
 
 
-def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
+def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
     """The clients' own models, as many at a time as may be stacked."""
     if adaptation_of(exp.algorithm):
         yield from _fitted(exp, state, store, ids)
@@ -307,34 +307,38 @@ def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor)
     for part in torch.split(ids, exp.lanes):
         given = exp.given(state, store, part)
         if not exp.task.lanes and not exp.is_network and tree.leaves(given.mine):
-            # One by one, as they train: what is served must not depend on who is served beside.
+            # One by one, as they train: a served model must not depend on the clients beside it.
             each = [given.rows(k) for k in range(len(part))]
-            yield Judged(part, torch.stack([exp.algorithm.serve(one.down, one.mine) for one in each]), given.buffers)
+            yield ClientModels(
+                part, torch.stack([exp.algorithm.serve(one.down, one.mine) for one in each]), given.buffers
+            )
             continue
         serve = mapped(lambda down, mine, _: exp.algorithm.serve(down, mine), (given.down_dim, 0, 0))
         # The zeros only give vmap something to map where clients share one model and keep no state.
-        yield Judged(part, serve(given.down, given.mine, torch.zeros(len(part), device=exp.device)), given.buffers)
+        yield ClientModels(
+            part, serve(given.down, given.mine, torch.zeros(len(part), device=exp.device)), given.buffers
+        )
 
 
-def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
-    """The same on every rank, whoever keeps the clients' states; ``ids`` in order."""
+def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
+    """The same on every rank, whichever rank keeps the clients' states; ``ids`` in order."""
     if exp.ranks.size == 1 or not (exp.keeps_state(state) or adaptation_of(exp.algorithm)):
         yield from models_of(exp, state, store, ids)
         return
-    form = Judged(ids[:0], exp.task.w0.expand(0, -1), exp.task.buffers0.expand(0, -1))
+    form = ClientModels(ids[:0], exp.task.w0.expand(0, -1), exp.task.buffers0.expand(0, -1))
     for part in torch.split(ids, exp.lanes):
         mine = tree.cat([form, *models_of(exp, state, store, exp.ranks.own(part))])
         rows = tree.take(mine[1:], mine.ids.argsort().to(exp.device))
-        yield Judged(part, *exp.ranks.gathered(rows, exp.ranks.owner(part).tolist()))
+        yield ClientModels(part, *exp.ranks.gathered(rows, exp.ranks.owner(part).tolist()))
 
 
-def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[Judged]:
-    """The models that clients make of what they are sent, with the batches that the next round will give them."""
+def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
+    """The models that clients adapt from what they are sent, on the batches of the next round."""
     address, lr = Address(exp.seed, state.round), exp.local.lr_at(state.round, exp.rounds)
     lanes = exp.lanes if exp.task.lanes else 1  # by itself, each client's numbers are its own to the last bit
     for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=lanes, epochs=1):
         given = exp.given(state, store, group.ids)
-        yield Judged(group.ids, *fit(exp.algorithm, exp.federation, group, given))
+        yield ClientModels(group.ids, *fit(exp.algorithm, exp.federation, group, given))
 
 
 def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
@@ -357,18 +361,18 @@ def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, 
 
 
 def living(exp: Experiment, state: RunState) -> Tensor:
-    """The clients that were there in the last round: all but the nodes of a network that have died.  ``[N]``"""
+    """The clients that took part in the last round: all but the nodes of a network that have died.  ``[N]``"""
     count = exp.federation.clients
     if exp.topology is None:
         return torch.ones(count, dtype=torch.bool)
     return torch.from_numpy(~exp.topology.dead(count, Moment(exp.seed, max(0, state.round - 1))))
 
 
-def nodes_scored(exp: Experiment, part: Judged) -> tuple[Tensor, Tensor]:
-    """Accuracy and loss [J] on the common test set of those among these nodes that are judged, on every rank."""
+def nodes_scored(exp: Experiment, part: ClientModels) -> tuple[Tensor, Tensor]:
+    """Accuracy and loss [J] on the common test set of those among these nodes that are evaluated, on every rank."""
     limit = exp.evaluate.nodes or exp.evaluate.clients
-    judged = set(_sample(exp, exp.federation.train.sizes >= 0, limit).tolist())
-    places = [k for k, node in enumerate(part.ids.tolist()) if node in judged]
+    chosen = set(_sample(exp, exp.federation.train.sizes >= 0, limit).tolist())
+    places = [k for k, node in enumerate(part.ids.tolist()) if node in chosen]
     table = torch.zeros(2, len(places), dtype=torch.float64, device=exp.device)
     for j, k in enumerate(places):
         if j % exp.ranks.size == exp.ranks.rank:

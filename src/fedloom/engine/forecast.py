@@ -1,8 +1,8 @@
 """What a run will spend, round by round, without training anything.
 
-Who takes part, how many steps each takes and who hears whom follow from the settings and the seed, so that gradients
+The clients of a round, their steps and the links of a network follow from the settings and the seed, so that gradients
 and bytes can be counted beforehand. Of what only training decides, the most that the settings allow is counted for
-local steps that may end early, and one pass for phases that each client repeats until it has had enough.
+local steps that may end early, and one pass for phases that each client repeats until it stops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedloom.engine.uploads import example_upload
 
 
 class Spent(NamedTuple):
-    """What a run has spent after so many rounds."""
+    """What a run has spent after its first ``rounds``."""
 
     rounds: int = 0
     gradients: float = 0.0
@@ -62,7 +62,7 @@ def _star(exp: Experiment) -> Iterator[Spent]:
 
 
 def _arrivals(exp: Experiment) -> Iterator[Spent]:
-    """Of a server that waits for nobody: who arrives when does not depend on what they have learned."""
+    """Of a server that waits for nobody: arrivals do not depend on what clients have learned."""
     state, spent = begin(exp), Spent()
     traffic, sizes = traffic_of(exp, state), exp.federation.train.sizes
     while True:
@@ -109,8 +109,7 @@ def _upload(exp: Experiment, start: RunState) -> int:
 def _gradients(
     exp: Experiment, round_: int, ids: Tensor, steps: Tensor, extra: Mapping[int, int] | None = None
 ) -> float:
-    """The gradients that these clients take in a round of so many ``steps`` [K] each; ``extra``: epochs while they
-    wait."""
+    """The gradients that these clients take in a round of ``steps`` [K]; ``extra``: epochs while they wait."""
     alg, sizes = exp.algorithm, exp.federation.train.sizes[ids]
     per_epoch, trains = amounts(exp.local, sizes).per_epoch, trains_in(alg, round_)
     total = float(per_epoch.sum()) * survey_gradients(alg) if trains else 0.0

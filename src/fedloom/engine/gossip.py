@@ -34,7 +34,7 @@ from fedloom.core import tree
 from fedloom.core.errors import DivergedError, SplitError
 from fedloom.data.arrays import Ints
 from fedloom.engine.divergence import names_of, rate
-from fedloom.engine.evaluate import Judged, ParticipantScores, everyones_models, nodes_scored, over_nodes
+from fedloom.engine.evaluate import ClientModels, ParticipantScores, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
 from fedloom.engine.mixing import WIDE, Consensus, columns_of, device_of, in_turn, is_dense, mix, product, sparse_rows
 from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
@@ -53,14 +53,14 @@ class Trained(NamedTuple):
     """What the nodes did before they exchange, with a row for every node."""
 
     outcome: Outcome  # [N, ...]; rows of nodes that did not train are zero
-    ok: Mask  # [N] who trained, and came to finite numbers
-    excluded: tuple[int, ...]  # who trained, and did not
+    ok: Mask  # [N] nodes that trained and are finite
+    excluded: tuple[int, ...]  # nodes that trained and are not finite
     scores: ParticipantScores
-    scored: tuple[Tensor, Tensor]  # accuracy and loss [J] of the nodes that are judged, before they mix
+    scored: tuple[Tensor, Tensor]  # accuracy and loss [J] of the nodes that are evaluated, before they mix
 
 
 def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
-    """One round of a network: everybody who is online trains, exchanges and mixes."""
+    """One round of a network: every node that is online trains, exchanges and mixes."""
     topology, alg = _topology(exp), exp.algorithm
     at, count = Moment(exp.seed, state.round), exp.federation.clients
     offline, dead = topology.offline(count, at), topology.dead(count, at)
@@ -96,12 +96,12 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
     did = tuple(ClientWork(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
-    found = done.scores.named(exp) | _judged(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
+    found = done.scores.named(exp) | _pre_mix(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
     return Round(after, done.excluded, found, did)
 
 
 def _absent(exp: Experiment, round_: int, offline: Mask, dead: Mask, away: Tensor) -> dict[str, float]:
-    """How many nodes were not there, in rounds that are judged."""
+    """How many nodes were absent, in rounds that are evaluated."""
     topology = _topology(exp)
     found: dict[str, float] = {}
     if exp.evaluate.due(round_, exp.rounds):
@@ -159,7 +159,7 @@ def _joined_anew(exp: Experiment, state: RunState, store: ClientStore, ids: Tens
 
 
 def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:
-    """Who takes whose model in this round, since it comes back after too long an absence (``away``, in rounds)."""
+    """Which node takes the model of which: those that come back after too long an absence (``away``, in rounds)."""
     topology, none = _topology(exp), np.zeros(0, dtype=np.int64)
     back = ~offline & (away > topology.stale_after)
     if topology.rejoin == "stale" or not back.any():
@@ -187,17 +187,17 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
         ids = part.group.ids
         scores = scores.with_group(exp, part) if due and exp.evaluate.participants else scores
         if pre_mix:
-            scored.append(nodes_scored(exp, Judged(ids, part.outcome.models, part.outcome.buffers)))
+            scored.append(nodes_scored(exp, ClientModels(ids, part.outcome.models, part.outcome.buffers)))
         outcome = marked(part.outcome)._replace(begun=(), models=())
         fine = tree.finite_rows(outcome, len(ids)).cpu()
-        if not fine.all():  # a weight of zero does not silence what is not finite
+        if not fine.all():  # a weight of zero does not cancel a number that is not finite
             outcome = tree.where(fine.to(exp.device), outcome, tree.tmap(torch.zeros_like, outcome))
         keep(exp, store, part, ids[fine])
         rows.write(ids, outcome)
         ok[ids[fine].numpy()] = True
         excluded += ids[~fine].tolist()
-    judged = tree.cat(scored) if scored else (torch.zeros(0), torch.zeros(0))
-    return Trained(rows.whole(), ok, tuple(sorted(excluded)), scores, judged)
+    before = tree.cat(scored) if scored else (torch.zeros(0), torch.zeros(0))
+    return Trained(rows.whole(), ok, tuple(sorted(excluded)), scores, before)
 
 
 class Rows:
@@ -227,8 +227,8 @@ class Rows:
         return self._all
 
 
-def _judged(done: Trained) -> dict[str, float]:
-    """How the nodes do before they mix."""
+def _pre_mix(done: Trained) -> dict[str, float]:
+    """The nodes before they mix."""
     accuracy, loss = done.scored
     if not len(accuracy):
         return {}
@@ -309,17 +309,17 @@ def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T,
 
 
 def _older(past: Any) -> Any:
-    """What nodes remember after a round in which nobody sent anything."""
+    """What nodes remember after a round without messages."""
     return past._replace(sent=(past.sent[0], *past.sent[:-1])) if past and past.sent else past
 
 
 class Mail(NamedTuple):
-    """What goes round in the last gossip step."""
+    """What is exchanged in the last gossip step."""
 
     weights: Weights
     uploads: Any  # [N, ...]
     read: Inbox[Any]  # [N] what each node reads beside the sum
-    ok: Mask  # [N] who takes part
+    ok: Mask  # [N] nodes that take part
 
 
 def delivered(
@@ -422,7 +422,7 @@ def exchanges(exp: Experiment, round_: int, ok: Mask) -> Ints:
 
 
 def _reached(done: Trained) -> Mask:
-    """Who sends something, if only numbers that are not finite."""
+    """The nodes that send something, finite or not."""
     reached = done.ok.copy()
     reached[list(done.excluded)] = True
     return reached
@@ -466,7 +466,7 @@ def envelopes(exp: Experiment, weights: Weights, mass: Any | None) -> Inbox[Any]
 
 
 def _parts(count: int, lanes: int) -> Iterator[slice]:
-    """Nodes that hear side by side: sums are in float64, and should not all be held at once."""
+    """Nodes that read side by side: sums are in float64, and are not all held at once."""
     for low in range(0, count, lanes):
         yield slice(low, min(low + lanes, count))
 

@@ -31,7 +31,7 @@ from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import Group
 
-# Rows of tables begin at multiples of so many numbers, since products of matrices are slower from odd addresses.
+# Rows of tables begin at multiples of this many numbers, since products of matrices are slower from odd addresses.
 _ALIGNED = 32
 # What a tick costs whatever its width, in examples: a narrow one is mostly waiting for kernels to start.
 _TICK = 128
@@ -183,7 +183,7 @@ class _Graphs:
     def tables(
         self, key: Any, alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, at: Carry, given: Any, n: int
     ) -> _Tables:
-        """Those for a step, with room for so many clients."""
+        """Those for a step, with room for this many clients."""
         sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
         key = (*key, given.shared, _layout(at), _layout(sent), _layout(given.mine))
         found = self.held.pop(key, None)
@@ -268,7 +268,7 @@ class _Tables:
         self.buffers[:n] = given.buffers
 
     def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay:
-        """The recorded tick of so many lanes, with room for so many ticks.
+        """The recorded tick of these lanes, with room for ``ticks``.
 
         ``straight``: every client keeps its lane to the end, so that nothing has to be fetched and put back.
         """
@@ -303,7 +303,7 @@ class _Tables:
         return self.carry, self.mine, self.buffers, self.down, plan, self.lr
 
     def step(self, lanes: int, straight: bool) -> Callable[..., None]:
-        """A tick of so many lanes, which writes where their clients are after it; compiled if it is to be.
+        """A tick of these lanes, which writes where their clients are after it; compiled if it is to be.
 
         It is traced first, so that the compiler sees operations, and no Python of ours.
         """
@@ -363,7 +363,7 @@ def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.devi
 
 
 class _Replay:
-    """The tick of so many lanes, recorded: it reads what to do from a plan, at the place where its counter is."""
+    """The tick of these lanes, recorded: it reads what to do from a plan, at the place where its counter is."""
 
     def __init__(self, tables: _Tables, lanes: int, step: Callable[..., None], ticks: int, straight: bool) -> None:
         self._tables, self.step, self.ticks, self._straight = tables, step, ticks, straight

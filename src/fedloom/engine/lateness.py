@@ -1,4 +1,4 @@
-"""Which clients miss the deadline, and how long the others wait, known before anybody trains."""
+"""Which clients miss the deadline and how long the others wait, known before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lateness(NamedTuple):
 
 
 def foresee_lateness(exp: Experiment, state: RunState, present: Present, down: int) -> Lateness:
-    """Who will be late, and who will wait how long; free where there is no deadline and nobody trains on."""
+    """Which clients will be late, and how long the others wait; free where no method or deadline asks."""
     ids, alg = present.drawn.ids, exp.algorithm
     if exp.system.deadline is None and not any(phase.waiting for phase in phases_of(alg)):
         return Lateness(ids[:0])

@@ -109,7 +109,7 @@ def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
 
 
 def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:
-    """How steps in lanes are made ready, by a fixed rule, for a run in which the GPU takes so many one by one."""
+    """How steps in lanes are prepared, by a fixed rule, for a run of ``ticks`` consecutive steps on the GPU."""
     if device.type != "cuda" or not lanes or wanted == "off":
         return "eager"
     if wanted == "on":
@@ -200,12 +200,12 @@ class Now(NamedTuple):
     gradients: Tensor  # [K] float64, evaluated so far
 
     def spent(self, alg: AnyAlgorithm, phase: Phase, steps: list[int]) -> Tensor:
-        """The gradients that were evaluated after so many more steps [K] of a phase."""
+        """The gradients evaluated so far [K], with these steps [K] of a phase."""
         return _passed(self.gradients, alg.traits.gradients_per_step if phase.is_main else float(phase.cost > 0), steps)
 
 
 def _passed(gradients: Tensor, each: float, batches: list[int]) -> Tensor:
-    """The gradients [K] after so many more batches [K], with ``each`` of them."""
+    """The gradients [K] with these batches [K] at ``each`` gradients a batch."""
     return gradients + each * tree.moved(torch.tensor(batches, dtype=torch.float64), gradients.device)
 
 

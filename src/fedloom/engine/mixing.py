@@ -87,7 +87,7 @@ def columns_of(trees: Any) -> int | None:
 
 
 def is_dense(weights: Weights) -> bool:
-    """Whether so many are heard that one product of matrices is faster; fixed by the graph, never by a timing."""
+    """Whether the graph is so dense that one product of matrices is faster; decided by the graph, never by a timing."""
     return weights.nodes > _SMALL and len(weights.to) >= _FULL * weights.nodes**2
 
 

@@ -24,7 +24,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 class Cohort(Spec):
-    """Who takes part in a round."""
+    """The clients of a round."""
 
     size: Annotated[PositiveInt | None, when(sampling=other_than("all"))] = Field(
         None, description="clients of a round; unset: 10, or all where there are fewer"
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the batches of clients are a function of, beside who they are."""
+    """What the batches of clients are a function of, beside the clients."""
 
     local: Local
     ranges: Ranges

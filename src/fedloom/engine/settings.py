@@ -15,15 +15,15 @@ Diagnostic: TypeAlias = Literal[
 
 
 class Evaluate(Spec):
-    """When and on whom a run is judged."""
+    """When a run is evaluated, and on which clients."""
 
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
-    personal: bool = Field(True, description="judge each client's model on its own held-out rows, where it has any")
-    clients: PositiveInt | None = Field(None, description="judge at most so many clients, the same in every round")
+    personal: bool = Field(True, description="evaluate each client's model on its own held-out rows, if it has any")
+    clients: PositiveInt | None = Field(None, description="evaluate at most this many clients, the same in every round")
     diagnostics: tuple[Diagnostic, ...] = Field(
-        (), description="what else to measure of a round: see docs/diagnostics.md"
+        (), description="what else to measure in a round: see docs/diagnostics.md"
     )
-    work: bool = Field(False, description="also write work.jsonl: who took part in each round, and what each did")
+    work: bool = Field(False, description="also write work.jsonl: the clients of each round and the work of each")
     train: bool = Field(False, description="also measure the server's model on all training rows")
     flatness: PositiveFloat | None = Field(
         None,
@@ -33,16 +33,16 @@ class Evaluate(Spec):
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
     nodes: PositiveInt | None = Field(
-        None, description="judge at most so many nodes of a network on the common test set; unset: as clients says"
+        None, description="evaluate at most this many nodes of a network on the common test set; unset: as clients says"
     )
     pre_mix: bool = Field(
-        True, description="judge the nodes of a network also before they mix, in rounds that are judged"
+        True, description="also evaluate the nodes of a network before they mix, in rounds that are evaluated"
     )
     participants: bool = Field(
         False,
-        description="also judge the clients of a round on their own rows just before and just after their training",
+        description="also evaluate the clients of a round on their own rows, just before and just after training",
     )
 
     def due(self, round_: int, rounds: int) -> bool:
-        """Whether the run is judged after so many rounds."""
+        """Whether the run is evaluated after this round."""
         return round_ % self.every == 0 or round_ == rounds

@@ -34,7 +34,7 @@ def speculates_in(exp: Experiment, round_: int) -> bool:
 
 
 class Deferred:
-    """A store that reads at once and writes when it is told to."""
+    """A store that reads at once and writes on request."""
 
     def __init__(self, store: ClientStore) -> None:
         self._store = store

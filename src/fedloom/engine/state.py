@@ -29,7 +29,7 @@ from fedloom.trust.robust import Aggregation
 
 
 class RunState(NamedTuple):
-    """All that a run is at the end of a round; client state lives beside it in the store."""
+    """A run at the end of a round; clients' states lie beside it in the store."""
 
     round: int  # rounds done
     server: Any  # the server's state, or [N, ...] the state of every node
@@ -39,8 +39,8 @@ class RunState(NamedTuple):
     seconds: float = 0.0  # that the rounds would have taken on the devices described
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
-    ledger: Ledger | None = None  # what has been released of clients, where that is private
-    under_way: Any = ()  # who is at work on which model, where the server waits for nobody: UnderWay
+    ledger: Ledger | None = None  # what a private run has released so far
+    under_way: Any = ()  # clients at work and their models, where the server waits for nobody: UnderWay
 
     @property
     def busiest(self) -> int:
@@ -58,7 +58,7 @@ class Nodes(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What nodes have sent before, and who heard it."""
+    """What nodes have sent before, and which neighbours received it."""
 
     last: Tensor  # [N, N] the last round in which the first heard the second; -1: never
     sent: Any  # uploads and running statistics [N, ...] of the last round, of the one before, and so on
@@ -174,7 +174,7 @@ class Experiment:
         return Work(one, one, one, one, survey, torch.zeros((), dtype=torch.int64, device=self.device), one)
 
     def present(self, round_: int) -> Present:
-        """Who takes part in this round, and how far; in a network without a server, everybody who can train."""
+        """The clients of this round and their steps; in a network, every node that can train."""
         if round_ in self.planned:
             return self.planned[round_].present
         sizes = self.federation.train.sizes
@@ -191,7 +191,7 @@ class Experiment:
         return attend(self.system, drawn, amount, epochs, (self.seed, round_), partial=partial)
 
     def timetable(self, round_: int, present: Present, up: int, down: int) -> Timetable:
-        """When what happens in this round, on the devices described."""
+        """The times of this round on the described devices."""
         ids = present.drawn.ids
         amount = amounts(self.local, self.federation.train.sizes[ids])
         epoch = amount.size.double()

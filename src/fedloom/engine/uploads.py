@@ -17,7 +17,7 @@ from fedloom.trust.mechanism import protected
 
 
 def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders: int) -> Outcome:
-    """What these clients, among so many of the round, send: bad ones poison it, and all protect it if they are to."""
+    """Uploads as sent: corrupted by bad clients, then clipped and noised; ``senders``: clients of the round."""
     address = (exp.seed, round_)
     if exp.bad and exp.corruption.changes:
         bad = torch.isin(ids, torch.tensor(exp.bad))
@@ -29,19 +29,19 @@ def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders
     if exp.algorithm.traits.equal_if_private and torch.equal(weights, examples):
         weights = torch.ones_like(weights)
     elif not bool((weights == 1).all()):
-        what = f"{type(exp.algorithm).__name__} weighs clients by what they did, which the weights would tell"
+        what = f"{type(exp.algorithm).__name__} weighs clients by their work, which the weights would reveal"
         raise ConfigError([Fault("privacy.clip", f"{what} (got {exp.guard.clip:g})", "let it count clients alike")])
     return outcome._replace(uploads=protected(exp.guard, outcome.uploads, ids, senders, round_), weights=weights)
 
 
 def upload_size(exp: Experiment, state: RunState) -> int:
-    """Bytes of an upload, from one of a client that has not trained: their number does not depend on its values."""
+    """Bytes of an upload: their number does not depend on its values."""
     upload = tree.tmap(lambda x: x[None], example_upload(exp, state))
     return upload_bytes(exp.algorithm, upload) + tree.nbytes(exp.travelling(state.buffers))
 
 
 def example_upload(exp: Experiment, state: RunState) -> Any:
-    """The upload of a client that has not trained, to see of what it consists."""
+    """The upload of a client that has not trained, for its form."""
     alg, down = exp.algorithm, exp.algorithm.send(state.server)
     mine = alg.join(down)
     work = exp.example_work(down, mine, state.buffers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.core import disk
 from fedloom.engine import checkpoint, graphs
-from fedloom.engine.evaluate import Judged, everyones_models, living
+from fedloom.engine.evaluate import ClientModels, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.runs.folder import RunFolder
@@ -30,7 +30,7 @@ def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[
     return exp.algorithm.global_model(state.server), state.buffers
 
 
-def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[Judged]:
+def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[ClientModels]:
     return everyones_models(exp, state, store, torch.arange(exp.federation.clients))
 
 

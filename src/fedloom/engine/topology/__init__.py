@@ -1,4 +1,4 @@
-"""Networks without a server: who hears whom, how much each counts, what fails, and how soon such a network agrees.
+"""Networks without a server: links, weights, failures, and how soon such a network agrees.
 
 A graph is a pure function of its settings and (nodes, seed, round, gossip step), so that every process draws the same
 one and none is ever stored. In three steps it becomes the matrix with which a round is mixed::

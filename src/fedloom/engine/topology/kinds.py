@@ -136,7 +136,7 @@ class Random(Redrawn):
 
     max_degree: PositiveInt = Field(10, description="most neighbours of a node")
     exact: bool = Field(
-        False, description="exactly so many neighbours each; one node has one less where nodes and neighbours are odd"
+        False, description="exactly this many neighbours each; one node has one less where nodes and neighbours are odd"
     )
 
     def drawn(self, nodes: int, at: Moment) -> Ints:
@@ -239,7 +239,7 @@ class Custom(Topology):
             what = f"there is no node {pairs.max()} among {nodes}"
             raise ConfigError([Fault("topology.links", what, f"nodes are numbered 0 to {nodes - 1}")])
         here = np.isin(pairs, self.active(nodes, at)).all(1) & (pairs[:, 0] != pairs[:, 1])
-        # A line says who hears whom; an edge, who is heard by whom.
+        # A line is (receiver, sender); an edge is (sender, receiver).
         return ordered(pairs[here][:, ::-1] if self.directed else np.sort(pairs[here], axis=1))
 
     def weigh(self, nodes: int, at: Moment = START, sizes: Ints | None = None) -> Weights:

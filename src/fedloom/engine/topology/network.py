@@ -37,7 +37,7 @@ START = Moment()
 
 
 class Topology(Kind):
-    """A network of nodes: who hears whom, and what fails."""
+    """A network of nodes: its links, its weights, and what fails."""
 
     weights: Literal["metropolis", "uniform", "maxdeg", "data_weighted"] = Field(
         "metropolis",
