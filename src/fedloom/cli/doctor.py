@@ -1,6 +1,29 @@
-"""The health of an installation, found by trying things."""
+"""``fedloom doctor``: the health of an installation, found by trying things."""
 
 from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from fedloom import __version__
+from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.runs.launch import follow_parent
+
 
 import platform
 import tempfile
@@ -15,6 +38,18 @@ from fedloom import __version__
 from fedloom.data.files import default_root, missing_files
 from fedloom.data.published import PUBLISHED
 from fedloom.runs.start import run
+
+
+def doctor() -> None:
+    """Check this machine: versions, devices, data, and one real round of training."""
+    from fedloom.runs import health
+
+    failed = 0
+    for finding in health.findings():
+        failed += not finding.ok
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}: {finding.detail}", flush=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 class Finding(NamedTuple):

@@ -1,0 +1,145 @@
+"""``fedloom compare``: algorithms over seeds and settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, is_name, refuse_user_code
+from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from fedloom.compare.running import Comparison, Plan
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[COMPARISON.toml | ALGORITHM...] [KEY=VALUE]...",
+        help="A comparison file, or algorithms, and settings that override it.",
+    ),
+]
+Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
+Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
+Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
+Metric = Annotated[str | None, typer.Option(help="The metric to compare by; by default the first accuracy.")]
+Target = Annotated[float | None, typer.Option(help="Report what it took to reach this value.")]
+Against = Annotated[
+    Literal["rounds", "seconds", "bytes", "busiest", "gradients"] | None,
+    typer.Option(help="What curves are drawn against; by default what is equal. Seconds are simulated."),
+]
+Equal = Annotated[
+    Literal["rounds", "gradients", "bytes", "busiest"] | None,
+    typer.Option(help="What methods spend alike: each has the rounds that this allows; by default rounds."),
+]
+Reference = Annotated[
+    str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
+]
+Budget = Annotated[
+    float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")
+]
+
+
+def compare(
+    words: Words = None,
+    seeds: Seeds = None,
+    grid: Grid = None,
+    baseline: Baseline = None,
+    metric: Metric = None,
+    target: Target = None,
+    x: Against = None,
+    equal: Equal = None,
+    reference: Reference = None,
+    budget: Budget = None,
+    out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
+    json_: JsonResult = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
+    data_root: Root = None,
+) -> None:
+    """Compare algorithms over seeds, and over a grid of settings; the same command goes on after an interruption.
+
+    fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
+    """
+    from fedloom.compare import running as comparing
+    from fedloom.engine.ranks import is_rank
+
+    if is_rank():
+        why = "a comparison starts processes of its own"
+        raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
+    refuse_user_code(no_user_code)
+    options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
+    options |= {"equal": equal, "reference": reference, "budget": budget}
+    given = {k: v for k, v in options.items() if v is not None}
+    table, name = _comparison(words or [], grid or [], given, trust=trust)
+    plan = comparing.plan(table)
+    folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or plan.name)}"
+    done = _shown(plan, folder, data_root, jobs, trust=trust, as_json=json_)
+    if json_:
+        print(json.dumps(done.as_json()))
+    if done.failures:
+        raise typer.Exit(1)
+
+
+def _shown(
+    plan: Plan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
+) -> Comparison:
+    """Run the cells on the screen; an interruption says how to go on."""
+    from rich.console import Console
+
+    from fedloom.cli.screen import ComparisonScreen
+    from fedloom.compare import running as comparing
+
+    screen = ComparisonScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
+    try:
+        done = comparing.run(plan, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=screen)
+    except comparing.InterruptedComparison as stop:
+        screen.close()
+        screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
+        raise typer.Exit(130) from stop
+    finally:
+        screen.close()
+    screen.ended(done)
+    return done
+
+
+def _comparison(
+    words: list[str], grid: list[str], options: dict[str, Any], *, trust: bool
+) -> tuple[dict[str, Any], str]:
+    """The table of a comparison from the words of a command line, and the name of its file."""
+    from fedloom.core import usercode
+    from fedloom.runs.overrides import override
+    from fedloom.runs.settings import read_toml
+
+    files = [w for w in words if "=" not in w and w.endswith(".toml")]
+    kinds = [w for w in words if is_name(w)]
+    if len(files) > 1:
+        raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
+    given = read_toml(Path(files[0])) if files else {}
+    usercode.vouch([kinds, given if trust else {}])
+    table, _ = override(given, [w for w in words if "=" in w])
+    chosen = table.setdefault("compare", {})
+    if not isinstance(chosen, dict):
+        raise ConfigError([Fault("compare", f"should be a table of settings (got {chosen!r})")])
+    if kinds or "algorithms" not in chosen:
+        chosen["algorithms"] = kinds
+    axes = dict(_axis(words) for words in grid)
+    usercode.vouch(axes)
+    if axes:
+        chosen["grid"] = {**chosen.get("grid", {}), **axes}
+    return {**table, "compare": {**chosen, **options}}, Path(files[0]).stem if files else ""
+
+
+def _axis(words: str) -> tuple[str, list[Any]]:
+    """The setting and the values of ``--grid KEY=VALUE,VALUE``."""
+    from fedloom.runs.overrides import value_of
+
+    key, equals, text = words.partition("=")
+    if not equals:
+        raise ConfigError([Fault("--grid", f"is not of the form key=value,value (got '{words}')")])
+    value = value_of(text)
+    return key, value if isinstance(value, list) else [value_of(v.strip()) for v in text.split(",")]

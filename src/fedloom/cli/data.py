@@ -1,0 +1,75 @@
+"""``fedloom data``: get, import and list data sets."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from fedloom import __version__
+from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.runs.launch import follow_parent
+
+
+def data_list(data_root: Root = None, json_: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the published data sets, and which of them are here."""
+    from fedloom.data.files import default_root, missing_files
+    from fedloom.data.published import PUBLISHED
+
+    root = data_root or default_root()
+    found = {"digits": True, **{name: not missing_files(p.layout, root) for name, p in PUBLISHED.items()}}
+    if json_:
+        print(json.dumps({"root": str(root), "present": found}))
+        return
+    print(f"data root: {root}")
+    for name, here in found.items():
+        print(f"  {name:15} {'here' if here else f'not here: fedloom data get {name}'}")
+
+
+def data_get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
+    """Download a data set from its publisher, checked, and resumed where it broke off."""
+    from fedloom.data import download
+    from fedloom.data.files import default_root
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(name, total=None, amount="")
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, amount=f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+        where = download.get(name, data_root or default_root(), report=report)
+    print(f"{name}: complete and checked, in {where}")
+
+
+def data_import(
+    name: Annotated[str, typer.Argument()],
+    directory: Annotated[Path, typer.Argument(help="The folder with the publisher's files.")],
+    data_root: Root = None,
+) -> None:
+    """Take a data set from files that are already on this machine."""
+    from fedloom.data import download
+    from fedloom.data.files import default_root
+
+    where = download.import_files(name, directory, data_root or default_root())
+    print(f"{name}: format, sizes and labels checked, and copied to {where}")

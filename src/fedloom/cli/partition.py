@@ -1,0 +1,66 @@
+"""``fedloom partition``: share out a data set and look at the clients."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from fedloom import __version__
+from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.runs.launch import follow_parent
+
+
+def partition(
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the picture here (.png or .svg).")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
+    data_root: Root = None,
+) -> None:
+    """Share out a data set, print how unequal it came out, and draw each client by class.
+
+    A bare name is a partition: fedloom partition shards data=cifar10 partition.clients=100
+    """
+    from fedloom.data.files import default_root
+    from fedloom.report import partition as report
+    from fedloom.runs.prepare import share
+    from fedloom.runs.start import load_config
+
+    own_code(no_user_code)
+    words = [f"partition.kind={w}" if is_word(w) else w for w in settings or []]
+    experiment = load_config(*file_and_overrides(words), trust=trust)
+    shared = share(experiment, data_root or default_root())
+    described = shared.described()
+    picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
+    title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
+    if picture.suffix not in (".png", ".svg"):
+        raise ConfigError([Fault("--out", f"a picture ends in .png or .svg (got {picture.name})")])
+    report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
+    if json_:
+        print(json.dumps(described | {"picture": str(picture)}))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in report.table(shared.summary()):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    for note in shared.notes:
+        console.print(f"repair: {note}", highlight=False, markup=False)
+    console.print(f"fingerprint {described['sha256'][:16]}", highlight=False)
+    console.print(f"drawn in {picture}", highlight=False, markup=False)

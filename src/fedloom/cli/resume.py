@@ -1,0 +1,66 @@
+"""``fedloom resume``: continue a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.options import JsonResult, NoUserCode, Ranks, Root, Trust, refuse_user_code
+from fedloom.cli.ranks import launch_ranks
+
+Forget = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=0,
+        metavar="CLIENT",
+        help="Unlearn this client of a closed form exactly, when it comes next; repeatable.",
+    ),
+]
+
+
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    from_: Annotated[int | None, typer.Option("--from", help="Take the checkpoint of this round.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Go on to this number of rounds in all.")] = None,
+    forget: Forget = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Go on without the lines of metrics.jsonl that are damaged."),
+    ] = False,
+    json_: JsonResult = False,
+    ranks: Ranks = None,
+    trust: Trust = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Go on although code of yours or model.weights has changed since."),
+    ] = False,
+    no_user_code: NoUserCode = False,
+    data_root: Root = None,
+) -> None:
+    """Continue a run from its newest checkpoint; the results are those of a run that was never stopped.
+
+    It may go on with another number of ranks.
+    """
+    from fedloom.cli.screen import show_run
+    from fedloom.runs import resume as runs
+    from fedloom.runs.start import load_config
+
+    refuse_user_code(no_user_code)
+    if ranks is not None and (run_dir / "config.toml").is_file():
+        launch_ranks(ranks, load_config(run_dir / "config.toml", trust=trust))
+    show_run(
+        json_,
+        lambda screen: runs.resume(
+            run_dir,
+            at=from_,
+            rounds=rounds,
+            forget=forget or (),
+            repair=repair,
+            trust=trust,
+            accept_changes=accept_changes,
+            data_root=data_root,
+            listener=screen,
+        ),
+    )

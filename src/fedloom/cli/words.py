@@ -1,0 +1,56 @@
+"""Numbers in words: bytes, spans of time, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from fedloom import __version__
+from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.runs.launch import follow_parent
+
+
+def as_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
+    """The loss and accuracy that stand for a run, the common model's first, and what privacy was spent."""
+    names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
+    first = names[0].rpartition("/")[0] if names else ""
+    spent = [n for n in metrics if n.startswith("privacy/")]
+    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", *spent) if n in metrics]
+
+
+def brief(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.2e}"
+
+
+def short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def span(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
