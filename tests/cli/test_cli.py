@@ -152,7 +152,7 @@ def test_a_private_run_is_not_advised_to_go_on(quick: Quick, tmp_path: Path, pri
     further = [] if private else ["  fedloom resume r --rounds 4"]
     assert done.out.partition("\nnext:\n")[2].splitlines() == [
         *further,
-        "  fedloom run r/config.toml algorithm.kind=fedopt",
+        "  fedloom run r/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
         "  fedloom describe fedavg",
     ]
 

@@ -13,7 +13,8 @@ from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
-    from fedloom.compare.running import Comparison, Plan
+    from fedloom.compare.plan import Plan
+    from fedloom.compare.write import Comparison
 
 Words = Annotated[
     list[str] | None,
@@ -38,9 +39,7 @@ Equal = Annotated[
 Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
 ]
-Budget = Annotated[
-    float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")
-]
+Budget = Annotated[float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")]
 
 
 def compare(
@@ -65,7 +64,7 @@ def compare(
 
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
     """
-    from fedloom.compare import running as comparing
+    from fedloom.compare.plan import plan
     from fedloom.engine.ranks import is_rank
 
     if is_rank():
@@ -76,9 +75,9 @@ def compare(
     options |= {"equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     table, name = _comparison(words or [], grid or [], given, trust=trust)
-    plan = comparing.plan(table)
-    folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or plan.name)}"
-    done = _shown(plan, folder, data_root, jobs, trust=trust, as_json=json_)
+    planned = plan(table)
+    folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
+    done = _shown(planned, folder, data_root, jobs, trust=trust, as_json=json_)
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:
@@ -86,18 +85,19 @@ def compare(
 
 
 def _shown(
-    plan: Plan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
+    planned: Plan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
 ) -> Comparison:
     """Run the cells on the screen; an interruption says how to go on."""
     from rich.console import Console
 
     from fedloom.cli.screen import ComparisonScreen
-    from fedloom.compare import running as comparing
+    from fedloom.compare.crew import InterruptedComparison
+    from fedloom.compare.run import run
 
     screen = ComparisonScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
     try:
-        done = comparing.run(plan, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=screen)
-    except comparing.InterruptedComparison as stop:
+        done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=screen)
+    except InterruptedComparison as stop:
         screen.close()
         screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
         raise typer.Exit(130) from stop

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
-from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from fedloom.cli.options import Json, Root
+
+app = typer.Typer(help="Get, import and list data sets.", no_args_is_help=True)
 
 
-def data_list(data_root: Root = None, json_: Annotated[bool, typer.Option("--json")] = False) -> None:
+@app.command("list")
+def list_(data_root: Root = None, json_: Json = False) -> None:
     """List the published data sets, and which of them are here."""
     from fedloom.data.files import default_root, missing_files
     from fedloom.data.published import PUBLISHED
@@ -40,7 +31,8 @@ def data_list(data_root: Root = None, json_: Annotated[bool, typer.Option("--jso
         print(f"  {name:15} {'here' if here else f'not here: fedloom data get {name}'}")
 
 
-def data_get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
+@app.command("get")
+def get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
     """Download a data set from its publisher, checked, and resumed where it broke off."""
     from fedloom.data import download
     from fedloom.data.files import default_root
@@ -62,7 +54,8 @@ def data_get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> 
     print(f"{name}: complete and checked, in {where}")
 
 
-def data_import(
+@app.command("import")
+def import_(
     name: Annotated[str, typer.Argument()],
     directory: Annotated[Path, typer.Argument(help="The folder with the publisher's files.")],
     data_root: Root = None,

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
-from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from fedloom.cli.options import Json, NoUserCode, refuse_user_code
+from fedloom.core.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from fedloom.engine.topology import Topology
 
 
 def describe(
@@ -31,16 +23,18 @@ def describe(
         list[str] | None, typer.Argument(metavar="[KIND KEY=VALUE...]", help="Only of the network: describe topology.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Draw the network here (.png or .svg).")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    json_: Json = False,
     no_user_code: NoUserCode = False,
 ) -> None:
     """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs.
 
     The word topology and a kind measure a network: fedloom describe topology ring nodes=16 --out ring.png
     """
+    from fedloom.core import usercode
     from fedloom.runs import catalogue
 
-    own_code(no_user_code, name, *(settings or []))
+    refuse_user_code(no_user_code)
+    usercode.vouch([name, *(settings or [])], lasting=False)  # to look at code is not to trust it from now on
     if name == "topology":
         _describe_topology(settings or [], out, json_)
         return
@@ -68,23 +62,11 @@ def describe(
 
 
 def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
-    from fedloom.engine.topology import faults
+    """The numbers and the picture of a network."""
     from fedloom.report import topology as report
     from fedloom.runs import network as networks
-    from fedloom.runs.overrides import override
-    from fedloom.runs.settings import topology_of
 
-    kinds, pairs = [w for w in words if "=" not in w], [w for w in words if "=" in w]
-    if len(kinds) > 1:
-        raise ConfigError([Fault(kinds[1], "a second kind", "settings are written key=value")])
-    given, _ = override({}, [w.removeprefix("topology.") for w in pairs])
-    nodes, seed = (given.pop(key, usual) for key, usual in (("nodes", 16), ("seed", 0)))
-    if not isinstance(nodes, int) or not isinstance(seed, int) or nodes < 2 or seed < 0:
-        raise ConfigError([Fault("nodes", f"nodes=2 or more, and seed=0 or more (got {nodes!r} and {seed!r})")])
-    network = topology_of(given | ({"kind": kinds[0]} if kinds else {}))
-    wrong = faults(network, nodes, seed)
-    if wrong:
-        raise ConfigError(wrong)
+    network, nodes, seed = _network(words)
     described = networks.described(network, nodes, seed)
     if out is not None:
         networks.draw_topology(network, nodes, seed, out)
@@ -100,3 +82,25 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
         console.print(f"note: {note}")
     if out is not None:
         console.print(f"drawn in {out}")
+
+
+def _network(words: list[str]) -> tuple[Topology, int, int]:
+    """The topology that these words describe, its number of nodes and the seed."""
+    from fedloom.core import usercode
+    from fedloom.engine.topology import faults
+    from fedloom.runs.overrides import read_pairs
+    from fedloom.runs.settings import topology_of
+
+    kinds, pairs = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    if len(kinds) > 1:
+        raise ConfigError([Fault(kinds[1], "a second kind", "settings are written key=value")])
+    given = read_pairs(w.removeprefix("topology.") for w in pairs)
+    usercode.vouch(given, lasting=False)
+    nodes, seed = (given.pop(key, usual) for key, usual in (("nodes", 16), ("seed", 0)))
+    if not isinstance(nodes, int) or not isinstance(seed, int) or nodes < 2 or seed < 0:
+        raise ConfigError([Fault("nodes", f"nodes=2 or more, and seed=0 or more (got {nodes!r} and {seed!r})")])
+    network = topology_of(given | ({"kind": kinds[0]} if kinds else {}))
+    wrong = faults(network, nodes, seed)
+    if wrong:
+        raise ConfigError(wrong)
+    return network, nodes, seed

@@ -2,29 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import click
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
-
-from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
-
-
 import platform
 import tempfile
 import time
@@ -32,20 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+import typer
 
 from fedloom import __version__
-from fedloom.data.files import default_root, missing_files
-from fedloom.data.published import PUBLISHED
-from fedloom.runs.start import run
 
 
 def doctor() -> None:
     """Check this machine: versions, devices, data, and one real round of training."""
-    from fedloom.runs import health
-
     failed = 0
-    for finding in health.findings():
+    for finding in findings():
         failed += not finding.ok
         print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}: {finding.detail}", flush=True)
     if failed:
@@ -53,6 +25,8 @@ def doctor() -> None:
 
 
 class Finding(NamedTuple):
+    """One thing that was tried."""
+
     ok: bool
     what: str
     detail: str
@@ -60,6 +34,11 @@ class Finding(NamedTuple):
 
 def findings() -> Iterator[Finding]:
     """One finding after another, the quick ones first."""
+    import torch
+
+    from fedloom.data.files import default_root, missing_files
+    from fedloom.data.published import PUBLISHED
+
     yield Finding(
         True, "versions", f"fedloom {__version__}, python {platform.python_version()}, torch {torch.__version__}"
     )
@@ -74,11 +53,13 @@ def findings() -> Iterator[Finding]:
 def _tried(what: str, attempt: Callable[[], str]) -> Finding:
     try:
         return Finding(True, what, attempt())
-    except Exception as error:  # whatever goes wrong here is what the user came to learn
+    except Exception as error:  # whatever goes wrong is the finding
         return Finding(False, what, f"{type(error).__name__}: {error}")
 
 
 def _devices() -> str:
+    import torch
+
     cpu = f"cpu with {torch.get_num_threads()} threads"
     if not torch.cuda.is_available():
         return f"{cpu}; no GPU"
@@ -94,7 +75,9 @@ def _folder() -> str:
 
 
 def _training() -> str:
+    from fedloom.runs.start import run
+
     began = time.perf_counter()
-    history = run("fedavg", data="digits", rounds=3, seed=0)
-    accuracy, seconds = history.summary["global/test/accuracy"].last, time.perf_counter() - began
+    result = run("fedavg", data="digits", rounds=3, seed=0)
+    accuracy, seconds = result.summary["global/test/accuracy"].last, time.perf_counter() - began
     return f"3 rounds of FedAvg on digits in {seconds:.1f} s, accuracy {accuracy:.2f}"

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import click
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
-from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from fedloom.cli.options import Json
 
 
 def list_(
     family: Annotated[
         Literal["algorithms", "optimizers", "datasets", "partitions", "models", "topologies"], typer.Argument()
     ],
-    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """List what there is: algorithms, optimizers, datasets, partitions, models or topologies."""
     from fedloom.runs import catalogue

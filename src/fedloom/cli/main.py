@@ -24,11 +24,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (run.run, resume.resume, compare.compare, partition.partition):
-    app.command()(command)
+app.command()(run.run)
+app.command()(resume.resume)
+app.command()(compare.compare)
+app.command()(partition.partition)
 app.command("list")(listing.list_)
-for command in (describe.describe, check.check, doctor.doctor):
-    app.command()(command)
+app.command()(describe.describe)
+app.command()(check.check)
+app.command()(doctor.doctor)
 app.add_typer(data.app, name="data")
 
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
-from fedloom import __version__
+from fedloom.cli.options import NoUserCode, Root, Settings, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from fedloom.core.errors import ConfigError, Fault
 
 
 def partition(
@@ -42,8 +32,8 @@ def partition(
     from fedloom.runs.prepare import share
     from fedloom.runs.start import load_config
 
-    own_code(no_user_code)
-    words = [f"partition.kind={w}" if is_word(w) else w for w in settings or []]
+    refuse_user_code(no_user_code)
+    words = [f"partition.kind={w}" if is_name(w) else w for w in settings or []]
     experiment = load_config(*file_and_overrides(words), trust=trust)
     shared = share(experiment, data_root or default_root())
     described = shared.described()

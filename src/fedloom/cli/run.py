@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Ranks, Root, Settings, Trust, file_and_overrides
-from fedloom.cli.options import refuse_user_code
+from fedloom.cli.options import (
+    JsonResult,
+    NoUserCode,
+    Ranks,
+    Root,
+    Settings,
+    Trust,
+    file_and_overrides,
+    refuse_user_code,
+)
 from fedloom.cli.ranks import follows, launch_ranks
 from fedloom.core.disk import as_name
 

@@ -1,4 +1,4 @@
-"""What a run and a comparison show while they last, and at their end."""
+"""What a run and a comparison show: a live bar on a terminal, plain lines elsewhere, and tables at the end."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ import math
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING
 
-import click
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from fedloom.cli.ranks import follows
+from fedloom.cli.words import as_bytes, brief, headline, short, span
+
+if TYPE_CHECKING:
+    from fedloom.compare.crew import Standing
+    from fedloom.compare.plan import Plan
+    from fedloom.compare.write import Comparison
+    from fedloom.engine.run import Experiment
+    from fedloom.report.grid import Sheet, Word
+    from fedloom.runs import loop
+    from fedloom.runs.prepare import Prepared
+    from fedloom.runs.result import History
+
+_EVERY = 2.0, 10.0  # seconds between two lines of a run, and of a comparison, where there is no terminal
 
 
-def shown(as_json: bool, work: Callable[[Any], Any]) -> None:
+def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
+    """Run on the screen; an interruption says how to go on. Ranks other than 0 show nothing."""
     from fedloom.runs.loop import InterruptedRun, Silence
 
     if follows():
@@ -34,18 +44,39 @@ def shown(as_json: bool, work: Callable[[Any], Any]) -> None:
         except InterruptedRun as stop:
             raise typer.Exit(130) from stop
         return
-    watch = RunScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
+    screen = RunScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
     try:
-        history = work(watch)
+        history = work(screen)
     except InterruptedRun as stop:
-        watch.close()
-        watch.say(f"stopped and saved after round {stop.round}; go on with: fedloom resume {stop.run_dir}")
+        screen.close()
+        screen.say(f"stopped and saved after round {stop.round}; go on with: fedloom resume {stop.run_dir}")
         raise typer.Exit(130) from stop
     finally:
-        watch.close()
-    watch.ended(history)
+        screen.close()
+    screen.ended(history)
     if as_json:
         print(json.dumps(history.as_json()))
+
+
+class Bar:
+    """A live bar, on a terminal."""
+
+    def __init__(self, console: Console, what: str, done: int, total: int) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn(f"{what} {{task.completed}}/{{task.total}}"),
+            BarColumn(),
+            TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task: TaskID = self._progress.add_task(what, total=total, completed=done, now="")
+        self._progress.start()
+
+    def move(self, done: int, now: str) -> None:
+        self._progress.update(self._task, completed=done, now=now)
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
 class RunScreen:
@@ -53,47 +84,30 @@ class RunScreen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: Bar | None = None
         self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
         self._excluded, self._missed, self._idle = 0, 0, 0
-        self._deaf = False
+        self._unread = False
 
     def say(self, text: str) -> None:
         self._show(text)
 
-    def _show(self, thing: Any) -> None:
-        """Print, unless nobody reads any more: a reader who leaves must not end the run."""
-        if self._deaf:
+    def _show(self, thing: RenderableType) -> None:
+        """Print, unless the reader has gone: a closed pipe must not end the run."""
+        if self._unread:
             return
         try:
             self._console.print(thing, markup=False)
         except BrokenPipeError:
-            self._deaf = True
+            self._unread = True
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
 
-    def started(self, prepared: Any, folder: Path | None, done: int) -> None:
-        import torch
-
+    def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:
         exp, shared = prepared.experiment, prepared.shared
         for note in prepared.config.notes:
             self.say(f"note: {note}")
-        device = f"{exp.device} ({torch.get_num_threads()} threads)" if exp.device.type == "cpu" else str(exp.device)
-        device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
-        place = f" · {folder}" if folder else ""
-        steps = {"eager": "", "graph": ", recorded", "compiled": ", compiled and recorded"}[exp.task.capture]
-        exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
-        steps += "" if exact else f" · {exp.task.precision}"
-        how = f"{exp.executor} ({prepared.reason}){steps}"
-        self.say(f"fedloom {__version__} · {device} · {how} · seed {exp.seed}{place}")
-        s = shared.summary()
-        trained, whole = exp.task.size, exp.task.whole
-        parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
-        self.say(
-            f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
-            f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
-            f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
-        )
+        self.say(_where(prepared, folder))
+        self.say(_data(prepared))
         for note in shared.notes:
             self.say(f"partition: {note}")
         if shared.bad:
@@ -108,19 +122,12 @@ class RunScreen:
             self.say(f"to be forgotten: clients {list(forget)}")
         self._began, self._done = time.perf_counter(), done
         if self._console.is_terminal:
-            columns = (
-                SpinnerColumn(),
-                TextColumn("round {task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.fields[now]}"),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("rounds", total=exp.rounds, completed=done, now="")
-            self._bar.start()
+            self._bar = Bar(self._console, "round", done, exp.rounds)
 
-    def _network(self, exp: Any) -> None:
+    def _network(self, exp: Experiment) -> None:
         from fedloom.engine.topology import facts
 
+        assert exp.topology is not None
         found = facts(exp.topology, exp.federation.clients, exp.seed, tuple(exp.federation.train.sizes.tolist()))
         low, high = found.degree_min, found.degree_max
         degree = f"{low}" if low == high else f"{low} to {high}"
@@ -128,7 +135,7 @@ class RunScreen:
         for note in found.notes:
             self.say(f"topology: {note}")
 
-    def advanced(self, progress: Any) -> None:
+    def advanced(self, progress: loop.Progress) -> None:
         self._clients += progress.clients
         now = time.perf_counter()
         elapsed = now - self._began
@@ -145,8 +152,8 @@ class RunScreen:
             self._missed += 1
         self._idle += not progress.clients
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress.round, now=text)
-        elif now - self._said >= 2.0 or progress.round == progress.rounds:
+            self._bar.move(progress.round, text)
+        elif now - self._said >= _EVERY[0] or progress.round == progress.rounds:
             self._said = now
             self.say(f"round {progress.round}/{progress.rounds}  {text}")
 
@@ -155,56 +162,101 @@ class RunScreen:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
 
-    def _sketch(self, history: Any) -> None:
-        """The course of the first accuracy in one line of text."""
-        frame = history.metrics
-        names = [name for name in frame if name.endswith("/accuracy")]
-        if not names or len(frame) < 3:
-            return
-        values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
-        picked = [values[round(i * (len(values) - 1) / 49)] for i in range(50)] if len(values) > 50 else values
-        line = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * v))] for v in picked)
-        self.say(f"\n{names[0]}  {line}  {values[-1]:.1%}")
-
-    def ended(self, history: Any) -> None:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("metric", "last", "best", "mean of last 10"):
-            table.add_column(column, justify="left" if column == "metric" else "right")
+    def ended(self, history: History) -> None:
+        table = _table("metric", "last", "best", "mean of last 10")
         for name, value in history.summary.items():
             if name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance")):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
         self._show(table)
-        self._sketch(history)
+        for line in (*_sketch(history), *self._losses(history), _spent(history), *_next(history)):
+            self.say(line)
+
+    def _losses(self, history: History) -> Iterable[str]:
+        """Rounds and updates that changed nothing."""
         if self._excluded:
-            self.say(f"{self._excluded} client updates were not finite and left out")
+            yield f"{self._excluded} client updates were not finite and left out"
         if self._missed:
-            self.say(f"in {self._missed} rounds no client met system.deadline, and the model stayed as it was")
-            self._missed = 0
+            yield f"in {self._missed} rounds no client met system.deadline, and the model stayed as it was"
         if self._idle:
             of = "the only round" if history.rounds == 1 else f"{self._idle} of {history.rounds} rounds"
-            self.say(f"warning: in {of} nobody trained (all clients were late or lost), and the model stayed as it was")
-        up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
-        pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
-        among = up and not down  # in a network, where there is no server to receive from
-        sent = f"nodes sent {as_bytes(up)}" if among else f"clients sent {as_bytes(up)} and received {as_bytes(down)}"
-        self.say(f"{pace} · {sent}")
-        if history.run_dir is None:
-            return
-        run = history.run_dir
-        self.say(f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves")
-        model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
-        self.say(f"{run}/{model}")
-        other = "fedopt" if history.algorithm != "fedopt" else "fedavg"
-        further = f"  fedloom resume {run} --rounds {2 * history.rounds}\n"
-        further = "" if (run / "privacy.json").exists() else further  # whose noise may be for just so many rounds
-        self.say(
-            f"\nnext:\n{further}"
-            f"  fedloom run {run}/config.toml algorithm.kind={other}\n"
-            f"  fedloom describe {history.algorithm}"
-        )
+            yield f"warning: in {of} nobody trained (all clients were late or lost), and the model stayed as it was"
+
+
+def _where(prepared: Prepared, folder: Path | None) -> str:
+    """Version, device, executor, seed and folder of a run."""
+    import torch
+
+    exp = prepared.experiment
+    device = f"{exp.device} ({torch.get_num_threads()} threads)" if exp.device.type == "cpu" else str(exp.device)
+    device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
+    steps = {"eager": "", "graph": ", recorded", "compiled": ", compiled and recorded"}[exp.task.capture]
+    exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
+    steps += "" if exact else f" · {exp.task.precision}"
+    place = f" · {folder}" if folder else ""
+    how = f"{exp.executor} ({prepared.reason}){steps}"
+    return f"fedloom {__version__} · {device} · {how} · seed {exp.seed}{place}"
+
+
+def _data(prepared: Prepared) -> str:
+    """The data, how unequal its parts are, and the size of the net."""
+    exp, shared, s = prepared.experiment, prepared.shared, prepared.shared.summary()
+    trained, whole = exp.task.size, exp.task.whole
+    parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
+    return (
+        f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
+        f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
+        f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
+    )
+
+
+def _sketch(history: History) -> list[str]:
+    """The course of the first accuracy in one line of text."""
+    frame = history.metrics
+    names = [name for name in frame if name.endswith("/accuracy")]
+    if not names or len(frame) < 3:
+        return []
+    values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
+    picked = [values[round(i * (len(values) - 1) / 49)] for i in range(50)] if len(values) > 50 else values
+    line = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * v))] for v in picked)
+    return [f"\n{names[0]}  {line}  {values[-1]:.1%}"]
+
+
+def _spent(history: History) -> str:
+    """Time and traffic of a run."""
+    up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
+    pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
+    among = up and not down  # in a network, where there is no server to receive from
+    sent = f"nodes sent {as_bytes(up)}" if among else f"clients sent {as_bytes(up)} and received {as_bytes(down)}"
+    return f"{pace} · {sent}"
+
+
+def _next(history: History) -> list[str]:
+    """The files of a run, and commands to go on with."""
+    run = history.run_dir
+    if run is None:
+        return []
+    model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
+    further = [f"  fedloom resume {run} --rounds {2 * history.rounds}"]
+    return [
+        f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves",
+        f"{run}/{model}",
+        "\nnext:",
+        *(further if not (run / "privacy.json").exists() else []),  # noise may be calibrated for these rounds
+        f"  fedloom run {run}/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
+        f"  fedloom describe {history.algorithm}",
+    ]
+
+
+def _table(first: str, *others: str) -> Table:
+    """A table whose first column has names, and the others numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first)
+    for column in others:
+        table.add_column(column, justify="right")
+    return table
 
 
 class ComparisonScreen:
@@ -212,55 +264,46 @@ class ComparisonScreen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: Bar | None = None
         self._said = time.perf_counter()
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def started(self, planned: Any, folder: Path, jobs: int, standing: Any) -> None:
-        methods, places, seeds = len(planned.methods), len(planned.places), len(planned.spec.seeds)
-        grid = f" x {places} places of the grid" if planned.axes else ""
+    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None:
+        methods, places, seeds = len(plan.methods), len(plan.places), len(plan.spec.seeds)
+        grid = f" x {places} places of the grid" if plan.axes else ""
         self.say(f"fedloom {__version__} · {methods} methods{grid} x {seeds} seeds · {jobs} side by side · {folder}")
-        for note in planned.notes:
+        for note in plan.notes:
             self.say(f"note: {note}")
         if standing.reused:
             self.say(f"{standing.reused} of {standing.cells} cells are done already")
         if self._console.is_terminal and standing.reused < standing.cells:
-            columns = (
-                SpinnerColumn(),
-                TextColumn("cells {task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("cells", total=standing.cells, completed=standing.done, now="")
-            self._bar.start()
+            self._bar = Bar(self._console, "cells", standing.done, standing.cells)
 
-    def moved(self, standing: Any) -> None:
+    def moved(self, standing: Standing) -> None:
         left = "" if standing.seconds_left is None else f"{span(standing.seconds_left)} left"
         running = "; ".join(f"{name} {done}/{rounds}" for name, done, rounds in standing.running)
         now = "  ".join(part for part in (left, running) if part)
         clock, ended = time.perf_counter(), standing.ended.partition("\n")[0]
         if self._bar is not None:
-            self._bar.update(self._task, completed=standing.done, now=now)
+            self._bar.move(standing.done, now)
             if ended and not ended.endswith(": done"):
                 self.say(ended)
-        elif ended or clock - self._said >= 10.0:
+        elif ended or clock - self._said >= _EVERY[1]:
             self._said = clock
-            told = (f"cells {standing.done}/{standing.cells}", ended, left if ended else now)
-            self.say("  ".join(part for part in told if part))
+            parts = (f"cells {standing.done}/{standing.cells}", ended, left if ended else now)
+            self.say("  ".join(part for part in parts if part))
 
     def stopping(self) -> None:
         self.say("finishing the rounds at work, then saving (again to stop at once)")
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
 
-    def ended(self, done: Any) -> None:
+    def ended(self, done: Comparison) -> None:
         from fedloom.report import comparison as report
 
         console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
@@ -288,7 +331,7 @@ class ComparisonScreen:
             self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png and .svg")
         self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv")
 
-    def _layout(self, sheet: Any, console: Console) -> None:
+    def _layout(self, sheet: Sheet, console: Console) -> None:
         """The tables in the layout of the recipe, side by side as far as the terminal is wide."""
         from fedloom.report import grid
 
@@ -310,6 +353,6 @@ class ComparisonScreen:
             self.say(note)
 
 
-def _cell(words: Any) -> Text:
+def _cell(words: Iterable[Word]) -> Text:
     """The numbers of a cell, the best of their column in bold."""
     return Text(" / ").join(Text(word.text, style="bold" if word.best else "") for word in words)

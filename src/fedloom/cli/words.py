@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import click
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
-
-from fedloom import __version__
-from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault, FedloomError
-from fedloom.runs.launch import follow_parent
+from typing import Any
 
 
 def as_bytes(count: float) -> str:

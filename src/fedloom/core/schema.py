@@ -314,7 +314,12 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
 
 def kinds(base: type[T], package: str) -> dict[str, type[T]]:
     """Every concrete ``base`` defined in the modules of ``package``, by its ``kind``."""
-    found: dict[str, type[T]] = {}
+    return dict(_kinds(base, package))
+
+
+@functools.cache  # a comparison asks for them in each of its cells
+def _kinds(base: type[Any], package: str) -> dict[str, type[Any]]:
+    found: dict[str, type[Any]] = {}
     for module in modules(package):
         for cls in vars(module).values():
             if defined_in(cls, base, module) and "kind" in vars(cls):
@@ -322,12 +327,18 @@ def kinds(base: type[T], package: str) -> dict[str, type[T]]:
     return found
 
 
-@functools.cache  # a comparison asks for them in each of its cells
 def modules(package: str) -> tuple[ModuleType, ...]:
     """The package itself and its modules, in order of name."""
     root = importlib.import_module(package)
+    return root, *(importlib.import_module(f"{package}.{name}") for name in module_names(package))
+
+
+@functools.cache
+def module_names(package: str) -> tuple[str, ...]:
+    """The names of the modules of a package, in order; none of them is imported."""
+    root = importlib.import_module(package)
     names = sorted(info.name for info in pkgutil.iter_modules(getattr(root, "__path__", [])))
-    return root, *(importlib.import_module(f"{package}.{name}") for name in names if not name.startswith("_"))
+    return tuple(name for name in names if not name.startswith("_"))
 
 
 def defined_in(thing: Any, base: type[Any], module: ModuleType) -> bool:

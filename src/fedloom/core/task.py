@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
 
 X = TypeVar("X")
@@ -268,6 +269,8 @@ class Task:
 
     def evaluate_and_differentiate(self, f: Callable[[X], Tensor], x: X) -> tuple[Tensor, X]:
         """The value of the scalar function ``f`` at the tree ``x``, and its gradient there."""
+        if self.lanes and self.capture == "eager":
+            return value_and_gradient(f, x)
         if self.lanes:
             gradient, value = grad_and_value(f)(x)
             return value, gradient

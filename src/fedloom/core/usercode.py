@@ -28,31 +28,36 @@ from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
 
 REFUSED = "FEDLOOM_NO_USER_CODE"  # the environment variable that refuses all of it
-NEEDS_TRUST = "if you trust it, add --trust"
+NEEDS_TRUST = "if you trust it, add --trust, or trust=True in Python"
 _REFERENCE = re.compile(r"(.+\.py|[\w.]+):(.+)")
 _MAIN = "__main__"  # the user's own program: it is running already
 
-_vouched: set[tuple[str, str]] = set()  # names that the user has given to this process, and the working folder then
+# Names that the user has given to this process, with the working folder then, and whether to remember them.
+_vouched: dict[tuple[str, str], bool] = {}
 _files: dict[str, dict[str, str]] = {}  # by such a name, the files that were loaded for it, with their hashes
 
 
 # -- consent ---------------------------------------------------------------------------------------
-def vouch(values: Any) -> None:
-    """Take every text in ``values``, however deep in tables and lists, for a name that the user has given."""
+def vouch(values: Any, *, lasting: bool = True) -> None:
+    """Take every text in ``values``, however deep in tables and lists, for a name that the user has given.
+
+    ``lasting``: later processes may run it, too, when a file names it.
+    """
     if isinstance(values, str):
-        _vouched.add((os.getcwd(), values))
+        named = (os.getcwd(), values)
+        _vouched[named] = lasting or _vouched.get(named, False)
     elif isinstance(values, Mapping):
-        vouch(list(values.values()))
+        vouch(list(values.values()), lasting=lasting)
     elif isinstance(values, list | tuple):
         for value in values:
-            vouch(value)
+            vouch(value, lasting=lasting)
 
 
 def adopt(reference: str) -> None:
     """Vouch for what was handed over in Python, by the name under which a run folder will call for it."""
     if is_reference(reference):
         vouch(reference)
-        with suppress(ConfigError):  # what is nowhere in a module cannot be found again: told when it is looked for
+        with suppress(ConfigError):  # what no module has cannot be found again: reported when it is looked for
             load(reference, "")
 
 
@@ -67,10 +72,15 @@ def _consented(called: str, at: str, file: Path | None, name: str) -> None:
     if os.environ.get(REFUSED, "") not in ("", "0"):
         what = f"'{called}' is code{where}, and all code but fedloom's own is refused"
         raise ConfigError([Fault(at, what, f"--no-user-code or {REFUSED} is set")])
-    if (os.getcwd(), called) in _vouched:
+    named = (os.getcwd(), called)
+    if _vouched.get(named):
         _remember(file, name)
-    elif not called.startswith(f"{_MAIN}:") and not _is_remembered(file, name):
+    if named in _vouched or called.startswith(f"{_MAIN}:"):
+        return
+    if not _is_listed(file, name):
         raise ConfigError([Fault(at, f"'{called}' is code{where} that you have not run before", NEEDS_TRUST)])
+    if file is not None and (why := _exposed(file)):
+        raise ConfigError([Fault(at, f"'{called}' is code{where}, {why}")])
 
 
 def _list() -> Path:
@@ -79,21 +89,27 @@ def _list() -> Path:
     return Path(home, "fedloom", "trusted").expanduser()
 
 
-def _is_remembered(file: Path | None, name: str) -> bool:
-    """Whether the user has vouched for ``name`` in ``file`` before, and nobody else can have changed it since."""
-    if file is None:
-        return False
+def _is_listed(file: Path | None, name: str) -> bool:
+    """Whether the user has vouched for ``name`` in ``file`` before."""
     with suppress(OSError, RuntimeError, UnicodeDecodeError):
-        found = file.stat()
-        safe = found.st_uid in (0, os.getuid()) and not found.st_mode & stat.S_IWOTH
-        return safe and f"{file}:{name}" in _list().read_text(encoding="utf-8").splitlines()
+        return file is not None and f"{file}:{name}" in _list().read_text(encoding="utf-8").splitlines()
     return False
+
+
+def _exposed(file: Path) -> str:
+    """How others can have changed a file since the user vouched for it, and the fix; empty where they cannot."""
+    found = file.stat()
+    if found.st_mode & stat.S_IWOTH:
+        return f"which every user of this machine can change ({NEEDS_TRUST}; or make it yours alone: chmod o-w {file})"
+    if found.st_uid not in (0, os.getuid()):
+        return f"which belongs to another user of this machine ({NEEDS_TRUST}; or take a copy)"
+    return ""
 
 
 def _remember(file: Path | None, name: str) -> None:
     """Put ``name`` in ``file`` on the list; without a home that can be written to, it has to be trusted again."""
     line = f"{file}:{name}"
-    if file is None or len(line.splitlines()) != 1 or _is_remembered(file, name):
+    if file is None or len(line.splitlines()) != 1 or _is_listed(file, name):
         return
     with suppress(OSError, RuntimeError, UnicodeEncodeError):
         _list().parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch import nn
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.schema import defined_in, kinds, modules
+from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import is_folder
 from fedloom.data.partition import Assignment, Partition
@@ -25,12 +28,13 @@ from fedloom.models.net import Model
 
 KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
 DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
+_PACKAGE = "fedloom.algorithms"
 USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
 
 
 def algorithms(*, own: bool = True) -> dict[str, type[AnyAlgorithm]]:
     """Every algorithm on disk: the package's by file name, then those of the working folder, if ``own``."""
-    found = {m.__name__.rpartition(".")[2]: _only(m) for m in modules("fedloom.algorithms")[1:]}
+    found = {name: _packaged(name) for name in module_names(_PACKAGE)}
     for path in user_algorithms() if own else []:
         found.setdefault(path.stem, _only(usercode.load_file(str(path), path.name, called=path.stem)))
     return found
@@ -42,7 +46,13 @@ def user_algorithms() -> list[Path]:
     return sorted(p for p in folder.glob("*.py") if not p.name.startswith("_")) if folder.is_dir() else []
 
 
-def _only(module: Any) -> type[AnyAlgorithm]:
+@functools.cache  # a comparison asks for it in each of its cells
+def _packaged(name: str) -> type[AnyAlgorithm]:
+    """The algorithm in the package's file of this name; no other file is imported."""
+    return _only(importlib.import_module(f"{_PACKAGE}.{name}"))
+
+
+def _only(module: ModuleType) -> type[AnyAlgorithm]:
     classes: list[type[AnyAlgorithm]] = [
         c
         for c in vars(module).values()
@@ -55,6 +65,7 @@ def _only(module: Any) -> type[AnyAlgorithm]:
 
 
 def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
+    """The algorithm that a setting names: ``file.py:Class``, ``package.module:Class``, ``file.py`` or a bare name."""
     if usercode.is_reference(name):
         thing = usercode.load(name, at)
         if not _is_kind_of(thing, Algorithm):
@@ -63,23 +74,21 @@ def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
         return found
     if name.endswith(".py"):
         return _only(usercode.load_file(name, at, called=name))
-    packaged = [m for m in modules("fedloom.algorithms")[1:] if m.__name__.rpartition(".")[2] == name]
-    own = {path.stem: path for path in user_algorithms()}
-    if packaged and name in own:
+    packaged, own = module_names(_PACKAGE), {path.stem: path for path in user_algorithms()}
+    if name in packaged and name in own:
         fix = f"rename the file, or write algorithm.kind={own[name]}"
         raise ConfigError([Fault(at, f"'{name}' is both fedloom's and yours ({own[name]})", fix)])
-    if packaged:
-        return _only(packaged[0])
+    if name in packaged:
+        return _packaged(name)
     if name in own:
         return _only(usercode.load_file(str(own[name]), at, called=name))
-    known = [m.__name__.rpartition(".")[2] for m in modules("fedloom.algorithms")[1:]]
-    raise ConfigError([Fault(at, f"there is no algorithm '{name}'", nearest(name, [*known, *own]))])
+    raise ConfigError([Fault(at, f"there is no algorithm '{name}'", nearest(name, [*packaged, *own]))])
 
 
 def name_of(cls: type[AnyAlgorithm]) -> str:
     """The name by which a config can find this class again."""
     package, _, name = cls.__module__.rpartition(".")
-    return name if package == "fedloom.algorithms" else f"{cls.__module__}:{cls.__qualname__}"
+    return name if package == _PACKAGE else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _is_kind_of(thing: Any, base: type[Any]) -> bool:

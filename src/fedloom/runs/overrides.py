@@ -20,24 +20,27 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
     Where a setting changes a section's kind, the settings of the old kind that the new one does not
     know are left out, and said to be. So are those of the table that had an effect before, and have none any more.
     """
+    given = read_pairs(settings)
+    usercode.vouch(given)  # code that is named on the command line is meant to run
+    out, notes = assign(table, given)
+    notes += _unsuited(out, given)
+    out, left_out = without_idle(out, {*given, *idle(table)})
+    return out, notes + left_out
+
+
+def read_pairs(settings: Iterable[str]) -> dict[str, Any]:
+    """The values of ``key=value`` words by their keys."""
     faults: list[Fault] = []
     given: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
+        if equals and key.strip():
+            given[key.strip()] = value_of(text.strip())
+        else:
             faults.append(Fault(setting, "is not of the form key=value", "as in local.lr=0.05"))
-            continue
-        given[key.strip()] = value_of(text.strip())
-    usercode.vouch(given)  # who writes the name of code just now means it to run
-    try:
-        out, notes = assign(table, given)
-    except ConfigError as error:
-        raise ConfigError(faults + error.faults) from error
     if faults:
         raise ConfigError(faults)
-    notes += _unsuited(out, given)
-    out, left_out = without_idle(out, {*given, *idle(table)})
-    return out, notes + left_out
+    return given
 
 
 def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
