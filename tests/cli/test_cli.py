@@ -264,6 +264,7 @@ BAD = [
     (["model.kind=failing.py:Net"], r"failing\.py failed to load: ZeroDivisionError"),
     (["algorithm.kind=own.py:Net"], "is not a subclass of fedloom.Algorithm"),
     (["model.kind=own.py:Net", "model.hiden=3"], r"model\.hiden: unknown key \(did you mean 'hidden'\?\)"),
+    (["comparison.toml"], r"comparison\.toml: is a comparison .*\(fedloom compare comparison\.toml\)"),
     (["--out", "full"], "--out: full already exists and is not empty"),
     (["--out", "broken.toml"], r"--out: broken\.toml already exists"),
 ]
@@ -273,6 +274,7 @@ BAD = [
 def desk(tmp_path: Path) -> Path:
     """A working folder with what the bad commands refer to."""
     (tmp_path / "broken.toml").write_text("rounds = = 3\n")
+    (tmp_path / "comparison.toml").write_text("[compare]\nalgorithms = ['fedavg']\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()

@@ -62,6 +62,7 @@ def test_without_the_steps_torchs_own_function_serves(monkeypatch: pytest.Monkey
 
 
 def test_a_run_on_a_cpu_does_not_import_the_compiler() -> None:
-    code = "import sys, fedloom; fedloom.run(rounds=1, engine={'executor': 'lanes'}); print('torch._dynamo' in sys.modules)"
+    run = "import sys, fedloom; fedloom.run(rounds=1, engine={'executor': 'lanes'})"
+    code = f"{run}; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -490,3 +490,92 @@ def test_two_working_folders_are_not_confused(desk: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="that you have not run before"):
         usercode.load_file("evil.py", "algorithm.kind", called="evil.py")
     assert not os.path.exists(os.environ["MARKER"])
+
+
+# -- what others can change, and what was only looked at -------------------------------------------
+def test_a_file_that_others_can_change_is_refused_as_one(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    own = desk / "own.py"
+    own.write_text(CODE)
+    (desk / "e.toml").write_text('model.kind = "own.py:Net"\nrounds = 1\n')
+    first = quick("run", "model.kind=own.py:Net", "--print-config", cwd=desk, env=world_outside)
+    assert first.code == 0, first.err
+    (desk.parent / "marker").unlink()
+    own.chmod(0o666)
+    done = quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside)
+    refused(done, desk, "every user of this machine can change", f"chmod o-w {own}")
+    assert "not run before" not in done.err
+    own.chmod(0o644)
+    assert quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside).code == 0
+
+
+def test_a_name_is_listed_once(quick: Quick, desk: Path, world_outside: dict[str, str]) -> None:
+    own = desk / "own.py"
+    own.write_text(CODE)
+    own.chmod(0o666)
+    for _ in range(2):
+        assert quick("run", "model.kind=own.py:Net", "--print-config", cwd=desk, env=world_outside).code == 0
+    listed = Path(world_outside["XDG_STATE_HOME"], "fedloom", "trusted").read_text()
+    assert listed == f"{own}:Net\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["own.py:Mine"], 'algorithm.kind = "own.py:Mine"'),
+        (["topology", "own.py:Circle"], 'algorithm.kind = "dpsgd"\ntopology.kind = "own.py:Circle"'),
+        (["topology", "kind=own.py:Circle"], 'algorithm.kind = "dpsgd"\ntopology.kind = "own.py:Circle"'),
+    ],
+    ids=" ".join,
+)
+def test_to_describe_code_is_not_to_trust_it_later(
+    quick: Quick, desk: Path, world_outside: dict[str, str], words: list[str], setting: str
+) -> None:
+    (desk / "own.py").write_text(CODE)
+    (desk / "e.toml").write_text(f"{setting}\n")
+    described = quick("describe", *words, cwd=desk, env=world_outside)
+    assert described.code == 0, described.err
+    (desk.parent / "marker").unlink()
+    refused(quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside), desk, "that you have not run before")
+
+
+# -- code that was written for an earlier version --------------------------------------------------
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("from fedloom.task import Batch", "fedloom.task has no Batch, write: from fedloom.core.task import Batch"),
+        ("from fedloom.optim import sgd", "fedloom.optim has no sgd, write: from fedloom.core.optim import sgd"),
+        ("from fedloom import tree", "fedloom has no tree, write: from fedloom.core import tree"),
+        ("import fedloom.rng as rng", "there is no module fedloom.rng, write: from fedloom.core import rng"),
+        ("from fedloom.config import parse", "write: from fedloom.runs.settings import parse"),
+        ("from fedloom.core.tree import grow", "fedloom.core.tree has no grow any more"),
+    ],
+)
+def test_an_import_of_an_earlier_version_is_told_the_new_name(tmp_path: Path, line: str, advice: str) -> None:
+    own = tmp_path / "old.py"
+    own.write_text(f"from fedloom import FedAvg\n{line}\n\n\nclass Mine(FedAvg):\n    pass\n")
+    with pytest.raises(ConfigError) as error:
+        package.run(f"{own}:Mine", rounds=1)
+    assert len(error.value.faults) == 1
+    assert advice in str(error.value)
+
+
+def test_all_imports_of_an_earlier_version_at_once_also_of_a_module_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old_helper.py").write_text("from fedloom.rng import stream\nfrom fedloom.tree import tmap\n")
+    (tmp_path / "by_helper.py").write_text("import old_helper\n")
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{tmp_path / 'by_helper.py'}:Mine", "by_helper:Mine"):
+        with pytest.raises(ConfigError, match=r"fedloom.core.rng import stream; .*fedloom.core.tree import tmap"):
+            package.run(name, rounds=1)
+
+
+def test_another_failed_import_is_told_as_it_is(tmp_path: Path) -> None:
+    own = tmp_path / "missing.py"
+    own.write_text("import nothing_of_this_name\n")
+    with pytest.raises(
+        ConfigError, match="failed to load: ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    ):
+        package.run(f"{own}:Mine", rounds=1)

@@ -14,7 +14,7 @@ from fedloom.cli.options import Json, NoUserCode, refuse_user_code
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
-    from fedloom.engine.topology import Topology
+    from fedloom.engine.topology.network import Topology
 
 
 def describe(
@@ -87,7 +87,7 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
 def _network(words: list[str]) -> tuple[Topology, int, int]:
     """The topology that these words describe, its number of nodes and the seed."""
     from fedloom.core import usercode
-    from fedloom.engine.topology import faults
+    from fedloom.engine.topology.facts import faults
     from fedloom.runs.overrides import read_pairs
     from fedloom.runs.settings import topology_of
 

@@ -19,14 +19,16 @@ from rich.text import Text
 
 from fedloom import __version__
 from fedloom.cli.ranks import follows
-from fedloom.cli.words import as_bytes, brief, headline, short, span
+from fedloom.cli.words import as_bytes, brief, short, span
+from fedloom.core.vocabulary import accuracies, headline, is_summarised
 
 if TYPE_CHECKING:
     from fedloom.compare.crew import Standing
     from fedloom.compare.plan import Plan
     from fedloom.compare.write import Comparison
-    from fedloom.engine.run import Experiment
-    from fedloom.report.grid import Sheet, Word
+    from fedloom.engine.state import Experiment
+    from fedloom.report.comparison.sheet import Sheet
+    from fedloom.report.comparison.sheet_text import Word
     from fedloom.runs import loop
     from fedloom.runs.prepare import Prepared
     from fedloom.runs.result import History
@@ -113,7 +115,7 @@ class RunScreen:
         if shared.bad:
             self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.badness})")
         if exp.guard is not None:
-            self.say(f"privacy: {exp.guard.told(exp.rounds)}")
+            self.say(f"privacy: {exp.guard.summary(exp.rounds)}")
         if exp.topology is not None:
             self._network(exp)
         if done:
@@ -125,7 +127,7 @@ class RunScreen:
             self._bar = Bar(self._console, "round", done, exp.rounds)
 
     def _network(self, exp: Experiment) -> None:
-        from fedloom.engine.topology import facts
+        from fedloom.engine.topology.facts import facts
 
         assert exp.topology is not None
         found = facts(exp.topology, exp.federation.clients, exp.seed, tuple(exp.federation.train.sizes.tolist()))
@@ -141,7 +143,7 @@ class RunScreen:
         elapsed = now - self._began
         pace = (progress.round - self._done) / elapsed
         left = (progress.rounds - progress.round) / pace
-        shown = [f"{short(n)} {brief(v)}" for n, v in headline(progress.metrics)]
+        shown = [f"{short(name)} {brief(progress.metrics[name])}" for name in headline(progress.metrics)]
         text = "  ".join([*shown, f"{self._clients / elapsed:,.3g} clients/s", f"{span(left)} left"])
         for note in progress.notes:
             self.say(f"round {progress.round}: {note}")
@@ -168,7 +170,7 @@ class RunScreen:
     def ended(self, history: History) -> None:
         table = _table("metric", "last", "best", "mean of last 10")
         for name, value in history.summary.items():
-            if name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance")):
+            if is_summarised(name):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
         self._show(table)
         for line in (*_sketch(history), *self._losses(history), _spent(history), *_next(history)):
@@ -215,7 +217,7 @@ def _data(prepared: Prepared) -> str:
 def _sketch(history: History) -> list[str]:
     """The course of the first accuracy in one line of text."""
     frame = history.metrics
-    names = [name for name in frame if name.endswith("/accuracy")]
+    names = accuracies(frame)
     if not names or len(frame) < 3:
         return []
     values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
@@ -304,11 +306,12 @@ class ComparisonScreen:
             self._bar = None
 
     def ended(self, done: Comparison) -> None:
-        from fedloom.report import comparison as report
+        from fedloom.report.comparison.notes import notes
+        from fedloom.report.comparison.text import narrowed, sections
 
         console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
-        for whole in report.sections(done.question, done.rows):
-            section = report.narrowed(whole, console.width)
+        for whole in sections(done.question, done.rows):
+            section = narrowed(whole, console.width)
             table = Table(box=None, pad_edge=False, header_style="bold")
             for index, column in enumerate(section.header):
                 table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
@@ -317,7 +320,7 @@ class ComparisonScreen:
             self.say(f"\n{section.title}" if section.title else "")
             console.print(table)
         self.say("")
-        for note in report.notes(done.question, done.rows):
+        for note in notes(done.question, done.rows):
             self.say(note)
         if done.sheet is not None:
             self._layout(done.sheet, console)
@@ -333,13 +336,14 @@ class ComparisonScreen:
 
     def _layout(self, sheet: Sheet, console: Console) -> None:
         """The tables in the layout of the recipe, side by side as far as the terminal is wide."""
-        from fedloom.report import grid
+        from fedloom.report.comparison.sheet_text import across, legend
+        from fedloom.report.comparison.sheet_text import lines as lines_of
 
         header = ["\n".join(column) for column in sheet.columns]
         for block in sheet.blocks:
-            lines = grid.lines(sheet, block)
+            lines = lines_of(sheet, block)
             self.say(f"\n{block.title}" if block.title else "")
-            for group in grid.across(header, lines, console.width):
+            for group in across(header, lines, console.width):
                 table = Table(box=None, pad_edge=False, header_style="bold")
                 table.add_column(Text(sheet.layout.rows), no_wrap=True)
                 for i in group:
@@ -349,7 +353,7 @@ class ComparisonScreen:
                     table.add_row(label, *(_cell(line.cells[i]) for i in group), style="dim" if line.is_paper else None)
                 console.print(table)
         self.say("")
-        for note in grid.legend(sheet):
+        for note in legend(sheet):
             self.say(note)
 
 

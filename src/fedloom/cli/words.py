@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def as_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
@@ -11,14 +9,6 @@ def as_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def headline(metrics: dict[str, Any]) -> list[tuple[str, float]]:
-    """The loss and accuracy that stand for a run, the common model's first, and what privacy was spent."""
-    names = [n for n in metrics if n.endswith(("/loss", "/accuracy"))]
-    first = names[0].rpartition("/")[0] if names else ""
-    spent = [n for n in metrics if n.startswith("privacy/")]
-    return [(n, metrics[n]) for n in (f"{first}/loss", f"{first}/accuracy", *spent) if n in metrics]
 
 
 def brief(value: float) -> str:

@@ -314,17 +314,15 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
 
 def kinds(base: type[T], package: str) -> dict[str, type[T]]:
     """Every concrete ``base`` defined in the modules of ``package``, by its ``kind``."""
-    return dict(_kinds(base, package))
+    every = _kinds(package)  # a comparison asks for them in each of its cells
+    return {kind: cls for kind, cls in every if issubclass(cls, base) and cls is not base}
 
 
-@functools.cache  # a comparison asks for them in each of its cells
-def _kinds(base: type[Any], package: str) -> dict[str, type[Any]]:
-    found: dict[str, type[Any]] = {}
-    for module in modules(package):
-        for cls in vars(module).values():
-            if defined_in(cls, base, module) and "kind" in vars(cls):
-                found[cls.kind] = cls
-    return found
+@functools.cache
+def _kinds(package: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Every concrete class with a kind of its own that the modules of ``package`` define."""
+    classes = [(module, cls) for module in modules(package) for cls in vars(module).values()]
+    return tuple((cls.kind, cls) for module, cls in classes if defined_in(cls, object, module) and "kind" in vars(cls))
 
 
 def modules(package: str) -> tuple[ModuleType, ...]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedloom.core import moved
 from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
 
@@ -161,7 +162,7 @@ def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[spec.name]
-        raise ConfigError([Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")]) from error
+        raise ConfigError([_failed(place, at, error)]) from error
     _files[called] = _sources(module)
     return module
 
@@ -177,12 +178,21 @@ def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
+        if moved.advice(error):
+            raise ConfigError([_failed(place, at, error)]) from error
         raise ConfigError([Fault(at, f"cannot import '{place}': {error}", "is it on PYTHONPATH?")]) from error
     except Exception as error:
-        raise ConfigError([Fault(at, f"'{place}' failed to load: {type(error).__name__}: {error}")]) from error
+        raise ConfigError([_failed(f"'{place}'", at, error)]) from error
     if place != _MAIN:  # a program that is running is edited for its next run
         _files[called] = _sources(module)
     return module
+
+
+def _failed(place: str, at: str, error: Exception) -> Fault:
+    """What to say of code that raised an error when it was imported."""
+    if isinstance(error, ImportError) and (advice := moved.advice(error)):
+        return Fault(at, f"{place} imports what this version of fedloom has elsewhere: {advice}")
+    return Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")
 
 
 def _found(top: str) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.engine.ranks import joined
@@ -58,6 +59,8 @@ def run(
 def load_config(path: Path | None, overrides: Iterable[str] = (), *, trust: bool = False) -> Config:
     """The experiment in a file (or the default one), with overrides; ``trust``: code that the file names may run."""
     given = read_toml(path) if path is not None else {}
+    if "compare" in given:
+        raise ConfigError([Fault(str(path), "is a comparison (it has a section [compare])", f"fedloom compare {path}")])
     if trust:
         usercode.vouch(given)
     table, notes = override(given, overrides)
