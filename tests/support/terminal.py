@@ -45,7 +45,7 @@ def started(
     """``python -m fedloom words...``, still running; forked from a warm process unless it is to be a ``fresh`` one."""
     command = [sys.executable, "-m", "fedloom", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    kind: Any = subprocess.Popen if fresh else warm.Popen
+    kind: Any = warm.FRESH if fresh else warm.Popen
     process: subprocess.Popen[str] = kind(command, cwd=cwd, env=environment(env), **pipes, **options)
     return process
 

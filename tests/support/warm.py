@@ -30,7 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_REAL = subprocess.Popen
+FRESH = subprocess.Popen
 _lock = threading.Lock()
 _address: list[str] = []  # of the server, once there is one
 _processes: list[subprocess.Popen[bytes]] = []
@@ -90,6 +90,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _internal_poll(self, _deadstate: Any = None, *rest: Any, **more: Any) -> int | None:
         if self._answers is None:
             return super()._internal_poll(_deadstate, *rest, **more)  # type: ignore[misc,no-any-return]
+        if self.returncode is None and self._answers.fileno() == -1:
+            self.returncode = _deadstate  # nobody has waited for it, and it is being collected
         with suppress(subprocess.TimeoutExpired):
             self._wait(0)
         return self.returncode
@@ -99,7 +101,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return super()._wait(timeout)  # type: ignore[misc,no-any-return]
         with self._waitpid_lock:  # type: ignore[attr-defined]
             if self.returncode is None:
-                if not select.select([self._answers], [], [], timeout)[0]:
+                waiting = select.poll()
+                waiting.register(self._answers, select.POLLIN)
+                if not waiting.poll(None if timeout is None else 1000 * timeout):
                     raise subprocess.TimeoutExpired(self.args, timeout or 0)
                 self.returncode = int(self._line())
                 self._answers.close()
@@ -132,7 +136,7 @@ def _server() -> str:
     with _lock:
         if not _address:
             path = str(Path(tempfile.mkdtemp(prefix="warm"), "socket"))
-            before, subprocess.Popen = subprocess.Popen, _REAL  # type: ignore[misc]
+            before, subprocess.Popen = subprocess.Popen, FRESH  # type: ignore[misc]
             process = subprocess.Popen(
                 [sys.executable, "-P", __file__, path],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -179,7 +183,7 @@ def serve(path: str) -> None:
         if listener in ready:
             connection = listener.accept()[0]
             job, fds = _received(connection)
-            child = os.fork()
+            child = os.fork() if job else None
             if child == 0:
                 signal.set_wakeup_fd(-1)
                 for number, fd in enumerate(fds):
@@ -191,6 +195,8 @@ def serve(path: str) -> None:
                 os._exit(_outcome(job))
             for fd in fds:
                 os.close(fd)
+            if child is None:
+                continue
             running[child] = connection
             with suppress(OSError):
                 connection.sendall(b"%d\n" % child)
@@ -213,12 +219,14 @@ def _import_all() -> None:
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A job and its stdin, stdout and stderr; nothing where the one that asked has been killed meanwhile."""
     text, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(12))
     fds = array.array("i")
-    fds.frombytes(ancillary[0][2])
-    while not text.endswith(b"\n"):
-        text += connection.recv(1 << 16)
-    return json.loads(text), list(fds)
+    for _, _, data in ancillary:
+        fds.frombytes(data)
+    while not text.endswith(b"\n") and (more := connection.recv(1 << 16)):
+        text += more
+    return json.loads(text) if text.endswith(b"\n") else {}, list(fds)
 
 
 def _outcome(job: dict[str, Any]) -> int:

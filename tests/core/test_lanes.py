@@ -186,7 +186,7 @@ def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton, the kernels' compiler, is not installed")
 def test_kernels_against_float64_as_triton_interprets_them() -> None:
     """On a CPU: the arithmetic of addresses and borders is the same as on a GPU."""
-    code = "import torch, test_conv; print(max(e for _, e in test_conv.cases('cpu', torch.float32, True)))"
+    code = "import torch, test_lanes; print(max(e for _, e in test_lanes.cases('cpu', torch.float32, True)))"
     env = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert out.returncode == 0, out.stderr
