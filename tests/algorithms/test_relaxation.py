@@ -11,7 +11,8 @@ from torch import nn
 from fedloom.algorithm import Inbox, Model, Update
 from fedloom.algorithms.relaxation import Relaxation
 from fedloom.core.errors import ConfigError
-from fedloom.engine.diagnose import Moves, gamma
+from fedloom.engine.curvature import Moves
+from fedloom.engine.diagnose import gamma
 from fedloom.engine.local import train
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore

@@ -15,6 +15,7 @@ from torch import nn
 
 from fedloom.algorithm import Setup
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engine import curvature, theory
 from fedloom.engine import diagnose as d
 from fedloom.engine.local import full_gradients
 from fedloom.engine.plan import Drawn
@@ -27,14 +28,14 @@ from support.worlds import experiment, federation, ranges
 def test_no_work_is_gamma_one(world) -> None:
     exp = world(algorithm="fedprox")
     ids = torch.arange(3)
-    moves = d.Moves(ids, torch.zeros(3, exp.task.size), torch.ones(3))
+    moves = curvature.Moves(ids, torch.zeros(3, exp.task.size), torch.ones(3))
     assert d.gamma(exp, moves, exp.task.w0)["gamma/max"] == pytest.approx(1.0)
 
 
 def test_exact_proximal_solution_is_gamma_zero(world) -> None:
     exp = world((12,), algorithm={"kind": "fedprox", "mu": 2.0}, local={"batch": 0, "lr": 0.3, "steps": 400})
     state = advance_watched(exp, begin(exp), RamStore(1)).state
-    moves = d.Moves(torch.arange(1), (state.server.w - exp.task.w0)[None], torch.ones(1))
+    moves = curvature.Moves(torch.arange(1), (state.server.w - exp.task.w0)[None], torch.ones(1))
     found = d.gamma(exp, moves, exp.task.w0)["gamma/max"]
     assert found <= 1e-4
     # the lemma: ||w_k - w|| <= (1 + gamma) ||grad F_k(w)|| / mu for a convex loss
@@ -87,7 +88,7 @@ def test_variance_identity(world) -> None:
 
 
 THEORIES = st.builds(
-    d.Theory,
+    theory.Theory,
     mu=st.floats(0.5, 50),
     gamma=st.floats(0, 0.9),
     B=st.floats(1, 6),
@@ -99,12 +100,12 @@ THEORIES = st.builds(
 
 
 @given(THEORIES)
-def test_the_direct_rate_is_never_worse(t: d.Theory) -> None:
-    assert d.rho_direct(t) >= d.rho_paper(t) - 1e-9 * (1 + abs(d.rho_paper(t)))
+def test_the_direct_rate_is_never_worse(t: theory.Theory) -> None:
+    assert theory.rho_direct(t) >= theory.rho_paper(t) - 1e-9 * (1 + abs(theory.rho_paper(t)))
 
 
 @given(THEORIES)
-def test_identity_between_the_two_theorems(t: d.Theory) -> None:
+def test_identity_between_the_two_theorems(t: theory.Theory) -> None:
     """At alpha = 0 the relaxed theorem's three sampling terms are twice FedProx's."""
     t = t._replace(alpha=0.0)
     g, mb, K = 1 + t.gamma, t.mu_bar, t.K
@@ -113,20 +114,20 @@ def test_identity_between_the_two_theorems(t: d.Theory) -> None:
         + 2 * math.sqrt(2) * t.L * t.B**2 * g**2 / (math.sqrt(K) * mb**2)
         + 2 * t.L * t.B**2 * g**2 / (K * mb**2)
     )
-    assert d.rho_fedprox(t) - d.rho_paper(t) == pytest.approx(extra, rel=1e-6, abs=1e-9)
+    assert theory.rho_fedprox(t) - theory.rho_paper(t) == pytest.approx(extra, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("K", [5, 10, 20, 100])
 def test_the_best_alpha_of_the_theorem(K: int) -> None:
     grid = np.linspace(0, 0.99, 2000)
-    rates = [d.rho_paper(d.Theory(10, 0.0, 1.1, 0.5, 0.0, K, float(a))) for a in grid]
+    rates = [theory.rho_paper(theory.Theory(10, 0.0, 1.1, 0.5, 0.0, K, float(a))) for a in grid]
     assert grid[int(np.argmax(rates))] == pytest.approx(4 / (K + 4), abs=1e-3)
 
 
 def test_alpha_near_one_is_no_progress_and_nonconvexity_beyond_mu_is_inapplicable() -> None:
-    assert d.rho_paper(d.Theory(10, 0.0, 1.1, 0.5, 0.0, 10, 0.9999)) < 0
-    t = d.Theory(1.0, 0.0, 1.0, 1.0, 2.0, 10, 0.1)
-    assert (d.rho_paper(t), d.rho_direct(t), d.rho_fedprox(t)) == (None, None, None)
+    assert theory.rho_paper(theory.Theory(10, 0.0, 1.1, 0.5, 0.0, 10, 0.9999)) < 0
+    t = theory.Theory(1.0, 0.0, 1.0, 1.0, 2.0, 10, 0.1)
+    assert (theory.rho_paper(t), theory.rho_direct(t), theory.rho_fedprox(t)) == (None, None, None)
 
 
 def test_direct_rate_bounds_the_measured_decrease() -> None:
@@ -146,7 +147,7 @@ def test_direct_rate_bounds_the_measured_decrease() -> None:
         solved = np.array([np.linalg.solve(a + mu * np.eye(4), a @ c + mu * w) for a, c in zip(A, b, strict=True)])
         draws = rng.integers(0, 6, (4000, K))
         after = [f(alpha * w + (1 - alpha) * solved[pick].mean(0)) for pick in draws]
-        rate = d.rho_direct(d.Theory(mu, 0.0, B, 1.5, 0.0, K, alpha))
+        rate = theory.rho_direct(theory.Theory(mu, 0.0, B, 1.5, 0.0, K, alpha))
         assert f(w) - np.mean(after) >= rate * float(g @ g) - 1e-4
 
 
@@ -158,7 +159,7 @@ def test_curvature_is_the_dense_hessians(world) -> None:
         return torch.nn.functional.cross_entropy(exp.task.apply(w, x, exp.task.buffers0), y)
 
     values = torch.linalg.eigvalsh(torch.func.hessian(loss)(exp.task.w0))
-    L, L_minus = d.curvature(exp, exp.task.w0)
+    L, L_minus = curvature.curvature(exp, exp.task.w0)
     assert pytest.approx(float(values[-1]), rel=1e-2) == L
     assert L_minus <= 1e-4  # logistic regression is convex
 
@@ -182,7 +183,7 @@ def test_the_bound_is_above_every_clients_hessian_everywhere(shape: tuple[int, .
     wide = math.prod(shape)
     net = nn.Sequential(nn.Flatten(), nn.Linear(wide, 3, bias=bias))
     exp = experiment(federation((2, 9, 30), shape=shape), net)  # fewer rows than features, and more
-    L = d.smoothness(exp)
+    L = curvature.smoothness(exp)
     tops = [
         hessian_top(exp, scale * torch.randn(exp.task.size), client)
         for client in range(3)
@@ -203,16 +204,16 @@ def two_classes(net: nn.Module, x: list[float], sizes: tuple[int, ...]):
 def test_the_bound_by_hand_and_reached() -> None:
     """Two classes at w = 0 are equally likely, which is as curved as softmax gets."""
     exp = two_classes(nn.Linear(1, 2), [0.0, 2.0], (2,))  # X~^T X~ / 2 = [[2, 1], [1, 1]]
-    assert d.smoothness(exp) == pytest.approx((3 + math.sqrt(5)) / 4)
+    assert curvature.smoothness(exp) == pytest.approx((3 + math.sqrt(5)) / 4)
     assert hessian_top(exp, torch.zeros(4), 0) == pytest.approx((3 + math.sqrt(5)) / 4)
     without = two_classes(nn.Linear(1, 2, bias=False), [3.0, 4.0, 1.0], (2, 1))  # (9 + 16) / 2 / 2, and 1 / 2
-    assert d.smoothness(without) == pytest.approx(6.25)
+    assert curvature.smoothness(without) == pytest.approx(6.25)
     assert hessian_top(without, torch.zeros(2), 0) == pytest.approx(6.25)
 
 
 def test_a_client_without_data_does_not_count() -> None:
     exp = two_classes(nn.Linear(1, 2, bias=False), [3.0, 4.0], (0, 2, 0))
-    assert d.smoothness(exp) == pytest.approx(6.25)
+    assert curvature.smoothness(exp) == pytest.approx(6.25)
 
 
 class Bent(nn.Module):
@@ -245,13 +246,13 @@ class Bent(nn.Module):
 )
 def test_only_softmax_regression_has_the_bound(net: nn.Module, is_one: bool) -> None:
     executor = "loop" if any(isinstance(m, nn.BatchNorm1d) for m in net.modules()) else "lanes"
-    assert (d.smoothness(experiment(federation((6, 7)), net, executor=executor)) is not None) == is_one
+    assert (curvature.smoothness(experiment(federation((6, 7)), net, executor=executor)) is not None) == is_one
 
 
 def test_the_bound_is_computed_once_for_a_run(world, monkeypatch) -> None:
     exp, asked = world(algorithm="fedprox", evaluate={"diagnostics": ["rho"]}), []
-    of = d._top_square
-    monkeypatch.setattr(d, "_top_square", lambda x: asked.append(len(x)) or of(x))
+    of = curvature._top_square
+    monkeypatch.setattr(curvature, "_top_square", lambda x: asked.append(len(x)) or of(x))
     state, store = begin(exp), RamStore(3)
     recorded = []
     for _ in range(3):
@@ -261,7 +262,7 @@ def test_the_bound_is_computed_once_for_a_run(world, monkeypatch) -> None:
     assert asked == [4, 12, 7]
     assert len(set(recorded)) == 1
     other = world((5, 6), algorithm="fedprox")
-    assert d.smoothness(other) == d.smoothness(other) != recorded[0]
+    assert curvature.smoothness(other) == curvature.smoothness(other) != recorded[0]
     assert asked == [4, 12, 7, 5, 6]
 
 
@@ -277,13 +278,13 @@ RATES = {"theory/rho", "theory/rho_direct", "theory/rho_fedprox"}
 def test_softmax_regression_with_a_proximal_term_has_rates_from_the_bound(world) -> None:
     exp = world(algorithm={"kind": "relaxation", "mu": 2.0, "alpha": 0.3}, evaluate=RHO)
     found = watched(exp)
-    L = d.smoothness(exp)
+    L = curvature.smoothness(exp)
     assert {name for name in found if name.startswith("theory/")} == {"theory/L", "theory/applies", *RATES}
     assert (found["theory/L"], found["theory/applies"]) == (L, 1.0)
-    theory = d.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], L, 0.0, 3, 0.3)
-    assert found["theory/rho"] == d.rho_paper(theory)
-    assert found["theory/rho_direct"] == d.rho_direct(theory)
-    assert found["theory/rho_fedprox"] == d.rho_fedprox(theory)
+    known = theory.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], L, 0.0, 3, 0.3)
+    assert found["theory/rho"] == theory.rho_paper(known)
+    assert found["theory/rho_direct"] == theory.rho_direct(known)
+    assert found["theory/rho_fedprox"] == theory.rho_fedprox(known)
 
 
 def test_k_is_the_number_of_draws(world) -> None:
@@ -295,9 +296,9 @@ def test_k_is_the_number_of_draws(world) -> None:
         evaluate=RHO,
     )
     found = watched(exp)
-    theory = d.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], found["theory/L"], 0.0, 8, 0.3)
+    known = theory.Theory(2.0, found["gamma/max"], found["dissimilarity/B"], found["theory/L"], 0.0, 8, 0.3)
     assert found["theory/applies"] == 1.0
-    assert found["theory/rho"] == d.rho_paper(theory) != d.rho_paper(theory._replace(K=2))
+    assert found["theory/rho"] == theory.rho_paper(known) != theory.rho_paper(known._replace(K=2))
 
 
 @pytest.mark.parametrize(
@@ -349,10 +350,10 @@ def test_where_b_or_gamma_is_unknown_no_theorem_applies(world) -> None:
     """At a stationary point there is neither."""
     exp = world(algorithm="fedprox", evaluate=RHO)
     known = {"dissimilarity/B": 1.0, "gamma/max": 0.1}
-    assert d._rho(exp, exp.task.w0, known, 3)["theory/applies"] == 1.0
+    assert theory.rates(exp, exp.task.w0, known, 3)["theory/applies"] == 1.0
     for name in known:
-        found = d._rho(exp, exp.task.w0, {k: v for k, v in known.items() if k != name}, 3)
-        assert found == {"theory/L": d.smoothness(exp), "theory/applies": 0.0}
+        found = theory.rates(exp, exp.task.w0, {k: v for k, v in known.items() if k != name}, 3)
+        assert found == {"theory/L": curvature.smoothness(exp), "theory/applies": 0.0}
 
 
 def test_effective_server_rate(world) -> None:
@@ -400,14 +401,14 @@ def dense_hessian(exp, w: torch.Tensor, buffers: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("model", [{"kind": "logistic"}, {"kind": "mlp", "widths": [6]}])
 @pytest.mark.parametrize("rows", [2048, 5])
 def test_the_top_eigenvalue_is_that_of_the_dense_hessian(world, monkeypatch, model, rows: int) -> None:
-    monkeypatch.setattr(d, "_ROWS", rows)
+    monkeypatch.setattr(curvature, "_ROWS", rows)
     exp = world(model=model, evaluate={"diagnostics": ["hessian"]})
     done = advance_watched(exp, begin(exp), RamStore(3))
     dense = dense_hessian(exp, done.state.server.w, done.state.buffers)
     top = float(torch.linalg.eigvalsh(dense.double())[-1])
     assert done.found["hessian/top"] == pytest.approx(top, rel=1e-3)
-    assert done.found["hessian/error"] <= d._TOLERANCE
-    assert 1 <= done.found["hessian/iterations"] <= d._LANCZOS
+    assert done.found["hessian/error"] <= curvature._TOLERANCE
+    assert 1 <= done.found["hessian/iterations"] <= curvature._LANCZOS
     assert done.found["hessian/rows"] == 23
 
 
@@ -417,21 +418,21 @@ def test_lanczos_on_known_matrices() -> None:
     for values in (torch.linspace(-9, 3, 40), torch.linspace(1, 5, 40), -torch.linspace(1, 5, 40), torch.zeros(40)):
         basis, _ = torch.linalg.qr(torch.randn(40, 40, generator=g))
         matrix = basis @ torch.diag(values) @ basis.T
-        found = d.top_eigenvalue(lambda v, A=matrix: A @ v, start)
+        found = curvature.top_eigenvalue(lambda v, A=matrix: A @ v, start)
         # The largest, and not the one that is farthest from zero.
         assert found.value == pytest.approx(float(values.max()), rel=1e-3, abs=1e-5)
-        again = d.top_eigenvalue(lambda v, A=matrix: A @ v, torch.randn(40, generator=g))
+        again = curvature.top_eigenvalue(lambda v, A=matrix: A @ v, torch.randn(40, generator=g))
         assert again.value == pytest.approx(found.value, rel=1e-2, abs=1e-5)
-    assert d.top_eigenvalue(lambda v: 2 * v, start) == (pytest.approx(2), pytest.approx(0, abs=1e-6), 1)
-    assert d.top_eigenvalue(lambda v: 2 * v, start[:1]).value == pytest.approx(2)
+    assert curvature.top_eigenvalue(lambda v: 2 * v, start) == (pytest.approx(2), pytest.approx(0, abs=1e-6), 1)
+    assert curvature.top_eigenvalue(lambda v: 2 * v, start[:1]).value == pytest.approx(2)
 
 
 def test_an_eigenvalue_that_was_not_reached_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(d, "_LANCZOS", 3)
+    monkeypatch.setattr(curvature, "_LANCZOS", 3)
     values = torch.linspace(0, 1, 200).pow(8)
-    found = d.top_eigenvalue(lambda v: values * v, torch.randn(200, generator=torch.Generator().manual_seed(0)))
+    found = curvature.top_eigenvalue(lambda v: values * v, torch.randn(200, generator=torch.Generator().manual_seed(0)))
     assert found.iterations == 3
-    assert found.error > d._TOLERANCE
+    assert found.error > curvature._TOLERANCE
     assert abs(found.value - 1) <= 1
 
 

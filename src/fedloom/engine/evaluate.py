@@ -30,7 +30,7 @@ from torch.func import grad, grad_and_value, jvp
 from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, score, sum_by, summary
-from fedloom.engine.diagnose import training_chunks
+from fedloom.engine.curvature import training_chunks
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.state import Experiment, RunState

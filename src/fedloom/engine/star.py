@@ -26,7 +26,8 @@ from fedloom.algorithm.capabilities import (
 )
 from fedloom.core import tree
 from fedloom.engine.clock import Present
-from fedloom.engine.diagnose import Moves, diagnose
+from fedloom.engine.curvature import Moves
+from fedloom.engine.diagnose import diagnose
 from fedloom.engine.divergence import refuse_divergence
 from fedloom.engine.evaluate import ParticipantScores
 from fedloom.engine.exchange import Received, Tally, add, inbox, keep_finite
