@@ -7,17 +7,17 @@ python docs/generate.py --check    say whether they are up to date, and exit wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedloom.algorithm.capabilities import defaults_of
+from fedloom.algorithm.capabilities import Adapts, defaults_of
+from fedloom.compare.foreseen import has_common_model
 from fedloom.core.errors import ConfigError
+from fedloom.core.fields import default_words, toml_word, type_words
 from fedloom.core.schema import explained, kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
@@ -33,7 +33,7 @@ MADE = "<!-- Made by docs/generate.py from the classes: change those, then run i
 # What keys mean that their classes do not explain themselves; a description in the class goes first.
 MEANING = {
     "rounds": "how many rounds the run has",
-    "partition.natural.clients": "merge the data's clients into so many; unset: as many as the data has",
+    "partition.natural.clients": "merge the data's clients into this number; unset: as many as the data has",
     "model.widths": "sizes of the hidden layers",
     "model.padding": "`same` pads the convolutions by 2, `valid` does not",
     "model.norm": "kind of normalisation; `batch` has running statistics",
@@ -134,7 +134,7 @@ def configuration() -> str:
         "What each algorithm does stands in [algorithms.md](algorithms.md).\n",
         _chosen("algorithm", "kind", None, algorithms(own=False), default="fedavg"),
         "\n## topology\n",
-        "Who hears whom in a network without a server; weights are Metropolis weights.\n",
+        "Which nodes exchange models in a network without a server; weights are Metropolis weights.\n",
         _chosen("topology", "kind", Topology, topologies, default="ring"),
         *_sections(*(name for name in SECTIONS if name not in ("local", "cohort"))),
         "\n" + OWN,
@@ -159,39 +159,44 @@ def algorithm_page() -> str:
         MADE + "\n",
         "Each is one file in `src/fedloom/algorithms/`, named as in `algorithm.kind`. The text below is the file's\n"
         "own; `fedloom describe NAME` prints it. Every one obeys the laws that `fedloom check NAME` tries.\n",
-        "| name | family | a client keeps | what is judged |\n|---|---|---|---|",
+        "| name | family | a client keeps | what is evaluated |\n|---|---|---|---|",
     ]
     for name, cls in found.items():
         kept = costs(cls)[2].partition("each client ")[2]
-        parts.append(f"| [`{name}`](#{name}) | {cls.family} | {kept} | {_judged(cls)} |")
+        parts.append(f"| [`{name}`](#{name}) | {cls.family} | {kept} | {_evaluated(cls)} |")
     for name, cls in found.items():
         module = sys.modules[cls.__module__]
         parts += [f"\n## {name}\n", _markdown(module.__doc__ or ""), ""]
         if cls.model_fields:
             parts += [_table(f"algorithm.{name}", cls), ""]
         for section, settings in defaults_of(cls()).items():
-            said = ", ".join(f"`{section}.{key} = {_toml(value)}`" for key, value in settings.items())
+            said = ", ".join(f"`{section}.{key} = {toml_word(value)}`" for key, value in settings.items())
             parts.append(f"- part of the method, where you say nothing else: {said}")
         parts += [f"- {line}" for line in costs(cls) if line]
         parts.append(f"- run it: `fedloom run algorithm.kind={name}`")
     return "\n".join(parts) + "\n"
 
 
-def _judged(cls: Any) -> str:
-    if cls.family == "gossip":
-        return "the average model, every node, and each node on its own data"
-    traits = cls().traits
-    own = "each client's own model" if cls.family == "personal" else "the same on each client's data"
-    if traits.served == "post_fit" and traits.communicates:
+def _evaluated(cls: Any) -> str:
+    """Whose models an evaluation measures, as the algorithm's own traits say."""
+    alg = cls()
+    if alg.family == "gossip":
+        return "the average model, every node, and each node's model on its own data"
+    when = "after" if alg.traits.served == "post_fit" else "before"
+    if alg.family == "personal":
+        own = f"each client's own model, {when} its local training"
+    elif isinstance(alg, Adapts):
         own = "a fine-tuned copy on each client's data"
-    return f"the server's model, and {own}" if traits.communicates else own
+    else:
+        own = "the same on each client's data"
+    return f"the server's model, and {own}" if has_common_model(alg) else own
 
 
 def _chosen(section: str, key: str, base: type[BaseModel] | None, found: dict[str, Any], default: str) -> str:
     """A section that is chosen by name: the keys that all kinds have, then those of each kind."""
     names = ", ".join(f"`{name}`" for name in sorted(found))
     lines = [
-        f"| key | type | default | meaning |\n|---|---|---|---|\n| `{key}` | name | `{_toml(default)}` | {names} |"
+        f"| key | type | default | meaning |\n|---|---|---|---|\n| `{key}` | name | `{toml_word(default)}` | {names} |"
     ]
     common = base.model_fields if base is not None else {}
     lines += [_row(section, name, field) for name, field in common.items()]
@@ -229,8 +234,8 @@ def _table(section: str, cls: type[BaseModel]) -> str:
 
 
 def _row(section: str, name: str, field: FieldInfo, kind: str = "") -> str:
-    default = "required" if field.is_required() else "unset" if field.default is None else f"`{_toml(field.default)}`"
-    return f"| `{name}` | {_type(field)} | {default} | {_meaning(section, name, field, kind)} |"
+    kind_of = type_words(field, _code).replace("|", "\\|")
+    return f"| `{name}` | {kind_of} | {default_words(field, _code)} | {_meaning(section, name, field, kind)} |"
 
 
 def _meaning(section: str, name: str, field: FieldInfo, kind: str) -> str:
@@ -243,39 +248,8 @@ def _meaning(section: str, name: str, field: FieldInfo, kind: str) -> str:
     return explained(field, found)
 
 
-def _type(field: FieldInfo) -> str:
-    kind = field.annotation
-    words = [_word(part) for part in (get_args(kind) if _is_union(kind) else (kind,)) if part is not NoneType]
-    bounds = _bounds(field.metadata) or _bounds(m for part in get_args(kind) for m in getattr(part, "__metadata__", ()))
-    return " or ".join(words) + (f", {bounds}" if bounds else "")
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
-
-
-def _word(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " \\| ".join(f"`{value}`" for value in get_args(kind))
-    if get_origin(kind) is tuple:
-        word = _word(get_args(kind)[0])
-        return f"list of lists of {word[8:]}" if word.startswith("list of ") else f"list of {word}s"
-    plain = {"int": "whole number", "float": "number", "str": "text", "bool": "`true` \\| `false`"}
-    return plain[getattr(kind, "__origin__", kind).__name__]
-
-
-def _bounds(metadata: Iterable[Any]) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [(sign, getattr(m, key)) for m in metadata for key, sign in signs.items() if hasattr(m, key)]
-    return ", ".join(f"{sign} {'2^63' if limit == 2**63 else f'{limit:g}'}" for sign, limit in found)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+def _code(value: str) -> str:
+    return f"`{value}`"
 
 
 def _markdown(doc: str) -> str:
@@ -291,7 +265,7 @@ def _markdown(doc: str) -> str:
         elif line.startswith("``") and out and out[-1].endswith("."):
             out.append("")
         code = indented or (code and not line)
-        out.append(line[4:] if indented else line.replace("``", "`"))
+        out.append((line[4:] if indented else line).replace("``", "`"))
     return "\n".join([*out, "```"] if code else out).rstrip()
 
 

@@ -591,7 +591,7 @@ def test_the_page_of_an_algorithm_has_paper_settings_state_and_bytes(quick: Quic
     page = quick("describe", "fedopt", cwd=tmp_path).out
     assert "Adaptive Federated Optimization" in page
     assert "v <- beta2 v" in page
-    assert re.search(r"beta1 +float \| none >= 0, < 1 +unset", page)
+    assert re.search(r"beta1 +number, >= 0, < 1 +unset", page)
     assert "bytes" in page
     assert "keeps" in page
 

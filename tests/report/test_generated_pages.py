@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedloom.core.fields import kind_words
 from fedloom.engine.topology.kinds import Custom
+from fedloom.runs.find import find_algorithm
 
 PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 
@@ -22,9 +25,29 @@ PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
     ],
 )
 def test_lists_and_lists_of_lists(kind: Any, words: str) -> None:
-    assert PAGE["_word"](kind) == words
+    assert kind_words(kind) == words
 
 
 def test_links_of_a_network_are_pairs() -> None:
     row = PAGE["_row"]("topology", "links", Custom.model_fields["links"], "custom")
     assert row.startswith("| `links` | list of lists of whole numbers | `[]` | pairs of nodes")
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluated"),
+    [
+        ("fedavg", "the server's model, and the same on each client's data"),
+        ("fedavg_ft", "the server's model, and a fine-tuned copy on each client's data"),
+        ("ditto", "the server's model, and each client's own model, after its local training"),
+        ("apple", "each client's own model, before its local training"),
+        ("local_only", "each client's own model, after its local training"),
+        ("dpsgd", "the average model, every node, and each node's model on its own data"),
+    ],
+)
+def test_what_is_evaluated_follows_from_the_algorithm(name: str, evaluated: str) -> None:
+    assert PAGE["_evaluated"](find_algorithm(name, "")) == evaluated
+
+
+def test_no_page_has_doubled_backticks() -> None:
+    for page in PAGE["PAGES"].values():
+        assert not re.search(r"(?<!`)``(?!`)", page())

@@ -16,8 +16,8 @@ from fedloom.core.errors import ConfigError
 from fedloom.report.comparison import curves, latex, numbers, sheet_latex, sheet_numbers, sheet_text, statistics
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
-from fedloom.report.comparison.layout import Layout
-from fedloom.report.comparison.question import Doubt, Question, Result, Versus
+from fedloom.report.comparison.layout import TableLayout
+from fedloom.report.comparison.question import Caveat, Question, Result, Versus
 from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.runs.folder import read_metrics
 from support.terminal import fedloom
@@ -52,7 +52,7 @@ cell = [
   { metric = "personal/*/test/auc_micro_logits", statistic = "last", label = "AUC" },
 ]
 
-[[compare.doubts]]
+[[compare.caveats]]
 algorithm = "FedAvg"
 metric = "personal/*/test/auc_micro_logits"
 why = "a coin has 0.5."
@@ -128,19 +128,19 @@ def test_the_papers_values_and_the_marks(made: Made) -> None:
     assert [x["paper"] for x in ordinary if x["paper"]] == ["0.995"]  # there it is of the metric of the comparison
 
 
-def test_a_value_in_doubt_has_a_mark_and_the_reason_is_told(made: Made) -> None:
-    assert [x["doubts"] for x in made.csv if x["paper"]] == ["", "a coin has 0.5."]
+def test_a_value_with_a_caveat_has_a_mark_and_the_reason_stands_below(made: Made) -> None:
+    assert [x["caveats"] for x in made.csv if x["paper"]] == ["", "a coin has 0.5."]
     for text in (made.text, made.markdown, made.tex):
         assert "?1: a coin has 0.5." in " ".join(text.split())
     question = asked(("a", "b"), paper={(("x", "1"), "a"): 0.5, (("x", "2"), "a"): 0.25})
     spots = frozenset({(("x", "1"), "a"), (("x", "1"), "b")})
-    doubts = (Doubt(spots, "", "first."), Doubt(spots, "a/loss", "of another metric."))
-    question = question._replace(doubts=(*doubts, Doubt(spots, "a/accuracy", "third.")))
+    caveats = (Caveat(spots, "", "first."), Caveat(spots, "a/loss", "of another metric."))
+    question = question._replace(caveats=(*caveats, Caveat(spots, "a/accuracy", "third.")))
     table = statistics.rows(question, everywhere("a", 0.5) + everywhere("b", 0.5))
     shown = [line[-1] for section in text_table.sections(question, table) for line in section.lines]
     assert shown == ["50.00 ?1,3", "-", "25.00", "-", "-", "-", "-", "-"]
     assert [note for note in table_notes.notes(question, table) if note.startswith("?")] == ["?1: first.", "?3: third."]
-    assert [numbers.as_dict(question, row)["doubts"] for row in table[:2]] == ["first. third.", ""]
+    assert [numbers.as_dict(question, row)["caveats"] for row in table[:2]] == ["first. third.", ""]
 
 
 def test_all_forms_show_the_same(made: Made) -> None:
@@ -223,7 +223,7 @@ def asked(methods: tuple[str, ...], **more: Any) -> Question:
 
 def sheet(rows: str, columns: list[str], runs: list[Result], *parts: dict[str, Any], **more: Any) -> Sheet:
     methods = tuple(dict.fromkeys(r.method for r in runs))
-    layout = Layout.model_validate({"rows": rows, "columns": columns, "cell": list(parts), **more})
+    layout = TableLayout.model_validate({"rows": rows, "columns": columns, "cell": list(parts), **more})
     return sheet_of(asked(methods), layout, runs, {(("x", "1"), "a"): [0.5]})
 
 
@@ -315,11 +315,18 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
         ({"x": "days"}, r"compare\.x: "),
         ({"metric": "personal/*/test/acuracy"}, r"compare\.metric: no method records"),
         ({"paper": [{"algorithm": "FedAvg", "value": [1.0]}]}, r"compare\.paper\.0\.value: a list has one number"),
-        ({"doubts": [{"algorithm": "FedAvgg", "why": "x"}]}, r"compare\.doubts\.0\.algorithm: there is no method"),
-        ({"doubts": [{"where": {"local.lr": 1}, "why": "x"}]}, r"compare\.doubts\.0\.where\.local\.lr: is not an axis"),
-        ({"doubts": [{"metric": "loss", "why": "x"}]}, r"compare\.doubts\.0\.metric: no value of a paper is of 'loss'"),
-        ({"doubts": [{}]}, r"compare\.doubts\.0\.why"),
-        ({"doubts": [{"why": "x"}]}, r"compare\.doubts\.0: no value of a paper is there to be doubted"),
+        ({"caveats": [{"algorithm": "FedAvgg", "why": "x"}]}, r"compare\.caveats\.0\.algorithm: there is no method"),
+        (
+            {"caveats": [{"where": {"local.lr": 1}, "why": "x"}]},
+            r"compare\.caveats\.0\.where\.local\.lr: is not an axis",
+        ),
+        (
+            {"caveats": [{"metric": "loss", "why": "x"}]},
+            r"compare\.caveats\.0\.metric: no value of a paper is of 'loss'",
+        ),
+        ({"doubts": [{"why": "x"}]}, r"compare\.doubts: is called compare\.caveats now \(rename it\)"),
+        ({"caveats": [{}]}, r"compare\.caveats\.0\.why"),
+        ({"caveats": [{"why": "x"}]}, r"compare\.caveats\.0: no value of a paper is there for it to be about"),
         (
             {"algorithms": [{"kind": "fedavg", "with": {"local.lr": 1.0}}]},
             r"compare\.algorithms\.with\.local\.lr: is also set by another axis",
@@ -373,7 +380,9 @@ def test_an_unknown_x_is_refused(tmp_path: Path) -> None:
 def test_the_row_of_gains_is_that_of_the_papers_table() -> None:
     """FedALR's Table 1, CIFAR-10: 72.15 over 63.91 and 68.68 over 52.53, printed as 12.89 and 30.74 %."""
     runs = everywhere("a", 0.5) + everywhere("b", 0.6)
-    layout = Layout.model_validate({"rows": "algorithm", "columns": ["data", "lr"], "cell": [{"metric": "a/accuracy"}]})
+    layout = TableLayout.model_validate(
+        {"rows": "algorithm", "columns": ["data", "lr"], "cell": [{"metric": "a/accuracy"}]}
+    )
     papers = {(("x", "1"), "a"): [0.6391], (("x", "1"), "b"): [0.7215], (("x", "2"), "a"): [0.5253]}
     papers |= {(("x", "2"), "b"): [0.6868]}
     found = sheet_of(asked(("a", "b"), gain=Versus("b", ("a",))), layout, runs, papers)

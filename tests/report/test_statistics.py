@@ -12,7 +12,7 @@ from scipy import stats
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import statistics
 from fedloom.report.comparison import text as text_table
-from fedloom.report.comparison.question import Result, Spent, Versus
+from fedloom.report.comparison.question import PrivacyCost, Result, Versus
 from fedloom.report.comparison.statistics import Mean, Reached
 from support.comparisons import question, result
 
@@ -98,7 +98,7 @@ def test_a_gain_is_of_whole_methods_and_for_a_loss_of_less() -> None:
 
 
 def private(seed: int, method: str = "a", *, data: str = "d", partition: str = "p", **more: Any) -> Result:
-    spent = Spent(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)
+    spent = PrivacyCost(data, "client", "add_or_remove_one", 2.0, 1e-5)._replace(**more)
     return Result((), method, method, seed, f"{method}{seed}{data}", "done", [], partition, spent)
 
 

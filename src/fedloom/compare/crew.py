@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from fedloom.compare.cells import Cell
-from fedloom.compare.plan import Plan
+from fedloom.compare.plan import ComparisonPlan
 from fedloom.runs.settings import as_table
 
 
@@ -35,7 +35,7 @@ class Standing(NamedTuple):
 class Watcher(Protocol):
     """Follows a comparison, which never prints anything itself."""
 
-    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+    def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None: ...
 
     def moved(self, standing: Standing) -> None: ...
 
@@ -45,7 +45,7 @@ class Watcher(Protocol):
 class Unwatched:
     """A watcher that shows nothing."""
 
-    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None: ...
+    def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None: ...
 
     def moved(self, standing: Standing) -> None: ...
 

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from fedloom.compare.grid import named
-from fedloom.compare.plan import Plan
+from fedloom.compare.plan import ComparisonPlan
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
@@ -18,7 +18,7 @@ from fedloom.runs.settings import Config
 MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more is refused
 
 
-def equalised(planned: Plan, root: Path) -> Plan:
+def equalised(planned: ComparisonPlan, root: Path) -> ComparisonPlan:
     """The comparison with the rounds that each method may spend; this takes the data.
 
     The first seed decides the rounds for all seeds, so that all of them have the same number.

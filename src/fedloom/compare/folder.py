@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.compare.equal_terms import equalised
-from fedloom.compare.plan import Plan, plan
+from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.table import dotted
 from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, Fault, StorageError
@@ -39,7 +39,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def cells_of(planned: Plan, folder: Path) -> Iterator[Path]:
+def cells_of(planned: ComparisonPlan, folder: Path) -> Iterator[Path]:
     """The folder of the cells: in the comparison's own folder, or one that it shares with other comparisons."""
     if not planned.spec.cells:
         disk.make_folder(folder / "cells")
@@ -70,7 +70,7 @@ def _is_ours(folder: Path) -> bool:
     return "compare.toml" in inside or inside <= {".lock", "compare.toml.part"}
 
 
-def refuse_another(planned: Plan, folder: Path, root: Path, *, trust: bool) -> None:
+def refuse_another(planned: ComparisonPlan, folder: Path, root: Path, *, trust: bool) -> None:
     """A folder keeps its tables: a comparison may grow there, but another one may not replace it."""
     if not (folder / "compare.toml").is_file():
         return
@@ -85,7 +85,7 @@ def refuse_another(planned: Plan, folder: Path, root: Path, *, trust: bool) -> N
         raise ConfigError([Fault("--out", f"{what}: {gone}{apart}", "choose another folder, or delete that one")])
 
 
-def _read(folder: Path, root: Path, *, trust: bool) -> Plan:
+def _read(folder: Path, root: Path, *, trust: bool) -> ComparisonPlan:
     """The comparison that the folder holds."""
     try:
         table = read_toml(folder / "compare.toml")
@@ -107,7 +107,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     return [f"{key} is {a.get(key, 'unset')} there and {b.get(key, 'unset')} here" for key in differ[:3]]
 
 
-def clear_stale(planned: Plan, cells: Path) -> list[str]:
+def clear_stale(planned: ComparisonPlan, cells: Path) -> list[str]:
     """Delete the cells that were made with other code or weights of the user's, so that they run again; say so."""
     homes = [home for home in dict.fromkeys(cells / cell.hash for cell in planned.cells) if home.is_dir()]
     stale = {home: changed for home in homes if (changed := changed_files(home))}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from fedloom.algorithm import Diagnoses
+from fedloom.algorithm import AnyAlgorithm, Diagnoses
 from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.metrics import Auc
@@ -44,11 +44,17 @@ def _of_models(config: Config) -> dict[str, list[str]]:
         found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
         found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
         found |= {"nodes/pre_mix/test": nodes} if evaluate.pre_mix else {}
-    elif alg.traits.communicates and alg.traits.has_global_model:
+    elif has_common_model(alg):
         found |= {"global/test": tested} | ({"global/train": plain} if evaluate.train else {})
     if evaluate.flatness is not None:
         found |= {f"{'consensus' if alg.family == 'gossip' else 'global'}/flatness": ["R0", "R1"]}
     return found
+
+
+def has_common_model(algorithm: AnyAlgorithm) -> bool:
+    """Whether there is a model of the server to evaluate."""
+    traits = algorithm.traits
+    return algorithm.family != "gossip" and traits.communicates and traits.has_global_model
 
 
 def _of_clients(config: Config) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.table import Entry, Gain, dotted
+from fedloom.compare.table import GainEntry, MethodEntry, dotted
 from fedloom.report.comparison.question import Place, Versus
 
 
@@ -36,7 +36,7 @@ class Point(NamedTuple):
     settings: dict[str, Any]
 
 
-def methods_of(entries: Sequence[Entry]) -> tuple[Method, ...]:
+def methods_of(entries: Sequence[MethodEntry]) -> tuple[Method, ...]:
     """The methods with their labels: as given, else the kind, followed by the settings if several share the kind."""
     kinds = [entry.kind for entry in entries]
     out = []
@@ -99,7 +99,7 @@ def names(methods: Sequence[Method]) -> list[str]:
     return list(dict.fromkeys(name for m in methods for name in (m.label, m.kind)))
 
 
-def versus(gain: Gain, methods: Sequence[Method]) -> Versus:
+def versus(gain: GainEntry, methods: Sequence[Method]) -> Versus:
     """The labels of these methods: variants of the one that gains are no competitors, unless they are named."""
     (of,) = named(gain.of, methods)
     kind = next(m.kind for m in methods if m.label == of)

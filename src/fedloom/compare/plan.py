@@ -16,15 +16,15 @@ from fedloom.compare import notes
 from fedloom.compare.cells import Cell, lay_out, with_one_proxy
 from fedloom.compare.foreseen import unrecorded
 from fedloom.compare.grid import Axis, Method, axes_of, methods_of, named, word
-from fedloom.compare.rules import Asked, faults_of, faults_of_base
-from fedloom.compare.table import Claim, Compare
+from fedloom.compare.rules import RENAMED, Asked, faults_of, faults_of_base, faults_of_names
+from fedloom.compare.table import Compare, Statement
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import read
 from fedloom.report.comparison.question import Place
 
 
-class Plan(NamedTuple):
+class ComparisonPlan(NamedTuple):
     """A valid comparison."""
 
     base: dict[str, Any]
@@ -58,22 +58,23 @@ class Plan(NamedTuple):
         table = {name: given[name] for name in Compare.model_fields if name in given}
         return tomli_w.dumps({**self.base, "compare": table})
 
-    def spots(self, claim: Claim) -> Iterator[tuple[Place, str]]:
-        """The places of the grid and the labels of the methods that a claim is about."""
+    def spots(self, statement: Statement) -> Iterator[tuple[Place, str]]:
+        """The places of the grid and the labels of the methods that a statement is about."""
         keys = [axis.key for axis in self.axes]
-        wanted = {k: word(v) for k, v in claim.where.items()}
-        labels = named(claim.algorithm, self.methods) if claim.algorithm else [m.label for m in self.methods]
+        wanted = {k: word(v) for k, v in statement.where.items()}
+        labels = named(statement.algorithm, self.methods) if statement.algorithm else [m.label for m in self.methods]
         for place, label in itertools.product(self.places, labels):
             if wanted.items() <= dict(zip(keys, place, strict=True)).items():
                 yield place, label
 
 
-def plan(table: Mapping[str, Any]) -> Plan:
+def plan(table: Mapping[str, Any]) -> ComparisonPlan:
     """The comparison that ``table`` describes, every cell parsed, or one ConfigError with everything that is wrong."""
     given = table.get("compare", {})
     base = {k: v for k, v in table.items() if k != "compare"}
-    faults = faults_of_base(base)
-    spec, wrong = read(Compare, given if isinstance(given, Mapping) else {"compare": given}, "compare")
+    faults = faults_of_base(base) + faults_of_names(given)
+    written = {k: v for k, v in given.items() if k not in RENAMED} if isinstance(given, Mapping) else {"compare": given}
+    spec, wrong = read(Compare, written, "compare")
     if spec is None:
         raise ConfigError(faults + wrong)
     asked = Asked(spec, methods_of(spec.algorithms), axes_of(spec.grid))
@@ -85,14 +86,15 @@ def plan(table: Mapping[str, Any]) -> Plan:
     baseline = named(spec.baseline, asked.methods)[0] if spec.baseline else asked.methods[0].label
     cells, about_proxy = with_one_proxy(laid.cells)
     said = laid.notes + notes.about(base, asked.axes, cells, baseline) + about_proxy
-    planned = Plan(base, spec, asked.methods, asked.axes, baseline, tuple(cells), tuple(said))
-    _refuse_idle_doubts(planned)
+    planned = ComparisonPlan(base, spec, asked.methods, asked.axes, baseline, tuple(cells), tuple(said))
+    _refuse_idle_caveats(planned)
     return planned
 
 
-def _refuse_idle_doubts(planned: Plan) -> None:
+def _refuse_idle_caveats(planned: ComparisonPlan) -> None:
     """Refuse caveats about places for which no value of a paper is given."""
     reported = {spot for paper in planned.spec.paper for spot in planned.spots(paper)}
-    idle = [k for k, doubt in enumerate(planned.spec.doubts) if reported.isdisjoint(planned.spots(doubt))]
+    idle = [k for k, caveat in enumerate(planned.spec.caveats) if reported.isdisjoint(planned.spots(caveat))]
     if idle:
-        raise ConfigError([Fault(f"compare.doubts.{k}", "no value of a paper is there to be doubted") for k in idle])
+        what = "no value of a paper is there for it to be about"
+        raise ConfigError([Fault(f"compare.caveats.{k}", what) for k in idle])

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.compare.grid import Axis, Method, named, names, versus, word
-from fedloom.compare.table import Claim, Compare
+from fedloom.compare.table import Compare, Statement
 from fedloom.core.errors import Fault, nearest
 from fedloom.runs.in_memory import InMemory
 
+RENAMED = {"doubts": "caveats"}  # keys of former versions, and what they are called now
 _NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
 
 
@@ -30,6 +31,12 @@ def faults_of_base(base: Mapping[str, Any]) -> list[Fault]:
     if InMemory.kind in (data, data.get("source") if isinstance(data, Mapping) else None):
         faults.append(Fault("data.source", "data from Python cannot be compared yet", "write it to an .npz file"))
     return faults
+
+
+def faults_of_names(given: Any) -> list[Fault]:
+    """Keys of the table that have another name now."""
+    old = [key for key in RENAMED if isinstance(given, Mapping) and key in given]
+    return [Fault(f"compare.{key}", f"is called compare.{RENAMED[key]} now", "rename it") for key in old]
 
 
 def faults_of(asked: Asked) -> list[Fault]:
@@ -128,16 +135,16 @@ def _paper(asked: Asked) -> Iterator[Fault]:
             yield Fault(f"compare.paper.{number}.value", what)
 
 
-def _doubts(asked: Asked) -> Iterator[Fault]:
+def _caveats(asked: Asked) -> Iterator[Fault]:
     metrics = asked.spec.metrics
-    for number, doubt in enumerate(asked.spec.doubts):
-        yield from _unmatched(doubt, f"compare.doubts.{number}", asked)
-        if doubt.metric and doubt.metric not in metrics:
-            what = f"no value of a paper is of '{doubt.metric}'"
-            yield Fault(f"compare.doubts.{number}.metric", what, nearest(doubt.metric, metrics))
+    for number, caveat in enumerate(asked.spec.caveats):
+        yield from _unmatched(caveat, f"compare.caveats.{number}", asked)
+        if caveat.metric and caveat.metric not in metrics:
+            what = f"no value of a paper is of '{caveat.metric}'"
+            yield Fault(f"compare.caveats.{number}.metric", what, nearest(caveat.metric, metrics))
 
 
-_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _doubts)
+_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _caveats)
 
 
 def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[Fault]:
@@ -146,13 +153,13 @@ def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[F
         yield Fault(at, f"'{name}' is not one of the methods", nearest(name, names(methods)))
 
 
-def _unmatched(claim: Claim, at: str, asked: Asked) -> Iterator[Fault]:
+def _unmatched(statement: Statement, at: str, asked: Asked) -> Iterator[Fault]:
     """A method or a place of the grid that the comparison does not have."""
-    if claim.algorithm and not named(claim.algorithm, asked.methods):
-        fix = nearest(claim.algorithm, names(asked.methods))
-        yield Fault(f"{at}.algorithm", f"there is no method '{claim.algorithm}'", fix)
+    if statement.algorithm and not named(statement.algorithm, asked.methods):
+        fix = nearest(statement.algorithm, names(asked.methods))
+        yield Fault(f"{at}.algorithm", f"there is no method '{statement.algorithm}'", fix)
     axes = {axis.key: axis for axis in asked.axes}
-    for key, value in claim.where.items():
+    for key, value in statement.where.items():
         label = word(value)
         if key not in axes:
             yield Fault(f"{at}.where.{key}", "is not an axis of the grid", nearest(key, axes))

@@ -10,7 +10,7 @@ from fedloom.compare.crew import Crew, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.folder import cells_of, clear_stale, held, refuse_another, state_of, storage_errors
 from fedloom.compare.memory import default_jobs
-from fedloom.compare.plan import Plan, plan
+from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.write import Comparison, write
 from fedloom.core import usercode
 from fedloom.data.files import default_root, places_below
@@ -19,7 +19,7 @@ from fedloom.runs.folder import write_text
 
 
 def run(
-    table: Mapping[str, Any] | Plan,
+    table: Mapping[str, Any] | ComparisonPlan,
     out: str | Path | None = None,
     *,
     data_root: str | Path | None = None,
@@ -32,9 +32,9 @@ def run(
     ``table`` is an experiment with a ``compare`` table beside its other sections. ``trust``: the code that a
     comparison in this folder names may run, although you have not run it before.
     """
-    if not isinstance(table, Plan):
+    if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
-    planned = table if isinstance(table, Plan) else plan(table)
+    planned = table if isinstance(table, ComparisonPlan) else plan(table)
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
@@ -48,7 +48,7 @@ def run(
             return write(planned, folder, cells, failures)
 
 
-def _find_data(planned: Plan, root: Path) -> None:
+def _find_data(planned: ComparisonPlan, root: Path) -> None:
     """Refuse at once what every cell would refuse: a published data set that is not here."""
     published = [c.config.data for c in planned.cells if isinstance(c.config.data, PublishedSet)]
     for layout in {data.kind: data.layout for data in published}.values():
@@ -56,7 +56,7 @@ def _find_data(planned: Plan, root: Path) -> None:
 
 
 def _run_missing(
-    planned: Plan, folder: Path, cells: Path, root: Path, jobs: int | None, watcher: Watcher
+    planned: ComparisonPlan, folder: Path, cells: Path, root: Path, jobs: int | None, watcher: Watcher
 ) -> dict[str, str]:
     """Run every cell that has not ended yet; the failures by the name of their cell."""
     by_hash = {cell.hash: cell for cell in reversed(planned.cells)}  # two labels may stand for one config

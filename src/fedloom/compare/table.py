@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
 
 from fedloom.core.schema import Spec
-from fedloom.report.comparison.layout import Layout
+from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Along, Equal
 
 MOST_SEEDS = 10_000
 
 
-class Entry(Spec):
+class MethodEntry(Spec):
     """A method: its kind, its settings, and its label in tables."""
 
     model_config = ConfigDict(extra="allow")
@@ -28,8 +28,8 @@ class Entry(Spec):
         return dotted(given)
 
 
-class Claim(Spec):
-    """A statement about what a paper reports for a method at some places of the grid."""
+class Statement(Spec):
+    """Something about a method at some places of the grid."""
 
     algorithm: str
     where: dict[str, Any] = Field(default_factory=dict)
@@ -40,21 +40,21 @@ class Claim(Spec):
         return dotted(given)
 
 
-class Paper(Claim):
+class PaperEntry(Statement):
     """The value that the paper reports: one number, or one for each metric of the layout's cell."""
 
     value: float | list[float]
 
 
-class Doubt(Claim):
-    """Why a reported value cannot be right, or hardly; for all methods and all metrics unless it names them."""
+class CaveatEntry(Statement):
+    """Why a reported value is impossible or unlikely; for all methods and all metrics unless it names them."""
 
     algorithm: str = ""
     metric: str = ""
     why: str = Field(min_length=1)
 
 
-class Gain(Spec):
+class GainEntry(Spec):
     """The method whose gain is shown, and the methods over the best of which; none: all methods of other kinds."""
 
     of: str
@@ -64,10 +64,10 @@ class Gain(Spec):
 class Compare(Spec):
     """The settings of a comparison."""
 
-    algorithms: list[Entry] = Field(min_length=1)
+    algorithms: list[MethodEntry] = Field(min_length=1)
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     baseline: str = ""
-    gain: Gain | None = None
+    gain: GainEntry | None = None
     metric: str = ""
     target: float | None = None
     x: Along | None = None
@@ -75,11 +75,11 @@ class Compare(Spec):
     reference: str = ""
     budget: PositiveFloat | None = None
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    layout: Layout | None = None
+    layout: TableLayout | None = None
     cells: str = ""
     notes: list[str] = Field(default_factory=list)
-    paper: list[Paper] = Field(default_factory=list)
-    doubts: list[Doubt] = Field(default_factory=list)
+    paper: list[PaperEntry] = Field(default_factory=list)
+    caveats: list[CaveatEntry] = Field(default_factory=list)
 
     @field_validator("algorithms", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fedloom.compare.cells import Cell
 from fedloom.compare.folder import state_of
 from fedloom.compare.grid import versus
-from fedloom.compare.plan import Plan
+from fedloom.compare.plan import ComparisonPlan
 from fedloom.core.errors import CheckpointError, ConfigError, Fault, nearest
 from fedloom.core.vocabulary import is_evaluation, is_share, matching
 from fedloom.report.comparison import (
@@ -27,8 +27,8 @@ from fedloom.report.comparison import (
 )
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
-from fedloom.report.comparison.layout import Layout
-from fedloom.report.comparison.question import Doubt, Place, Question, Result, Spent
+from fedloom.report.comparison.layout import TableLayout
+from fedloom.report.comparison.question import Caveat, Place, PrivacyCost, Question, Result
 from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.report.comparison.statistics import Row
 from fedloom.runs.folder import as_json, read_ended, write_text
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
         return {"folder": str(self.folder), **self.summary(), "failures": self.failures}
 
 
-def write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
+def write(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
     """Read the cells, and write tables and curves into ``folder``."""
     results, damaged = _results(planned, cells)
     question = _question(planned, results)
@@ -98,7 +98,7 @@ def write(planned: Plan, folder: Path, cells: Path, failures: dict[str, str]) ->
 
 
 # -- what the cells hold ---------------------------------------------------------------------------
-def _results(planned: Plan, cells: Path) -> tuple[list[Result], dict[str, str]]:
+def _results(planned: ComparisonPlan, cells: Path) -> tuple[list[Result], dict[str, str]]:
     """The result of every cell; cells whose files were changed since have failed, and are named with the reason."""
     results, damaged = [], {}
     for cell in planned.cells:
@@ -112,7 +112,11 @@ def _results(planned: Plan, cells: Path) -> tuple[list[Result], dict[str, str]]:
 
 
 def _as_result(
-    cell: Cell, state: str, records: Sequence[dict[str, Any]] = (), partition: str = "", spent: Spent | None = None
+    cell: Cell,
+    state: str,
+    records: Sequence[dict[str, Any]] = (),
+    partition: str = "",
+    spent: PrivacyCost | None = None,
 ) -> Result:
     own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
     return Result(*own, state, list(records), partition, spent)
@@ -127,7 +131,7 @@ def _result(cell: Cell, home: Path) -> Result:
     return _as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
 
 
-def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | None:
+def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyCost | None:
     """What the privacy of a cell has cost so far, if it is private."""
     path = home / "privacy.json"
     if not path.is_file() or not records:
@@ -136,11 +140,11 @@ def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> Spent | 
     newest: dict[str, Any] = next((line for line in reversed(records) if is_evaluation(line)), {})
     found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
     epsilon = found[0] if found else math.inf  # for which JSON has no word
-    return Spent(data, ledger["unit"], ledger["relation"], epsilon, ledger["delta"], ledger.get("warning", ""))
+    return PrivacyCost(data, ledger["unit"], ledger["relation"], epsilon, ledger["delta"], ledger.get("warning", ""))
 
 
 # -- what is asked of them -------------------------------------------------------------------------
-def _question(planned: Plan, results: Sequence[Result]) -> Question:
+def _question(planned: ComparisonPlan, results: Sequence[Result]) -> Question:
     spec, labels = planned.spec, tuple(m.label for m in planned.methods)
     metric = spec.metric or statistics.default_metric(labels, results)
     metrics = statistics.choose_metrics(metric, labels, results)
@@ -161,7 +165,7 @@ def _question(planned: Plan, results: Sequence[Result]) -> Question:
         wanted=metric,
         x=spec.x or spec.equal,
         remarks=(*table_notes.composed(results), *spec.notes),
-        doubts=tuple(Doubt(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.doubts),
+        caveats=tuple(Caveat(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.caveats),
         equal=spec.equal,
         budgets=planned.budgets,
         gain=versus(spec.gain, planned.methods) if spec.gain is not None else None,
@@ -173,7 +177,7 @@ def _unit(value: float, share: bool) -> float:
     return value / 100 if share and value > 1.5 else value
 
 
-def _of_metric(planned: Plan, share: bool) -> dict[tuple[Place, str], float]:
+def _of_metric(planned: ComparisonPlan, share: bool) -> dict[tuple[Place, str], float]:
     """The paper's values of the metric of the comparison."""
     parts = planned.spec.layout.cell if planned.spec.layout is not None else []
     mine = next((i for i, part in enumerate(parts) if part.metric == planned.spec.metric), None)
@@ -186,7 +190,7 @@ def _of_metric(planned: Plan, share: bool) -> dict[tuple[Place, str], float]:
     return out
 
 
-def _of_layout(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[float | None]]:
+def _of_layout(planned: ComparisonPlan, layout: TableLayout) -> dict[tuple[Place, str], list[float | None]]:
     """The paper's values of each part of the layout's cell; a single number is of the metric of the comparison."""
     out: dict[tuple[Place, str], list[float | None]] = {}
     for spot, value in _placed_values(planned):
@@ -200,6 +204,6 @@ def _of_layout(planned: Plan, layout: Layout) -> dict[tuple[Place, str], list[fl
     return out
 
 
-def _placed_values(planned: Plan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
+def _placed_values(planned: ComparisonPlan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
     """Each value of a paper, with the place of the grid and the method that it belongs to."""
     return ((spot, paper.value) for paper in planned.spec.paper for spot in planned.spots(paper))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
-class Quantity(NamedTuple):
+class Measure(NamedTuple):
     """What a number is, by the beginning of the last part of its name."""
 
     begins: str
@@ -19,31 +19,31 @@ class Quantity(NamedTuple):
     lower: bool = False  # whether a smaller value is the better one
 
 
-QUANTITIES = (
-    Quantity("accuracy", "share of rows that are classified correctly"),
-    Quantity("loss", "mean cross-entropy", lower=True),
-    Quantity("auc_micro_logits", "area under the ROC curve of all classes together, scores as they are"),
-    Quantity("auc_micro_softmax", "the same, scores after a softmax"),
-    Quantity("auc_macro_present", "mean of the areas under the ROC curves of the classes that a client has"),
-    Quantity("diverged", "clients whose loss is not finite", lower=True),
-    Quantity("up", "bytes sent to the server, or by nodes to each other, so far", lower=True),
-    Quantity("down", "bytes sent by the server so far", lower=True),
-    Quantity("busiest", "bytes through the server or through the busiest node so far", lower=True),
-    Quantity("gradients", "gradients of a batch computed so far", lower=True),
-    Quantity("simulated", "simulated seconds so far", lower=True),
-    Quantity("R0", "how much the training loss rises within the radius of `evaluate.flatness`", lower=True),
-    Quantity("R1", "how much its gradient grows there", lower=True),
-    Quantity("distance", "distance of the nodes' models from their average", lower=True),
-    Quantity("relative", "the same, divided by the length of the average", lower=True),
-    Quantity("psi", "factor by which gossip brings nodes together at worst", lower=True),
-    Quantity("contraction", "factor by which gossip brought nodes together in the round", lower=True),
-    Quantity("epsilon", "epsilon of differential privacy spent so far", lower=True),
-    Quantity("weight_", "weight that the server gave to bad clients", lower=True),
-    Quantity("offline", "nodes that were offline in the round"),
-    Quantity("away", "rounds for which the longest of them has been offline"),
-    Quantity("dead", "nodes that have died"),
-    Quantity("mean", "mean over the uploads of a round"),
-    Quantity("max", "largest over the uploads of a round"),
+MEASURES = (
+    Measure("accuracy", "share of rows that are classified correctly"),
+    Measure("loss", "mean cross-entropy", lower=True),
+    Measure("auc_micro_logits", "area under the ROC curve of all classes together, scores as they are"),
+    Measure("auc_micro_softmax", "the same, scores after a softmax"),
+    Measure("auc_macro_present", "mean of the areas under the ROC curves of the classes that a client has"),
+    Measure("diverged", "clients whose loss is not finite", lower=True),
+    Measure("up", "bytes sent to the server, or by nodes to each other, so far", lower=True),
+    Measure("down", "bytes sent by the server so far", lower=True),
+    Measure("busiest", "bytes through the server or through the busiest node so far", lower=True),
+    Measure("gradients", "gradients of a batch computed so far", lower=True),
+    Measure("simulated", "simulated seconds so far", lower=True),
+    Measure("R0", "how much the training loss rises within the radius of `evaluate.flatness`", lower=True),
+    Measure("R1", "how much its gradient grows there", lower=True),
+    Measure("distance", "distance of the nodes' models from their average", lower=True),
+    Measure("relative", "the same, divided by the length of the average", lower=True),
+    Measure("psi", "factor by which gossip brings nodes together at worst", lower=True),
+    Measure("contraction", "factor by which gossip brought nodes together in the round", lower=True),
+    Measure("epsilon", "epsilon of differential privacy spent so far", lower=True),
+    Measure("weight_", "weight that the server gave to bad clients", lower=True),
+    Measure("offline", "nodes that were offline in the round"),
+    Measure("away", "rounds for which the longest of them has been offline"),
+    Measure("dead", "nodes that have died"),
+    Measure("mean", "mean over the uploads of a round"),
+    Measure("max", "largest over the uploads of a round"),
 )
 
 PLACES: Mapping[str, str] = {
@@ -88,7 +88,7 @@ def is_ours(name: str) -> bool:
 def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     end = leaf(name)
-    return end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in QUANTITIES)
+    return end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in MEASURES)
 
 
 def is_share(name: str) -> bool:
@@ -100,7 +100,7 @@ def meaning(name: str) -> str:
     """What a metric measures, in words; empty for names that only an algorithm knows."""
     place, _, end = name.rpartition("/")
     spread = next((words for ending, words in SPREAD.items() if end.endswith(ending)), "")
-    quantity = next((q.meaning for q in QUANTITIES if end.startswith(q.begins)), "")
+    quantity = next((q.meaning for q in MEASURES if end.startswith(q.begins)), "")
     if place not in PLACES or not quantity:
         return ""
     return f"{PLACES[place]}: {quantity}" + (f", {spread}" if spread else "")

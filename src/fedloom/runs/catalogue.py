@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -17,6 +17,7 @@ from fedloom.algorithm import AnyAlgorithm, Carry, Held, Phase, Setup, Work
 from fedloom.algorithm.capabilities import has_survey, memory_of, phases_of, sent_bytes, survey_of, upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.fields import type_words
 from fedloom.core.optim import Local, optimizers, takes
 from fedloom.core.schema import explained, kinds
 from fedloom.core.task import Batch, Task
@@ -114,9 +115,12 @@ def describe(name: str) -> Page:
 def settings_of(cls: type[BaseModel]) -> list[Setting]:
     """The fields of a spec with their bounds, defaults and meaning."""
     return [
-        Setting(name, _type(field), "required" if field.is_required() else _shown(field.default), explained(field))
-        for name, field in cls.model_fields.items()
+        Setting(name, type_words(field), _default(field), explained(field)) for name, field in cls.model_fields.items()
     ]
+
+
+def _default(field: FieldInfo) -> str:
+    return "unset" if field.default is None else str(field.default) if not field.is_required() else "required"
 
 
 def costs(cls: type[AnyAlgorithm]) -> list[str]:
@@ -187,27 +191,3 @@ def _module_doc(cls: type[Any]) -> str:
 def _first(text: str) -> str:
     """The first sentence or line."""
     return text.strip().split("\n")[0]
-
-
-def _type(field: FieldInfo) -> str:
-    """The type of a field and its bounds, such as ``float >= 0, < 1``."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    marks = [*field.metadata, *(m for part in get_args(field.annotation) for m in getattr(part, "__metadata__", ()))]
-    limits = [f"{sign} {getattr(m, key):g}" for m in marks for key, sign in signs.items() if hasattr(m, key)]
-    return " ".join([_named(field.annotation), ", ".join(limits)]).strip()
-
-
-def _named(kind: Any) -> str:
-    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return " | ".join(str(value) for value in parts)
-    if get_origin(kind) is tuple:
-        return f"list of {_named(parts[0])}"
-    if parts:
-        return " | ".join(_named(part) for part in parts)
-    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else str(value)

@@ -12,7 +12,7 @@ from fedloom.core.schema import Spec
 from fedloom.core.vocabulary import is_share, leaf
 
 
-class Part(Spec):
+class CellPart(Spec):
     """One number of a cell."""
 
     metric: str
@@ -26,12 +26,12 @@ class Part(Spec):
         return f"{self.statistic.replace('mean_last_10', 'mean of last 10')} {what}{unit}"
 
 
-class Layout(Spec):
+class TableLayout(Spec):
     """Which keys go down and across, and what stands in a cell; ``algorithm`` is a key, too."""
 
     rows: str
     columns: list[str] = Field(min_length=1)
-    cell: list[Part] = Field(min_length=1)
+    cell: list[CellPart] = Field(min_length=1)
     tolerance: NonNegativeFloat = 0.01  # of the difference to the paper, in the unit of the metric
 
     def faults(self, keys: Sequence[str]) -> list[Fault]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from fedloom.report.comparison.question import Doubt, Equal, Question, Result, Spent
+from fedloom.report.comparison.question import Caveat, Equal, PrivacyCost, Question, Result
 from fedloom.report.comparison.statistics import Row
 
 
@@ -20,7 +20,7 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
     out += gain_note(question)
-    out += reasons(question.doubts, {number for row in table for number in doubts_about(question, row)})
+    out += reasons(question.caveats, {number for row in table for number in caveats_about(question, row)})
     return [*out, *question.remarks]
 
 
@@ -86,7 +86,7 @@ def composed(results: Sequence[Result]) -> list[str]:
     cell counts once, however often it stands in the table; clients are the same only where the partition is.
     """
     private = {r.hash: (r, r.spent) for r in results if r.spent is not None}
-    groups: dict[tuple[str, ...], list[tuple[Result, Spent]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[Result, PrivacyCost]]] = {}
     for result, spent in private.values():
         shared = result.partition if spent.unit == "client" else ""
         groups.setdefault((spent.data, shared, spent.unit, spent.relation), []).append((result, spent))
@@ -117,16 +117,16 @@ def gain_note(question: Question) -> list[str]:
     return [f"{gain_label(question)}: relative to the best of {', '.join(question.gain.over)} in the same column."]
 
 
-def doubts_about(question: Question, row: Row) -> tuple[int, ...]:
-    """The numbers of the doubts about the paper's value in this row."""
-    return question.doubted(row.place, row.method, row.metric) if row.paper is not None else ()
+def caveats_about(question: Question, row: Row) -> tuple[int, ...]:
+    """The numbers of the caveats about the paper's value in this row."""
+    return question.caveats_about(row.place, row.method, row.metric) if row.paper is not None else ()
 
 
-def marks(doubts: Sequence[int]) -> str:
-    """The marks at a value that is in doubt: the numbers of the reasons, which stand below the table."""
-    return f" ?{','.join(map(str, doubts))}" if doubts else ""
+def marks(caveats: Sequence[int]) -> str:
+    """The marks at a value: the numbers of its caveats, which stand below the table."""
+    return f" ?{','.join(map(str, caveats))}" if caveats else ""
 
 
-def reasons(doubts: Sequence[Doubt], shown: Collection[int]) -> list[str]:
-    """Why values are in doubt: those of these numbers."""
-    return [f"?{number}: {doubt.why}" for number, doubt in enumerate(doubts, 1) if number in shown]
+def reasons(caveats: Sequence[Caveat], shown: Collection[int]) -> list[str]:
+    """The caveats of these numbers, as they stand below the table."""
+    return [f"?{number}: {caveat.why}" for number, caveat in enumerate(caveats, 1) if number in shown]

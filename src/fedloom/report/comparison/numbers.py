@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.core.metrics import Summary, rounds_to_convergence
-from fedloom.report.comparison.notes import doubts_about, gain_label
+from fedloom.report.comparison.notes import caveats_about, gain_label
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.statistics import Cost, Row, gains, reached, series, summary_of
 
@@ -27,8 +27,8 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     out["rank"] = row.rank
     gap = row.difference
     out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
-    why = " ".join(question.doubts[number - 1].why for number in doubts_about(question, row))
-    out |= {"p": row.p, "paper": row.paper, "doubts": why}
+    why = " ".join(question.caveats[number - 1].why for number in caveats_about(question, row))
+    out |= {"p": row.p, "paper": row.paper, "caveats": why}
     scale = {"bytes": 1e6, "busiest": 1e6}  # files have bytes, people read megabytes
     spent = row.spent._asdict() if row.spent else dict.fromkeys(Cost._fields)
     return out | {f"{k}_spent": v.mean * scale.get(k, 1.0) if v else None for k, v in spent.items()}

@@ -15,7 +15,7 @@ Along = Literal["rounds", "seconds", "bytes", "busiest", "gradients"]
 Equal = Literal["rounds", "gradients", "bytes", "busiest"]
 
 
-class Spent(NamedTuple):
+class PrivacyCost(NamedTuple):
     """What the privacy of one cell's clients cost."""
 
     data: str  # the fingerprint of the data
@@ -37,11 +37,11 @@ class Result(NamedTuple):
     state: str  # done, diverged or failed
     records: list[dict[str, Any]]
     partition: str  # the fingerprint of the partition
-    spent: Spent | None = None  # if it is private
+    spent: PrivacyCost | None = None  # if it is private
 
 
-class Doubt(NamedTuple):
-    """Why some of what a paper reports cannot be, or hardly."""
+class Caveat(NamedTuple):
+    """Why values of a paper are impossible or unlikely."""
 
     spots: frozenset[tuple[Place, str]]  # of which methods, where
     metric: str  # of which metric; "": of all
@@ -69,7 +69,7 @@ class Question(NamedTuple):
     wanted: str = ""  # the metric as it was asked for, perhaps with a * in it
     x: Along = "rounds"  # what curves are drawn against
     remarks: tuple[str, ...] = ()  # what its author says of it
-    doubts: tuple[Doubt, ...] = ()
+    caveats: tuple[Caveat, ...] = ()
     equal: Equal = "rounds"  # what every method may spend as much of
     budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
     gain: Versus | None = None  # whose relative gain is a row of the tables
@@ -83,12 +83,12 @@ class Question(NamedTuple):
         """Whether methods with this metric are put beside the baseline: by name, or because it was asked for."""
         return metric == self.metric or "*" in self.wanted
 
-    def doubted(self, place: Place, method: str, metric: str) -> tuple[int, ...]:
-        """The doubts, by number, that there are about this value of the paper."""
+    def caveats_about(self, place: Place, method: str, metric: str) -> tuple[int, ...]:
+        """The caveats, by number, that there are about this value of the paper."""
         return tuple(
             number
-            for number, doubt in enumerate(self.doubts, 1)
-            if (place, method) in doubt.spots and doubt.metric in ("", metric)
+            for number, caveat in enumerate(self.caveats, 1)
+            if (place, method) in caveat.spots and caveat.metric in ("", metric)
         )
 
     def title(self, place: Place) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fedloom.core.vocabulary import lower_is_better
-from fedloom.report.comparison.layout import Layout, Part
+from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.notes import gain_label, gain_note
-from fedloom.report.comparison.question import Doubt, Place, Question, Result
+from fedloom.report.comparison.question import Caveat, Place, Question, Result
 from fedloom.report.comparison.statistics import Mean, mean_of, recorded_as, relative_gain, summary_of
 
 
@@ -26,7 +26,7 @@ class Number(NamedTuple):
     failed: int
     paper: float | None
     missed: Literal["", "below", "above"]  # where the paper's is further away than the tolerance
-    doubts: tuple[int, ...] = ()  # that there are about the paper's, by number
+    caveats: tuple[int, ...] = ()  # that there are about the paper's, by number
     best: bool = False  # of its column
 
 
@@ -52,14 +52,14 @@ class Block(NamedTuple):
 class Sheet(NamedTuple):
     """A whole comparison in its layout."""
 
-    layout: Layout
+    layout: TableLayout
     rows: tuple[str, ...]
     columns: tuple[Place, ...]
     blocks: list[Block]
     metrics: dict[str, list[str]]  # what methods recorded under a name with a *
     seeds: int
     remarks: tuple[str, ...]
-    doubts: tuple[Doubt, ...]
+    caveats: tuple[Caveat, ...]
     gain: str = ""  # what the row of gains is called
     about_gain: tuple[str, ...] = ()  # and what it says
 
@@ -67,7 +67,7 @@ class Sheet(NamedTuple):
 Papers = Mapping[tuple[Place, str], Sequence[float | None]]  # of each part of the cell at a place, by method
 
 
-def sheet_of(question: Question, layout: Layout, results: Sequence[Result], papers: Papers) -> Sheet:
+def sheet_of(question: Question, layout: TableLayout, results: Sequence[Result], papers: Papers) -> Sheet:
     """The comparison in this layout."""
     values = values_of(question)
     columns = tuple(itertools.product(*(values[key] for key in layout.columns)))
@@ -86,7 +86,7 @@ def sheet_of(question: Question, layout: Layout, results: Sequence[Result], pape
         metrics={part.metric: _recorded(part.metric, question, results) for part in layout.cell},
         seeds=len(question.seeds),
         remarks=question.remarks,
-        doubts=question.doubts,
+        caveats=question.caveats,
         gain=gain_label(question),
         about_gain=tuple(gain_note(question)) if any(block.gains for block in blocks) else (),
     )
@@ -98,7 +98,7 @@ def values_of(question: Question) -> dict[str, tuple[str, ...]]:
     return {"algorithm": question.methods} | {key: tuple(dict.fromkeys(labels)) for key, labels in axes}
 
 
-def blocks_of(layout: Layout, values: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
+def blocks_of(layout: TableLayout, values: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
     rest = [key for key in values if key != layout.rows and key not in layout.columns]
     return (dict(zip(rest, chosen, strict=True)) for chosen in itertools.product(*(values[key] for key in rest)))
 
@@ -110,20 +110,20 @@ def cell_of(question: Question, results: Sequence[Result], spot: Mapping[str, st
 
 
 def _numbers(
-    question: Question, layout: Layout, results: Sequence[Result], papers: Papers, spot: Mapping[str, str]
+    question: Question, layout: TableLayout, results: Sequence[Result], papers: Papers, spot: Mapping[str, str]
 ) -> list[Number]:
     own = cell_of(question, results, spot)
     place = tuple(spot[key] for key in question.axes)
     claims = papers.get((place, spot["algorithm"]), [None] * len(layout.cell))
     return [
         _number(layout, part, own, claim)._replace(
-            doubts=question.doubted(place, spot["algorithm"], part.metric) if claim is not None else ()
+            caveats=question.caveats_about(place, spot["algorithm"], part.metric) if claim is not None else ()
         )
         for part, claim in zip(layout.cell, claims, strict=True)
     ]
 
 
-def _number(layout: Layout, part: Part, own: Sequence[Result], paper: float | None) -> Number:
+def _number(layout: TableLayout, part: CellPart, own: Sequence[Result], paper: float | None) -> Number:
     metric = recorded_as(part.metric, own)
     found = [s for s in (summary_of(r, metric) for r in own) if s is not None]
     value = mean_of([getattr(s, part.statistic) for s in found])
@@ -139,7 +139,7 @@ def _number(layout: Layout, part: Part, own: Sequence[Result], paper: float | No
     )
 
 
-def _with_best(layout: Layout, cells: list[list[list[Number]]]) -> list[list[list[Number]]]:
+def _with_best(layout: TableLayout, cells: list[list[list[Number]]]) -> list[list[list[Number]]]:
     """The same numbers, the best of each column marked; a cell that lost a seed does not compete."""
     if len(cells) < 2:
         return cells
@@ -154,7 +154,7 @@ def _with_best(layout: Layout, cells: list[list[list[Number]]]) -> list[list[lis
 
 
 def _gains(
-    question: Question, layout: Layout, rows: Sequence[str], cells: Sequence[Sequence[Sequence[Number]]]
+    question: Question, layout: TableLayout, rows: Sequence[str], cells: Sequence[Sequence[Sequence[Number]]]
 ) -> list[list[Gained]]:
     """The relative gain in each column, where methods are the rows and it is asked for."""
     if question.gain is None or layout.rows != "algorithm":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.core import disk
 from fedloom.report.comparison.curves import headline, panel
-from fedloom.report.comparison.layout import Layout, Part
+from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.sheet import blocks_of, cell_of, values_of
 from fedloom.report.comparison.statistics import recorded_as
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _MOST_HIGH, _MOST_WIDE = 14, 4  # panels of a picture
 
 
-def draw(question: Question, layout: Layout, results: Sequence[Result], path: Path) -> None:
+def draw(question: Question, layout: TableLayout, results: Sequence[Result], path: Path) -> None:
     """A line for each row of the table, a panel for each column, one below the other for metrics and blocks."""
     disk.write_bytes(path, drawn(lambda: _figure(question, layout, results), path.suffix))
 
 
-def _figure(question: Question, layout: Layout, results: Sequence[Result]) -> Figure:
+def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) -> Figure:
     values = values_of(question)
     columns = list(itertools.product(*(values[key] for key in layout.columns)))
     stripes = list(itertools.product(blocks_of(layout, values), layout.cell))
@@ -48,7 +48,7 @@ def _figure(question: Question, layout: Layout, results: Sequence[Result]) -> Fi
     return figure
 
 
-def _asked(question: Question, part: Part, runs: Mapping[str, Sequence[Result]]) -> Question:
+def _asked(question: Question, part: CellPart, runs: Mapping[str, Sequence[Result]]) -> Question:
     """The question of one panel, in which the rows of the table are what is compared."""
     metrics = {row: recorded_as(part.metric, own) for row, own in runs.items()}
     return question._replace(

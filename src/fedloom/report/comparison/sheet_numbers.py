@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedloom.report.comparison.layout import Part
+from fedloom.report.comparison.layout import CellPart
 from fedloom.report.comparison.numbers import csv_text
 from fedloom.report.comparison.sheet import Number, Sheet
 
@@ -25,7 +25,7 @@ def as_dicts(found: Sheet) -> list[dict[str, Any]]:
     return out
 
 
-def _as_dict(found: Sheet, part: Part, number: Number) -> dict[str, Any]:
+def _as_dict(found: Sheet, part: CellPart, number: Number) -> dict[str, Any]:
     mean, std = number.value or (None, None)
     gap = mean - number.paper if mean is not None and number.paper is not None else None
     return {
@@ -40,7 +40,7 @@ def _as_dict(found: Sheet, part: Part, number: Number) -> dict[str, Any]:
         "paper": number.paper,
         "difference": gap,
         "missed": number.missed,
-        "doubts": " ".join(found.doubts[k - 1].why for k in number.doubts),
+        "caveats": " ".join(found.caveats[k - 1].why for k in number.caveats),
     }
 
 

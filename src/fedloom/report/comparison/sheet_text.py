@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fedloom.core.vocabulary import is_share, leaf
-from fedloom.report.comparison.layout import Layout, Part
+from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.notes import marks, reasons
 from fedloom.report.comparison.sheet import Block, Number, Sheet
 from fedloom.report.comparison.text import percent, spread
@@ -45,7 +45,7 @@ def lines(found: Sheet, block: Block) -> list[Line]:
     return out
 
 
-def _ours(layout: Layout, numbers: Sequence[Number]) -> list[Word]:
+def _ours(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
     first = numbers[0]
     lost = [f"{n} {word}" for n, word in ((first.diverged, "diverged"), (first.failed, "failed")) if n]
     if not any(n.value for n in numbers):
@@ -54,20 +54,20 @@ def _ours(layout: Layout, numbers: Sequence[Number]) -> list[Word]:
     return [*words[:-1], words[-1]._replace(text=f"{words[-1].text} ({', '.join(lost)})")] if lost else words
 
 
-def _word(part: Part, number: Number) -> Word:
+def _word(part: CellPart, number: Number) -> Word:
     if number.value is None:
         return Word("-")
     return Word(spread(number.value, lambda v: _digits(part, v)) + _MARKS[number.missed], number.best)
 
 
-def _theirs(layout: Layout, numbers: Sequence[Number]) -> list[Word]:
+def _theirs(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
     if all(n.paper is None for n in numbers):
         return [Word("-")]
     pairs = zip(layout.cell, numbers, strict=True)
-    return [Word("-" if n.paper is None else _digits(part, n.paper) + marks(n.doubts)) for part, n in pairs]
+    return [Word("-" if n.paper is None else _digits(part, n.paper) + marks(n.caveats)) for part, n in pairs]
 
 
-def _digits(part: Part, value: float) -> str:
+def _digits(part: CellPart, value: float) -> str:
     if is_share(part.metric):
         return f"{100 * value:.2f}"
     return f"{value:.4f}" if leaf(part.metric).startswith("auc") else f"{value:.4g}"
@@ -111,7 +111,7 @@ def legend(found: Sheet) -> list[str]:
             limit += f" ({100 * found.layout.tolerance:g} points of accuracy)"
         out.append(f"paper: what the paper reports; ↓ and ↑: more than {limit} below or above it.")
     out += found.about_gain
-    out += reasons(found.doubts, {number for n in _all(found) for number in n.doubts})
+    out += reasons(found.caveats, {number for n in _all(found) for number in n.caveats})
     if any(n.diverged or n.failed for n in _all(found)):
         out.append("A cell that did not finish with every seed has the values of the others, and is never bold.")
     return out

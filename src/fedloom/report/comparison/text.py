@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fedloom.core.vocabulary import is_share
-from fedloom.report.comparison.notes import doubts_about, gain_label, marks, notes
+from fedloom.report.comparison.notes import caveats_about, gain_label, marks, notes
 from fedloom.report.comparison.question import Question
 from fedloom.report.comparison.statistics import Gain, Mean, Reached, Row, gains
 
@@ -141,7 +141,7 @@ def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str
 def _reported(question: Question, row: Row) -> str:
     if row.paper is None:
         return "-"
-    return _number(row.metric, row.paper) + marks(doubts_about(question, row))
+    return _number(row.metric, row.paper) + marks(caveats_about(question, row))
 
 
 def _mean(value: Mean | None, show: Callable[[float], str]) -> str:
