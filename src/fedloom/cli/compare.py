@@ -13,7 +13,7 @@ from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
-    from fedloom.compare.plan import Plan
+    from fedloom.compare.plan import ComparisonPlan
     from fedloom.compare.write import Comparison
 
 Words = Annotated[
@@ -85,7 +85,7 @@ def compare(
 
 
 def _shown(
-    planned: Plan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
+    planned: ComparisonPlan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
 ) -> Comparison:
     """Run the cells on the screen; an interruption says how to go on."""
     from rich.console import Console

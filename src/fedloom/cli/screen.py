@@ -24,7 +24,7 @@ from fedloom.core.vocabulary import accuracies, headline, is_summarised
 
 if TYPE_CHECKING:
     from fedloom.compare.crew import Standing
-    from fedloom.compare.plan import Plan
+    from fedloom.compare.plan import ComparisonPlan
     from fedloom.compare.write import Comparison
     from fedloom.engine.state import Experiment
     from fedloom.report.comparison.sheet import Sheet
@@ -272,7 +272,7 @@ class ComparisonScreen:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def started(self, plan: Plan, folder: Path, jobs: int, standing: Standing) -> None:
+    def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None:
         methods, places, seeds = len(plan.methods), len(plan.places), len(plan.spec.seeds)
         grid = f" x {places} places of the grid" if plan.axes else ""
         self.say(f"fedloom {__version__} · {methods} methods{grid} x {seeds} seeds · {jobs} side by side · {folder}")
