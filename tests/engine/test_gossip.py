@@ -23,7 +23,7 @@ from fedloom.core.optim import Local
 from fedloom.engine import checkpoint, gossip, mixing
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import train
-from fedloom.engine.messages import Message, hear, spread
+from fedloom.engine.messages import Message, inbox_of, spread
 from fedloom.engine.mixing import is_dense, mix
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
@@ -477,7 +477,7 @@ class Peer:
 
     def read(self, weights: dict[int, float], heard: dict[int, Message], *, last: bool, push: bool) -> Message:
         sizes = self.exp.federation.train.sizes
-        inbox, self.buffers = hear(
+        inbox, self.buffers = inbox_of(
             self.node, weights, heard, nodes=len(sizes), examples=int(sizes.sum()), push_sum=push
         )
         mine = heard[self.node]

@@ -137,7 +137,7 @@ _JOIN = """
 from fedloom.engine.ranks import joined
 from fedloom.core.errors import LostRankError
 try:
-    print(joined().told("hello"))
+    print(joined().broadcast("hello"))
 except LostRankError as error:
     print(error)
 """
@@ -172,9 +172,9 @@ def test_one_process_meets_nobody() -> None:
     assert ALONE.gathered(rows, [0, 0, 0]) is rows
     assert ALONE.merged(rows[0]) is rows[0]
     assert ALONE.own(rows[0]) is rows[0]
-    assert ALONE.told("x") == "x"
-    assert ALONE.anybody(True)
-    assert not ALONE.anybody(False)
+    assert ALONE.broadcast("x") == "x"
+    assert ALONE.any_rank(True)
+    assert not ALONE.any_rank(False)
     with pytest.raises(ValueError, match="here"), ALONE.agreed():
         raise ValueError("here")
 

@@ -55,7 +55,7 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, A
         memo |= {"rows": len(clients["ids"])} if clients else {}
     if ranks.leads:
         _write(folder, state, memo, clients, lengths)
-    ranks.anybody()
+    ranks.any_rank()
     store.release()
 
 

@@ -1,12 +1,12 @@
 """A round without a server: nodes train, exchange what they have with their neighbours, and mix it.
 
 A node needs one value from each neighbour, and nothing else of the network: a ``Message``, which could as well have
-come over a wire. ``hear`` makes of the messages of a gossip step what the algorithm's ``update`` is given::
+come over a wire. ``inbox_of`` makes of the messages of a gossip step what the algorithm's ``update`` is given::
 
     node i   upload, mine = finish(...)                    after local training from send(node)
              for each gossip step:
                  send Message(round, step, i, upload, statistics, mass) to the neighbours
-                 inbox, statistics = hear(i, {l: w_il}, {l: message of l}, ...)     its own message among them
+                 inbox, statistics = inbox_of(i, {l: w_il}, {l: message of l}, ...)     its own message among them
                  upload = spread(inbox, upload)            what it sends in the next step of the same round
              node = update(node, inbox)                    of the last step
 

@@ -28,7 +28,7 @@ class Message(NamedTuple):
     mass: float = 1.0  # of push-sum; 1 where it is not used
 
 
-def hear(
+def inbox_of(
     node: int,
     weights: Mapping[int, float],
     messages: Mapping[int, Message],

@@ -9,7 +9,7 @@ Ranks meet in few ways, all of them here. Each is a call that every rank makes a
     gathered   rows of which each rank has some, put in one order          what clients did
     merged     numbers of which each rank has some, zeros elsewhere        answers, verdicts
     collected  rows of which rank 0 needs all                              clients' states, for a checkpoint
-    told       what rank 0 says        anybody   whether one of them says yes        agreed   one fails, all fail
+    broadcast  what rank 0 says        any_rank  whether one of them says yes        agreed   one fails, all fail
 
 ``ALONE`` is one process by itself: none of this does anything then, or costs anything.
 
@@ -121,7 +121,7 @@ class Ranks(NamedTuple):
                     parts.setdefault(name, []).append(x)
         return {name: torch.cat(some) for name, some in parts.items()}
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 has, on every rank; for small things of which JSON has a form."""
         if self.size == 1:
             return value
@@ -144,7 +144,7 @@ class Ranks(NamedTuple):
             dist.all_gather(parts, torch.cat([words, words.new_zeros(most - len(words))]))
         return [_understood(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
 
-    def anybody(self, yes: bool = False) -> bool:
+    def any_rank(self, yes: bool = False) -> bool:
         """Whether one of the ranks says yes; all of them know when all have come here."""
         if self.size == 1:
             return yes
@@ -166,7 +166,7 @@ class Ranks(NamedTuple):
             raise
         except Exception as error:
             failure = error
-        if self.anybody(failure is not None):
+        if self.any_rank(failure is not None):
             words = self._all_told(None if failure is None else _in_words(failure))
             if failure is not None:
                 raise failure
@@ -201,7 +201,7 @@ def joined(world: Mapping[str, str] = os.environ) -> Ranks:
 
 
 def _asked(world: Mapping[str, str]) -> Ranks:
-    """The rank that this process was told to be."""
+    """The rank of this process."""
     faults, names = [], ["RANK", "WORLD_SIZE", *([] if MEETING in world else ["MASTER_PORT"])]
     fix = "start ranks with --ranks or torchrun, or unset RANK and WORLD_SIZE"
     for name in names:

@@ -55,7 +55,7 @@ def enter(
             if damage:
                 loaded, *notes = repaired(folder, loaded)
             records = _accepted(prepared, folder, loaded, how)
-    return loaded.state, list(exp.ranks.told(records)), notes
+    return loaded.state, list(exp.ranks.broadcast(records)), notes
 
 
 def _accepted(

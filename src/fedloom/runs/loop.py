@@ -73,7 +73,7 @@ class InterruptedRun(KeyboardInterrupt):
 
 def drive(prepared: Prepared, folder: RunFolder | None, how: Resumption | None, listener: Listener) -> History:
     """The loop over rounds, from the first one or as a run that goes on."""
-    told = prepared.experiment.ranks.told(str(folder.path) if folder else None)
+    told = prepared.experiment.ranks.broadcast(str(folder.path) if folder else None)
     path = Path(told) if told is not None else None
     try:
         with storage(path):
@@ -118,7 +118,7 @@ def _rounds(
                     folder.metrics(line)
                 if exp.evaluate.work:
                     folder.work(state.round, did)
-            ended = ranks.anybody(stop.is_set()) or state.round == exp.rounds
+            ended = ranks.any_rank(stop.is_set()) or state.round == exp.rounds
             if path and (ended or state.round - saved >= config.checkpoint.every):
                 checkpoint.save(path / "checkpoints", state, store, folder.lengths() if folder else {}, ranks)
                 saved = state.round

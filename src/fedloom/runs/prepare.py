@@ -316,7 +316,7 @@ def prepare_on_ranks(config: Config, root: Path, arrays: Arrays | None, key: Key
     ranks = joined()
     if ranks.size == 1:
         return prepare(config, root, arrays, key)
-    key = noise.from_text(ranks.told(noise.as_text(key or noise.drawn())))
+    key = noise.from_text(ranks.broadcast(noise.as_text(key or noise.drawn())))
     with ranks.agreed():
         take_device(pick_device(config.engine.device))
         prepared = prepare(config, root, arrays, key)
@@ -326,7 +326,7 @@ def prepare_on_ranks(config: Config, root: Path, arrays: Arrays | None, key: Key
             raise ConfigError([Fault("engine.store", what, "set engine.store=ram, or run without ranks")])
         shared = prepared.shared.described()
         here = [config_hash(config), shared["data_sha256"], shared["sha256"], prepared.net_sha256]
-    there = ranks.told(here)
+    there = ranks.broadcast(here)
     with ranks.agreed():
         for mine, first, what in zip(here, there, ("experiment", "data", "partition", "net"), strict=True):
             if mine != first:
