@@ -11,7 +11,7 @@ import click
 import typer
 
 from fedloom import __version__
-from fedloom.cli import check, compare, data, describe, doctor, partition, resume, run
+from fedloom.cli import check, collect, compare, data, describe, doctor, partition, resume, run
 from fedloom.cli import list as listing
 from fedloom.cli.ranks import follows
 from fedloom.core.errors import FedloomError
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(resume.resume)
 app.command()(compare.compare)
+app.command()(collect.collect)
 app.command()(partition.partition)
 app.command("list")(listing.list_)
 app.command()(describe.describe)

@@ -73,11 +73,23 @@ class Comparison(NamedTuple):
 def write(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
     """Read the cells, and write tables and curves into ``folder``."""
     results, damaged = _results(planned, cells)
-    question = _question(planned, results)
+    return write_tables(planned, folder, cells, results, failures | damaged)
+
+
+def write_tables(
+    planned: ComparisonPlan,
+    folder: Path,
+    cells: Path,
+    results: list[Result],
+    failures: dict[str, str],
+    remarks: Sequence[str] = (),
+) -> Comparison:
+    """Write the tables and curves of these results into ``folder``; ``remarks`` stand below the tables."""
+    question = _question(planned, results, remarks)
     rows = statistics.rows(question, results)
     layout = planned.spec.layout
     sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
-    comparison = Comparison(folder, cells, question, rows, results, failures | damaged, sheet)
+    comparison = Comparison(folder, cells, question, rows, results, failures, sheet)
     texts = {
         "table.csv": numbers.table_csv(question, rows),
         "table.md": text_table.markdown(question, rows),
@@ -104,14 +116,14 @@ def _results(planned: ComparisonPlan, cells: Path) -> tuple[list[Result], dict[s
     for cell in planned.cells:
         home = cells / cell.hash
         try:
-            results.append(_result(cell, home))
+            results.append(result_of(cell, home))
         except CheckpointError as error:
             damaged[cell.name] = f"{error}; delete {home}, and the same command runs it again"
-            results.append(_as_result(cell, "failed"))
+            results.append(as_result(cell, "failed"))
     return results, damaged
 
 
-def _as_result(
+def as_result(
     cell: Cell,
     state: str,
     records: Sequence[dict[str, Any]] = (),
@@ -122,13 +134,13 @@ def _as_result(
     return Result(*own, state, list(records), partition, spent)
 
 
-def _result(cell: Cell, home: Path) -> Result:
+def result_of(cell: Cell, home: Path) -> Result:
     """What the run folder of a cell holds, refused if that is not what the run wrote."""
     state = state_of(home) or "failed"
     records = read_ended(home) if (home / "metrics.jsonl").is_file() else []
     described = home / "partition.json"
     shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
-    return _as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
+    return as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
 
 
 def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyCost | None:
@@ -144,7 +156,7 @@ def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyC
 
 
 # -- what is asked of them -------------------------------------------------------------------------
-def _question(planned: ComparisonPlan, results: Sequence[Result]) -> Question:
+def _question(planned: ComparisonPlan, results: Sequence[Result], remarks: Sequence[str]) -> Question:
     spec, labels = planned.spec, tuple(m.label for m in planned.methods)
     metric = spec.metric or statistics.default_metric(labels, results)
     metrics = statistics.choose_metrics(metric, labels, results)
@@ -164,7 +176,7 @@ def _question(planned: ComparisonPlan, results: Sequence[Result]) -> Question:
         paper=_of_metric(planned, share),
         wanted=metric,
         x=spec.x or spec.equal,
-        remarks=(*table_notes.composed(results), *spec.notes),
+        remarks=(*table_notes.composed(results), *spec.notes, *remarks),
         caveats=tuple(Caveat(frozenset(planned.spots(d)), d.metric, d.why) for d in spec.caveats),
         equal=spec.equal,
         budgets=planned.budgets,

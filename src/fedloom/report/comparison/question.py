@@ -34,7 +34,7 @@ class Result(NamedTuple):
     kind: str
     seed: int
     hash: str
-    state: str  # done, diverged or failed
+    state: str  # done, diverged, failed or missing
     records: list[dict[str, Any]]
     partition: str  # the fingerprint of the partition
     spent: PrivacyCost | None = None  # if it is private
