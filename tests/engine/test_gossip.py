@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithm import Model, Work
+from fedloom.algorithm import Model, Traits, Work
 from fedloom.algorithms.dpsgd import DPSGD
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
@@ -581,8 +581,8 @@ def test_links_that_are_down_carry_nothing() -> None:
 
 class Twice(FedAvg):
     @property
-    def gradients_per_step(self) -> float:
-        return 2.0
+    def traits(self) -> Traits:
+        return super().traits._replace(gradients_per_step=2.0)
 
 
 @pytest.mark.parametrize("executor", ["loop", "lanes"])

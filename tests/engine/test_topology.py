@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fedloom.algorithm import Configures
 from fedloom.algorithms.dfedsam import DFedSAM
 from fedloom.core.errors import ConfigError, SplitError
 from fedloom.engine.topology.facts import facts, faults, flaws, window
@@ -518,7 +519,7 @@ def test_settings_cannot_be_changed() -> None:
 
 
 # -- what an algorithm says of its network ---------------------------------------------------------
-class Several(DFedSAM):
+class Several(DFedSAM, Configures):
     """A method whose definition has several gossip steps, on a torus."""
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
