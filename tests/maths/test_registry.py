@@ -12,7 +12,7 @@ from fedloom.maths.private_sums import (
     clipped_rows,
     noised_sums,
 )
-from fedloom.maths.registry import body_fingerprint, enrolled, no_registry, statistics_faults
+from fedloom.maths.registry import body_fingerprint, enrolled, no_registry, of_body, statistics_faults
 from fedloom.maths.ridge import (
     Statistics,
     from_rows,
@@ -97,29 +97,29 @@ def test_noise_for_privacy_is_no_fault() -> None:
     assert statistics_faults(noisy, **CHECKS, noise=3.0) == []
 
 
-def registry(ids, stats, body=7):
-    return enrolled(no_registry(5, 12, C, 7), torch.tensor(ids), stats, body)
+def registry(ids, stats):
+    return enrolled(no_registry(5, 12, C, 7), torch.tensor(ids), to_rows(normalised(stats)), stats.counts)
 
 
-def test_l8_who_is_registered_stays_as_he_is() -> None:
+def test_l8_a_registered_client_stays_as_it_is() -> None:
     x, y = examples()
     stacked = of_clients(x, y, y % 3)
     once = registry([4, 0, 2], stacked)
     assert once.known.tolist() == [True, False, True, False, True]
     assert torch.equal(once.rows[4], to_rows(normalised(tree.take(stacked, 0))))
-    other = tree.tmap(lambda s: 2 * s, stacked)
-    again = enrolled(once, torch.tensor([4, 0, 2]), other, 7)
+    again = enrolled(once, torch.tensor([4, 0, 2]), 2 * to_rows(normalised(stacked)), 2 * stacked.counts)
     for kept, was in zip(again, once, strict=True):
         assert torch.equal(kept, was)
-    twice = registry([1, 1, 1], stacked)
-    assert torch.equal(twice.counts[1], stacked.counts[0])
-    assert twice.known.sum() == 1
 
 
-def test_l14_another_body_is_refused() -> None:
+def test_l14_statistics_of_another_body_are_discarded() -> None:
     x, y = examples()
-    with pytest.raises(ValueError, match="cannot join"):
-        registry([0, 1, 2], of_clients(x, y, y % 3), body=8)
+    found = registry([0, 1, 2], of_clients(x, y, y % 3))
+    assert of_body(found, 7) is found
+    other = of_body(found, 8)
+    assert int(other.body) == 8
+    assert not other.known.any()
+    assert not other.rows.any()
 
 
 def test_l14_a_body_is_told_by_its_weights_and_running_statistics() -> None:

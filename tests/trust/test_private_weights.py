@@ -11,7 +11,7 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, rdp
 
-from fedloom.algorithms.law_afl import Sent
+from fedloom.algorithms.law_afl.state import LawAFLUpload
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
 from fedloom.engine.rounds import advance, begin
@@ -43,19 +43,19 @@ def after(exp: Any, count: int = 1) -> Any:
     return state
 
 
-def raw(exp: Any) -> Sent:
+def raw(exp: Any) -> LawAFLUpload:
     """What the clients of the first round would send, before anything is hidden."""
     state = begin(exp)
     parts = train_all(exp, state, RamStore(6), groups_of(exp, 0, exp.present(0)))
     return tree.cat([part.outcome.uploads for part in parts])
 
 
-def blank(exp: Any) -> Sent:
+def blank(exp: Any) -> LawAFLUpload:
     """Uploads of six clients that have nothing to say, with room for many numbers."""
     d, classes = exp.task.linear_head.in_features, exp.task.linear_head.out_features
     wide = d * (d + 1) // 2 + d * classes
     none = torch.zeros(6, 0)
-    return Sent(torch.zeros(6, 5000), torch.zeros(6, wide), torch.zeros(6, classes), none, none, none, none)
+    return LawAFLUpload(torch.zeros(6, 5000), torch.zeros(6, wide), torch.zeros(6, classes), none, none, none, none)
 
 
 # -- the mechanism ---------------------------------------------------------------------------------

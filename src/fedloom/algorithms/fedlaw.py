@@ -155,7 +155,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
     @model_validator(mode="after")
     def _one_gamma(self) -> FedLAW:
         if self.shrink_rule != "law" and self.param == "fixed":
-            raise ValueError("shrink_rule and param = 'fixed' both say what gamma is; keep one of them")
+            raise ValueError("shrink_rule and param = 'fixed' both set gamma; keep one of them")
         if self.shrink_rule == "law" and self.param != "fixed":
             check_bounds(self.shrink, of_kind(self.param, self.learning.bounds))
         return self

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core import tree
-from fedloom.maths.ridge import Statistics, normalised, symmetrised, to_rows, triangle, with_ridge
+from fedloom.maths.ridge import Statistics, symmetrised, triangle, with_ridge
 
 
 def statistics_faults(
@@ -98,18 +98,23 @@ def no_registry(clients: int, features: int, classes: int, body: int, dtype: tor
     )
 
 
-def enrolled(registry: Registry, ids: Tensor, stats: Statistics, body: int) -> Registry:
-    """The registry with these clients ``[K]`` in it; one that is there already stays as it is.
+def of_body(registry: Registry, body: int) -> Registry:
+    """The registry for this body: an empty one if its statistics were taken on another."""
+    if body == int(registry.body):
+        return registry
+    return tree.tmap(torch.zeros_like, registry)._replace(body=torch.full_like(registry.body, body))
 
-    LAW-AFL, Algorithm 3 line 15 adds every upload to what was there, so that a client that is drawn again counts
+
+def enrolled(registry: Registry, ids: Tensor, rows: Tensor, counts: Tensor) -> Registry:
+    """The registry with the normalised statistics of these distinct clients ``[K]``; known ones stay as they are.
+
+    LAW-AFL, Algorithm 3 line 15 adds every upload to the sum before, so that a client that is drawn again counts
     twice, and features of different bodies are mixed.
     """
-    if body != int(registry.body):
-        raise ValueError(f"statistics of body {body:x} cannot join those of body {int(registry.body):x}")
-    first = torch.tensor([int(i) not in ids[:k].tolist() for k, i in enumerate(ids)], dtype=torch.bool)
-    new = first & ~registry.known[ids]
-    rows, counts, known = registry.rows.clone(), registry.counts.clone(), registry.known.clone()
-    rows[ids[new]] = to_rows(normalised(tree.take(stats, new))).to(rows.dtype)
-    counts[ids[new]] = stats.counts[new].double()
-    known[ids[new]] = True
-    return Registry(registry.body, known, rows, counts)
+    new = ~registry.known[ids]
+    return Registry(
+        registry.body,
+        registry.known.index_fill(0, ids[new], True),
+        registry.rows.index_copy(0, ids[new], rows[new].to(registry.rows.dtype)),
+        registry.counts.index_copy(0, ids[new], counts[new]),
+    )

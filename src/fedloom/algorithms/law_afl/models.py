@@ -1,0 +1,57 @@
+"""LAW-AFL's rounds that train: models are aggregated with learned weights, as in FedLAW (Algorithm 3, lines 12-14)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Held, Inbox
+from fedloom.algorithms.law_afl.state import LawAFLServer, LawAFLUpload, with_learned
+from fedloom.core.task import Task
+from fedloom.maths.learned_weights import (
+    ShrinkRule,
+    Stack,
+    WeightSettings,
+    aggregated,
+    aggregated_by_depth,
+    learn_weights,
+    settings_for,
+    with_shrink,
+)
+from fedloom.maths.proxy_set import proxy_gradients, proxy_loss
+
+
+class ModelAggregation(NamedTuple):
+    """w = gamma sum_i lambda_i w_i, where lambda and gamma are learned on the proxy set."""
+
+    task: Task
+    proxy: Held
+    settings: WeightSettings
+    rule: ShrinkRule
+    epochs: int
+    batch: int
+    parts: Tensor | None  # [P] to which part of the net a parameter belongs, where clients train to different depths
+
+    def update(self, server: LawAFLServer, inbox: Inbox[LawAFLUpload]) -> LawAFLServer:
+        """FedLAW's round."""
+        stack = Stack(server.w, inbox.uploads.dw)
+        epochs = proxy_gradients(self.task, self.proxy, self.epochs, self.batch, inbox.address)
+        how = learn_weights(stack, inbox.weights, epochs, settings_for(self.rule, self.settings)).how
+        loss = partial(proxy_loss, self.task, self.proxy)
+        how = with_shrink(self.rule, how, stack, loss, self.settings, inbox.uploads.slope)
+        models = with_learned(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
+        if self.parts is None:
+            w = aggregated(stack, how)
+        else:
+            w = aggregated_by_depth(stack, how, inbox.uploads.depth[:, 0], self.parts)
+        return server._replace(w=w, models=models)
+
+
+def parts_of(task: Task) -> Tensor:
+    """To which part of the net each parameter belongs: 1 is the head, 2 the part before it, and so on.  ``[P]``"""
+    names = dict.fromkeys("head." if n.startswith("head.") else ".".join(n.split(".")[:2]) + "." for n in task.names)
+    ordered = ["head.", *reversed([name for name in names if name != "head."])]
+    return torch.stack([(k + 1) * task.mask(name) for k, name in enumerate(ordered)]).sum(0)
