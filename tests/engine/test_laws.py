@@ -8,10 +8,11 @@ import pytest
 from pydantic import Field
 
 from fedloom.algorithm import Algorithm, Inbox, Model
+from fedloom.algorithms.fedala import FedALA
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core.schema import when
-from fedloom.engine import laws
+from fedloom.engine import laws, variation
 from fedloom.runs.find import algorithms
 
 KINDS = algorithms(own=False)
@@ -142,3 +143,10 @@ def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:
 def test_a_setting_that_says_when_it_has_an_effect_obeys() -> None:
     assert "'damping' has no effect beside mode = plain" in laws.verdict(beside_everything, Forgets)
     assert laws.verdict(laws.settings_have_an_effect, Declares) == ""
+
+
+def test_the_share_of_data_for_ala_has_an_effect_where_later_rounds_take_one_batch() -> None:
+    """In the start phase, on clients with more than a batch: 100 % has to be tried, since less is a batch."""
+    around = {"later_passes": "step"}
+    assert 100.0 in variation.others(FedALA, "sample_percent", around)
+    assert laws._is_felt(FedALA, "sample_percent", around, {})

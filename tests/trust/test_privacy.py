@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithm import Update
+from fedloom.algorithms.fedopt import FedOpt
 from fedloom.core.errors import ConfigError, DivergedError
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
@@ -358,6 +360,23 @@ def test_an_algorithm_that_leaves_weights_to_the_engine_counts_clients_alike(wor
     assert any(
         "counts alike" in note for note in parse({"algorithm": sgd, "privacy": {"clip": 1.0, "noise": 1.0}}).notes
     )
+
+
+def test_what_weights_are_counts_and_not_who_wrote_them_down(world: Any) -> None:
+    class Same(FedOpt):
+        def weight(self, upload: Any, work: Any) -> Any:
+            return work.examples
+
+    class Telling(FedOpt):
+        def weight(self, upload: Any, work: Any) -> Any:
+            return 2 * work.examples
+
+    exp = world(SIZES, algorithm={"kind": "fedopt"}, privacy={"clip": 1e6, "noise": 0.0})
+    same, telling = (replace(exp, algorithm=cls().bind(exp.algorithm.setup)) for cls in (Same, Telling))
+    a, b = (advance(e, begin(e), RamStore(6))[0].server.w for e in (exp, same))
+    assert torch.equal(a, b)
+    with pytest.raises(ConfigError, match="Telling weighs clients by their work"):
+        advance(telling, begin(telling), RamStore(6))
 
 
 @pytest.mark.parametrize(

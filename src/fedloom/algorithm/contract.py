@@ -152,4 +152,5 @@ class Algorithm(Spec, Generic[S, C, U]):
 
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
+Algorithm.__class_vars__.update(renamed.CONSTANTS)  # else pydantic would take them for settings before they are checked
 _CALLED = (Algorithm, *CAPABILITIES)

@@ -54,7 +54,8 @@ MEMBERS: dict[str, str] = {
     "first_lr": "it is setup.first_lr now",
     "seed": "it is setup.seed now",
 }
-_NO_SETTINGS = frozenset({"sizes", "first_lr", "seed"})  # names that a setting, or a function of one's own, may have
+_FREE = frozenset({"sizes", "first_lr", "seed"})  # names that a setting, or a function of one's own, may have
+CONSTANTS = frozenset(MEMBERS) - _FREE | {"columnwise"}  # that a class may have set without an annotation
 _GIVEN = {"start": ("down", "mine", "work"), "bind": ("setup",)}  # functions that take other arguments than before
 
 
@@ -62,7 +63,7 @@ def check(cls: type[Any]) -> None:
     """Refuse a class that is written for an earlier contract, and say what to change."""
     defined = {**inspect.get_annotations(cls), **cls.__dict__}
     for name, now in MEMBERS.items():
-        if name in defined and name not in _NO_SETTINGS:
+        if name in defined and name not in _FREE:
             raise TypeError(f"{cls.__name__} defines '{name}', which is no part of an algorithm any more: {now}")
     for capability in CAPABILITIES:
         names = [name for name in vars(capability) if not name.startswith("_") and name in defined]

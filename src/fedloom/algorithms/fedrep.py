@@ -19,7 +19,9 @@
     fedbn    normalisation is private, together. Li et al., FedBN: Federated Learning on Non-IID Features via Local
              Batch Normalization, ICLR 2021. Running statistics then belong to the client, too: ``model.buffers=local``.
 
-Every client starts from the common initial model. phi and h_k have an optimiser each, unless they move together.
+The settings of ``fedrep`` may be changed; ``private`` and ``schedule`` of the others may not, since that would be
+another method under their name. Every client starts from the common initial model. phi and h_k have an optimiser each,
+unless they move together.
 """
 
 from __future__ import annotations
@@ -104,6 +106,15 @@ class FedRep(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures)
     def _names_are_named(self) -> FedRep:
         if self.private == "named" and not self.names:
             raise ValueError("private = 'named' needs names, such as names = ['head.']")
+        return self
+
+    @model_validator(mode="after")
+    def _is_that_method(self) -> FedRep:
+        for name in ("private", "schedule") if self.preset != "fedrep" else ():
+            stands_for, value = PRESETS[self.preset][name], getattr(self, name)
+            if value != stands_for:
+                fix = f"leave {name} out, or take preset = 'fedrep', whose settings may be changed"
+                raise ValueError(f"preset = '{self.preset}' is {name} = '{stands_for}' (got '{value}'): {fix}")
         return self
 
     @property

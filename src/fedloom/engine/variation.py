@@ -16,7 +16,7 @@ from fedloom.core.schema import Spec, Test, conditions, read, without_effect
 
 Settings = Mapping[str, Any]
 _WHOLE = (1, 2, 0, 3, 5, 50, 1000)
-_REAL = (0.0, 0.5, 1.0, 0.1, 2.0, 0.9, 1e-3, 10.0, 1e-6, 1e3)
+_REAL = (0.0, 0.5, 1.0, 0.1, 2.0, 0.9, 1e-3, 10.0, 1e-6, 1e3, 100.0)
 _FEW = 3  # values of a number under which other settings are looked at
 
 
