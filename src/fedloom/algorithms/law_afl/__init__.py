@@ -52,7 +52,8 @@ shrink. The weights are learned as if all clients had moved everything.
 With ``privacy.feature_clip`` each client adds noise to G, B and its counts of classes before the server sees anything,
 so that everything learned from them is as private as they are. Noise of deviation sigma' in the sum by
 lambda0 asks for a ridge of k sigma' sqrt(d) (``noise_ridge``); the correction that makes that sum of G positive
-semidefinite is added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body must be frozen.
+semidefinite is added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body
+must be frozen.
 
 Line 9 of Algorithm 3 adds noise to all that is uploaded, without a bound on it, and so without a guarantee. In schedule
 ``per_round``, with ``privacy.clip``, ``privacy.feature_clip`` and ``privacy.mechanism=local``, clients clip their moves
