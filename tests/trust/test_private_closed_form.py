@@ -234,8 +234,11 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         ({"algorithm": {"kind": "analytic", "agg": "aa"}}, r"algorithm\.agg: inverts each client's own Gram matrix"),
         ({"algorithm": {"kind": "analytic", "forget": [0]}}, r"algorithm\.forget: who is forgotten comes without"),
         ({"cohort": {"size": 3}}, r"cohort\.sampling: clients that come in other rounds are not in the sum"),
-        ({"system": {"dropout": 0.1}}, r"system\.dropout: who is missing takes its share of the noise"),
-        ({"privacy": LOCAL, "system": {"deadline": 9.0}}, r"system\.deadline: who is late depends on how much data"),
+        ({"system": {"dropout": 0.1}}, r"system\.dropout: a missing client takes its share of the noise"),
+        (
+            {"privacy": LOCAL, "system": {"deadline": 9.0}},
+            r"system\.deadline: which clients are late depends on how much data",
+        ),
         ({"algorithm": "law_afl"}, r"privacy\.mechanism: 'distributed' hides single uploads"),
         (
             {"algorithm": {"kind": "law_afl", "schedule": "warmup_then_analytic"}, "privacy": LOCAL},

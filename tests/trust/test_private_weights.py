@@ -176,7 +176,7 @@ def test_a_budget_pays_for_both_parts(world: Any) -> None:
         (FEDLAW, {}, "clip hides clients and feature_clip hides examples.*keep one of them"),
         (FEDLAW, {"feature_clip": None, "mechanism": "distributed"}, r"FedLAW reads every .*privacy\.mechanism=local"),
         ({"kind": "fedlaw"}, {"feature_clip": None}, r"weighs clients by their data.*algorithm\.weighting=uniform"),
-        ({"kind": "fedbe"}, {"feature_clip": None}, "how it bears their noise is not known"),
+        ({"kind": "fedbe"}, {"feature_clip": None}, "how it tolerates their noise is not known"),
     ],
 )
 def test_what_cannot_be_private_is_refused(algorithm: Any, private: Any, message: str) -> None:

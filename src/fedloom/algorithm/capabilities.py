@@ -190,6 +190,17 @@ class Costs:
         return 0
 
 
+class ForeseesUploads:
+    """The size of uploads changes from round to round, as settings and participation decide."""
+
+    def foresee_uploads(self, server: Any, ids: Tensor) -> tuple[int, Any]:
+        """The bytes that these clients upload together in a round, and the server's state after it.
+
+        Only the part of the state on which the bytes of later rounds depend needs to be up to date.
+        """
+        raise NotImplementedError
+
+
 class PrivateSums:
     """Clients send sums over their examples, which noise can hide (``privacy.feature_clip``)."""
 
@@ -231,6 +242,7 @@ CAPABILITIES: tuple[type, ...] = (
     GossipFacts,
     Configures,
     Costs,
+    ForeseesUploads,
     PrivateSums,
 )
 

@@ -58,6 +58,7 @@ from fedloom.algorithm import (
     Contributes,
     Costs,
     Diagnoses,
+    ForeseesUploads,
     HasPhases,
     Inbox,
     Nothing,
@@ -69,6 +70,7 @@ from fedloom.algorithm import (
     Traits,
     Work,
 )
+from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import GIVEN, other_than, when
 from fedloom.core.task import Batch
@@ -120,6 +122,7 @@ class Analytic(
     Diagnoses,
     Contributes,
     Costs,
+    ForeseesUploads,
     Configures,
 ):
     family = "closed_form"
@@ -205,6 +208,10 @@ class Analytic(
         sent = int(sent_statistics(uploads.rows, uploads.counts).sum()) if uploads.rows.numel() else 0
         return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
 
+    def foresee_uploads(self, server: Server, ids: Tensor) -> tuple[int, Server]:
+        standing = self.after(server.standing, ids)
+        return int((standing != server.standing).sum()) * tree.nbytes(server.rows), server._replace(standing=standing)
+
     def survey(self, batch: Batch, down: Server, mine: Nothing) -> Any:
         if not len(down.standing):
             return batch.mask[:0]
@@ -219,11 +226,9 @@ class Analytic(
         return Sums(turn * to_rows(work.survey), turn * work.survey.counts), ()
 
     def update(self, server: Server, inbox: Inbox[Sums]) -> Server:
-        came = torch.zeros_like(server.standing, dtype=torch.bool).index_fill(0, inbox.clients, True)
-        turns = torch.where(came, self.turns(server.standing), 0.0)
-        if not bool(turns.any()):
+        standing = self.after(server.standing, inbox.clients)
+        if torch.equal(standing, server.standing):
             return server
-        standing = server.standing.masked_fill(turns > 0, _COUNTS).masked_fill(turns < 0, _FORGOTTEN)
         if not bool((standing == _COUNTS).any()):  # nobody is left, and neither shall be what rounding left of them
             empty = self.init(self.task.w0)
             return empty._replace(w=with_head(self.task, server.w, empty.head), standing=standing)
@@ -235,7 +240,7 @@ class Analytic(
         elif self.agg == "sum":
             head, merged = solve(gram, cross, rho), server.merged
         else:
-            whole = self.absolute(server, inbox.uploads.rows, turns[inbox.clients])
+            whole = self.absolute(server, inbox.uploads.rows, self.turns(server.standing)[inbox.clients])
             head, merged = remove_ridge(whole, float(rho)), whole.head
         return Server(with_head(self.task, server.w, head), rows, counts, standing, head, merged)
 
@@ -268,6 +273,12 @@ class Analytic(
         asks = torch.zeros_like(standing, dtype=torch.bool)
         asks[list(self.forget)] = True
         return (standing == _NEVER).double() - (asks & (standing == _COUNTS)).double()
+
+    def after(self, standing: Tensor, clients: Tensor) -> Tensor:
+        """How clients stand after these have joined, or left.  ``[N]``"""
+        came = torch.zeros_like(standing, dtype=torch.bool).index_fill(0, clients, True)
+        turns = torch.where(came, self.turns(standing), 0.0)
+        return standing.masked_fill(turns > 0, _COUNTS).masked_fill(turns < 0, _FORGOTTEN)
 
     def absolute(self, server: Server, rows: Tensor, turns: Tensor) -> Solution:
         """All merged with those who came ``[K, ...]``, one after another; who leaves is merged with weight -1."""

@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm.capabilities import phases_of, sent_bytes, survey_gradients, trains_in, upload_bytes
+from fedloom.algorithm.capabilities import (
+    ForeseesUploads,
+    phases_of,
+    sent_bytes,
+    survey_gradients,
+    trains_in,
+    upload_bytes,
+)
 from fedloom.core import tree
 from fedloom.engine.arrivals import moved_on, traffic_of
 from fedloom.engine.gossip import exchanges, node_payload, pulled, pulled_bytes
@@ -44,9 +51,9 @@ def forecast(exp: Experiment) -> Iterator[Spent]:
 
 def _star(exp: Experiment) -> Iterator[Spent]:
     alg, start = exp.algorithm, _start(exp)
-    down = sent_bytes(alg, alg.send(start.server)) + tree.nbytes(exp.travelling(start.buffers))
-    up = _upload(exp, start) + tree.nbytes(exp.travelling(start.buffers))
-    spent = Spent()
+    beside = tree.nbytes(exp.travelling(start.buffers))
+    down, up = sent_bytes(alg, alg.send(start.server)) + beside, _upload(exp, start)
+    spent, server = Spent(), start.server
     while True:
         state = start._replace(round=spent.rounds)
         present = exp.present(state.round)
@@ -54,8 +61,12 @@ def _star(exp: Experiment) -> Iterator[Spent]:
         moved = 0
         ahead = foresee_lateness(exp, state, present, down) if len(ids) else Lateness(ids)
         if alg.traits.communicates:
-            sent = len(ids) - len(ahead.late)
-            moved = down * (exp.federation.clients if alg.traits.sends_to_all else present.called) + up * sent
+            senders = ahead.on_time(ids)
+            uploads = up * len(senders)
+            if isinstance(alg, ForeseesUploads):
+                uploads, server = alg.foresee_uploads(server, senders)
+            called = exp.federation.clients if alg.traits.sends_to_all else present.called
+            moved = down * called + uploads + beside * len(senders)
         gradients = spent.gradients + _gradients(exp, spent.rounds, ids, present.steps, ahead.extra)
         spent = Spent(spent.rounds + 1, gradients, spent.bytes + moved, spent.busiest + moved)
         yield spent

@@ -8,7 +8,8 @@ from typing import Any
 from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core.errors import Fault
 from fedloom.engine.clock import never_trains
-from fedloom.trust import corruption, privacy, robust
+from fedloom.trust import corruption, robust
+from fedloom.trust.privacy_conflicts import privacy_conflicts
 
 TRUST = ("corruption", "aggregation", "privacy")  # sections that do nothing unless they are asked to
 
@@ -89,10 +90,10 @@ def _against_arrivals(alg: Any, chosen: Mapping[str, Any]) -> list[Fault]:
 def _against_trust(alg: Any, cohort: Any, chosen: Mapping[str, Any]) -> list[Fault]:
     """What bad clients, robust rules and privacy cannot be combined with."""
     bad, rule, private = (chosen.get(section) for section in TRUST)
-    faults = corruption.conflicts(bad, alg) if bad is not None else []
-    faults += robust.conflicts(rule, alg, cohort.sampling) if rule is not None else []
+    faults = corruption.corruption_conflicts(bad, alg) if bad is not None else []
+    faults += robust.rule_conflicts(rule, alg, cohort.sampling) if rule is not None else []
     if private is not None and rule is not None and chosen.get("system") is not None:
-        faults += privacy.conflicts(private, alg, cohort.sampling, chosen["system"], rule.rule)
+        faults += privacy_conflicts(private, alg, cohort.sampling, chosen["system"], rule.rule)
     return faults
 
 

@@ -33,9 +33,10 @@ from fedloom.engine.uploads import example_upload
 from fedloom.models.net import Model, Net
 from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
-from fedloom.trust import corruption, noise, privacy, robust
+from fedloom.trust import corruption, noise, robust
 from fedloom.trust.corruption import ClientRows, Corruption, corrupted
 from fedloom.trust.noise import Key
+from fedloom.trust.privacy_conflicts import privacy_refusals
 
 _CHUNK = 512  # examples of one forward pass
 
@@ -253,7 +254,7 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
     if config.cohort.sampling in ("uniform", "poisson") and size is not None and size > shared.clients:
         faults.append(Fault("cohort.size", f"{size}, but the data has {shared.clients} clients"))
     senders = shared.clients if config.cohort.sampling == "all" else min(size or 10, shared.clients)
-    faults += robust.refused(config.aggregation, senders)
+    faults += robust.rule_refusals(config.aggregation, senders)
     if config.algorithm.family == "gossip" and shared.clients < 2:
         faults.append(Fault("partition.clients", "a network needs at least two nodes (got 1)"))
     elif config.topology is not None:
@@ -281,9 +282,9 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
     if not poisons and experiment.guard is None:
         return
     upload, fed = example_upload(experiment, begin(experiment)), experiment.federation
-    faults = corruption.refused(config.corruption, upload) if poisons else []
+    faults = corruption.corruption_refusals(config.corruption, upload) if poisons else []
     travelling = 0 if experiment.keeps_buffers else experiment.task.buffers0.numel()
-    faults += privacy.refused(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
+    faults += privacy_refusals(config.privacy, upload, travelling, fed.clients, len(fed.train.rows))
     if faults:
         raise ConfigError(faults)
 

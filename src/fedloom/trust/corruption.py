@@ -100,7 +100,7 @@ class Corruption(Spec):
         return tuple(sorted(order[: int(self.share * clients + 0.5)].tolist()))
 
 
-def conflicts(how: Corruption, alg: Any) -> list[Fault]:
+def corruption_conflicts(how: Corruption, alg: Any) -> list[Fault]:
     """What bad clients cannot do under this algorithm, whatever its uploads are."""
     if not (how.any and how.changes) or (alg.family != "gossip" and alg.traits.communicates):
         return []
@@ -140,7 +140,7 @@ def corrupted(how: Corruption, rows: ClientRows, scale: Tensor, classes: int, se
     return ClientRows(x, y)
 
 
-def refused(how: Corruption, upload: Any) -> list[Fault]:
+def corruption_refusals(how: Corruption, upload: Any) -> list[Fault]:
     """What bad clients cannot do to uploads like this one."""
     # A model that is never trained is never sent: poisoning it would make the method look robust.
     parts = [name for name in getattr(upload, "_fields", ()) if name != "dw" or tree.nbytes(upload.dw)]

@@ -33,13 +33,10 @@ is kept in a ledger (``fedloom.trust.ledger``), which only grows; epsilon follow
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from fedloom.algorithm.capabilities import private_sums
-from fedloom.core import tree
-from fedloom.core.errors import Fault
 from fedloom.core.schema import Spec
 
 SMOOTH = 1e-8  # so that a concentration of 0 does not divide
@@ -126,132 +123,3 @@ class Privacy(Spec):
     def asks_for_labels(self) -> bool:
         """Whether clients release a histogram of their labels."""
         return self.on and self.heterogeneity in ("alpha", "entropy")
-
-
-# -- what cannot be accounted for ------------------------------------------------------------------
-def conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> list[Fault]:
-    """Settings under which the reported epsilon would not be true."""
-    if not how.on:
-        return []
-    sums = private_sums(alg)
-    both = sums is not None and sums.sends_moves_and_sums
-    if both or (how.clip is not None and how.feature_clip is not None):
-        return _of_both(how, alg, sampling, system)
-    if how.feature_clip is not None:
-        return _of_sums(how, alg, sampling, system)
-    name, faults = type(alg).__name__, []
-    if alg.family in ("gossip", "closed_form") or not alg.traits.communicates:
-        what = f"covers clients that send updates to a server, which those of {name} do not"
-        local = " and privacy.mechanism=local" if alg.traits.each_upload and how.mechanism != "local" else ""
-        fix = f"set privacy.feature_clip{local} instead" if sums is not None else "leave the section out"
-        return [Fault("privacy.clip", f"{what} (got {how.clip:g})", fix)]
-    if alg.traits.each_upload and how.mechanism == "distributed":
-        what = f"hides single uploads in their sum, and {name} reads every one of them"
-        fix = (
-            "set privacy.mechanism=local" if alg.traits.tolerates_noise else "take an algorithm that only sums uploads"
-        )
-        faults.append(Fault("privacy.mechanism", f"'distributed' {what}", fix))
-    elif alg.traits.each_upload and not alg.traits.tolerates_noise:
-        what = f"{name} is not linear in its uploads, and how it bears their noise is not known"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm that only sums uploads"))
-    if alg.traits.mirrored:
-        what = f"changes what clients of {name} send, but not what they keep, so that server and clients would disagree"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm without such states"))
-    if alg.traits.size_varies:
-        what = f"the size of what a client of {name} sends depends on its data, which no noise hides"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
-    if alg.traits.weighs_examples and not alg.traits.equal_if_private:
-        what = f"{name} weighs clients by their data, which the weights would tell"
-        fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it count clients alike"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
-    if alg.traits.unit_uploads and how.clip != 1:
-        what = f"uploads of {name} are no longer than 1, since it clips moves by a rule of its own"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "set privacy.clip=1"))
-    if sampling == "proportional":
-        what = "'proportional' draws clients by how much data they have, which is not accounted for"
-        faults.append(Fault("cohort.sampling", what, "use poisson, uniform or all"))
-    if rule != "mean" and how.mechanism == "distributed":
-        what = f"'{rule}' needs every upload, and under privacy.mechanism = 'distributed' there is only their sum"
-        faults.append(Fault("aggregation.rule", what, "set privacy.mechanism=local, or rule=mean"))
-    return faults + _missing_clients(how, alg, system)
-
-
-def _against_noise(how: Privacy, alg: Any) -> list[Fault]:
-    """Settings of the algorithm under which noise in sums over examples does not hide these."""
-    sums = private_sums(alg)
-    if sums is not None:
-        return sums.against_noise(how.mechanism == "local")
-    what = f"hides examples in sums over them, which clients of {type(alg).__name__} do not send"
-    fix = "leave the section out" if alg.family == "closed_form" else "set privacy.clip instead"
-    return [Fault("privacy.feature_clip", what, fix)]
-
-
-def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
-    """The same, where sums over examples are hidden."""
-    faults = _against_noise(how, alg)
-    if faults or how.mechanism == "local":
-        return faults + _missing_clients(how, alg, system)
-    if alg.traits.each_upload:
-        what = f"'distributed' hides single uploads in their sum, and {type(alg).__name__} reads every one of them"
-        faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
-    if sampling != "all":
-        what = f"clients that come in other rounds are not in the sum that hides them (got '{sampling}')"
-        faults.append(Fault("cohort.sampling", what, "use all, or set privacy.mechanism=local"))
-    return faults + _missing_clients(how, alg, system)
-
-
-def _of_both(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
-    """The same, where moves of models and means over examples are hidden, both of them."""
-    name = type(alg).__name__
-    sums = private_sums(alg)
-    if sums is None or not sums.sends_moves_and_sums:
-        what = f"clip hides clients and feature_clip hides examples, and {name} sends one kind of upload"
-        return [Fault("privacy.feature_clip", what, "keep one of them")]
-    for key, what in (("clip", "moves of models"), ("feature_clip", "sums over examples")):
-        if getattr(how, key) is None:
-            said = f"is unset, and clients of {name} send {what}, which it bounds, beside what is hidden"
-            return [Fault(f"privacy.{key}", said, f"set privacy.{key}, too")]
-    faults = sums.against_noise(how.mechanism == "local")
-    if how.mechanism != "local":
-        what = f"'distributed' hides single uploads in their sum, and {name} reads every one of them"
-        faults.append(Fault("privacy.mechanism", what, "set privacy.mechanism=local"))
-    if sampling == "proportional":
-        what = "'proportional' draws clients by how much data they have, which is not accounted for"
-        faults.append(Fault("cohort.sampling", what, "use poisson, uniform or all"))
-    return faults + _missing_clients(how, alg, system)
-
-
-def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
-    late = system.stragglers and (system.policy == "drop" or (system.policy == "auto" and not alg.traits.partial_work))
-    given = {"dropout": system.dropout, "stragglers": system.stragglers if late else 0}
-    missing = {k: v for k, v in given.items() if v} if how.mechanism == "distributed" else {}
-    what = "who is missing takes its share of the noise along"
-    faults = [
-        Fault(f"system.{k}", f"{what} (got {v:g})", "leave it out, or set privacy.mechanism=local")
-        for k, v in missing.items()
-    ]
-    if system.deadline is not None:
-        why = f"who is late depends on how much data it has (got {system.deadline:g})"
-        faults.append(Fault("system.deadline", why, "leave it out"))
-    return faults
-
-
-def refused(how: Privacy, upload: Any, travelling: int, clients: int, examples: int) -> list[Fault]:
-    """What only the net and the data tell: uploads like this one, and so many running statistics that travel."""
-    if not how.on:
-        return []
-    if how.clip is None:  # what else an algorithm sends, it has been asked about
-        what = f"{how.delta:g} is too large for {examples} examples: publishing one of them whole would be allowed"
-        too_large = Fault("privacy.delta", what, f"below {1 / max(examples, 1):.2g}")
-        return [too_large] if how.delta * examples >= 1 else []
-    faults = []
-    if any(not leaf.is_floating_point() for leaf in tree.leaves(upload)):
-        what = "an upload of this algorithm holds whole numbers, which noise cannot hide"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
-    if travelling:
-        what = f"{travelling} running statistics of BatchNorm are sent beside the clipped upload"
-        faults.append(Fault("model", what, 'set model.buffers="local", or take a net without BatchNorm'))
-    if how.delta > clients**-1.1:
-        what = f"{how.delta:g} is too large for {clients} clients: publishing one of them whole would be allowed"
-        faults.append(Fault("privacy.delta", what, f"at most {clients**-1.1:.2g}"))
-    return faults

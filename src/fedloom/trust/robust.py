@@ -43,7 +43,7 @@ class Aggregation(Spec):
         return math.floor(self.bad * senders + 1e-9)
 
 
-def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
+def rule_conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
     """What a rule cannot be combined with."""
     if how.rule == "mean":
         return []
@@ -67,7 +67,7 @@ def conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
     return faults
 
 
-def refused(how: Aggregation, senders: int) -> list[Fault]:
+def rule_refusals(how: Aggregation, senders: int) -> list[Fault]:
     """What a rule cannot do with this many clients in a round."""
     f, faults = how.distrusted(senders), []
     if how.rule in ("krum", "multi_krum") and senders - f - 2 < 1:

@@ -95,6 +95,7 @@ from fedloom.algorithm import (
     Costs,
     CountsRounds,
     Diagnoses,
+    ForeseesUploads,
     HasPhases,
     Inbox,
     Nothing,
@@ -139,7 +140,7 @@ from fedloom.maths.learned_weights import (
 from fedloom.maths.linear_head import body_features, check_head, feature_count
 from fedloom.maths.private_sums import clipped_features
 from fedloom.maths.registry import no_registry
-from fedloom.maths.ridge import sent_statistics, statistics, to_rows
+from fedloom.maths.ridge import sent_statistics, statistics, to_rows, upload_bytes
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 
@@ -166,6 +167,7 @@ class LawAFL(
     Diagnoses,
     Contributes,
     Costs,
+    ForeseesUploads,
     Configures,
 ):
     family = "closed_form"
@@ -455,6 +457,19 @@ class LawAFL(
         if uploads.depth.numel():
             moved = int((self.parts <= uploads.depth).sum()) * uploads.dw.element_size()
         return moved + sent * each + tree.nbytes(uploads.slope)
+
+    def foresee_uploads(self, server: LawAFLServer, ids: Tensor) -> tuple[int, LawAFLServer]:
+        """As if every client trained the whole net, and all statistics were plausible."""
+        round_, registry = float(server.t), server.registry
+        size, each = 0, upload_bytes(feature_count(self.task, self.bias), self.classes)
+        if self.trains_in(round_):
+            slope = server.w.element_size() if self.shrink_rule == "eq5" else 0
+            size += len(ids) * (tree.nbytes(server.w) + slope)
+        if self.rounds.asks_in(round_):
+            size += int((~registry.known[ids]).sum()) * (each + (16 if self.quality == "report" else 0))
+            if self.schedule != "per_round":
+                registry = registry._replace(known=registry.known.index_fill(0, ids, True))
+        return size, self.after_empty_round(server)._replace(registry=registry)
 
     def trained_by(self, down: LawAFLServer) -> bool:
         """Whether a client that receives this trains, and sends its move."""
