@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import io
 import json
 import os
@@ -32,6 +33,8 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from fedloom.cli import main as cli
+from fedloom.compare import worker
+from fedloom.compare.crew import Crew
 from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
@@ -43,7 +46,7 @@ from fedloom.runs import resume as resuming
 from fedloom.runs import start as starting
 from fedloom.runs.find import algorithms
 from fedloom.runs.result import History
-from fedloom.runs.settings import SECTIONS, Basics
+from fedloom.runs.settings import SECTIONS, Basics, as_table
 from support.terminal import Done, files
 
 BY_HAND = int(os.environ.get("FEDLOOM_FUZZ", "0"))
@@ -510,6 +513,27 @@ def other_json(draw: Any, text: str) -> str:
     return json.dumps(whole)
 
 
+def spoil(draw: Any, home: Path, but: tuple[str, ...]) -> str:
+    """Delete, replace or change one file below a folder; which one."""
+    found = sorted(p for p in home.rglob("*") if p.is_file() and p.name not in but)
+    victim = found[draw(st.integers(0, len(found) - 1))]
+    content, how = victim.read_bytes(), draw(st.integers(0, 9))
+    if how == 0:
+        victim.unlink()
+    elif how == 1:
+        victim.unlink()
+        victim.mkdir()
+    elif how <= 5 and victim.suffix in (".json", ".jsonl"):
+        text = content.decode("utf-8", "replace")
+        lines = text.splitlines(keepends=True) if victim.suffix == ".jsonl" else [text]
+        at = draw(st.integers(0, max(0, len(lines) - 1)))
+        lines[at : at + 1] = [draw(other_json(lines[at] if lines else "")) + "\n"]
+        victim.write_text("".join(lines))
+    else:
+        victim.write_bytes(draw(mutated(content)))
+    return str(victim)
+
+
 @cases(40)
 @given(st.data())
 def test_any_run_folder_is_resumed_or_refused(finished: Path, data: st.DataObject) -> None:
@@ -517,28 +541,66 @@ def test_any_run_folder_is_resumed_or_refused(finished: Path, data: st.DataObjec
     with folder() as place:
         shutil.copytree(finished, place, dirs_exist_ok=True)
         run = place / "run"
-        for _ in range(draw(st.integers(1, 2))):
-            # not config.toml, in which one more digit can mean a million rounds: experiments have a test of their own
-            found = sorted(p for p in run.rglob("*") if p.is_file() and p.name not in (".lock", "config.toml"))
-            victim = found[draw(st.integers(0, len(found) - 1))]
-            content, how = victim.read_bytes(), draw(st.integers(0, 9))
-            if how == 0:
-                victim.unlink()
-            elif how == 1:
-                victim.unlink()
-                victim.mkdir()
-            elif how <= 5 and victim.suffix in (".json", ".jsonl"):
-                text = content.decode("utf-8", "replace")
-                lines = text.splitlines(keepends=True) if victim.suffix == ".jsonl" else [text]
-                at = draw(st.integers(0, max(0, len(lines) - 1)))
-                lines[at : at + 1] = [draw(other_json(lines[at] if lines else "")) + "\n"]
-                victim.write_text("".join(lines))
-            else:
-                victim.write_bytes(draw(mutated(content)))
+        # not config.toml, in which one more digit can mean a million rounds: experiments have a test of their own
+        victims = [spoil(draw, run, (".lock", "config.toml")) for _ in range(draw(st.integers(1, 2)))]
         if draw(st.booleans()) and (run / "manifest.json").is_file():
             (run / "manifest.json").unlink()
         how_to = draw(
             st.sampled_from([["--rounds", "3"], [], ["--repair"], ["--from", "1"], ["--from", "1", "--repair"]])
         )
         done = fedloom("resume", "run", *how_to)
-        accepted_or_refused(done, [str(victim), how_to])
+        accepted_or_refused(done, [victims, how_to])
+
+
+# -- folders of comparisons ------------------------------------------------------------------------
+COMPARED = (
+    *("compare", "fedavg", "fedprox", "--seeds", "1", "--out", "both", "data=rows.npz", "rounds=2"),
+    *("partition.clients=3", "cohort.sampling=all", "model.kind=logistic", "privacy.clip=1.0", "privacy.noise=1.0"),
+    "algorithm.weighting=uniform",
+)
+
+
+class OneProcess(Crew):
+    """The cells one after another in this process: a worker of its own for each case would take minutes."""
+
+    def work(self, jobs: int) -> dict[str, str]:
+        with open(os.devnull, "w") as nowhere:
+            for cell in self._waiting:
+                home = self._cells / cell.hash
+                job = {"config": as_table(cell.config), "folder": str(home), "root": str(self._root)}
+                ended = worker._outcome(job, worker.Reporter(nowhere))
+                if ended["state"] == "failed":
+                    self._failures[cell.name] = ended["message"]
+        return self._failures
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished comparison; its workers stay in this process."""
+    kept = tmp_path_factory.mktemp("compared")
+    with pytest.MonkeyPatch.context() as patch, folder(rows__npz=ROWS) as place:
+        patch.setattr(importlib.import_module("fedloom.compare.run"), "Crew", OneProcess)
+        done = fedloom(*COMPARED)
+        assert done.code == 0, done.err
+        shutil.copytree(place, kept, dirs_exist_ok=True)
+        yield kept
+
+
+@cases(15)
+@given(st.data())
+def test_any_folder_of_a_comparison_is_used_computed_again_or_refused(compared: Path, data: st.DataObject) -> None:
+    """A cell that is damaged has failed, and is named with what to do; the others keep their numbers."""
+    draw = data.draw
+    with folder() as place:
+        shutil.copytree(compared, place, dirs_exist_ok=True)
+        victims = [spoil(draw, place / "both", (".lock", "config.toml")) for _ in range(draw(st.integers(1, 2)))]
+        for manifest in sorted((place / "both").rglob("manifest.json")) if draw(st.booleans()) else ():
+            if manifest.is_file():
+                manifest.unlink()
+        done = fedloom(*COMPARED)
+        assert "Traceback" not in done.err + done.out, f"{victims}\n{done.err}"
+        if done.code == 1:
+            assert "failed: " in done.out, f"{victims}\n{done.out}{done.err}"
+            assert "Error: " not in done.out, f"{victims}\n{done.out}"
+        else:
+            accepted_or_refused(done, victims)

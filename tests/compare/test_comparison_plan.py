@@ -12,6 +12,7 @@ import pytest
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
+from fedloom.runs.settings import config_hash
 from support.comparisons import table
 from support.terminal import fedloom, files
 
@@ -93,6 +94,7 @@ def test_labels_grids_and_nested_keys() -> None:
     assert planned.places == (("c=2", "0.1"), ("c=2", "0.2"), ("iid", "0.1"), ("iid", "0.2"))
     assert [c.config.local.lr for c in planned.cells[:4]] == [0.1, 0.1, 0.1, 0.2]
     assert {c.seed for c in planned.cells} == {7}
+    assert [c.hash for c in planned.cells] == [config_hash(c.config)[:16] for c in planned.cells]
     again = plan(tomllib.loads(planned.as_toml()))
     assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
     assert again.as_toml() == planned.as_toml()

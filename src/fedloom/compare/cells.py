@@ -16,7 +16,7 @@ from fedloom.report.comparison.question import Place
 from fedloom.runs.find import find_algorithm
 from fedloom.runs.overrides import assign, idle, without_idle
 from fedloom.runs.prepare import pick_device
-from fedloom.runs.settings import Config, config_hash, parse
+from fedloom.runs.settings import Config, as_hashed, hash_of, parse
 
 
 class Cell(NamedTuple):
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     def with_config(self, config: Config) -> Cell:
         """The cell with another configuration."""
-        return self if config is self.config else self._replace(config=config, hash=_hash(config))
+        return self if config is self.config else self._replace(config=config, hash=_short(as_hashed(config)))
 
 
 class Laid(NamedTuple):
@@ -53,6 +53,7 @@ class _Spot(NamedTuple):
     config: Config
     left_out: list[str]
     without_effect: dict[str, str]  # shared settings that do nothing here, and why
+    hashed: dict[str, Any]  # the configuration as it is hashed
 
 
 def lay_out(base: Mapping[str, Any], asked: Asked) -> Laid:
@@ -97,16 +98,16 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     without_effect = {key: why for key, why in idle(table).items() if key not in own}
     config = parse(without_idle(table, keep=own)[0], left_out)
     pick_device(config.engine.device)
-    return _Spot(method, point.place, config, left_out, without_effect)
+    return _Spot(method, point.place, config, left_out, without_effect, as_hashed(config))
 
 
 def _cell(spot: _Spot, seed: int) -> Cell:
     config = spot.config._replace(basics=spot.config.basics.model_copy(update={"seed": seed}))
-    return Cell(spot.method, spot.place, seed, config, _hash(config))
+    return Cell(spot.method, spot.place, seed, config, _short(spot.hashed | {"seed": seed}))
 
 
-def _hash(config: Config) -> str:
-    return config_hash(config)[:16]
+def _short(hashed: Mapping[str, Any]) -> str:
+    return hash_of(hashed)[:16]
 
 
 def _unknown_settings(shared: Mapping[str, Any], asked: Asked) -> list[Fault]:

@@ -17,7 +17,8 @@ from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.folder import state_of, storage_errors
 from fedloom.compare.plan import ComparisonPlan
-from fedloom.compare.write import Comparison, as_result, result_of, write_tables
+from fedloom.compare.read import as_result, result_of
+from fedloom.compare.write import Comparison, write_tables
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.vocabulary import is_evaluation

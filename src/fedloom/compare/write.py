@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.compare.cells import Cell
-from fedloom.compare.folder import state_of
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import ComparisonPlan
-from fedloom.core.errors import CheckpointError, ConfigError, Fault, nearest
-from fedloom.core.vocabulary import is_evaluation, is_share, matching
+from fedloom.compare.read import read_results
+from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.vocabulary import is_share, matching
 from fedloom.report.comparison import (
     curves,
     latex,
@@ -28,10 +25,10 @@ from fedloom.report.comparison import (
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
 from fedloom.report.comparison.layout import TableLayout
-from fedloom.report.comparison.question import Caveat, Place, PrivacyCost, Question, Result
+from fedloom.report.comparison.question import Caveat, Place, Question, Result
 from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.report.comparison.statistics import Row
-from fedloom.runs.folder import as_json, read_ended, write_text
+from fedloom.runs.folder import as_json, write_text
 
 
 class Comparison(NamedTuple):
@@ -72,7 +69,7 @@ class Comparison(NamedTuple):
 
 def write(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
     """Read the cells, and write tables and curves into ``folder``."""
-    results, damaged = _results(planned, cells)
+    results, damaged = read_results(planned, cells)
     return write_tables(planned, folder, cells, results, failures | damaged)
 
 
@@ -109,53 +106,6 @@ def write_tables(
     return comparison
 
 
-# -- what the cells hold ---------------------------------------------------------------------------
-def _results(planned: ComparisonPlan, cells: Path) -> tuple[list[Result], dict[str, str]]:
-    """The result of every cell; cells whose files were changed since have failed, and are named with the reason."""
-    results, damaged = [], {}
-    for cell in planned.cells:
-        home = cells / cell.hash
-        try:
-            results.append(result_of(cell, home))
-        except CheckpointError as error:
-            damaged[cell.name] = f"{error}; delete {home}, and the same command runs it again"
-            results.append(as_result(cell, "failed"))
-    return results, damaged
-
-
-def as_result(
-    cell: Cell,
-    state: str,
-    records: Sequence[dict[str, Any]] = (),
-    partition: str = "",
-    spent: PrivacyCost | None = None,
-) -> Result:
-    own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
-    return Result(*own, state, list(records), partition, spent)
-
-
-def result_of(cell: Cell, home: Path) -> Result:
-    """What the run folder of a cell holds, refused if that is not what the run wrote."""
-    state = state_of(home) or "failed"
-    records = read_ended(home) if (home / "metrics.jsonl").is_file() else []
-    described = home / "partition.json"
-    shared = json.loads(described.read_text()) if described.is_file() else {"sha256": "", "data_sha256": ""}
-    return as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
-
-
-def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyCost | None:
-    """What the privacy of a cell has cost so far, if it is private."""
-    path = home / "privacy.json"
-    if not path.is_file() or not records:
-        return None
-    ledger = json.loads(path.read_text())
-    newest: dict[str, Any] = next((line for line in reversed(records) if is_evaluation(line)), {})
-    found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
-    epsilon = found[0] if found else math.inf  # for which JSON has no word
-    return PrivacyCost(data, ledger["unit"], ledger["relation"], epsilon, ledger["delta"], ledger.get("warning", ""))
-
-
-# -- what is asked of them -------------------------------------------------------------------------
 def _question(planned: ComparisonPlan, results: Sequence[Result], remarks: Sequence[str]) -> Question:
     spec, labels = planned.spec, tuple(m.label for m in planned.methods)
     metric = spec.metric or statistics.default_metric(labels, results)

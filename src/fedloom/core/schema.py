@@ -191,7 +191,8 @@ class Spec(BaseModel):
         return made
 
 
-def conditions(cls: type[BaseModel]) -> dict[str, When]:
+@functools.cache
+def conditions(cls: type[BaseModel]) -> Mapping[str, When]:
     """When each setting that is not always of use has an effect."""
     return {name: m for name, field in cls.model_fields.items() for m in field.metadata if isinstance(m, When)}
 

@@ -312,6 +312,16 @@ def as_toml(config: Config) -> str:
 
 def config_hash(config: Config) -> str:
     """The name of what is computed: settings that cannot change a number are not in it."""
+    return hash_of(as_hashed(config))
+
+
+def hash_of(hashed: Mapping[str, Any]) -> str:
+    """The hash of a table that ``as_hashed`` made."""
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def as_hashed(config: Config) -> dict[str, Any]:
+    """The experiment without the settings that cannot change a number."""
     table = as_table(config)
     for section in ("checkpoint", "name"):
         table.pop(section, None)
@@ -320,4 +330,4 @@ def config_hash(config: Config) -> str:
             table.pop(section)
     table["engine"].pop("store")
     table["data"].pop("limit_gb", None)
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    return table
