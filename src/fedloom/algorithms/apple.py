@@ -1,4 +1,4 @@
-"""APPLE: each client's model is a mixture of all clients' core models, and it learns how much it takes of whose.
+"""APPLE: each client's model is a mixture of all clients' core models, and it learns how much it takes of each.
 
 Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning, IJCAI 2022, Algorithm 1.
 
@@ -7,7 +7,7 @@ Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federat
                c_i <- c_i - lr p_ii g   and   p_ij <- p_ij - p_lr ( <g, c_j> + lambda(r) mu (p_ij - p0_j) )
                upload  c_i;  keep  p_i
     lambda(r) = (1 + cos(pi r / L)) / 2 in round r < L = pull_rounds, and 0 from then on
-    server:    puts each core that it hears in its place;  a core that it does not hear stays
+    server:    puts each core that it receives in its place;  the other cores stay
     served:    w_i with the cores as they now are
 
 A round costs a client N models down and one up. With ``downloads = M`` it receives only the M cores of which it takes
@@ -36,12 +36,12 @@ class Server(NamedTuple):
 
     @property
     def w(self) -> Tensor:
-        """The mixture of who knows nothing of the others but their size.  ``[P]``"""
+        """The mixture of a client that knows nothing of the others but their size.  ``[P]``"""
         return self.p0 @ self.cores
 
 
 class Mine(NamedTuple):
-    p: Tensor  # [N] how much it takes of whose core
+    p: Tensor  # [N] how much it takes of each core
     me: Tensor  # [N] 1 at its own place; all 0 until it has taken part once
     cores: Any = ()  # [N, P] as it received them last; only where downloads are limited
 
@@ -79,14 +79,14 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
         return Server(w.repeat(len(sizes), 1), sizes / sizes.sum())
 
     def sent_bytes(self, down: Server) -> int:
-        return tree.nbytes(down.cores[: self.downloads])  # who has how much data was said once, before the first round
+        return tree.nbytes(down.cores[: self.downloads])  # the shares of the data are sent once, at the start
 
     @property
     def lane_size(self) -> int:
         return 0 if self.downloads is None else len(self.setup.sizes) * self.task.size
 
     def upload_bytes(self, uploads: Core) -> int:
-        return tree.nbytes(uploads.core)  # the server knows whom it hears
+        return tree.nbytes(uploads.core)  # the server knows the sender
 
     def join(self, down: Server) -> Mine:
         nobody = torch.zeros_like(down.p0)
@@ -127,11 +127,11 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
         return Core(x.core, work.client), Mine(x.p, x.me, kept)
 
     def update(self, server: Server, inbox: Inbox[Core]) -> Server:
-        heard = inbox.uploads
-        return Server(server.cores.index_copy(0, heard.client, heard.core), server.p0)
+        received = inbox.uploads
+        return Server(server.cores.index_copy(0, received.client, received.core), server.p0)
 
     def serve(self, down: Server, mine: Mine) -> Tensor:
-        if self.p_init == "own":  # who has not trained yet is all its own, wherever its place is
+        if self.p_init == "own":  # a client that has not trained yet uses its own core alone, whatever its number is
             return torch.where(mine.me.any(), mine.p @ self.held(down, mine), self.task.w0)
         return mine.p @ self.held(down, mine)
 

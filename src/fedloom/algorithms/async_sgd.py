@@ -12,7 +12,7 @@ Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 201
                constant    1                             plain asynchronous SGD
 
 Of clients that arrive at the same moment the mean is taken. So where all take equally long, they arrive together, tau
-is 0, and a round is one of FedAvg. Where they do not, each moves the model by itself, and who is faster does so more
+is 0, and a round is one of FedAvg. Where they do not, each moves the model by itself, and faster clients do so more
 often; with M clients at work tau is about M - 1, so that by ``inverse`` M moves amount to about one mean of them. p_k
 is 1, or n_k N / sum n with ``weighting = "samples"``, under which eta p_k may be more than a step can bear. FedAsync's
 alpha is eta: 0.6, with a = 0.5.
@@ -61,7 +61,7 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
         return super().weight(upload, work) * self.freshness(work.staleness)
 
     def freshness(self, tau: Tensor) -> Tensor:
-        """s(tau), how much a move counts whose start is so many steps old.  ``[]``"""
+        """s(tau), how much a move counts whose start is tau steps old.  ``[]``"""
         if self.discount == "constant":
             return torch.ones_like(tau)
         return 1 / tau.clamp(min=1) if self.discount == "inverse" else (1 + tau) ** -self.exponent

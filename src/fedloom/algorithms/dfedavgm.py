@@ -16,8 +16,8 @@ which is SGD with momentum theta, ``local.momentum``, restarted in every round; 
 mean. The errors of both do not vanish, and the graph may change. In ``choco`` (Koloskova et al., Decentralized
 Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) everybody keeps copies v_l of
 what its neighbours have sent so far, so that differences shrink, and errors with them: it is for a graph that stays as
-it is and links that do not fail, since who misses one difference has a wrong copy from then on. All have one gossip
-step in a round: what a node heard is no longer quantised, and could not be passed on for the same bytes.
+it is and links that do not fail, since a node that misses one difference has a wrong copy from then on. All have one
+gossip step in a round: what a node received is no longer quantised, and could not be passed on for the same bytes.
 ``diff_literal`` is the recursion as it is usually printed. It never mixes models: even without quantisation it
 diverges where W has a negative eigenvalue, and else ends at each node's own optimum.
 
@@ -44,7 +44,7 @@ _ROUNDED = when(scheme=other_than("none"), bits=other_than(32))
 
 
 class Shared(NamedTuple):
-    """What a node is left with in ``direct``: what it heard, and how much of it was its own."""
+    """What a node is left with in ``direct``: what it received, and how much of it was its own."""
 
     w: Tensor  # [P]
     share: Tensor  # [] W_ii
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
 
 class Mine(NamedTuple):
     own: Tensor  # [P] what of its model a node has for itself; [0] where that is nothing
-    v: Tensor  # [P] what its neighbours have heard of it so far; [0] where nobody remembers
+    v: Tensor  # [P] what its neighbours have received from it so far; [0] where nobody remembers
 
 
 class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
@@ -121,10 +121,10 @@ class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
         return Model(v), Mine(x - self.gamma * v, v)
 
     def update(self, server: Model, inbox: Inbox[Model]) -> Model:
-        heard = like(inbox.mean.w, server.w)
+        received = like(inbox.mean.w, server.w)
         if self.scheme == "direct":
-            return cast(Model, Shared(heard, like(inbox.own / inbox.weight, server.w)))
-        return Model(server.w + heard if self.scheme == "diff_literal" else heard)
+            return cast(Model, Shared(received, like(inbox.own / inbox.weight, server.w)))
+        return Model(server.w + received if self.scheme == "diff_literal" else received)
 
     def upload_bytes(self, uploads: Model) -> int:
         """What choco sends is Q(z - v), from which others know v; a quantised tensor has its step beside it."""

@@ -9,7 +9,7 @@ Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
                S <- S exp(-rate (b - quantile))
 
 All count alike. By itself it is not private: with ``privacy.clip=1``, which shortens nothing, and ``privacy.noise`` z
-the sums of u_k and v_k have deviation z, and what the accountant is told of one release pays for both. The mean move
+the sums of u_k and v_k have deviation z, and one release of the accountant pays for both. The mean move
 then has the deviation z S / (m sqrt(1 - r^2)), the number of clients that were not clipped z / (2 r): in the paper's
 words z_Delta = z / sqrt(1 - r^2) and sigma_b = z / (2 r), so that z^-2 = z_Delta^-2 + (2 sigma_b)^-2.
 """
@@ -40,7 +40,7 @@ class DpFedAvg(Algorithm[Server, Nothing, Sent], Diagnoses):
     clip: PositiveFloat = Field(0.1, description="S before the first round")
     quantile: float = Field(0.5, gt=0, lt=1, description="share of clients that S lets move as far as they like")
     rate: float = Field(0.2, ge=0, description="by how much ln S moves in a round, at most; 0 keeps S")
-    indicator: float = Field(0.1, gt=0, lt=1, description="r: part of an upload's length that tells who was clipped")
+    indicator: float = Field(0.1, gt=0, lt=1, description="r: part of an upload's length that says if it was clipped")
 
     @property
     def traits(self) -> Traits:

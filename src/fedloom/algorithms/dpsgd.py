@@ -35,7 +35,7 @@ class Node(NamedTuple):
 
 
 class Mine(NamedTuple):
-    own: Tensor  # [P] what the neighbours have not heard of
+    own: Tensor  # [P] what the neighbours have not received
 
 
 class DPSGD(Algorithm[Node, Mine, Model], Configures, GossipFacts):

@@ -153,7 +153,7 @@ class FedALA(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures)
         return self.start_passes(mine, work) + self.later_steps(mine, work)
 
     def start_passes(self, mine: Mine, work: Work) -> Tensor:
-        """At most so many, in a client's second round."""
+        """``max_start_passes`` at most, in a client's second round."""
         return mine.seen * (1 - mine.started) * self.max_start_passes
 
     def later_steps(self, mine: Mine, work: Work) -> Tensor:

@@ -42,7 +42,7 @@ class Server(NamedTuple):
     t: Tensor  # [] aggregations that m holds
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """What the server makes of a round's updates, before it moves."""
 
     unit: Tensor  # [K, P] uh_i
@@ -109,16 +109,16 @@ class FedALR(Averaging[Server, Nothing], Diagnoses):
         return Server(server.w, server.m[:0], server.t.new_empty(0))
 
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
-        heard = self.hear(server, inbox)
-        n = heard.n
-        a = {"samples": n / n.sum(), "population": n / inbox.population}.get(self.weight_by, heard.share)
-        step = self.server_lr * (a * heard.eta * self._length(heard)) @ heard.unit
+        received = self.received(server, inbox)
+        n = received.n
+        a = {"samples": n / n.sum(), "population": n / inbox.population}.get(self.weight_by, received.share)
+        step = self.server_lr * (a * received.eta * self._length(received)) @ received.unit
         if self.clip_step:
             step = step * (self.clip_step / torch.linalg.vector_norm(step).clamp(min=self.clip_step))
-        moved = Server(server.w + like(step, server.w), heard.m, heard.t)
+        moved = Server(server.w + like(step, server.w), received.m, received.t)
         return tree.tmap(lambda new, old: torch.where((n > 0).any(), new, old), moved, server)
 
-    def hear(self, server: Server, inbox: Inbox[Update]) -> Heard:
+    def received(self, server: Server, inbox: Inbox[Update]) -> Received:
         """What each update counts, the direction after them and the rate of each."""
         dw = inbox.uploads.dw.double()
         r = torch.linalg.vector_norm(dw, dim=1)
@@ -130,30 +130,30 @@ class FedALR(Averaging[Server, Nothing], Diagnoses):
         m, t = self._remember(server, share @ (unit if self.normalise and self.momentum_input == "unit" else dw))
         direction = self._direction(server.m, server.t) if self.momentum_lag else self._direction(m, t)
         eta = self.rates(unit if self.normalise else dw / r.square()[:, None], direction, share)
-        return Heard(unit, r, n, share, m, t, eta)
+        return Received(unit, r, n, share, m, t, eta)
 
     def diagnostics(self, before: Server, inbox: Inbox[Update], after: Server) -> dict[str, Tensor]:
-        heard = self.hear(before, inbox)
-        eta, direction = heard.eta[heard.n > 0], self._direction(after.m, after.t)
+        received = self.received(before, inbox)
+        eta, direction = received.eta[received.n > 0], self._direction(after.m, after.t)
         if not len(eta):
             return {}
-        mean = heard.share[heard.n > 0] @ eta
+        mean = received.share[received.n > 0] @ eta
         found = {"fedalr/eta_min": eta.min(), "fedalr/eta_mean": mean, "fedalr/eta_max": eta.max()}
         return found | {"fedalr/m_norm": torch.linalg.vector_norm(direction)}
 
-    def _length(self, heard: Heard) -> Tensor:
+    def _length(self, received: Received) -> Tensor:
         """How long what (3) sums is, for each update."""
         if self.apply == "unit":
-            return torch.ones_like(heard.r)
+            return torch.ones_like(received.r)
         if self.apply == "mean_norm":
-            return (heard.share @ heard.r).expand_as(heard.r)
+            return (received.share @ received.r).expand_as(received.r)
         if self.apply == "median_norm":
-            moved = heard.share > 0
+            moved = received.share > 0
             if not bool(moved.any()):  # nobody moved, and nothing is summed
-                return heard.r
-            counts = (heard.share / heard.share[moved].min()).round().long()
-            return heard.r.repeat_interleave(counts).quantile(0.5).expand_as(heard.r)
-        return heard.r
+                return received.r
+            counts = (received.share / received.share[moved].min()).round().long()
+            return received.r.repeat_interleave(counts).quantile(0.5).expand_as(received.r)
+        return received.r
 
     def rates(self, g: Tensor, m: Tensor, share: Tensor | None = None) -> Tensor:
         """eta_i for the updates ``g`` [K, P] and the running direction ``m``; ``share`` [K]: of each in a mean."""

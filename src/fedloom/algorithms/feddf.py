@@ -73,7 +73,7 @@ class FedDF(FedAvg, UsesProxy):
         return Model(w)
 
     def _voices(self, inbox: Inbox[Update]) -> list[float]:
-        """A client that was drawn twice is heard twice; how much data it has does not count."""
+        """A client that was drawn twice counts twice; how much data it has does not matter."""
         voices: Tensor = torch.ones_like(inbox.weights) if self.traits.weighs_examples else inbox.weights
         return [float(voice) for voice in voices]
 

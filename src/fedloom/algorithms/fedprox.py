@@ -27,7 +27,7 @@ class FedProx(FedAvg, Configures):
     presets = {"preset": {"paper": {"weighting": "uniform"}}}
 
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
-    preset: Literal["code", "paper"] = Field("code", description="who is drawn and how they count: see above")
+    preset: Literal["code", "paper"] = Field("code", description="how clients are drawn and weighted: see above")
 
     @property
     def traits(self) -> Traits:

@@ -47,9 +47,9 @@ class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
     alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
     allow_over_relaxation: Annotated[bool, when(alpha=under(0))] = Field(False, description="permit a negative alpha")
     gamma_target: PositiveFloat | None = Field(
-        None, description="train on until the local problem is solved so exactly, local.epochs at most"
+        None, description="train until the local problem is solved this exactly, for local.epochs at most"
     )
-    broadcast: Literal["cohort", "all"] = Field("cohort", description="who is sent the model: counted in bytes only")
+    broadcast: Literal["cohort", "all"] = Field("cohort", description="who receives the model: counted in bytes only")
 
     @model_validator(mode="after")
     def _negative_only_if_meant(self) -> Relaxation:

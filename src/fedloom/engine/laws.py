@@ -1,4 +1,4 @@
-"""The laws that every algorithm obeys, as functions that anybody can put an algorithm to.
+"""The laws that every algorithm obeys, as functions that check an algorithm.
 
 Each law takes an algorithm class and raises ``BrokenLawError`` where it does not hold. They run on a small
 federation with very unequal clients; ``fedloom check my_method.py`` runs them all.
@@ -45,7 +45,7 @@ from fedloom.models.net import Net
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
 _TOLERANCE = 1e-5
-# Everybody reads its data in a tenth of a second, but for the client with most of it.
+# Every client reads its data in a tenth of a second, except the one with the most.
 _LATE = System(speeds=tuple(n * (0.25 if n == max(_SIZES) else 10.0) for n in _SIZES), deadline=3.5)
 
 
@@ -69,18 +69,18 @@ def lane_count_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
 
 
 def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
-    """The order in which the clients of a round are heard changes nothing."""
+    """The order in which the uploads of a round arrive changes nothing."""
     world = _world(cls, executor="loop")
     if world.is_network or world.is_asynchronous:
-        return  # a node hears its neighbours by name, and who waits for nobody hears clients as they arrive
+        return  # a node knows its neighbours by name, and an asynchronous server takes uploads as they arrive
     state, store, present = begin(world), _store(world), world.present(0)
     groups = list(groups_of(world, 0, present, foresee_lateness(world, state, present, 0).extra))
-    heard = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
-    _agree(heard[0], heard[1], "clients heard forwards and backwards")
+    ends = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
+    _agree(ends[0], ends[1], "uploads in one order and in the other")
 
 
 def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
-    """A client that is too late is not heard; it keeps what it learned, unless the server keeps count of it."""
+    """The upload of a late client is not used; the client keeps what it learned, unless the server mirrors it."""
     if cls.family == "gossip" or not cls().traits.synchronous:
         return  # without a server, or with one that waits for nobody, there is nothing to be late for
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
@@ -90,7 +90,11 @@ def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
     expected = _first_round(world, state, store, groups)
     before = _everything(world, state, store).clients
     after = _everything(world, advance(world, state, store)[0], store)
-    _agree(expected, after.server, "the server that heard all but the late, and the one that had a deadline")
+    _agree(
+        expected,
+        after.server,
+        "the server that received all uploads but the late ones, and the one that had a deadline",
+    )
     late = tree.tmap(lambda x: x[ahead.late], (before, after.clients))
     if not len(ahead.late) or not tree.leaves(late):
         return
@@ -120,7 +124,7 @@ def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
             means = (states.double().mean(0), torch.tensordot(sizes / sizes.sum(), states.double(), 1))
             if any(torch.allclose(kept.double(), mean, rtol=1e-4, atol=1e-6) for mean in means):
                 what = f"the server's '{name}' is the mean of the clients' '{theirs}'"
-                raise BrokenLawError(f"{what}: a client that is not heard would break that (set mirrored = True)")
+                raise BrokenLawError(f"{what}: an unused upload would break that (set the trait mirrored=True)")
 
 
 def resumed_is_never_crashed(cls: type[AnyAlgorithm]) -> None:
@@ -323,7 +327,7 @@ def _world(
 
 
 def _first_round(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Any:
-    """The server after it heard these groups, in this order."""
+    """The server after it received the uploads of these groups, in this order."""
     tally = Tally()
     for group in groups:
         outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
@@ -343,7 +347,7 @@ _Observed: TypeAlias = bytes | None  # all that a user can see of a run; None wh
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
     """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
     values = list(variation.others(cls, name, around, _WORDS))
-    compared = False  # a class that cannot be run here is not judged
+    compared = False  # a class that cannot run here is not checked
     for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
         for world, beside in _places(cls, name, around) if some else ():
             before = _tried(cls, {**around, **beside}, world, trials)
@@ -374,7 +378,7 @@ def _tried(
 
 
 def _observed(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> _Observed:
-    """All that a user can see of three rounds: metrics, what is told of them, bytes, time, and everybody's model."""
+    """All that a user can see of three rounds: metrics, diagnostics, bytes, time, and every client's model."""
     if not variation.accepted(cls, settings):
         return None
     try:
