@@ -239,10 +239,10 @@ def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Give
 
 def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given) -> Now:
     """A phase that each client ends by itself. Clients that have stopped leave the batch."""
-    over, (group, at, buffers, _) = _over(alg.task), now
+    group, at, buffers, _ = now
     wanted = [phase.epochs or 1] * len(group.ids)
     if phase.passes is not None:
-        wanted = over(phase.passes, (0, 0))(given.mine, group.work).long().tolist()
+        wanted = _over(alg.task)(phase.passes, (0, 0))(given.mine, group.work).long().tolist()
     if not max(wanted) and not phase.is_main:
         return now
     plan = group
@@ -256,15 +256,10 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
         rows = torch.tensor(alive, device=buffers.device)
         some = given._replace(buffers=buffers).rows(rows)
         here, moved = _descend(alg, phase, fed, part, tree.take(at, rows), some)
+        here, stop = _after_pass(alg, phase, fed, part._replace(work=tree.take(group.work, rows)), here, some)
         for k, steps in zip(alive, part.steps, strict=True):
             taken[k] += steps
-        stop = [False] * len(alive)
-        if phase.after is not None:
-            seen = () if phase.look is None else _looks(alg.task, phase.look, fed, part.ids, here.x, some)
-            looked = [n + (plan.per_epoch[k] if k in alive else 0) for k, n in enumerate(looked)]
-            work = tree.take(group.work, rows)
-            here, enough = over(phase.after, (0, 0, given.down_dim, 0, 0))(here, seen, some.down, some.mine, work)
-            stop = enough.tolist()
+            looked[k] += 0 if phase.after is None else plan.per_epoch[k]
         at = tree.tmap(lambda whole, new, to=rows: whole.index_copy(0, to, new), at, here)
         buffers = buffers.index_copy(0, rows, moved) if phase.keeps_statistics else buffers
         done += 1
@@ -273,6 +268,18 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
         actual = torch.tensor(taken, dtype=torch.float32, device=group.work.steps.device)
         group = group._replace(work=group.work._replace(steps=actual))
     return Now(group, at, buffers, _passed(now.spent(alg, phase, taken), phase.look_gradients, looked))
+
+
+def _after_pass(
+    alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Given
+) -> tuple[Carry, list[bool]]:
+    """What these clients make of a pass over their data, and which of them stop."""
+    if phase.after is None:
+        return at, [False] * len(group.ids)
+    seen = () if phase.look is None else _looks(alg.task, phase.look, fed, group.ids, at.x, given)
+    dims = (0, 0, given.down_dim, 0, 0)
+    at, enough = _over(alg.task)(phase.after, dims)(at, seen, given.down, given.mine, group.work)
+    return at, enough.tolist()
 
 
 def _most_passes(phase: Phase, plan: Group, wanted: list[int]) -> list[int]:
