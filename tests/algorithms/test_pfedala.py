@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedloom.algorithm import Setup
-from fedloom.algorithms.pfedala import Centres, PFedALA, Sent
+from fedloom.algorithms.pfedala import PFedALA, Sent
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -22,6 +22,7 @@ from fedloom.core.task import Task
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
+from fedloom.maths.centres import CentreModels
 from fedloom.runs.settings import as_table, parse
 from support.ala import EXECUTORS, HELD, LOCAL, NORMED, OPTIMIZERS, Ran, laid_out, memory_of, ran, recorded, same
 from support.quadratic import RAGGED, hear
@@ -490,7 +491,7 @@ def test_c1_equal_shards_mixed_alike_are_too_and_unequal_ones_are_not(world) -> 
 def centred(dw, weights, each=None, **settings):
     """The state after a round in which clients 0, 1, ... moved from 0 by these numbers."""
     alg = PFedALA(**SHARDED | settings).bind(Setup(Task(torch.nn.Linear(1, 1, bias=False)), sgd()))
-    state = Centres(torch.zeros(1), torch.zeros(3, 1) if each is None else torch.tensor(each)[:, None])
+    state = CentreModels(torch.zeros(1), torch.zeros(3, 1) if each is None else torch.tensor(each)[:, None])
     ids = [i for i, x in enumerate(dw) if x is not None]
     uploads = Sent(torch.tensor([[float(dw[i])] for i in ids]), torch.tensor(ids))
     after = alg.update(state, hear(uploads, torch.tensor([float(weights[i]) for i in ids]).double()))
@@ -551,7 +552,7 @@ def test_c1_the_order_in_which_uploads_come_changes_no_bit() -> None:
     alg = PFedALA(**SHARDED).bind(Setup(Task(torch.nn.Linear(20, 3)), sgd()))
     g = torch.Generator().manual_seed(0)
     uploads, n = Sent(torch.randn(7, 63, generator=g), torch.arange(7)), torch.rand(7, generator=g).double()
-    state = Centres(torch.randn(63, generator=g), torch.randn(3, 63, generator=g))
+    state = CentreModels(torch.randn(63, generator=g), torch.randn(3, 63, generator=g))
     order = torch.randperm(7, generator=g)
     a, b = (alg.update(state, hear(tree.take(uploads, p), n[p])) for p in (torch.arange(7), order))
     assert same(a, b)

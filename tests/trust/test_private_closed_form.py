@@ -232,7 +232,7 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         ({"privacy": ON | {"heterogeneity": "alpha"}}, "heterogeneity is for clip"),
         ({"privacy": ON | {"delta": 0.2}}, r"privacy\.delta: 0\.2 is too large for 89 examples.*below 0\.011"),
         ({"algorithm": {"kind": "analytic", "agg": "aa"}}, r"algorithm\.agg: inverts each client's own Gram matrix"),
-        ({"algorithm": {"kind": "analytic", "forget": [0]}}, r"algorithm\.forget: who is forgotten comes without"),
+        ({"algorithm": {"kind": "analytic", "forget": [0]}}, r"algorithm\.forget: a client that is forgotten"),
         ({"cohort": {"size": 3}}, r"cohort\.sampling: clients that come in other rounds are not in the sum"),
         ({"system": {"dropout": 0.1}}, r"system\.dropout: a missing client takes its share of the noise"),
         (

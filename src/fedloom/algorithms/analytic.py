@@ -4,16 +4,16 @@ He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre
 *agnostic* federated learning (Mohri et al., 2019), which has the same initials.
 
     client i:  G_i = X_i' X_i,  B_i = X_i' Y_i,  once      X: features of the frozen body, Y: one-hot labels
-    server:    W = (sum_i G_i + rho I)^-1 sum_i B_i        over all clients heard so far; the head of the net
+    server:    W = (sum_i G_i + rho I)^-1 sum_i B_i        over all clients that have sent so far; the head of the net
 
 W is that of one machine which has all the data, whatever the partition, the number of clients and their order; with
-``partition.holdout = 0``, since who has which rows also decides which of them are held out.
-A client that comes again is not counted twice, one that comes late joins, and one that is to be forgotten
-(``forget``, and ``fedloom resume RUN --forget CLIENT`` after a run has ended) sends what it had sent once more, to be
-taken away: it is then as if it had never been there.
+``partition.holdout = 0``, since the partition also decides which rows are held out.
+A client that comes again is not counted twice, and one that comes late joins. A client to be forgotten (``forget``, or
+``fedloom resume RUN --forget CLIENT`` after a run has ended) sends its statistics once more, to be subtracted: the
+result is as if it had never taken part.
 
 ``agg``
-    sum            as above: clients need not be told apart, so that secure aggregation would do.
+    sum            as above: the server needs only the sum of uploads, so that secure aggregation would do.
     aa             AFL's law of absolute aggregation, pair by pair: W = K_u W_u + K_v W_v of clients' own
                    W_i = C_i^-1 B_i, C_i = G_i + rho_loc I; then rho_loc is removed. It loses up to seven digits.
     aa_simplified  the same, as W = (C_u + C_v)^-1 (C_u W_u + C_v W_v).
@@ -25,8 +25,8 @@ With R = C^-1 and S = C_u + C_v, and K_v likewise:
     eq32   K_u = I - R_u C_v - R_u C_v S^-1 C_v   the last sign is wrong
     eq35   K_u = I - R_u C_v S^-1                 its last factor C_u is missing, with which it is right
 
-All but the first need every upload apart, at K times the memory; W_i is solved for at the server, from which
-(W_i, C_i) and (G_i, B_i) hide nothing from each other and take the same bytes. AFL's code removes rho_loc times the
+All but the first need every upload, at K times the memory. W_i is solved for at the server: (W_i, C_i) and (G_i, B_i)
+follow from each other and take the same bytes. AFL's code removes rho_loc times the
 number of configured clients; here it is that of the clients merged.
 
 With ``privacy.feature_clip`` clients shorten features to the norm R before they sum, and send G + E and B + F, E and F
@@ -108,13 +108,13 @@ class Server(NamedTuple):
     merged: Tensor  # [d, C] by ``aa``, W before the intermediary ridge is removed; else [0, C]
 
 
-class Sums(NamedTuple):
+class AnalyticUpload(NamedTuple):
     rows: Tensor  # [d (d + 1) / 2 + d C] packed G and B; negative if they are to be taken away; empty if not asked for
     counts: Tensor  # [C]
 
 
 class Analytic(
-    Algorithm[Server, Nothing, Sums],
+    Algorithm[Server, Nothing, AnalyticUpload],
     Surveys,
     HasPhases,
     OwnStatistics,
@@ -168,7 +168,7 @@ class Analytic(
             what = f"inverts each client's own Gram matrix, which noise makes indefinite (got '{self.agg}')"
             faults.append(Fault("algorithm.agg", what, "set algorithm.agg=sum"))
         if self.forget and not local:
-            what = "who is forgotten comes without the others, in whose sum its examples were hidden"
+            what = "a client that is forgotten sends without the others, in whose sum its examples were hidden"
             faults.append(Fault("algorithm.forget", what, "set privacy.mechanism=local"))
         return faults
 
@@ -196,15 +196,15 @@ class Analytic(
         return Server(w, to_rows(none), none.counts, standing, none.cross, merged)
 
     def send(self, server: Server) -> Server:
-        """The net, and who is asked for statistics, of which a client reads its own entry; nothing if nobody is."""
+        """The net, and which clients are asked for statistics: a client reads its own entry; empty if none is asked."""
         asked = server.standing if bool(self.turns(server.standing).any()) else server.standing[:0]
         return Server(server.w, server.rows[:0], server.counts[:0], asked, server.head[:0], server.merged[:0])
 
     def sent_bytes(self, down: Server) -> int:
         return down.w.numel() * down.w.element_size()
 
-    def upload_bytes(self, uploads: Sums) -> int:
-        """As many as have something to say, each its triangle of G and its B."""
+    def upload_bytes(self, uploads: AnalyticUpload) -> int:
+        """The triangle of G and B, of each client that sends them."""
         sent = int(sent_statistics(uploads.rows, uploads.counts).sum()) if uploads.rows.numel() else 0
         return sent * uploads.rows.shape[-1] * uploads.rows.element_size()
 
@@ -219,17 +219,17 @@ class Analytic(
         x = clipped_features(body_features(self.task, down.w, batch.x, batch.buffers, self.bias), self.feature_norm)
         return statistics(x, batch.y, classes, batch.mask)
 
-    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[Sums, Nothing]:
+    def finish(self, x: Tensor, down: Server, mine: Nothing, work: Work) -> tuple[AnalyticUpload, Nothing]:
         if not len(down.standing):
-            return Sums(down.rows, down.rows), ()
+            return AnalyticUpload(down.rows, down.rows), ()
         turn = self.turns(down.standing).gather(0, work.client[None])
-        return Sums(turn * to_rows(work.survey), turn * work.survey.counts), ()
+        return AnalyticUpload(turn * to_rows(work.survey), turn * work.survey.counts), ()
 
-    def update(self, server: Server, inbox: Inbox[Sums]) -> Server:
+    def update(self, server: Server, inbox: Inbox[AnalyticUpload]) -> Server:
         standing = self.after(server.standing, inbox.clients)
         if torch.equal(standing, server.standing):
             return server
-        if not bool((standing == _COUNTS).any()):  # nobody is left, and neither shall be what rounding left of them
+        if not bool((standing == _COUNTS).any()):  # no client is left, nor should be a remainder of rounding
             empty = self.init(self.task.w0)
             return empty._replace(w=with_head(self.task, server.w, empty.head), standing=standing)
         rows, counts = server.rows + inbox.total.rows, server.counts + inbox.total.counts
@@ -245,18 +245,18 @@ class Analytic(
         return Server(with_head(self.task, server.w, head), rows, counts, standing, head, merged)
 
     def despite(self, std: float, gram: Tensor, cross: Tensor, standing: Tensor) -> Tensor:
-        """The head from sums in which everybody who counts has noise of this deviation."""
+        """The head from sums in which each counted client has noise of this deviation."""
         sigma = mixed_noise(std, (standing == _COUNTS).double())
         least = noise_ridge(sigma, len(gram), self.noise_ridge)
         return private_head(gram, cross, max(least, float(default_ridge(gram, self.ridge))))
 
     def statistics(self, before: Tensor, mean: Tensor, server: Server) -> Tensor:
-        return before  # the body is frozen, and so is what it has seen
+        return before  # the body is frozen, and so are its statistics
 
-    def contributions(self, before: Server, inbox: Inbox[Sums], after: Server) -> Tensor:
+    def contributions(self, before: Server, inbox: Inbox[AnalyticUpload], after: Server) -> Tensor:
         return (self.setup.sizes.to(after.w.device) * (after.standing == _COUNTS))[inbox.clients]
 
-    def diagnostics(self, before: Server, inbox: Inbox[Sums], after: Server) -> dict[str, Tensor]:
+    def diagnostics(self, before: Server, inbox: Inbox[AnalyticUpload], after: Server) -> dict[str, Tensor]:
         found = {"analytic/clients": (after.standing == _COUNTS).sum()}
         if self.noise is None:  # else the server does not know
             found["analytic/examples"] = after.counts.sum() / inbox.examples
@@ -281,7 +281,7 @@ class Analytic(
         return standing.masked_fill(turns > 0, _COUNTS).masked_fill(turns < 0, _FORGOTTEN)
 
     def absolute(self, server: Server, rows: Tensor, turns: Tensor) -> Solution:
-        """All merged with those who came ``[K, ...]``, one after another; who leaves is merged with weight -1."""
+        """All merged with the clients of the round ``[K, ...]``, one by one; one that leaves has the weight -1."""
         classes, already = len(server.counts), int((server.standing == _COUNTS).sum())
         parts = []
         if already:

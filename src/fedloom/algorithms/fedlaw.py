@@ -32,7 +32,7 @@ e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 
 While gamma is learned it stays in [``shrink_min``, ``shrink_max``]; ``weights/shrink_bounded`` is 1 in rounds in which
 it lies on one of these bounds. ``ratio`` keeps to ``shrink_min``, too; the other rules have no bounds.
 
-``freeze_after=1`` learns in the first round in which anybody is heard, and from then on keeps gamma and
+``freeze_after=1`` learns in the first round that has uploads, and from then on keeps gamma and
 lambda_i / lambda0_i of each client that was there; all others count by size. It may be the "static" FedLAW of LAW-AFL's
 Table 7.
 
@@ -41,7 +41,7 @@ adds noise before the server sees it. What the server then learns from the moves
 sum is z S gamma sqrt(sum lambda^2): weights that concentrate amplify it.
 
 BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
-running statistics do not matter. ``bn`` is where those come from that the model is judged with:
+running statistics do not matter. ``bn`` decides with which statistics the model is evaluated:
     proxy        from the same batches, as often as the server sees them, and no client's; as in the authors' code, but
                  for the weights, which here are those that were learned
     average      the clients' mean by size, as for every other method
@@ -200,11 +200,11 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
     def update(self, server: Server, inbox: Inbox[Moved]) -> Server:
         stack, shrinks = Stack(server.w, inbox.uploads.dw), shrinking(self.task, self.shrink_exclude)
         if self.freeze_after is not None and float(server.learned) >= self.freeze_after:
-            how = kept(server, inbox)
-            after = server._replace(lam=spread(how.lam, inbox.clients, server.lam))
+            how = kept_weights(server, inbox)
+            after = server._replace(lam=among_all(how.lam, inbox.clients, server.lam))
         else:
             how = self.weighed(stack, inbox, shrinks)
-            after = noted(server, inbox, how)
+            after = with_learned_weights(server, inbox, how)
         # FedAvg to the bit: its mean is divided once, after the sum.
         plain = server.w + like(inbox.mean.dw, server.w)
         return after._replace(w=plain if self.is_fedavg else aggregated(stack, how, shrinks))
@@ -246,22 +246,22 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
         return shrink_diagnostics("weights", after.shrink, self.shrink_rule, self.learning)
 
 
-def kept(server: Server, inbox: Inbox[Any]) -> Weighing:
-    """lambda and gamma by what was learned of each client before."""
+def kept_weights(server: Server, inbox: Inbox[Any]) -> Weighing:
+    """lambda and gamma as they were learned before."""
     lam = inbox.weights * server.offsets[inbox.clients].exp()
     return Weighing(lam / lam.sum(), server.shrink)
 
 
-def spread(lam: Tensor, clients: Tensor, like: Tensor) -> Tensor:
-    """The weights of these clients among all of them; 0 for who was not there.  ``[N]``"""
+def among_all(lam: Tensor, clients: Tensor, like: Tensor) -> Tensor:
+    """The weights of these clients among all of them; 0 for clients that were not there.  ``[N]``"""
     return torch.zeros_like(like).index_copy(0, clients, lam)
 
 
-def noted(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
+def with_learned_weights(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
     """What the server remembers of the weights that it has learned in a round."""
     lam0 = inbox.weights / inbox.weights.sum()
     offsets = remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
-    lam = spread(how.lam, inbox.clients, server.lam)
+    lam = among_all(how.lam, inbox.clients, server.lam)
     return server._replace(lam=lam, offsets=offsets, shrink=how.shrink, learned=server.learned + 1)
 
 

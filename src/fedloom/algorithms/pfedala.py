@@ -6,9 +6,9 @@ Fu, Comparative Analysis of Optimizers in Federated Learning Algorithms under No
                v_k <- sum_j a_j x_j,  a_j = 1 / (1 + J)           with v_k the next round's ALA begins
     server:    as FedALA; with several aggregation centres  w <- sum_c b_c w_c
 
-What is uploaded is always x_0: what is learned while waiting reaches the server only through the client's next
-start, and only on ALA's layers, since below them the server's model takes its place. Each of the epochs is a
-whole one. How many there are is said by ``wait_mode``: ``fixed`` as in the paper's experiment (none for slow
+The upload is always x_0: what is learned while waiting reaches the server only through the client's next start, and
+only on ALA's layers, since below them the server's model takes its place. Epochs are whole ones. ``wait_mode`` decides
+how many there are: ``fixed`` as in the paper's experiment (none for slow
 clients, 1 to 3 for the others), ``clock`` by the simulated time at which the slowest client is done (section
 ``system``). On real devices ``fedloom.runs.waiting.Waiting`` trains on until the next model is there.
 """
@@ -25,26 +25,20 @@ from fedloom.algorithm import Carry, Costs, Inbox, Model, Phase, TrainsWhileWait
 from fedloom.algorithms.fedala import FedALA, Mine
 from fedloom.core import rng, tree
 from fedloom.core.schema import other_than, over, when
+from fedloom.maths.centres import CentreModels, Centres
 
 _SLACK = 1e-9  # an epoch that fits but for rounding fits
 
 _DIVIDED = when(centres=over(1), topology=other_than("replicated"))
 
 
-class Centres(NamedTuple):
-    """The server's state where uploads go to different aggregation centres."""
-
-    w: Tensor  # [P] what clients make of the centres' models
-    each: Tensor  # [centres, P]
-
-
 class Sent(NamedTuple):
     dw: Tensor  # [P]
-    client: Any = ()  # [] whose it is, where that decides which centre gets it
+    client: Any = ()  # [] its number, where that decides which centre receives it
 
 
 class Wait(NamedTuple):
-    """FedALA's walk, and what comes of it while the client waits."""
+    """FedALA's walk, and the state of a client that waits."""
 
     w: Tensor
     W: Any
@@ -61,10 +55,10 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     fedavg_when = {"w_init": 1.0, "eta": 0.0}
 
     wait_mode: Literal["fixed", "clock", "wall"] = Field(
-        "fixed", description="what says how many epochs fit: see above"
+        "fixed", description="how the number of epochs is decided: see above"
     )
     slow_clients: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
-        1, description="so many clients, from the first on, have no time left"
+        1, description="this many clients, from the first on, have no time left"
     )
     extra_min: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
         1, description="fewest epochs of the other clients"
@@ -98,7 +92,7 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
     )
     fused: Annotated[Literal["client", "root"], when(centres=over(1))] = Field(
-        "client", description="who fuses the centres' models: counted in bytes only"
+        "client", description="where the centres' models are fused: counted in bytes only"
     )
     lost: Annotated[tuple[NonNegativeInt, ...], _DIVIDED] = Field(
         (), description="centres that never answer: b is spread over the others"
@@ -190,15 +184,19 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     # -- aggregation centres ----------------------------------------------------------------------------
     @property
     def divided(self) -> bool:
-        """Whether centres hear different clients; where all hear all, their models are one."""
+        """Whether centres receive different uploads; where all receive all, they have one model."""
         return self.centres > 1 and self.topology != "replicated"
+
+    @property
+    def layout(self) -> Centres:
+        return Centres(self.centres, self.copies if self.topology == "overlap" else 1, self.mix, self.lost)
 
     @property
     def traits(self) -> Traits:
         return super().traits._replace(each_upload=self.divided, size_varies=True)
 
     def init(self, w: Tensor) -> Model:
-        return cast(Model, Centres(w, w.expand(self.centres, -1).contiguous())) if self.divided else Model(w)
+        return cast(Model, self.layout.start(w)) if self.divided else Model(w)
 
     def send(self, server: Model) -> Model:
         return Model(server.w)
@@ -213,29 +211,5 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     def update(self, server: Model, inbox: Inbox[Sent]) -> Model:  # type: ignore[override]
         if not self.divided:
             return Model(server.w + like(inbox.mean.dw, server.w))
-        rows = inbox.weights * self.hears(inbox.uploads.client)  # [centres, K]
-        heard = rows.sum(1, keepdim=True)
-        moved = server.w + tree.mix(rows / heard.clamp(min=1e-300), inbox.uploads.dw)
-        each = torch.where(heard > 0, like(moved, server.w), cast(Centres, server).each)
-        b = self.shares(heard[:, 0])
-        w = like(tree.mix(b[None], each)[0], server.w)
-        return cast(Model, Centres(torch.where(b.sum() > 0, w, server.w), each))
-
-    def hears(self, clients: Tensor) -> Tensor:
-        """Which centre hears which client: client k those from k mod centres on.  ``[centres, K]``"""
-        copies = self.copies if self.topology == "overlap" else 1
-        place = (torch.arange(self.centres, device=clients.device)[:, None] - clients[None]) % self.centres
-        return (place < copies).double()
-
-    def shares(self, heard: Tensor) -> Tensor:
-        """b_c, spread over the centres that answer; ``heard`` is the weight of the clients that each heard.
-
-        All are 0 where no centre that answers has heard of anybody: clients then keep the model they have.
-        """
-        if isinstance(self.mix, tuple):
-            b = torch.tensor(self.mix, dtype=torch.float64, device=heard.device)
-        else:
-            b = heard.double() if self.mix == "samples" else torch.ones_like(heard, dtype=torch.float64)
-        answers = torch.ones_like(b)
-        answers[list(self.lost)] = 0.0
-        return b * answers / (b * answers).sum().clamp(min=1e-300)
+        models, uploads = cast(CentreModels, server), inbox.uploads
+        return cast(Model, self.layout.aggregated(models, uploads.dw, uploads.client, inbox.weights))
