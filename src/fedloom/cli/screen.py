@@ -306,6 +306,7 @@ class ComparisonScreen:
             self._bar = None
 
     def ended(self, done: Comparison) -> None:
+        from fedloom.report.comparison.claims import sentences
         from fedloom.report.comparison.notes import notes
         from fedloom.report.comparison.text import narrowed, sections
 
@@ -322,6 +323,8 @@ class ComparisonScreen:
         self.say("")
         for note in notes(done.question, done.rows):
             self.say(note)
+        for sentence in sentences(done.question, done.decided):
+            self.say(f"claim {sentence}")
         if done.sheet is not None:
             self._layout(done.sheet, console)
         for why in dict.fromkeys(done.failures.values()):

@@ -84,6 +84,7 @@ def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
     """The metrics that a comparison asks for and no cell can record."""
     wanted = [("compare.metric", spec.metric)]
     wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
+    wanted += [(f"compare.claims.{number}.metric", claim.metric) for number, claim in enumerate(spec.claims)]
     # Seeds and most of a grid change nothing here: each kind of evaluation is looked at once.
     alike = {repr((c.algorithm, c.evaluate, c.privacy, c.corruption, c.partition, c.kinds)): c for c in configs}
     distinct = list(alike.values())

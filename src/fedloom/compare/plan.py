@@ -87,14 +87,24 @@ def plan(table: Mapping[str, Any]) -> ComparisonPlan:
     cells, about_proxy = with_one_proxy(laid.cells)
     said = laid.notes + notes.about(base, asked.axes, cells, baseline) + about_proxy
     planned = ComparisonPlan(base, spec, asked.methods, asked.axes, baseline, tuple(cells), tuple(said))
-    _refuse_idle_caveats(planned)
+    _check_reported(planned)
     return planned
 
 
-def _refuse_idle_caveats(planned: ComparisonPlan) -> None:
-    """Refuse caveats about places for which no value of a paper is given."""
-    reported = {spot for paper in planned.spec.paper for spot in planned.spots(paper)}
-    idle = [k for k, caveat in enumerate(planned.spec.caveats) if reported.isdisjoint(planned.spots(caveat))]
-    if idle:
-        what = "no value of a paper is there for it to be about"
-        raise ConfigError([Fault(f"compare.caveats.{k}", what) for k in idle])
+def _check_reported(planned: ComparisonPlan) -> None:
+    """Refuse caveats without a value of the paper to be about, and claims of values that the paper does not have."""
+    spec = planned.spec
+    reported = {spot for paper in spec.paper for spot in planned.spots(paper)}
+    compared = {
+        spot
+        for paper in spec.paper
+        if not isinstance(paper.value, list) or spec.metric in spec.metrics
+        for spot in planned.spots(paper)
+    }
+    idle = [k for k, caveat in enumerate(spec.caveats) if reported.isdisjoint(planned.spots(caveat))]
+    faults = [Fault(f"compare.caveats.{k}", "no value of a paper is there for it to be about") for k in idle]
+    what, fix = "needs a value of the paper at each of its places", "add it to [[compare.paper]], or set where"
+    within = [(k, claim) for k, claim in enumerate(spec.claims) if claim.test == "within"]
+    faults += [Fault(f"compare.claims.{k}", what, fix) for k, c in within if not compared.issuperset(planned.spots(c))]
+    if faults:
+        raise ConfigError(faults)

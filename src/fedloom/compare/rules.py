@@ -11,6 +11,8 @@ from fedloom.core.errors import Fault, nearest
 from fedloom.runs.in_memory import InMemory
 
 RENAMED = {"doubts": "caveats"}  # keys of former versions, and what they are called now
+# Keys of a claim that some tests need, and the others do not have.
+_NEEDED = {"over": ("above", "order"), "along": ("trend",), "direction": ("trend",)}
 _NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
 
 
@@ -113,12 +115,16 @@ def _set_twice(asked: Asked) -> Iterator[Fault]:
     own["algorithms"] = {key for method in asked.methods for key in method.beside}
     for name, keys in own.items():
         at = "compare.algorithms" if name == "algorithms" else f"compare.grid.{name}"
-        others = [k for other, its in own.items() if other != name for k in its] + list(own)
-        yield from (Fault(f"{at}.with.{k}", "is also set by another axis or by a method") for k in keys if k in others)
-        for key in keys:
-            of_method = is_algorithm_setting(key) and name == "algorithms"
-            if key in ("seed", "name", "algorithm.kind") or of_method:
-                yield Fault(f"{at}.with.{key}", "cannot be set here", "see compare.seeds and compare.algorithms")
+        others = {*own, *(k for other, its in own.items() if other != name for k in its)}
+        for key in sorted(keys & others):
+            yield Fault(f"{at}.with.{key}", "is also set by another axis or by a method")
+        for key in sorted(key for key in keys if _is_fixed(key, name)):
+            yield Fault(f"{at}.with.{key}", "cannot be set here", "see compare.seeds and compare.algorithms")
+
+
+def _is_fixed(key: str, name: str) -> bool:
+    """Whether a setting cannot come with a value of this axis, or with a method."""
+    return key in ("seed", "name", "algorithm.kind") or (is_algorithm_setting(key) and name == "algorithms")
 
 
 def _layout(asked: Asked) -> Iterator[Fault]:
@@ -144,7 +150,27 @@ def _caveats(asked: Asked) -> Iterator[Fault]:
             yield Fault(f"compare.caveats.{number}.metric", what, nearest(caveat.metric, metrics))
 
 
-_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _caveats)
+def _claims(asked: Asked) -> Iterator[Fault]:
+    axes = {axis.key for axis in asked.axes}
+    for number, claim in enumerate(asked.spec.claims):
+        at = f"compare.claims.{number}"
+        yield from _unmatched(claim, at, asked)
+        yield from _unknown_method(f"{at}.algorithm", claim.algorithm, asked.methods)
+        for name in claim.over:
+            yield from _unknown_method(f"{at}.over", name, asked.methods)
+        for key, tests in _NEEDED.items():
+            given = bool(getattr(claim, key))
+            if given != (claim.test in tests):
+                what = "has no effect" if given else "is needed"
+                yield Fault(f"{at}.{key}", f"{what} with test = '{claim.test}'")
+        if claim.test == "within" and (claim.metric or not claim.by):
+            what = "with test = 'within', 'by' is the largest distance, and the metric is that of the comparison"
+            yield Fault(at, what, "set by, and no metric")
+        if claim.along and (claim.along not in axes or claim.along in claim.where):
+            yield Fault(f"{at}.along", f"'{claim.along}' is not a free axis of the grid", nearest(claim.along, axes))
+
+
+_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _caveats, _claims)
 
 
 def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[Fault]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 
 from fedloom.core.schema import Spec
+from fedloom.report.comparison.claims import Test
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Along, Equal
 
@@ -54,6 +55,20 @@ class CaveatEntry(Statement):
     why: str = Field(min_length=1)
 
 
+class ClaimEntry(Statement):
+    """What the paper claims of a method, and the test that decides it."""
+
+    says: str = Field(min_length=1)
+    source: str = ""
+    test: Test
+    over: list[str] = Field(default_factory=list)
+    along: str = ""
+    direction: Literal["rises", "falls"] | None = None
+    by: NonNegativeFloat = 0.0
+    metric: str = ""
+    statistic: Literal["last", "best", "mean_last_10"] = "mean_last_10"
+
+
 class GainEntry(Spec):
     """The method whose gain is shown, and the methods over the best of which; none: all methods of other kinds."""
 
@@ -80,6 +95,7 @@ class Compare(Spec):
     notes: list[str] = Field(default_factory=list)
     paper: list[PaperEntry] = Field(default_factory=list)
     caveats: list[CaveatEntry] = Field(default_factory=list)
+    claims: list[ClaimEntry] = Field(default_factory=list)
 
     @field_validator("algorithms", mode="before")
     @classmethod

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.compare.claims import claims_of
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.compare.read import read_results
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.vocabulary import is_share, matching
 from fedloom.report.comparison import (
+    claims,
     curves,
     latex,
     numbers,
@@ -24,6 +26,7 @@ from fedloom.report.comparison import (
 )
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
+from fedloom.report.comparison.claims import Decided
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Caveat, Place, Question, Result
 from fedloom.report.comparison.sheet import Sheet, sheet_of
@@ -41,6 +44,7 @@ class Comparison(NamedTuple):
     results: list[Result]
     failures: dict[str, str]  # by the cell's name
     sheet: Sheet | None = None  # the same in the layout of the recipe
+    decided: tuple[Decided, ...] = ()  # the claims of the recipe
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; the same whenever the comparison is repeated."""
@@ -59,6 +63,7 @@ class Comparison(NamedTuple):
                 "notes": table_notes.notes(q, self.rows),
             }
             | (terms if q.equal != "rounds" else {})
+            | ({"claims": claims.as_dicts(self.decided)} if self.decided else {})
             | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
 
@@ -86,7 +91,8 @@ def write_tables(
     rows = statistics.rows(question, results)
     layout = planned.spec.layout
     sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
-    comparison = Comparison(folder, cells, question, rows, results, failures, sheet)
+    decided = tuple(claims.decide(question, results, claims_of(planned, question)))
+    comparison = Comparison(folder, cells, question, rows, results, failures, sheet, decided)
     texts = {
         "table.csv": numbers.table_csv(question, rows),
         "table.md": text_table.markdown(question, rows),
@@ -94,6 +100,9 @@ def write_tables(
         "cells.csv": numbers.cells_csv(question, results, os.path.relpath(cells, folder)),
         "summary.json": as_json(comparison.summary(), indent=1) + "\n",
     }
+    if decided:
+        texts["table.md"] += "\n" + claims.markdown(question, decided)
+        texts |= {"claims.csv": claims.table_csv(decided), "claims.tex": claims.latex(question, decided)}
     if sheet is not None:
         texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
         texts |= {"layout.tex": sheet_latex.latex(sheet)}

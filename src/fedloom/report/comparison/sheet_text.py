@@ -105,16 +105,21 @@ def legend(found: Sheet) -> list[str]:
         out.append(f"{part.label or leaf(part.metric)}: {', '.join(names)}.")
     if len(found.rows) > 1:
         out.append("Bold: the best of a column.")
-    if any(n.paper is not None for n in _all(found)):
-        limit = f"{found.layout.tolerance:g}"
-        if any(is_share(part.metric) for part in cell):
-            limit += f" ({100 * found.layout.tolerance:g} points of accuracy)"
-        out.append(f"paper: what the paper reports; ↓ and ↑: more than {limit} below or above it.")
+    out += _about_paper(found)
     out += found.about_gain
     out += reasons(found.caveats, {number for n in _all(found) for number in n.caveats})
     if any(n.diverged or n.failed for n in _all(found)):
         out.append("A cell that did not finish with every seed has the values of the others, and is never bold.")
     return out
+
+
+def _about_paper(found: Sheet) -> list[str]:
+    if all(n.paper is None for n in _all(found)):
+        return []
+    limit = f"{found.layout.tolerance:g}"
+    if any(is_share(part.metric) for part in found.layout.cell):
+        limit += f" ({100 * found.layout.tolerance:g} points of accuracy)"
+    return [f"paper: what the paper reports; ↓ and ↑: more than {limit} below or above it."]
 
 
 def _all(found: Sheet) -> Iterator[Number]:

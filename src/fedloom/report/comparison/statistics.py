@@ -171,9 +171,8 @@ def _row(
 ) -> Row:
     metric = question.metrics[method]
     found = [s for s in (summary_of(r, metric) for r in mine) if s is not None]
-    own, base = tails[method], tails[question.baseline]
-    common = sorted(set(own) & set(base)) if method != question.baseline and question.is_ranked(metric) else []
-    ours, theirs = [own[s] for s in common], [base[s] for s in common]
+    comparable = method != question.baseline and question.is_ranked(metric)
+    ours, theirs = _paired(tails[method], tails[question.baseline]) if comparable else ([], [])
     return Row(
         place=place,
         method=method,
@@ -193,6 +192,12 @@ def _row(
         paper=question.paper.get((place, method)),
         spent=_spent([r.records[-1] for r in mine if r.state == "done" and r.records]),
     )
+
+
+def _paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[list[float], list[float]]:
+    """The values of the seeds that both have."""
+    seeds = sorted(set(ours) & set(theirs))
+    return [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
 
 
 def gains(question: Question, table: Sequence[Row]) -> list[Gain]:

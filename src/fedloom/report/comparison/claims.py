@@ -1,0 +1,222 @@
+"""Claims of a paper, decided from paired differences over seeds: each holds, does not hold, or is undecided.
+
+A difference is decided if its 95 % confidence interval over the seeds lies on one side of what is claimed. One seed
+decides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fedloom.core.vocabulary import is_share, lower_is_better
+from fedloom.report.comparison.latex import tex
+from fedloom.report.comparison.numbers import csv_text
+from fedloom.report.comparison.question import Place, Question, Result
+from fedloom.report.comparison.statistics import recorded_as, summary_of
+
+Test = Literal["above", "best", "order", "within", "trend"]
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+
+class Claim(NamedTuple):
+    """What a paper claims, and how that is tested."""
+
+    says: str
+    source: str  # where in the paper
+    test: Test
+    method: str
+    others: tuple[str, ...]  # above: each of these; order: after the method, best first
+    places: tuple[Place, ...]  # each of them by itself
+    paths: tuple[tuple[Place, ...], ...]  # of a trend: the places along the axis
+    rises: bool  # of a trend
+    by: float  # the least difference, or within: the largest
+    reported: Mapping[Place, float]  # within: what the paper reports there
+    metric: str  # empty: that of the comparison
+    statistic: Literal["last", "best", "mean_last_10"]
+
+
+class Difference(NamedTuple):
+    """One difference that a claim depends on."""
+
+    what: str
+    mean: float | None  # None: no seed has it
+    low: float | None  # end of the interval; None: fewer than two seeds
+    high: float | None
+    seeds: int
+    verdict: Verdict
+
+
+class Decided(NamedTuple):
+    """A claim with its verdict, and the differences that decide."""
+
+    claim: Claim
+    verdict: Verdict
+    differences: tuple[Difference, ...]
+
+
+Values = Mapping[int, float]  # by seed
+
+
+def decide(question: Question, results: Sequence[Result], claims: Sequence[Claim]) -> list[Decided]:
+    """The verdict of each claim: it holds if all of its differences do, and does not if one of them does not."""
+    out = []
+    for claim in claims:
+        found = tuple(_differences(question, results, claim))
+        verdicts = {difference.verdict for difference in found}
+        whole: Verdict = "does not hold" if "does not hold" in verdicts else "undecided"
+        out.append(Decided(claim, "holds" if verdicts == {"holds"} else whole, found))
+    return out
+
+
+def _differences(question: Question, results: Sequence[Result], claim: Claim) -> Iterator[Difference]:
+    def values(place: Place, method: str) -> Values:
+        return _values(question, [r for r in results if r.place == place and r.method == method], claim, method)
+
+    def title(place: Place) -> str:
+        return f" ({question.title(place)})" if place else ""
+
+    if claim.test == "trend":
+        for path in claim.paths:
+            for before, after in itertools.pairwise(path):
+                gaps = _gaps(values(after, claim.method), values(before, claim.method), 1 if claim.rises else -1)
+                yield _at_least(f"{claim.method}, {question.title(before)} to {question.title(after)}", gaps, claim.by)
+        return
+    for place in claim.places:
+        if claim.test == "within":
+            gaps = [value - claim.reported[place] for value in values(place, claim.method).values()]
+            yield _at_most(f"{claim.method} - paper{title(place)}", gaps, claim.by)
+            continue
+        sign = -1 if lower_is_better(_metric(question, claim, claim.method)) else 1
+        for better, worse in _pairs(question, claim):
+            gaps = _gaps(values(place, better), values(place, worse), sign)
+            yield _at_least(f"{better} - {worse}{title(place)}", gaps, claim.by)
+
+
+def _pairs(question: Question, claim: Claim) -> list[tuple[str, str]]:
+    """The methods of which the first must be better."""
+    if claim.test == "order":
+        return list(itertools.pairwise((claim.method, *claim.others)))
+    others = claim.others if claim.test == "above" else [m for m in question.methods if m != claim.method]
+    return [(claim.method, other) for other in others]
+
+
+def _metric(question: Question, claim: Claim, method: str) -> str:
+    return claim.metric or question.metrics[method]
+
+
+def _values(question: Question, own: Sequence[Result], claim: Claim, method: str) -> Values:
+    metric = recorded_as(_metric(question, claim, method), own)
+    found = {r.seed: summary_of(r, metric) for r in own}
+    return {seed: getattr(summary, claim.statistic) for seed, summary in found.items() if summary is not None}
+
+
+def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
+    """The differences seed by seed, positive where ours is better."""
+    return [sign * (ours[seed] - theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
+
+
+def _at_least(what: str, gaps: Sequence[float], least: float) -> Difference:
+    low, high = _interval(gaps)
+    verdict: Verdict = "undecided"
+    if low is not None and high is not None:
+        verdict = "holds" if low >= least - 1e-12 else "does not hold" if high < least else "undecided"
+    return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
+
+
+def _at_most(what: str, gaps: Sequence[float], most: float) -> Difference:
+    low, high = _interval(gaps)
+    verdict: Verdict = "undecided"
+    if low is not None and high is not None:
+        inside = low >= -most - 1e-12 and high <= most + 1e-12
+        verdict = "holds" if inside else "does not hold" if low > most or high < -most else "undecided"
+    return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
+
+
+def _interval(gaps: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % confidence interval of the mean by Student's t; unknown for fewer than two seeds."""
+    if len(gaps) < 2:
+        return None, None
+    from scipy.stats import t
+
+    mean, error = float(np.mean(gaps)), float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    half = float(t.ppf(0.975, len(gaps) - 1)) * error
+    return mean - half, mean + half
+
+
+# -- as text ---------------------------------------------------------------------------------------
+_HEADER = ("verdict", "claim", "in the paper", "differences")
+
+
+def lines(question: Question, decided: Sequence[Decided]) -> list[list[str]]:
+    """A line of words for each claim, as the header says."""
+    return [
+        [d.verdict, d.claim.says, d.claim.source, "; ".join(_shown(question, d.claim, each) for each in d.differences)]
+        for d in decided
+    ]
+
+
+def _shown(question: Question, claim: Claim, each: Difference) -> str:
+    scale = 100 if is_share(_metric(question, claim, claim.method)) else 1
+    if each.mean is None:
+        return f"{each.what}: no seed finished"
+    shown = f"{each.what}: {scale * each.mean:+.4g}"
+    if each.low is None or each.high is None:
+        return f"{shown} (one seed)"
+    return f"{shown} [{scale * each.low:+.4g}, {scale * each.high:+.4g}] over {each.seeds} seeds"
+
+
+def sentences(question: Question, decided: Sequence[Decided]) -> list[str]:
+    """Each claim as one line of a terminal."""
+    return [
+        f"{verdict}: {says}{f' ({source})' if source else ''}. {differences}"
+        for verdict, says, source, differences in lines(question, decided)
+    ]
+
+
+def markdown(question: Question, decided: Sequence[Decided]) -> str:
+    """The claims as a table of Markdown, with how they are decided."""
+    table = [_HEADER, [":--"] * len(_HEADER), *lines(question, decided)]
+    rows = [f"| {' | '.join(word.replace('|', chr(92) + '|') for word in line)} |" for line in table]
+    about = "Differences are paired by seed, positive as claimed, with 95 % confidence intervals; accuracies in points."
+    return "\n".join(["### Claims of the paper\n", *rows, "", f"- {about}", ""])
+
+
+def latex(question: Question, decided: Sequence[Decided]) -> str:
+    """The claims as a tabular."""
+    rows = [" & ".join(tex(word) for word in line) + " \\\\" for line in (_HEADER, *lines(question, decided))]
+    head = ["% needs \\usepackage{booktabs}", "\\begin{tabular}{lp{5cm}lp{6cm}}", "\\toprule"]
+    return "\n".join([*head, rows[0], "\\midrule", *rows[1:], "\\bottomrule", "\\end{tabular}", ""])
+
+
+# -- as numbers ------------------------------------------------------------------------------------
+def as_dicts(decided: Sequence[Decided]) -> list[dict[str, Any]]:
+    """Every claim with its verdict and the differences that decide."""
+    return [
+        {
+            "claim": d.claim.says,
+            "source": d.claim.source,
+            "test": d.claim.test,
+            "verdict": d.verdict,
+            "by": d.claim.by,
+            "differences": [each._asdict() for each in d.differences],
+        }
+        for d in decided
+    ]
+
+
+def table_csv(decided: Sequence[Decided]) -> str:
+    """A line for each difference, beside the claim that it belongs to."""
+    plain = [{k: v for k, v in d.items() if k != "differences"} for d in as_dicts(decided)]
+    blank = Difference("", None, None, None, 0, "undecided")
+    return csv_text(
+        [
+            line | {f"difference_{k}": v for k, v in each._asdict().items()}
+            for line, d in zip(plain, decided, strict=True)
+            for each in d.differences or (blank,)
+        ]
+    )

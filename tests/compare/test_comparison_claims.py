@@ -1,0 +1,66 @@
+"""Claims in a recipe: what is refused, where they are placed, and the files that have them."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.compare.claims import claims_of
+from fedloom.compare.plan import plan
+from fedloom.compare.run import run
+from fedloom.core.errors import ConfigError
+from support.comparisons import GRID, SMALL, question, table
+
+CLAIM = {"says": "FedOpt is better", "source": "Table 1", "algorithm": "fedopt"}
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ({"test": "above"}, "compare.claims.0.over: is needed with test = 'above'"),
+        ({"test": "best", "over": ["fedavg"]}, "compare.claims.0.over: has no effect with test = 'best'"),
+        ({"test": "above", "over": ["fedagv"]}, "compare.claims.0.over: 'fedagv' is not one of the methods"),
+        ({"test": "best", "algorithm": "moon"}, "compare.claims.0.algorithm: there is no method 'moon'"),
+        ({"test": "trend", "along": "partition.alpha"}, "compare.claims.0.direction: is needed"),
+        ({"test": "trend", "along": "local.lr", "direction": "rises"}, "'local.lr' is not a free axis of the grid"),
+        ({"test": "better"}, "compare.claims.0.test"),
+        ({"test": "within"}, "compare.claims.0: with test = 'within', 'by' is the largest distance"),
+        ({"test": "within", "by": 0.01}, "compare.claims.0: needs a value of the paper at each of its places"),
+        ({"test": "best", "metric": "global/test/acuracy"}, "no method records 'global/test/acuracy'"),
+        ({"test": "best", "where": {"partition.alpha": 3}}, "compare.claims.0.where.partition.alpha: there is no '3'"),
+    ],
+)
+def test_claims_that_cannot_be_decided_are_refused(claim: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        plan(table(grid=GRID, claims=[CLAIM | claim]))
+
+
+def test_a_claim_is_about_the_places_that_it_names() -> None:
+    trend = CLAIM | {"test": "trend", "along": "partition.alpha", "direction": "falls"}
+    here = CLAIM | {"test": "best", "where": {"partition.alpha": 0.1}}
+    grid = GRID | {"local.lr": [0.1, 0.2]}
+    planned = plan(table(grid=grid, claims=[trend, here]))
+    first, second = claims_of(planned, question(("fedavg", "fedprox", "fedopt"), 2))
+    assert first.paths == ((("0.1", "0.1"), ("1.0", "0.1")), (("0.1", "0.2"), ("1.0", "0.2")))
+    assert not first.rises
+    assert second.places == (("0.1", "0.1"), ("0.1", "0.2"))
+    assert plan(tomllib.loads(planned.as_toml())).spec.claims == planned.spec.claims
+
+
+def test_claims_are_in_every_file(tmp_path: Path) -> None:
+    claims = [CLAIM | {"test": "above", "over": ["fedavg"]}, CLAIM | {"test": "within", "by": 0.001}]
+    spec = {"algorithms": ["fedavg", "fedopt"], "seeds": 2, "claims": claims}
+    paper = [{"algorithm": "fedopt", "value": 0.999}]
+    done = run(SMALL | {"compare": spec | {"paper": paper}}, tmp_path / "c", jobs=1)
+    verdicts = [d.verdict for d in done.decided]
+    assert verdicts[1] == "does not hold"
+    assert [x["verdict"] for x in json.loads((tmp_path / "c" / "summary.json").read_text())["claims"]] == verdicts
+    for name in ("table.md", "claims.csv", "claims.tex"):
+        text = (tmp_path / "c" / name).read_text()
+        assert "FedOpt is better" in text
+        assert all(verdict in text for verdict in verdicts)

@@ -1,0 +1,126 @@
+"""Claims of a paper, decided from results made by hand: each kind of test and each verdict."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from fedloom.report.comparison.claims import Claim, as_dicts, decide, latex, markdown, sentences, table_csv
+from fedloom.report.comparison.question import Question, Result
+from support.comparisons import question, result
+
+PLACES = (("0.1",), ("0.2",), ("0.4",))
+
+
+def runs(**values: list[float]) -> list[Result]:
+    """One result for each method and seed, with this accuracy in every round."""
+    return [result(method, seed, [0.1, v, v]) for method, each in values.items() for seed, v in enumerate(each)]
+
+
+def claim(test: str, method: str = "a", *others: str, **more: Any) -> Claim:
+    fields: dict[str, Any] = {"says": "so", "source": "Table 1", "places": ((),), "paths": (), "rises": True}
+    fields |= {"by": 0.0, "reported": {}, "metric": "", "statistic": "mean_last_10"}
+    return Claim(**(fields | {"test": test, "method": method, "others": others} | more))
+
+
+def verdict(claimed: Claim, results: list[Result], **more: Any) -> str:
+    methods = tuple(dict.fromkeys(r.method for r in results))
+    (decided,) = decide(question(methods, 3, **more), results, [claimed])
+    return decided.verdict
+
+
+CLEAR = runs(a=[0.70, 0.71, 0.72], b=[0.60, 0.612, 0.619], c=[0.50, 0.51, 0.52])
+
+
+@pytest.mark.parametrize(
+    ("claimed", "results", "says"),
+    [
+        (claim("above", "a", "b", by=0.05), CLEAR, "holds"),
+        (claim("above", "a", "b", "c"), CLEAR, "holds"),
+        (claim("above", "b", "a"), CLEAR, "does not hold"),
+        (claim("above", "a", "b", by=0.2), CLEAR, "does not hold"),
+        (claim("above", "a", "b", by=0.1), CLEAR, "undecided"),
+        (claim("above", "a", "b"), runs(a=[0.9, 0.4, 0.7], b=[0.5, 0.8, 0.6]), "undecided"),
+        (claim("above", "a", "b"), runs(a=[0.9], b=[0.1]), "undecided"),
+        (claim("best", "a"), CLEAR, "holds"),
+        (claim("best", "b"), CLEAR, "does not hold"),
+        (claim("best", "a"), runs(a=[0.7, 0.71], b=[0.69, 0.73], c=[0.1, 0.1]), "undecided"),
+        (claim("order", "a", "b", "c"), CLEAR, "holds"),
+        (claim("order", "a", "c", "b"), CLEAR, "does not hold"),
+        (claim("order", "a", "b", "c"), runs(a=[0.9], b=[0.5], c=[0.1]), "undecided"),
+        (claim("within", by=0.03, reported={(): 0.71}), CLEAR, "holds"),
+        (claim("within", by=0.03, reported={(): 0.91}), CLEAR, "does not hold"),
+        (claim("within", by=0.03, reported={(): 0.74}), CLEAR, "undecided"),
+        (claim("above", "b", "a", metric="bytes/up"), CLEAR, "holds"),  # as many bytes, and 0 is at least 0
+    ],
+)
+def test_verdicts(claimed: Claim, results: list[Result], says: str) -> None:
+    assert verdict(claimed, results) == says
+
+
+@pytest.mark.parametrize(
+    ("levels", "rises", "says"),
+    [
+        ((0.5, 0.6, 0.7), True, "holds"),
+        ((0.5, 0.6, 0.7), False, "does not hold"),
+        ((0.7, 0.6, 0.5), False, "holds"),
+        ((0.5, 0.6, 0.6), True, "undecided"),
+    ],
+)
+def test_a_trend_along_the_grid(levels: tuple[float, ...], rises: bool, says: str) -> None:
+    noise = {0: 0.0, 1: 0.01, 2: -0.01}
+    own = [
+        result("a", seed, [v + noise[seed] * (place == ("0.4",))])._replace(place=place)
+        for place, v in zip(PLACES, levels, strict=True)
+        for seed in noise
+    ]
+    asked = {"axes": ("local.lr",), "places": PLACES}
+    assert verdict(claim("trend", places=PLACES, paths=(PLACES,), rises=rises), own, **asked) == says
+
+
+def test_of_a_loss_less_is_better() -> None:
+    name = "global/test/loss"
+    results = [
+        Result((), m, m, seed, "", "done", [{"round": 1, name: v + seed / 100}], "")
+        for m, v in (("a", 0.5), ("b", 1.0))
+        for seed in (0, 1)
+    ]
+    metrics = {"metrics": dict.fromkeys("ab", name)}
+    assert verdict(claim("above", "a", "b", by=0.4), results, **metrics) == "holds"
+    assert verdict(claim("above", "b", "a"), results, **metrics) == "does not hold"
+
+
+def test_lost_seeds_do_not_decide() -> None:
+    results = [*runs(a=[0.9, 0.9]), result("b", 0, [0.1]), result("b", 1, [0.1], "diverged")]
+    assert verdict(claim("above", "a", "b"), results) == "undecided"
+
+
+def test_the_numbers_that_decide_are_those_of_the_paired_test() -> None:
+    asked: Question = question(("a", "b", "c"), 3)
+    (decided,) = decide(asked, CLEAR, [claim("above", "a", "b")])
+    (gap,) = decided.differences
+    interval = stats.ttest_rel([0.70, 0.71, 0.72], [0.60, 0.612, 0.619]).confidence_interval()
+    assert (gap.low, gap.high) == pytest.approx((interval.low, interval.high))
+    assert gap.seeds == 3
+
+
+def test_every_form_has_the_verdict_and_the_numbers() -> None:
+    asked = question(("a", "b", "c"), 3)
+    decided = decide(asked, CLEAR, [claim("above", "a", "b", says="a & b"), claim("best", "b")])
+    first, second = sentences(asked, decided)
+    assert first.startswith("holds: a & b (Table 1). a - b: +9.967 [")
+    assert "over 3 seeds" in first
+    assert second.startswith("does not hold: so (Table 1). b - a: -9.967 [")
+    assert "| holds | a & b | Table 1 | a - b: +9.967 [" in markdown(asked, decided)
+    assert "holds & a \\& b & Table 1 &" in latex(asked, decided)
+    lines = list(csv.DictReader(io.StringIO(table_csv(decided))))
+    assert [(x["verdict"], x["difference_what"]) for x in lines] == [
+        ("holds", "a - b"),
+        ("does not hold", "b - a"),
+        ("does not hold", "b - c"),
+    ]
+    assert [x["verdict"] for x in as_dicts(decided)] == ["holds", "does not hold"]
