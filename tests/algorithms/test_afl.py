@@ -18,7 +18,7 @@ from fedloom.core.task import Task
 from fedloom.engine import laws
 from fedloom.engine.local import lane_limit
 from fedloom.maths.linear_head import head_of, with_head
-from fedloom.maths.ridge import upload_bytes
+from fedloom.maths.ridge import statistics_bytes
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse
 from fedloom.runs.start import load_config, start
@@ -116,7 +116,7 @@ def test_nobody_trains_and_later_rounds_cost_nothing(world) -> None:
     exp = world(arrays=dealt(OWNERS["two"]), algorithm="analytic", evaluate={"diagnostics": ["updates"]})
     one, five = rounds(exp, 1), rounds(exp, 5)
     d, classes = 6, 3
-    assert one.up == 2 * upload_bytes(d, classes) == five.up
+    assert one.up == 2 * statistics_bytes(d, classes) == five.up
     assert one.down == 2 * 4 * (d * classes + classes)
     assert five.gradients == 0
     assert torch.equal(one.server.w, five.server.w)

@@ -18,7 +18,7 @@ from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.linear_head import head_of
 from fedloom.maths.proxy_set import proxy_loss
-from fedloom.maths.ridge import upload_bytes
+from fedloom.maths.ridge import statistics_bytes
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
 from support.closed_form import OWNERS, apart, dealt, rounds
@@ -69,7 +69,7 @@ def test_a_round_without_new_clients_changes_nothing_and_costs_nothing(laid_out)
     exp = laid_out(QUICK)
     one, three = rounds(exp, 1), rounds(exp, 3)
     assert torch.equal(one.server.w, three.server.w)
-    assert one.up == three.up == exp.federation.clients * upload_bytes(6, 3)
+    assert one.up == three.up == exp.federation.clients * statistics_bytes(6, 3)
     assert one.gradients == three.gradients == 0
 
 
@@ -210,7 +210,7 @@ def test_honest_reports_are_accuracy_and_loss_of_the_model_that_was_sent(laid_ou
         loss = torch.nn.functional.cross_entropy(logits, y)
         expected = torch.stack([(logits.argmax(1) == y).double().mean(), loss.double()])
         torch.testing.assert_close(claim, expected, rtol=1e-5, atol=1e-6)
-    assert state.up == 2 * (upload_bytes(6, 3) + 16)
+    assert state.up == 2 * (statistics_bytes(6, 3) + 16)
 
 
 # -- the other schedules ---------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     assert [float(table.start.max()) > 0 for table in links] == [True, False, False]  # and it takes no time
     known = int(later.server.registry.known.sum())
     assert known > 0
-    assert later.up - warm.up == known * upload_bytes(7, 3)
+    assert later.up - warm.up == known * statistics_bytes(7, 3)
 
 
 @pytest.mark.parametrize("rule", ["grid", "ratio", "eq5", "eq5_moves"])
@@ -247,7 +247,7 @@ def test_warmup_has_fedlaws_rules_for_gamma(laid_out, rule) -> None:
 def test_per_round_sends_models_and_statistics(laid_out) -> None:
     exp = laid_out({**TRAINED, "schedule": "per_round"}, model=MLP, local={"lr": 0.3, "batch": 8}, cohort={"size": 4})
     state = rounds(exp, 2)
-    assert state.up == 2 * 4 * (4 * exp.task.size + upload_bytes(7, 3))
+    assert state.up == 2 * 4 * (4 * exp.task.size + statistics_bytes(7, 3))
     assert state.down == 2 * 4 * 4 * exp.task.size
     assert state.server.registry.rows.shape[0] == 0
     body = exp.task.mask("body.").bool()
@@ -266,7 +266,7 @@ def test_fresh_statistics_are_of_the_new_body(laid_out) -> None:
     body = exp.task.mask("body.").bool()
     assert torch.equal(two.server.w[body], one.server.w[body])
     assert two.gradients == one.gradients < three.gradients
-    assert two.up - one.up == exp.federation.clients * upload_bytes(7, 3)
+    assert two.up - one.up == exp.federation.clients * statistics_bytes(7, 3)
     still = laid_out("analytic", **table)
     still.task.w0.copy_(one.server.w)
     assert apart(head_of(exp.task, two.server.w, bias=False), 10 * rounds(still).server.head) < 1e-5

@@ -24,11 +24,11 @@ from fedloom.maths.ridge import (
     ridge_path,
     solve,
     statistics,
+    statistics_bytes,
     symmetrised,
     to_rows,
     triangle,
     unpack_symmetric,
-    upload_bytes,
     with_ridge,
 )
 from support.ridge import (
@@ -128,14 +128,14 @@ A8 = [  # features, classes, then MB: dense in 32 and 64 bits, packed likewise, 
 
 @pytest.mark.parametrize(("d", "classes", "dense4", "dense8", "packed4", "packed8", "head"), A8)
 def test_a8_bytes(d, classes, dense4, dense8, packed4, packed8, head) -> None:
-    sizes = [upload_bytes(d, classes, packed=p, itemsize=i) for p in (False, True) for i in (4, 8)]
+    sizes = [statistics_bytes(d, classes, packed=p, itemsize=i) for p in (False, True) for i in (4, 8)]
     assert [size / 1e6 for size in sizes] == pytest.approx([dense4, dense8, packed4, packed8], rel=0.02)
     assert 4 * d * classes / 1e6 == pytest.approx(head, rel=0.03)  # the head that comes back, in float32
 
 
 def test_a8_bytes_are_those_of_the_vector_that_is_sent() -> None:
     x, y = examples()
-    assert tree.nbytes(to_rows(statistics(x, y, C))) == upload_bytes(12, C)
+    assert tree.nbytes(to_rows(statistics(x, y, C))) == statistics_bytes(12, C)
 
 
 # -- the sum of Gram matrices ----------------------------------------------------------------------

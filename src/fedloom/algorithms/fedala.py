@@ -70,7 +70,7 @@ class FedALA(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures)
     presets = {"profile": {"paper": _PAPER}}
 
     profile: Annotated[Literal["reference", "paper"], _WORKS] = Field(
-        "reference", description="whose settings: see above"
+        "reference", description="a named set of settings: see above"
     )
     w_init: Annotated[float, _WORKS] = Field(
         1.0, ge=0, le=1, description="where W starts: 1 at the server's model, 0 at the client's own"

@@ -178,8 +178,8 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         return at._replace(x=at.x._replace(w=at.x.sent, memory=()))
 
     def finish(self, x: Wait, down: Model, mine: Mine, work: Work) -> tuple[Sent, Mine]:  # type: ignore[override]
-        whose = work.client if self.divided else ()
-        return Sent(x.sent - down.w, whose), Mine(x.mean, x.W, torch.ones_like(mine.seen), mine.seen)
+        client = work.client if self.divided else ()
+        return Sent(x.sent - down.w, client), Mine(x.mean, x.W, torch.ones_like(mine.seen), mine.seen)
 
     # -- aggregation centres ----------------------------------------------------------------------------
     @property

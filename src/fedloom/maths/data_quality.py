@@ -57,7 +57,7 @@ class ProxyScores(NamedTuple):
 def proxy_scores(logits: Tensor, y: Tensor, counts: Tensor | None = None) -> ProxyScores:
     """The server's own a_i and l_i, from logits ``[K, n, C]``, so that no client can forge them.
 
-    With ``counts``, a client is judged only on the classes it claims to hold: an honest client of two classes would
+    With ``counts``, a client is scored only on the classes it claims to hold: an honest client of two classes would
     else be right on a fifth of ten. NaN where it holds none of the proxy's classes.
     """
     logp = log_softmax(logits.double(), -1)

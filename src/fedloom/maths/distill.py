@@ -1,4 +1,4 @@
-"""Distillation: a student learns to say what teachers say of examples whose labels nobody looks at.
+"""Distillation: a student learns the predictions of teachers on examples, without their labels.
 
     target p(x) of the teachers;      w <- w - lr grad KL(p || softmax f(x; w)), batch by batch
 
@@ -38,7 +38,7 @@ class Lessons(NamedTuple):
     schedule: Literal["constant", "cosine"] = "constant"
 
     def steps(self, rows: int) -> int:
-        """How many steps there are in an epoch on so many rows."""
+        """Steps of an epoch on this many rows."""
         return -(-rows // self.batch)
 
 
@@ -106,7 +106,7 @@ def best(
     """The student after the epoch, or before the first, at which it is nearest to what the teachers say of a share
     of the examples that it does not learn from; the last, where none are held out.
 
-    ``patience``: after so many epochs without a gain it stops.
+    ``patience``: it stops after this many epochs without a gain.
     """
     if apart(task, w, x, target, how.temperature) <= _ALIKE:
         return w
@@ -149,7 +149,7 @@ def last(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address
 
 
 def refuse_statistics(task: Task) -> None:
-    """A server that runs its clients' models would need their running statistics, which it is not told."""
+    """A server that runs its clients' models would need their running statistics, which it does not receive."""
     if task.has_statistics:
         what = "the server runs each client's model, and does not know its running statistics"
         raise ConfigError([Fault("model", what, 'take a net without BatchNorm, such as one with norm = "group"')])

@@ -133,10 +133,10 @@ def aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None = None) -> Te
     """w = gamma (base + sum_i lambda_i moves_i), where gamma is 1 outside of ``shrinks``.  ``[P]``
 
     LAW-AFL, Algorithm 1 line 9 multiplies by gamma twice, Algorithm 3 line 14 not at all.
-    ``shrinks`` ``[P]`` must be false where nobody trains: 0.95 in each of 120 rounds leaves 0.2 % of such a layer.
+    ``shrinks`` ``[P]`` must be false where no client trains: 0.95 in each of 120 rounds leaves 0.2 % of such a layer.
     """
-    heard = how.lam != 0  # what counts nothing need not be finite
-    lam, moves = (how.lam, stack.moves) if bool(heard.all()) else (how.lam[heard], stack.moves[heard])
+    counted = how.lam != 0  # a move without weight need not be finite
+    lam, moves = (how.lam, stack.moves) if bool(counted.all()) else (how.lam[counted], stack.moves[counted])
     mean = stack.base + tree.mix(lam[None], moves)[0].to(stack.base.dtype)
     return mean * _scale(how.shrink, shrinks, mean)
 
@@ -205,7 +205,7 @@ def learn_weights(
     ``start`` ``[m]`` is how much clients count at first, by FedAvg their sizes; it need not sum to 1. LAW-AFL,
     Algorithm 3 line 12 divides sizes by that of the proxy set, so that they sum to far more. A client that counts
     nothing or sent a number that is not finite is left out. Where nothing is learned, lambda is ``start`` over its
-    sum to the bit. If nobody is left, all of lambda is 0 and the aggregate is the base.
+    sum to the bit. If no client is left, all of lambda is 0 and the aggregate is the base.
     """
     usable = tree.finite_rows(stack.moves, len(start)) & (start > 0)
     lam0 = torch.where(usable, start.double(), 0.0)
@@ -226,7 +226,7 @@ def learn_weights(
 def _jointly(
     stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: WeightSettings, shrinks: Tensor | None
 ) -> tuple[Free, Tensor]:
-    """lambda and gamma at once, the rate halved every so many epochs."""
+    """lambda and gamma at once, the rate decayed every ``step_every`` epochs."""
     rates = [step_rate(settings, e) for e in range(len(epochs))]
     way = _descent(stack, free, zip(epochs, rates, strict=True), settings, shrinks)
     return way.points[-1], way.losses
@@ -379,7 +379,7 @@ def aggregated_by_depth(stack: Stack, how: Weighing, depth: Tensor, group: Tenso
     """The aggregate of clients that train the groups 1 .. depth_i ``[m]`` of layers only; 1 is the head.  ``[P]``
 
     w_g = gamma (base_g + sum_i lambda_i moves_ig / sum_i lambda_i), over the clients with depth_i >= g; a group that
-    nobody trains stays as it is, to the bit. ``group`` ``[P]`` says to which group a parameter belongs.
+    no client trains stays as it is, to the bit. ``group`` ``[P]`` says to which group a parameter belongs.
     """
     out = stack.base.clone()
     for g in range(1, int(group.max()) + 1):

@@ -82,13 +82,13 @@ class Registry(NamedTuple):
     """The statistics of each client that has sent them, all taken on one body."""
 
     body: Tensor  # [] its fingerprint
-    known: Tensor  # [N] who has sent
+    known: Tensor  # [N] clients that have sent them
     rows: Tensor  # [N, d (d + 1) / 2 + d C] normalised
     counts: Tensor  # [N, C]
 
 
 def no_registry(clients: int, features: int, classes: int, body: int, dtype: torch.dtype = torch.float64) -> Registry:
-    """A registry in which nobody is; in float32 it takes half the memory."""
+    """A registry without clients; in float32 it takes half the memory."""
     width = triangle(features) + features * classes
     return Registry(
         torch.tensor(body),

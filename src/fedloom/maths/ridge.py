@@ -107,7 +107,7 @@ def sent_statistics(rows: Tensor, counts: Tensor) -> Tensor:
     return (counts != 0).any(-1) | (rows != 0).any(-1)
 
 
-def upload_bytes(features: int, classes: int, *, packed: bool = True, itemsize: int = 8) -> int:
+def statistics_bytes(features: int, classes: int, *, packed: bool = True, itemsize: int = 8) -> int:
     """Bytes of one client's G and B, of which G is sent as a triangle or, not packed, as a square."""
     return ((triangle(features) if packed else features**2) + features * classes) * itemsize
 
@@ -154,7 +154,7 @@ def matters(ridge: Tensor | float, a: Tensor) -> bool:
 
 
 def inverted(values: Tensor) -> Tensor:
-    """One over each eigenvalue, 0 where it is too small to be told from 0.  ``[d]``"""
+    """One over each eigenvalue, 0 where rounding cannot distinguish it from 0.  ``[d]``"""
     cut = values.abs().max() * len(values) * torch.finfo(values.dtype).eps
     return torch.where(values > cut, 1 / values, 0.0)
 

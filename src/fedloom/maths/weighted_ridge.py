@@ -150,6 +150,6 @@ def sketched(rows: Tensor, projection: Tensor, classes: int) -> Tensor:
 
 
 def projection(features: int, dimensions: int, seed: int) -> Tensor:
-    """A random map to fewer features that keeps lengths on average, the same for all who know the seed.  ``[d, k]``"""
+    """A random map to fewer features that keeps lengths on average, the same for the same seed.  ``[d, k]``"""
     draws = rng.stream(seed, "projection").standard_normal((features, dimensions))
     return torch.from_numpy(draws) / math.sqrt(dimensions)

@@ -190,7 +190,7 @@ class Mass(NamedTuple):
 
 
 def mass(weights: Tensor, bad: Tensor) -> Mass | None:
-    """From the weights [K] of a round's clients, of whom ``bad`` [K] are; None where none is, or all weights are 0."""
+    """From the weights [K] of a round's clients, some of them ``bad`` [K]; None where none is, or all weights are 0."""
     total = float(weights.sum())
     count = int(bad.sum())
     if not count or total <= 0:

@@ -95,10 +95,10 @@ class Guard(NamedTuple):
         HiddenSums over examples have the same noise whenever they are sent: only the first time is charged. Means have
         noise of the round, and are charged in addition to moves.
         """
-        whom = set(ids.tolist()) if self.release.local else {0}
+        charged = set(ids.tolist()) if self.release.local else {0}
         parts = 1 if self.features is None else bool(uploads.dw.numel()) + bool(uploads.rows.numel())
         first = self.sums is not None and self.features is None
-        uses = ((max(n, 1) if first else n + parts) if k in whom else n for k, n in enumerate(ledger.uses))
+        uses = ((max(n, 1) if first else n + parts) if k in charged else n for k, n in enumerate(ledger.uses))
         return ledger._replace(uses=tuple(uses))
 
     def epsilon(self, round_: int) -> float:

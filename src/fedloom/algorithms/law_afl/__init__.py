@@ -140,7 +140,7 @@ from fedloom.maths.learned_weights import (
 from fedloom.maths.linear_head import body_features, check_head, feature_count
 from fedloom.maths.private_sums import clipped_features
 from fedloom.maths.registry import no_registry
-from fedloom.maths.ridge import sent_statistics, statistics, to_rows, upload_bytes
+from fedloom.maths.ridge import sent_statistics, statistics, statistics_bytes, to_rows
 
 _GRID = (0.0, 0.1, 1.0, math.inf)  # strengths of the prior that cross-validation chooses from
 
@@ -461,7 +461,7 @@ class LawAFL(
     def foresee_uploads(self, server: LawAFLServer, ids: Tensor) -> tuple[int, LawAFLServer]:
         """As if every client trained the whole net, and all statistics were plausible."""
         round_, registry = float(server.t), server.registry
-        size, each = 0, upload_bytes(feature_count(self.task, self.bias), self.classes)
+        size, each = 0, statistics_bytes(feature_count(self.task, self.bias), self.classes)
         if self.trains_in(round_):
             slope = server.w.element_size() if self.shrink_rule == "eq5" else 0
             size += len(ids) * (tree.nbytes(server.w) + slope)
