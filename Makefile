@@ -30,7 +30,7 @@ docs: $(READY) ## Write the pages of the documentation that are read off the cla
 test: lint types ## Lint, check types, and run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-quick: $(READY) ## Run the tests that take no more than a few seconds
+quick: $(READY) ## Run the tests of single functions, in less than a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 N ?= 1000

@@ -28,6 +28,16 @@ hypothesis_settings.register_profile("fedloom", deadline=None, suppress_health_c
 hypothesis_settings.load_profile("fedloom")
 
 
+COMMANDS = {"cli", "compare", "golden", "runs"}  # folders whose tests run whole commands, runs or comparisons
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs whole commands is slow, wherever it lies: `make quick` is for the tests of single functions."""
+    for item in items:
+        if item.path.parent.name in COMMANDS or "quick" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests vouch for is not put on the list of whoever runs them."""

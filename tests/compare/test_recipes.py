@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedloom.algorithm.capabilities import needs_proxy
+from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import equalised
-from fedloom.compare.plan import plan
+from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.core.errors import FedloomError
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays
@@ -44,6 +45,18 @@ def split(path: Path) -> tuple[Table, Table]:
     """The experiment of a file, and its table of comparisons."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     return table, table.pop("compare", {})
+
+
+@functools.cache
+def planned(path: Path) -> ComparisonPlan:
+    """The cells of a recipe with all its seeds: several tests look at them."""
+    return plan(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def first_cells(path: Path) -> list[Cell]:
+    """Those of its first seed; none where nothing is compared."""
+    compare = split(path)[1]
+    return [c for c in planned(path).cells if c.config.basics.seed == compare["seeds"][0]] if compare else []
 
 
 def plain(value: Any) -> Any:
@@ -238,12 +251,12 @@ def test_equal_gradients_are_the_rounds_that_are_said(monkeypatch: pytest.Monkey
     rows = from_arrays(np.zeros((1000, 3, 8, 8), np.uint8), y, test=np.zeros(1000, bool))
     monkeypatch.setattr("fedloom.data.sources.PublishedSet.load", lambda *_: rows._replace(test=np.arange(1000) < 10))
     small = base | {"model": {"kind": "logistic"}, "compare": compare | {"grid": {}, "seeds": [0]}}
-    planned = equalised(plan(small), Path("unused"))
-    assert {cell.method.label: cell.config.basics.rounds for cell in planned.cells} == {
+    equal = equalised(plan(small), Path("unused"))
+    assert {cell.method.label: cell.config.basics.rounds for cell in equal.cells} == {
         "FedAvg": 15_000, "FedSAM": 7_500, "SCAFFOLD": 15_000, "FedAvg, all clients": 500,
         "DFedAvg": 1_500, "DFedAvgM": 1_500, "DFedSAM": 750, "DFedGAM": 500,
     }  # fmt: skip
-    for cell in planned.cells:
+    for cell in equal.cells:
         ends = (cell.config.local.lr_at(cell.config.basics.rounds * k // 2, 0) for k in (0, 1, 2))
         assert list(ends) == pytest.approx([0.1, 0.1 * 0.995**250, 0.1 * 0.995**500], rel=1e-6)
         assert cell.config.basics.rounds == 50 * cell.config.evaluate.every
@@ -252,10 +265,7 @@ def test_equal_gradients_are_the_rounds_that_are_said(monkeypatch: pytest.Monkey
 def settings(folder: str) -> Iterator[tuple[str, Config]]:
     """Every experiment of a folder's recipes, by the label of its method."""
     for path in sorted((ROOT / folder).glob("*.toml")):
-        base, compare = split(path)
-        planned = plan(base | {"compare": compare | {"seeds": [0]}}).cells if compare else []
-        yield from ((cell.method.label, cell.config) for cell in planned)
-        yield from [] if planned else [("", parse(base))]
+        yield from [(c.method.label, c.config) for c in first_cells(path)] or [("", parse(split(path)[0]))]
 
 
 def test_fedalr_has_the_loader_of_flgo() -> None:
@@ -381,9 +391,7 @@ def fault(config: Config) -> str:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_every_cell_of_a_recipe_can_begin(path: Path) -> None:
-    base, compare = split(path)
-    planned = plan(base | {"compare": compare | {"seeds": [0]}}).cells if compare else []
-    found = {cell.name: cell.config for cell in planned} or {named(path): parse(base)}
+    found = {cell.name: cell.config for cell in first_cells(path)} or {named(path): parse(split(path)[0])}
     by_net = sorted(found, key=lambda name: repr((found[name].model, found[name].kinds["data"])))
     assert {name: why for name in by_net if (why := fault(found[name]))} == {}
 
@@ -457,16 +465,15 @@ def test_an_extractor_is_trained_and_all_methods_train_heads_on_it(tmp_path: Pat
 @pytest.mark.parametrize("path", COMPARED, ids=named)
 def test_compare_plans_the_same_cells(path: Path) -> None:
     base, compare = split(path)
-    planned = plan(base | {"compare": compare})
-    assert all("draws other clients" in note for note in planned.notes)  # FedProx as its paper has it
-    assert len(planned.cells) == len(compare["seeds"]) * sum(1 for _ in cells(base, compare))
-    assert {cell.config.algorithm for cell in planned.cells} == {parse(c).algorithm for c in cells(base, compare)}
+    found = planned(path)
+    assert all("draws other clients" in note for note in found.notes)  # FedProx as its paper has it
+    assert len(found.cells) == len(compare["seeds"]) * sum(1 for _ in cells(base, compare))
+    assert {cell.config.algorithm for cell in found.cells} == {parse(c).algorithm for c in cells(base, compare)}
 
 
 def test_figures_and_tables_share_their_runs() -> None:
     def hashes(name: str) -> set[str]:
-        base, compare = split(ROOT / f"{name}.toml")
-        return {cell.hash for cell in plan(base | {"compare": compare}).cells}
+        return {cell.hash for cell in planned(ROOT / f"{name}.toml").cells}
 
     assert hashes("fedalr/figure2_curves") <= hashes("fedalr/table1_cifar10") | hashes("fedalr/table1_cifar100")
     assert hashes("fedalr/table2_settings") <= hashes("fedalr/figure3_settings")
@@ -512,6 +519,6 @@ def test_recipes_whose_runs_are_the_same_keep_them_in_one_folder() -> None:
     """Else the second figure would make all runs of the first once more."""
     paths = sorted((ROOT / "relaxation").glob("*.toml"))
     assert {split(path)[1]["cells"] for path in paths} == {"runs/relaxation-cells"}
-    cells = [{cell.hash for cell in plan(tomllib.loads(path.read_text(encoding="utf-8"))).cells} for path in paths]
+    cells = [{cell.hash for cell in planned(path).cells} for path in paths]
     said = f"{sum(map(len, cells))} runs, {sum(map(len, cells)) - len(set().union(*cells))} of which"
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
