@@ -39,6 +39,7 @@ def central(exp, *, ridge=1e-3, bias=False, rows=slice(None)) -> torch.Tensor:
     return torch.from_numpy(np.linalg.lstsq(long, padded, rcond=None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["logistic", {"kind": "random_features", "width": 9}, {"kind": "mlp", "widths": [7]}])
 @pytest.mark.parametrize("owner", OWNERS.values(), ids=OWNERS)
 def test_a1_every_partition_gives_central_ridge(world, owner, model) -> None:
@@ -219,6 +220,7 @@ DEALS = [
 ]
 
 
+@pytest.mark.slow
 def test_digits_do_not_depend_on_the_partition(tmp_path) -> None:
     """A7: the same accuracy, to the last example, and the weights of central ridge to eight digits."""
     found, heads = set(), []
@@ -232,6 +234,7 @@ def test_digits_do_not_depend_on_the_partition(tmp_path) -> None:
     assert all(apart(head, heads[0]) < 1e-8 for head in heads)
 
 
+@pytest.mark.slow
 def test_a_body_from_an_earlier_run(tmp_path) -> None:
     """The body of a net trained for some rounds, frozen: far better than the same body as it was drawn."""
     model = {"kind": "mlp", "widths": [32]}

@@ -90,6 +90,7 @@ def test_the_pull_fades_along_a_cosine() -> None:
     assert found == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0, 0], abs=1e-7)
 
 
+@pytest.mark.slow
 def test_a_step_descends_the_loss_of_the_mixture_in_core_and_relationships() -> None:
     g = torch.Generator().manual_seed(0)
     cores, p = torch.randn(4, 3, generator=g).double(), torch.randn(4, generator=g).double()
@@ -121,6 +122,7 @@ def test_the_server_puts_each_core_in_its_place() -> None:
     assert after.w.tolist() == [0.25 * 3 + 0.25 * 5 + 0.5 * 1, 0.25 * 4 + 0.25 * 6 + 0.5 * 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 @pytest.mark.parametrize("cohort", [{"sampling": "all"}, {"size": 2}])
 def test_all_its_own_with_fixed_relationships_it_is_training_alone(world, executor, cohort) -> None:
@@ -190,6 +192,7 @@ def test_one_client_of_one_example(world) -> None:
     assert served(free, state, store).isfinite().all()
 
 
+@pytest.mark.slow
 def test_without_a_pull_from_round_l_on_mu_does_not_matter(world) -> None:
     def after(mu, rounds, algorithm):
         exp = world(algorithm={"kind": "apple", "mu": mu, **algorithm}, local=RAGGED)
@@ -241,6 +244,7 @@ def test_there_is_no_common_model_and_nobody_is_drawn_twice(world) -> None:
 TWINS = {"kind": "pathological", "clients": 10, "holdout": 0.25}  # 0 and 1 hold the same two classes, 2 and 3, ...
 
 
+@pytest.mark.slow
 def test_it_learns_whom_to_listen_to() -> None:
     """Of two clients with the same classes the second has more data, and both come to take most of its core."""
     table = {"data": "digits", "algorithm": "apple", "partition": TWINS, "cohort": {"sampling": "all"}}
@@ -249,6 +253,7 @@ def test_it_learns_whom_to_listen_to() -> None:
     assert kept(exp, state, store).p.argmax(1).tolist() == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
 
 
+@pytest.mark.slow
 def test_it_learns_digits() -> None:
     history = fedloom.run("apple", data="digits", rounds=12, partition=TWINS, cohort={"sampling": "all"})
     assert history.summary["personal/pre_fit/test/accuracy"].last > 0.97
@@ -266,6 +271,7 @@ def test_a_client_receives_the_cores_of_which_it_takes_the_most() -> None:
     assert after.cores[:, 0].tolist() == [10, 20, 3, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_limited_downloads_cost_so_many_bytes_and_all_of_them_change_nothing(world, executor) -> None:
     table = {"local": RAGGED, "engine": {"executor": executor}}
@@ -284,6 +290,7 @@ class Limited(Apple):
     p_lr: float = 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_laws_with_limited_downloads(law) -> None:
     assert laws.verdict(law, Limited) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -111,6 +112,7 @@ class RidgeOnLaws(Ridge):
         return Solved(server.w + move.float(), g, h)
 
 
+@pytest.mark.slow
 def test_laws() -> None:
     broken = {law.__name__: laws.verdict(law, RidgeOnLaws) for law in laws.LAWS}
     assert not any(broken.values()), broken

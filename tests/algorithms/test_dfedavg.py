@@ -27,6 +27,7 @@ class Sloping(Quadratic):
         return vec(3, -1)
 
 
+@pytest.mark.slow
 def test_five_rounds_on_a_ring_by_definition(world) -> None:
     exp = network(world, local={"batch": 0, "steps": 2, "lr": 0.3})
     W, X = exp.topology.matrix(len(SIZES)).float(), exp.task.w0.expand(len(SIZES), -1)
@@ -122,6 +123,7 @@ def test_a9_nodes_with_the_same_data_stay_equal(world, kind) -> None:
     assert not torch.allclose(found[0], network(world).task.w0, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dfedavg", "dfedavgm", "dfedsam", "dfedgam"])
 def test_lanes_and_loop_agree(world, kind) -> None:
     net = {"kind": "mlp", "widths": [5]}

@@ -134,6 +134,7 @@ def test_quantised_messages_preserve_the_mean(world, scheme, bits) -> None:
         torch.testing.assert_close(models(exp, state, store).mean(0), ends.mean(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "topology"), [("direct", "star"), ("direct", "random"), ("compensated", "star")])
 def test_quantised_models_by_their_definition(world, scheme, topology) -> None:
     """Neighbours hear Q(z); a node's own z counts as it is, or also makes up for what the others lose of it."""
@@ -171,6 +172,7 @@ def test_choco_by_its_definition(world, gamma) -> None:
         X, V = models(exp, state, store), exp.given(state, store, torch.arange(N)).mine.v
 
 
+@pytest.mark.slow
 def test_the_errors_of_choco_vanish_and_those_of_quantised_models_do_not(world) -> None:
     """Gossip alone from models that differ: differences shrink, and the steps of the quantiser with them."""
     gaps = {}

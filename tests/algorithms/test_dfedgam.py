@@ -25,6 +25,7 @@ class Curved(Quadratic):
         return batch.x @ v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_g9_without_a_radius_it_is_dfedavg_bit_for_bit(world, rule) -> None:
     ours = run(network(world, "dfedgam", algorithm={"rho": 0.0, "rule": rule}), 3)
@@ -56,6 +57,7 @@ def test_the_step_is_clipped_and_not_the_gradient_that_points_the_way() -> None:
     torch.testing.assert_close(found.w, y - 0.1 * whole / whole.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "hvp"), [(r, "fd") for r in RULES] + [("paper", "central"), ("paper", "exact")])
 def test_lanes_and_loop_agree(world, rule, hvp) -> None:
     """Norms are each node's own; a difference of float32 gradients leaves about three digits of a direction."""

@@ -55,6 +55,7 @@ def test_the_common_model_is_fedavgs_bit_for_bit(world, optimiser, executor) -> 
     assert torch.equal(after(ours, 3).w, after(world(**table), 3).w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_mu_0_is_local_training_bit_for_bit(world, optimiser, executor) -> None:
@@ -91,6 +92,7 @@ def test_many_small_steps_reach_the_proximal_point(mu) -> None:
     assert torch.equal(at.x.w, w)
 
 
+@pytest.mark.slow
 def test_the_larger_mu_the_nearer_the_common_model(world) -> None:
     far = []
     for mu in (0.0, 0.1, 1.0, 4.0):
@@ -139,6 +141,7 @@ def test_who_does_not_take_part_keeps_its_model_and_a_late_joiner_starts_from_th
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_client_with_one_example_learns_it(world, executor) -> None:
     exp = ditto(world, (1, 12, 7), model=MLP, local=RAGGED, engine={"executor": executor})
@@ -172,6 +175,7 @@ def test_a_pull_that_grows_is_doubted() -> None:
     assert "grow" in Ditto(mu=20.0).warnings(0.1, 10)[0]
 
 
+@pytest.mark.slow
 def test_it_learns_digits_of_which_each_client_has_four() -> None:
     table = {
         "rounds": 15,

@@ -36,6 +36,7 @@ def heard(alg: DpFedAvg, server: Server, dw: torch.Tensor) -> Inbox[Sent]:
     return Inbox(total, count, count, count, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("clip", [0.01, 30.0])
 def test_the_clip_finds_its_quantile(quantile: float, clip: float) -> None:
@@ -61,6 +62,7 @@ def test_the_mean_is_that_of_clipped_moves_and_no_upload_is_longer_than_one() ->
     assert float(after.clip) == pytest.approx(0.7 * math.exp(-0.2 * (share - 0.5)))
 
 
+@pytest.mark.slow
 def test_the_noise_is_split_as_it_says(world: Any) -> None:
     """Clients that do not move: what moves the model, and the clip, is noise alone."""
     settings = {"model": {"kind": "mlp", "widths": [3000]}, "local": {"lr": 1e-12}}
@@ -81,6 +83,7 @@ def test_the_noise_is_split_as_it_says(world: Any) -> None:
     assert guard.epsilon(7) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_clip_that_follows_beats_one_that_is_far_too_wide() -> None:
     """At the same epsilon, from the same clip, on digits."""
     settings: dict[str, Any] = {

@@ -151,6 +151,7 @@ def test_mixing_preserves_the_mean(world, topology) -> None:
     assert torch.equal(W, W.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])
 def test_a_node_that_comes_back_takes_its_neighbours_models(world, order) -> None:
     """It starts from the mean of the models that these would predict with, and its own last move is forgotten."""

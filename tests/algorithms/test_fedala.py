@@ -134,6 +134,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_round_is_the_definition_written_as_a_loop(world, name, executor) -> None:
@@ -165,6 +166,7 @@ def test_a1_with_w_at_1_and_no_step_it_is_fedavg_whatever_the_layers(world, laye
     assert torch.equal(ran(ours).w, ran(laid_out(world, kind="fedavg", **more)).w)
 
 
+@pytest.mark.slow
 @OPTIMIZERS
 def test_a1_whatever_the_optimiser_that_remembers(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
@@ -175,6 +177,7 @@ def test_a1_whatever_the_optimiser_that_remembers(world, optimizer) -> None:
     assert not torch.equal(ours.w, ran(laid_out(world, algorithm=NEUTRAL | {"eta": 1.0}, **more)).w)  # it can differ
 
 
+@pytest.mark.slow
 def test_a1_under_partial_participation(world) -> None:
     more = {"cohort": {"size": 2}}
     ours = laid_out(world, (4, 12, 7, 9), algorithm={"eta": 0.0}, **more)
@@ -216,6 +219,7 @@ def test_a2_the_servers_model_is_then_the_weighted_mean_of_theirs(world, optimiz
     torch.testing.assert_close(ours.w.double(), mean, rtol=1e-6, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_a3_with_w_at_0_on_the_last_layer_heads_are_private_and_bodies_common(world) -> None:
     now = ran(laid_out(world, algorithm={"w_init": 0.0, "eta": 0.0}), 0)
     low = now.exp.task.size - 3 * 6  # the head: 3 classes of 5 features and a bias
@@ -311,6 +315,7 @@ def test_a5_w_is_kept_and_not_made_anew(world) -> None:
     assert torch.equal(still.kept.W, learned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_a5_w_comes_through_a_resume(world, tmp_path, where) -> None:
     exp = laid_out(world, cohort={"size": 2})
@@ -335,6 +340,7 @@ def test_a5_w_comes_through_a_resume(world, tmp_path, where) -> None:
 
 
 # -- a6: below ALA's layers -----------------------------------------------------------------------------
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a6_below_alas_layers_is_the_servers_model(world, layers, executor) -> None:
@@ -491,6 +497,7 @@ def test_a10_each_client_has_a_start_phase_of_its_own_length(world, executor) ->
     assert all(4 <= p <= 30 for p in passes)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_who_has_settled_costs_nothing_more(world, monkeypatch, executor) -> None:
     """Of every pass of ALA only those clients are computed that are not done yet."""
@@ -559,6 +566,7 @@ def test_a_share_of_the_data_but_at_least_a_batch_where_there_is_one(world, perc
         assert [len(b) for b in batches_of(exp, client, 5)[:-1]] == [3] * (-(-count // 3) - 1)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_clients_with_hardly_any_data_take_part(world, executor) -> None:
     method = Counting(sample_percent=1.0, layers="all", eta=5.0, max_start_passes=13)
@@ -595,6 +603,7 @@ def test_the_same_batches_in_every_pass_and_others_in_every_round(world, samplin
     assert set(picked[:3]) != set(picked[3:])
 
 
+@pytest.mark.slow
 def test_a_block_lies_together_in_stored_order_and_anywhere(world) -> None:
     exp = laid_out(world, algorithm={"sampling": "block", "sample_percent": 50.0})
     starts = exp.federation.train.start.tolist()
@@ -616,6 +625,7 @@ def test_a_draw_is_without_replacement_and_of_any_example(world) -> None:
     assert any(rows != sorted(rows) for rows in found)
 
 
+@pytest.mark.slow
 def test_one_batch_in_later_rounds_moves_w_less(world) -> None:
     """The start phase is the same; afterwards one step of W instead of a pass."""
     whole, one = (ran(laid_out(world, algorithm={"later_passes": p}), 2) for p in ("epoch", "step"))
@@ -640,6 +650,7 @@ class Dropped(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_in_evaluation_mode_ala_sees_the_net_without_dropout(world, executor) -> None:
     more = {"model": {"kind": "test_fedala:Dropped"}, "engine": {"executor": executor}}
@@ -653,6 +664,7 @@ def test_in_evaluation_mode_ala_sees_the_net_without_dropout(world, executor) ->
     assert (noisy.states.W - done.states.W).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_ala_leaves_running_statistics_alone(world, mode) -> None:
     """What the server averages is what FedAvg's clients would send from the same point."""
@@ -665,6 +677,7 @@ def test_ala_leaves_running_statistics_alone(world, mode) -> None:
 
 
 # -- who takes part ----------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_late_joiners_and_those_who_miss_rounds(world) -> None:
     """Each client counts its own rounds: none, the start phase, then one pass; nothing of an absent client changes."""
     exp = replaced(laid_out(world, (4, 12, 7, 9, 5), cohort={"size": 2}, seed=1), Counting(max_start_passes=12))
@@ -684,6 +697,7 @@ def test_late_joiners_and_those_who_miss_rounds(world) -> None:
     assert min(rounds) < 3
 
 
+@pytest.mark.slow
 def test_a_lost_client_keeps_the_state_of_its_last_round(world) -> None:
     exp = laid_out(world, (4, 12, 7, 9), system={"dropout": 0.5})
     now = ran(exp, 2)
@@ -757,12 +771,14 @@ def test_f1_weights_sum_to_one(world, weighting) -> None:
 
 
 # -- o1, o3, o4: what optimisers remember ------------------------------------------------------------------
+@pytest.mark.slow
 def test_o1_for_plain_sgd_there_is_nothing_to_remember(world) -> None:
     a, b = (ran(laid_out(world, local=RAGGED | {"state": s})) for s in ("persist", "reset"))
     assert same(a.kept, b.kept)
     assert torch.equal(a.w, b.w)
 
 
+@pytest.mark.slow
 def test_o1_clients_remember_unless_told_otherwise(world) -> None:
     """The default of FedALA, where the user says nothing."""
     assert parse({"algorithm": "fedala"}).local.state == "persist"
@@ -773,6 +789,7 @@ def test_o1_clients_remember_unless_told_otherwise(world) -> None:
     assert (a.w - b.w).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_o3_adagrads_sum_grows_from_round_to_round_and_begins_anew_only_if_told(world) -> None:
     adagrad = LOCAL | {"optimizer": "adagrad", "lr": 0.05}
     now = ran(laid_out(world, local=adagrad), 1)
@@ -803,6 +820,7 @@ def test_o4_who_is_absent_keeps_its_memory(world) -> None:
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @EXECUTORS
 def test_a_participant_is_judged_with_the_model_its_next_round_begins_with(world, executor) -> None:
     exp = laid_out(world, (6, 14, 9, 11), cohort={"size": 2}, engine={"executor": executor}, partition=HELD)
@@ -824,6 +842,7 @@ def test_who_never_took_part_is_judged_with_the_servers_model(world) -> None:
     assert torch.equal(now.served(absent), now.w.expand(len(absent), -1))
 
 
+@pytest.mark.slow
 def test_without_anything_learned_personal_metrics_are_those_of_fedavg(world) -> None:
     found = []
     for kind, algorithm in (("fedala", {"eta": 0.0}), ("fedavg", {})):
@@ -833,6 +852,7 @@ def test_without_anything_learned_personal_metrics_are_those_of_fedavg(world) ->
     assert "personal/pre_fit/test/accuracy" in found[0]
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_training(world) -> None:
     exp = laid_out(world, (6, 14, 9), cohort={"size": 2}, partition=HELD, local=LOCAL | {"momentum": 0.9})
     quiet = ran(exp, 4)
@@ -846,6 +866,7 @@ def test_evaluation_does_not_change_training(world) -> None:
     assert same(Ran(exp, state, store).given.memory, quiet.given.memory)
 
 
+@pytest.mark.slow
 def test_nor_how_often_there_is_one() -> None:
     arrays = blobs((6, 14, 9))
     models = [

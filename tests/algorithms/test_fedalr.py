@@ -215,6 +215,7 @@ def test_l15b_without_normalising_m_is_made_of_raw_updates() -> None:
     torch.testing.assert_close(step(vec(3, 4).expand(3, -1), **options), vec(3, 4))
 
 
+@pytest.mark.slow
 def test_l16_m_and_t_restored_give_the_next_step_bit_for_bit(world, tmp_path) -> None:
     exp = world(algorithm={"kind": "fedalr"}, local=RAGGED)
     state, store = begin(exp), RamStore(3)

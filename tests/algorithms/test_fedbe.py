@@ -51,6 +51,7 @@ def drawn(alg: FedBE, w, inbox):
 
 
 # -- the posterior -------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_gaussian_has_the_weighted_mean_and_variance_of_the_clients() -> None:
     w, inbox = torch.tensor([1.0, -1.0, 0.5]), moves(4, 3)
     found = drawn(FedBE(samples=10_000, **ONLY_SAMPLES), w, inbox).double()
@@ -63,6 +64,7 @@ def test_the_gaussian_has_the_weighted_mean_and_variance_of_the_clients() -> Non
     assert np.abs(np.corrcoef(found.T.numpy()) - np.eye(3)).max() < 0.04  # the coordinates are independent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("centre", "concentration"), [("alike", 1.0), ("share", 1.0), ("share", 20.0)])
 def test_the_dirichlet_has_its_moments_and_stays_among_the_clients(centre, concentration) -> None:
     w, count = torch.zeros(3), 3
@@ -193,6 +195,7 @@ def test_the_mean_of_points_that_stand_still_is_the_point(monkeypatch) -> None:
 
 
 # -- in a run --------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_no_epochs_are_fedavg_bit_for_bit(world) -> None:
     ours = after(fedbe(world, algorithm={"epochs": 0}, local=RAGGED), 3)
     theirs = after(world((60, 80, 30), proxy=PROXY, local=RAGGED), 3)
@@ -200,6 +203,7 @@ def test_no_epochs_are_fedavg_bit_for_bit(world) -> None:
     assert not torch.equal(after(fedbe(world, local=RAGGED), 3).w, theirs.w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("posterior", ["gaussian", "dirichlet"])
 def test_labels_of_the_proxy_are_not_used(world, posterior) -> None:
     exp = fedbe(world, local=RAGGED, algorithm={"posterior": posterior})

@@ -58,6 +58,7 @@ def test_temperature_is_on_both_sides() -> None:
     assert found == pytest.approx(1.5 - 0.5 * slope, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_student_reaches_its_teachers_where_it_can() -> None:
     """The mean of these teachers' logits is that of a model, w = 2, and the student finds it."""
     alg = line(epochs=400, lr=0.05, held_out=0.5)
@@ -65,6 +66,7 @@ def test_the_student_reaches_its_teachers_where_it_can() -> None:
     assert found == pytest.approx(2.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_no_epochs_are_fedavg_bit_for_bit(world) -> None:
     ours = after(feddf(world, algorithm={"epochs": 0}, local=RAGGED), 3)
     theirs = after(world((60, 80, 30), proxy=PROXY, local=RAGGED), 3)
@@ -72,6 +74,7 @@ def test_no_epochs_are_fedavg_bit_for_bit(world) -> None:
     assert not torch.equal(after(feddf(world, local=RAGGED), 3).w, theirs.w)
 
 
+@pytest.mark.slow
 def test_labels_of_the_proxy_are_not_used(world) -> None:
     exp = feddf(world, local=RAGGED)
     held = exp.algorithm.proxy

@@ -107,6 +107,7 @@ def test_many_local_steps_are_the_papers_exact_minimisers() -> None:
     torch.testing.assert_close(torch.stack([ours.kept[k].g for k in range(4)]), g, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_it_reaches_the_optimum_where_fedavg_keeps_a_bias() -> None:
     clients = bowls(6)
     best = optimum(clients)
@@ -119,6 +120,7 @@ def test_it_reaches_the_optimum_where_fedavg_keeps_a_bias() -> None:
         torch.testing.assert_close(found.kept[k].g, client.gradient(best), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_so_it_does_when_only_some_of_them_come() -> None:
     clients, order = bowls(10, seed=4), np.random.default_rng(0)
     found = play(
@@ -263,6 +265,7 @@ def _alone(exp, client: int) -> torch.Tensor:
     return w
 
 
+@pytest.mark.slow
 def test_alpha_by_samples_finds_what_is_best_for_all_examples(world) -> None:
     """Where the moves end, the mean gradient over examples vanishes, and by ``one`` that over clients does."""
     sizes = (40, 4, 10)
@@ -284,6 +287,7 @@ class BySamples(FedDyn):
     alpha_by: Literal["one", "samples"] = "samples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_laws_by_samples(law) -> None:
     assert laws.verdict(law, BySamples) == ""

@@ -294,6 +294,7 @@ class Whole(FedKD):
         return Server(server.w + like(inbox.mean.dw, server.w), server.t + 1, server.numbers)
 
 
+@pytest.mark.slow
 def test_with_all_the_energy_a_run_loses_nothing(world) -> None:
     rest = {"model": WIDE, "local": RAGGED}
     exp = world((9, 12, 7), algorithm={"kind": "fedkd", "energy_start": 1.0, "energy_end": 1.0}, **rest)
@@ -390,6 +391,7 @@ def test_mentors_are_judged_after_training_and_the_mentee_is_the_common_model(wo
     assert {name.rpartition("/")[0] for name in found} == {"personal/post_fit/test", "global/test"}
 
 
+@pytest.mark.slow
 def test_it_learns_digits() -> None:
     history = fedloom.run(
         "fedkd",

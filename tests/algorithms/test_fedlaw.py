@@ -53,6 +53,7 @@ def _moves(exp):
     return [found[i] for i in sorted(found)]
 
 
+@pytest.mark.slow
 def test_bad_clients_lose_their_weight(laid_out) -> None:
     exp = spoiled(laid_out(FEDLAW), 1)
     server = after(exp, 5).server
@@ -129,6 +130,7 @@ def test_frozen_weights_are_those_of_the_first_round(laid_out) -> None:
     assert not torch.equal(later.w, first.w)
 
 
+@pytest.mark.slow
 def test_frozen_weights_do_not_drift_where_cohorts_change(laid_out) -> None:
     """What was learned of a client stays as it is, whoever it meets later."""
     exp = spoiled(laid_out({**FEDLAW, "freeze_after": 2}, cohort={"size": 2}, seed=3), 1)
@@ -202,6 +204,7 @@ def test_batch_normalisation_learns_on_statistics_of_proxy_batches(world) -> Non
     assert bool(after(exp).server.w.isfinite().all())
 
 
+@pytest.mark.slow
 def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> None:
     """By ``proxy`` they are those of the proxy batches; by ``average`` the clients'; one pass moves the latter."""
     rng = np.random.default_rng(0)

@@ -217,6 +217,7 @@ def test_every_clients_loss_falls_under_small_steps_without_a_box() -> None:
         assert all(client.loss(b) < client.loss(a) for a, b in pairwise(path))
 
 
+@pytest.mark.slow
 def test_it_reaches_a_pareto_stationary_point() -> None:
     """For round bowls the Pareto set is the triangle between their bottoms; outside it somebody could still gain."""
     bottoms = [vec(0, 0, 0), vec(2, 0, 0), vec(0, 2, 0)]
@@ -236,6 +237,7 @@ def test_it_reaches_a_pareto_stationary_point() -> None:
     assert (solve(start @ start.T, torch.ones(3).double() / 3, 1.0) @ start).norm() > 0.5
 
 
+@pytest.mark.slow
 def test_clients_alike_are_led_to_the_optimum() -> None:
     client = bowls(1)[0]
     w = play(FedMGDA(eta=0.5, decay=0.9), [client] * 3, 100, lr=0.01, w=vec(1, 1, 1)).server.w

@@ -88,6 +88,7 @@ def test_p6_gamma_and_the_bound_on_the_way() -> None:
     assert gammas[-1] <= 1e-6
 
 
+@pytest.mark.slow
 def test_rounds_of_exact_proximal_steps_settle_where_they_balance() -> None:
     """At the fixed point sum_k (prox_k(w) - w) = 0, a linear system; the larger mu, the nearer the optimum."""
     clients, bias = bowls(4), {}

@@ -279,6 +279,7 @@ def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_client_with_one_example_learns_it(world, executor, preset) -> None:
@@ -354,6 +355,7 @@ class Scattered(FedRep):
     names: tuple[str, ...] = ("body.0.bias", "head.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("cls", [FedPer, FedBABU, Scattered])
 def test_its_kin_obey_the_laws(cls, law) -> None:
@@ -364,6 +366,7 @@ def test_its_kin_obey_the_laws(cls, law) -> None:
         assert found == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_learns_digits_of_which_each_client_has_four(preset) -> None:
     history = fedloom.run(

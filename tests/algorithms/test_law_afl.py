@@ -53,6 +53,7 @@ def test_l1_without_learning_it_is_afl(laid_out, owner) -> None:
     assert float(ours.freedom) == 0
 
 
+@pytest.mark.slow
 def test_l8_and_late_clients(laid_out) -> None:
     """Who comes again changes nothing; when all have come, it is as if they had come at once."""
     settings = {**PLAIN, "gate": False}
@@ -65,6 +66,7 @@ def test_l8_and_late_clients(laid_out) -> None:
     torch.testing.assert_close(late.w, at_once.w)
 
 
+@pytest.mark.slow
 def test_a_round_without_new_clients_changes_nothing_and_costs_nothing(laid_out) -> None:
     exp = laid_out(QUICK)
     one, three = rounds(exp, 1), rounds(exp, 3)
@@ -90,6 +92,7 @@ def test_weights_are_remembered_by_client(laid_out) -> None:
     torch.testing.assert_close(server.statistics.lam, sizes / sizes.sum() * server.statistics.offsets.exp())
 
 
+@pytest.mark.slow
 def test_l12_the_gate_keeps_a_better_head(laid_out) -> None:
     exp = laid_out({**QUICK, "gate": True}, cohort={"size": 4}, seed=2)
     state, store = begin(exp), RamStore(exp.federation.clients)
@@ -214,6 +217,7 @@ def test_honest_reports_are_accuracy_and_loss_of_the_model_that_was_sent(laid_ou
 
 
 # -- the other schedules ---------------------------------------------------------------------------
+@pytest.mark.slow
 def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     settings = {**TRAINED, "schedule": "warmup_then_analytic", "warmup": 3}
     table = {"model": MLP, "local": {"lr": 0.3, "batch": 8, "epochs": 2, "momentum": 0.5}, "cohort": {"size": 4}}
@@ -254,6 +258,7 @@ def test_per_round_sends_models_and_statistics(laid_out) -> None:
     assert not torch.equal(state.server.w[body], exp.task.w0[body])
 
 
+@pytest.mark.slow
 def test_fresh_statistics_are_of_the_new_body(laid_out) -> None:
     """Every second round trains nothing, and its head is AFL's on the body as it now is."""
     fresh = {**PLAIN, "server_epochs": 2, "schedule": "per_round", "fresh": True, "gate": False}
@@ -299,6 +304,7 @@ def test_clients_of_one_class_train_the_head_alone(laid_out) -> None:
         laid_out({**QUICK, "depth": "entropy"})
 
 
+@pytest.mark.slow
 def test_clients_of_all_classes_train_everything(laid_out) -> None:
     table = {"owner": "two", "model": DEEP, "local": {"lr": 0.3, "batch": 8, "momentum": 0.5}}
     deep, whole = (laid_out({**WARM, "depth": depth}, **table) for depth in ("entropy", "all"))
@@ -323,6 +329,7 @@ def test_a_ridge_from_the_grid_is_the_best_on_the_proxy_set(laid_out) -> None:
     assert errors["grid"] < errors[1.0]
 
 
+@pytest.mark.slow
 def test_weights_that_are_learned_on_a_sketch_find_bad_clients_too() -> None:
     table = bad_table(kind="label_flip_cyclic") | {"model": {"kind": "random_features", "width": 200}}
     lam = {}
@@ -336,6 +343,7 @@ def test_weights_that_are_learned_on_a_sketch_find_bad_clients_too() -> None:
     assert float(lam[30][[2, 5, 7]].sum()) < 0.15  # of 0.3
 
 
+@pytest.mark.slow
 def test_per_round_never_loses_to_fedlaws_head_on_the_proxy_set(laid_out) -> None:
     """L12: kappa = 0 is among the blends."""
     table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}}
@@ -355,6 +363,7 @@ def test_l11_shared_weights_without_epochs_are_afl_on_the_body_that_was_sent(lai
     assert apart(head, 10 * rounds(laid_out("analytic", model=MLP)).server.head) < 1e-5
 
 
+@pytest.mark.slow
 def test_running_statistics_of_a_body_that_trains_are_not_there(world) -> None:
     arrays = dealt(OWNERS["two"])
     images = arrays._replace(x=np.random.default_rng(0).normal(size=(80, 1, 6, 6)).astype(np.float32))
@@ -401,6 +410,7 @@ class Printed(PerRound):
     shrink_rule: str = "eq5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "law", [law for law in laws.LAWS if law is not laws.settings_have_an_effect], ids=lambda law: law.__name__
 )

@@ -24,6 +24,7 @@ def loss(w: tuple[Tensor, Tensor], x: Tensor, y: Tensor) -> Tensor:
 W = (torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 1, 5))
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_torch() -> None:
     def torchs(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         (da, db), value = grad_and_value(loss)((a, b), x, y)
@@ -61,6 +62,7 @@ def test_without_the_steps_torchs_own_function_serves(monkeypatch: pytest.Monkey
     assert (value.item(), slope.tolist()) == (2.0, [2.0, 2.0])
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_does_not_import_the_compiler() -> None:
     run = "import sys, fedloom; fedloom.run(rounds=1, engine={'executor': 'lanes'})"
     code = f"{run}; print('torch._dynamo' in sys.modules)"

@@ -112,6 +112,7 @@ def test_outside_vmap_it_is_an_ordinary_convolution() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_compiler_sees_the_operators_and_no_gradient_of_data() -> None:
     w, x = weights(), images()
     traced = make_fx(vmap(grad(loss(converted()))))(w, x)

@@ -151,6 +151,7 @@ def ragged(draw: Any) -> Rows:
     return Rows(*tensors, clients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(rows=ragged())
 def test_areas_are_those_of_scikit_learn(variant: Any, rows: Rows) -> None:

@@ -300,6 +300,7 @@ def form(value: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in tree.named(value)]
 
 
+@pytest.mark.slow
 @precisions
 @every
 def test_memory_and_point_keep_their_form(name: str, dtype: torch.dtype) -> None:

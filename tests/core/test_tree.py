@@ -59,6 +59,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @given(shapes())
 @settings(max_examples=60, deadline=None)
 def test_map_keeps_the_structure_and_named_tuples(shape: Any) -> None:

@@ -311,6 +311,7 @@ def script(*words: str, cwd: Path, env: dict[str, str]) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_working_folder_hides_none_of_pythons(desk: Path, world_outside: dict[str, str]) -> None:
     (desk / "random.py").write_text(f"open({str(desk.parent / 'marker')!r}, 'w').close()\n")
     (desk / "algorithms").mkdir()
@@ -453,6 +454,7 @@ class Handed(FedAvg):
     """An algorithm that is handed over as a class."""
 
 
+@pytest.mark.slow
 def test_what_python_hands_over_can_be_resumed(tmp_path: Path) -> None:
     settings = {"partition": {"clients": 6}, "model": "logistic"}
     package.run(Handed, rounds=1, out=tmp_path / "r", **settings)
@@ -461,6 +463,7 @@ def test_what_python_hands_over_can_be_resumed(tmp_path: Path) -> None:
     assert package.resume(tmp_path / "r", rounds=2).rounds == 2
 
 
+@pytest.mark.slow
 def test_python_needs_consent_for_a_folder_too(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     monkeypatch.setenv("MARKER", str(desk.parent / "marker"))
@@ -541,6 +544,7 @@ def test_to_describe_code_is_not_to_trust_it_later(
 
 
 # -- code that was written for an earlier version --------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "advice"),
     [
@@ -561,6 +565,7 @@ def test_an_import_of_an_earlier_version_is_told_the_new_name(tmp_path: Path, li
     assert advice in str(error.value)
 
 
+@pytest.mark.slow
 def test_all_imports_of_an_earlier_version_at_once_also_of_a_module_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

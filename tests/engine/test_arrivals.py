@@ -158,6 +158,7 @@ UNEQUAL: dict[str, Any] = {
 SIZES = (5, 20, 9, 14, 7, 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_every_round_is_the_same(world: Callable[..., Experiment], tmp_path: Path) -> None:
     """Models that are under way are in the checkpoint, bit for bit, and so is when they arrive."""
     exp = world(SIZES, algorithm="async_sgd", **UNEQUAL)
@@ -236,6 +237,7 @@ def test_statistics_that_would_be_meant_are_refused() -> None:
         fedloom.run("async_sgd", model=model, rounds=1)
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_arrivals_resumes(tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": {"kind": "logistic"}, "system": {"speed_spread": 1.0}, "checkpoint": {"every": 1}}
     fedloom.run("async_sgd", rounds=3, partition={"clients": 6}, cohort={"size": 4}, out=tmp_path / "r", **how)

@@ -104,6 +104,7 @@ def test_duration_by_hand() -> None:
     assert duration(system, torch.tensor([300]), torch.tensor([100.0]), 0, 0) == 3.0
 
 
+@pytest.mark.slow
 def test_partial_work_is_what_a_shorter_client_does(world) -> None:
     """A late client's update is that of a run in which everybody takes so few steps."""
     local = {"batch": 2, "lr": 0.1, "epochs": 3}
@@ -250,6 +251,7 @@ def test_who_exchanges_nothing_waits_for_no_network() -> None:
     assert table(System(latency=5.0), [1000], traffic=(1, 0)).ready == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e6)), min_size=1, max_size=20),
     st.integers(0, 10**9),
@@ -274,6 +276,7 @@ def test_a_slower_client_gives_the_others_more_time() -> None:
     assert equal == [0, 1, 2, 3, 4, 5, 15]  # floor(E (factor - 1)), not spoilt by rounding
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(10, 5000), min_size=1, max_size=8),
     st.integers(1, 8),
@@ -317,6 +320,7 @@ BYTES = st.tuples(st.integers(0, 10**7), st.integers(0, 10**7))
 ADDRESS = st.tuples(st.integers(0, 2**31), st.integers(0, 1000))
 
 
+@pytest.mark.slow
 @given(SYSTEMS, SIZES, BYTES, ADDRESS)
 def test_laws_of_a_timetable(system, sizes, traffic, address) -> None:
     found = table(system, sizes, traffic=traffic, address=address)
@@ -333,6 +337,7 @@ def test_laws_of_a_timetable(system, sizes, traffic, address) -> None:
         assert found.ready == system.deadline
 
 
+@pytest.mark.slow
 @given(SYSTEMS, SIZES, BYTES, ADDRESS, st.randoms(use_true_random=False))
 def test_the_order_of_clients_is_irrelevant(system, sizes, traffic, address, random) -> None:
     order = list(range(len(sizes)))
@@ -345,6 +350,7 @@ def test_the_order_of_clients_is_irrelevant(system, sizes, traffic, address, ran
         assert torch.equal(a[at], b) if isinstance(a, Tensor) else a == b
 
 
+@pytest.mark.slow
 @given(SYSTEMS, SIZES, BYTES, ADDRESS, st.data())
 def test_a_client_with_more_to_do_never_shortens_a_round(system, sizes, traffic, address, data) -> None:
     who = data.draw(st.integers(0, len(sizes) - 1))
@@ -353,6 +359,7 @@ def test_a_client_with_more_to_do_never_shortens_a_round(system, sizes, traffic,
     assert b.ready >= a.ready
 
 
+@pytest.mark.slow
 @given(SYSTEMS, SIZES, ADDRESS, st.data())
 def test_a_client_meets_the_same_times_in_any_cohort(system, sizes, address, data) -> None:
     """But for how long it waits, which is the others' doing."""

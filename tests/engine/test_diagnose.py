@@ -130,6 +130,7 @@ def test_alpha_near_one_is_no_progress_and_nonconvexity_beyond_mu_is_inapplicabl
     assert (theory.rho_paper(t), theory.rho_direct(t), theory.rho_fedprox(t)) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_direct_rate_bounds_the_measured_decrease() -> None:
     """Random quadratics, exact proximal solutions, clients drawn with replacement: E f falls by rho ||grad f||^2."""
     rng = np.random.default_rng(0)
@@ -151,6 +152,7 @@ def test_direct_rate_bounds_the_measured_decrease() -> None:
         assert f(w) - np.mean(after) >= rate * float(g @ g) - 1e-4
 
 
+@pytest.mark.slow
 def test_curvature_is_the_dense_hessians(world) -> None:
     exp = world((10, 20))
     x, y = exp.federation.examples(exp.federation.train.rows)
@@ -331,6 +333,7 @@ def test_without_a_proximal_term_no_theorem_applies(world, algorithm) -> None:
     assert not RATES & set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mu", "applies"), [(1e-6, 0.0), (50.0, 1.0)])
 def test_a_proximal_term_below_the_negative_curvature_is_not_enough(world, mu: float, applies: float) -> None:
     exp = world(
@@ -367,6 +370,7 @@ def test_effective_server_rate(world) -> None:
         assert -1 <= found["updates/cosine_to_mean"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fedavg", "scaffold", "qfedavg", "fedmgda", "fedalr", "moon", "fedopt"])
 def test_every_server_method_can_be_watched(world, kind) -> None:
     exp = world(
@@ -398,6 +402,7 @@ def dense_hessian(exp, w: torch.Tensor, buffers: torch.Tensor) -> torch.Tensor:
     return torch.func.hessian(loss)(w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{"kind": "logistic"}, {"kind": "mlp", "widths": [6]}])
 @pytest.mark.parametrize("rows", [2048, 5])
 def test_the_top_eigenvalue_is_that_of_the_dense_hessian(world, monkeypatch, model, rows: int) -> None:

@@ -162,6 +162,7 @@ def test_a_model_that_is_not_finite_is_wrong_about_everything_and_has_no_area(ex
 
 
 # -- the metrics of a moment -----------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedAvgFT(), LocalOnly(), DPSGD()], ids=lambda a: type(a).__name__)
 def test_areas_change_no_other_number_and_executors_agree(algorithm: Any) -> None:
     found: list[dict[str, float]] = []

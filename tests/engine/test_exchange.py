@@ -95,6 +95,7 @@ def test_a_client_that_is_not_finite_anywhere_is_left_out_and_named(place: str) 
 PLACES = ("upload", "weight", "buffers", "state", "model")
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.data())
 @settings(max_examples=80, deadline=None)
 def test_the_sums_tell_exactly_what_a_look_at_every_row_would(clients: int, data: st.DataObject) -> None:

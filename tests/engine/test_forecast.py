@@ -32,6 +32,7 @@ def ledger(exp: Experiment) -> list[Spent]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "more"),
     [
@@ -62,6 +63,7 @@ def test_failures_and_unequal_work_are_foreseen(algorithm: Any, more: dict[str, 
     assert list(islice(forecast(exp), ROUNDS)) == ledger(exp)
 
 
+@pytest.mark.slow
 def test_a_message_counts_once_with_a_server_and_without() -> None:
     """A server that sends 4 models and receives 4 takes as many bytes as 4 pairs of nodes that exchange theirs."""
     split = {"partition": {"kind": "iid", "clients": 8}}

@@ -147,6 +147,7 @@ MODEL = {"kind": "mlp", "widths": [12]}
 SMALL = {"partition": {"clients": 4, "kind": "iid", "holdout": 0.2}, "cohort": {"size": 3}, "rounds": 2}
 
 
+@pytest.mark.slow
 def test_freezing_nothing_changes_nothing(tmp_path: Path) -> None:
     for name, model in (("plain", MODEL), ("empty", MODEL | {"freeze": []})):
         fedloom.run("fedavg", model=model, out=tmp_path / name, **SMALL)
@@ -169,6 +170,7 @@ def test_a_frozen_layer_stays_while_those_around_it_train(executor: str, tmp_pat
     assert same == {"body.fc2.0.weight", "body.fc2.0.bias"}
 
 
+@pytest.mark.slow
 def test_what_is_frozen_costs_no_bytes_and_no_noise(tmp_path: Path) -> None:
     history = fedloom.run("fedavg", model=MODEL | {"freeze": "body"}, out=tmp_path / "r", **SMALL)
     head = 4 * (12 * 10 + 10)
@@ -179,6 +181,7 @@ def test_what_is_frozen_costs_no_bytes_and_no_noise(tmp_path: Path) -> None:
     assert saved["server.w"].numel() == 130
 
 
+@pytest.mark.slow
 def test_the_hessian_is_that_of_what_is_trained(tmp_path: Path) -> None:
     """Of a head on fixed features the loss is convex: the lowest curvature is not below zero, as a net's mostly is."""
     model = MODEL | {"freeze": "body"}

@@ -106,6 +106,7 @@ def test_mixing_preserves_the_mean(nodes: int, seed: int) -> None:
 
 
 # -- T3, T4, T8: rounds in which nothing is trained ------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [Ring(), Torus(), Random(max_degree=4), Star()], ids=lambda t: t.kind)
 def test_pure_gossip_keeps_the_mean_and_contracts_as_theory_says(topology: Topology) -> None:
     exp = network(topology, **still(), rounds=30)
@@ -168,6 +169,7 @@ def test_gossip_steps_are_powers_of_the_matrix() -> None:
 
 
 # -- T7: failures ----------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [{"link_loss": 0.2}, {"node_loss": 0.3}, {"link_loss": 0.2, "node_loss": 0.1}])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_failures_preserve_the_mean(loss: dict[str, float], steps: int) -> None:
@@ -259,6 +261,7 @@ def remembering(topology: Topology, rounds: int, start: Any, fresh: dict[str, An
     return X
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology",
     [
@@ -290,6 +293,7 @@ def test_what_is_used_again_was_paid_for_once() -> None:
 
 
 # -- nodes that die --------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_who_is_left_goes_on_with_a_mean_of_its_own() -> None:
     """Node 5 dies before the third round: it stands still, nobody hears it, and the mean is that of the others."""
     exp = network(Torus(deaths=((5, 3),)), **still(), rounds=60)
@@ -388,6 +392,7 @@ def test_when_nobody_is_finite_the_run_stops() -> None:
 
 
 # -- T9: push-sum ----------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [{}, {"link_loss": 0.2}, {"link_loss": 0.2, "node_loss": 0.2}])
 def test_push_sum_finds_the_mean_on_a_directed_graph_whatever_is_lost(loss: dict[str, float]) -> None:
     """T9, with what is delayed lost and sent again in a later round."""
@@ -410,6 +415,7 @@ class OneWay(Custom):
         return True
 
 
+@pytest.mark.slow
 def test_push_sum_corrects_for_unequal_graphs() -> None:
     """Some are heard far more often than others; mass makes up for it, training and all."""
     links = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 4), (0, 5), (1, 4))
@@ -505,6 +511,7 @@ WIRED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", WIRED, ids=lambda t: f"{t.kind}-{t.mixing}-{t.gossip_steps}-{t.link_loss:g}")
 @pytest.mark.parametrize("order", ["lian", "atc", "mix_then_train"])
 def test_peers_that_only_exchange_messages_are_the_simulator_bit_for_bit(topology: Topology, order: Any) -> None:
@@ -532,6 +539,7 @@ def test_peers_that_only_exchange_messages_are_the_simulator_bit_for_bit(topolog
             assert [peer.mass for peer in peers] == state.nodes.mass.tolist()
 
 
+@pytest.mark.slow
 def test_peers_that_remember_are_the_simulator_bit_for_bit() -> None:
     topology = Torus(link_loss=0.3, link_policy="stale", stale_after=2)
     exp = network(topology, lanes=1)
@@ -649,6 +657,7 @@ def test_a_subset_of_nodes_is_judged_and_changes_nothing_else() -> None:
     assert one["nodes/test/loss"] != two["nodes/test/loss"]
 
 
+@pytest.mark.slow
 def test_contraction_with_failures_and_steps_keeps_to_its_bound() -> None:
     topology = Random(max_degree=4, link_loss=0.2, node_loss=0.1, gossip_steps=2)
     exp = network(topology, local=Local(batch=4, lr=0.5, steps=1), rounds=15)
@@ -677,6 +686,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", LARGE, ids=lambda t: t.kind)
 @pytest.mark.parametrize("algorithm", [DPSGD(order="mix_then_train"), ByRows(order="atc")], ids=["columns", "rows"])
 def test_on_disk_or_in_memory_by_rows_or_by_columns_it_is_the_same(
@@ -704,6 +714,7 @@ def test_on_disk_or_in_memory_by_rows_or_by_columns_it_is_the_same(
     assert {p.name for p in (tmp_path / "3").iterdir()} == {"rows.bin", "journal.bin"}  # what was large has no name
 
 
+@pytest.mark.slow
 def test_columns_and_rows_agree_bit_for_bit() -> None:
     for topology in LARGE:
         ends = []
@@ -728,6 +739,7 @@ def test_a_room_on_disk_is_written_and_read_and_leaves_nothing(tmp_path: Path) -
 
 
 # -- whole runs ------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology",
     [
@@ -755,6 +767,7 @@ def test_a_resumed_network_is_the_one_that_never_stopped(topology: Topology, tmp
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [DPSGD(order="mix_then_train"), DPSGD(order="atc")], ids=["state", "none"])
 def test_a_network_on_disk_is_resumed_bit_for_bit(
     algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -775,6 +788,7 @@ def test_a_network_on_disk_is_resumed_bit_for_bit(
     assert torch.equal(*ends)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_links_and_nodes_learns_all_the_same(tmp_path: Path) -> None:
     """The bar: 20 % of the links and 10 % of the nodes fail in every round, on digits with 16 nodes."""
     common: dict[str, Any] = {

@@ -103,6 +103,7 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [FedAvg(), FedProx(mu=0.1), Scaffold(), LocalOnly()], ids=lambda a: type(a).__name__
 )
@@ -115,6 +116,7 @@ def test_a_round_that_is_begun_early_is_the_same_round(algorithm: AnyAlgorithm) 
         assert (a.round, a.up, a.down, a.gradients) == (b.round, b.up, b.down, b.gradients)
 
 
+@pytest.mark.slow
 def test_gradients_are_counted_in_rounds_that_are_measured_after_a_speculative_one() -> None:
     """A round with diagnostics is not speculative, but may be begun before the one before it is checked."""
     measured = Evaluate(every=2, diagnostics=("updates",))
@@ -125,12 +127,14 @@ def test_gradients_are_counted_in_rounds_that_are_measured_after_a_speculative_o
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_replayed_rounds_are_those_of_plain_lanes() -> None:
     for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
         assert a.gradients == b.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=lambda a: type(a).__name__)
 def test_a_speculative_round_that_is_not_finite_is_done_again_without_the_client(algorithm: AnyAlgorithm) -> None:
     """Client 1 returns no finite number: it is left out, and the round that was begun on it is forgotten."""
@@ -184,6 +188,7 @@ def test_a_narrow_batch_after_a_wide_one_has_nothing_of_it() -> None:
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clients_of_one_batch_each_are_all_counted_and_kept() -> None:
     """With whole-data batches clients of unequal width train in several groups, none of which may be lost."""
     found = []
@@ -200,6 +205,7 @@ def test_clients_of_one_batch_each_are_all_counted_and_kept() -> None:
         assert torch.allclose(x, y, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise graphs._NotCapturableError("it asks the GPU for a number")
@@ -211,6 +217,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.Monkey
     assert "cannot be recorded" in graphs.built(exp.task).notes[0]
 
 
+@pytest.mark.slow
 def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     run, widths = graphs._Replay.run, []
 

@@ -18,6 +18,7 @@ from fedloom.engine.state import Experiment
 from fedloom.runs.find import algorithms
 
 KINDS = algorithms(own=False)
+FEW = ("fedavg", "scaffold", "dpsgd")  # a server, clients that keep state, a network: the others are slow
 COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them
 
 
@@ -55,7 +56,7 @@ def _runs_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_runs_are_shared")
 @pytest.mark.parametrize("law", laws.LAWS[:-1], ids=lambda law: law.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_law(kind: str, law) -> None:
     assert laws.verdict(law, KINDS[kind]) == ""
 

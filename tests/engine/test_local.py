@@ -93,6 +93,7 @@ def agree(a: Outcome, b: Outcome, atol: float = 1e-5) -> None:
 
 
 # -- one meaning -----------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("augment", ["none", "flip", "crop_flip"])
 def test_loop_is_lanes_on_ragged_clients(name: str, augment: str) -> None:
@@ -137,6 +138,7 @@ def by_hand(fed: Federation, net: nn.Module, local: Local, seed: int, client: in
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]) - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
 @pytest.mark.parametrize("name", ["logistic", "mlp", "conv"])
 def test_a_loop_written_by_hand_sends_the_same(name: str, executor: Any) -> None:
@@ -158,6 +160,7 @@ def test_a_round_of_fedavg_is_the_mean_of_loops_written_by_hand() -> None:
     assert torch.allclose(state.server.w.double(), exp.task.w0.double() + share @ moves, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [FedAvg(), FedAvgFT(epochs=2), LocalOnly(), DPSGD(), DPSGD(order="atc")], ids=repr
 )

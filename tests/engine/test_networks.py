@@ -27,6 +27,7 @@ METHODS = {"dpsgd": 1, "dfedavg": 1, "dfedavgm": 1, "dfedsam": 2, "dfedgam": 3} 
 NODES = ("partition.clients=16", "partition.alpha=0.5", "model.kind=logistic", "local.steps=5", "local.batch=20")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS)
 def test_nodes_agree_at_least_as_fast_as_theory_says(kind: str, tmp_path: Path) -> None:
     """On a torus of 4 x 4 psi is (3 + 2 cos(pi / 2)) / 5; and the ledger counts what the method is said to cost."""
@@ -45,6 +46,7 @@ def test_nodes_agree_at_least_as_fast_as_theory_says(kind: str, tmp_path: Path) 
     assert lines[-1]["consensus/test/accuracy"] > first["consensus/test/accuracy"] + 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS)
 def test_links_and_nodes_that_fail_do_not_move_the_mean(kind: str) -> None:
     """The bar: 20 % of the links and 10 % of the nodes, in every round; what nodes have is mixed, and their mean stays.
@@ -72,6 +74,7 @@ def test_networks_that_fail_converge(kind: str, tmp_path: Path) -> None:
     assert all(line["consensus/contraction"] <= line["consensus/psi"] * (1 + 1e-4) for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_rounds_in_which_nobody_was_there_say_so(tmp_path: Path) -> None:
     """All nodes but the one that dies before the third round are offline all the time; every second round is judged."""
     bad = ("topology.kind=ring", "topology.node_loss=0.999999", "topology.deaths=[[3, 3]]")

@@ -361,6 +361,7 @@ def test_the_randomness_of_a_phase_goes_by_its_name() -> None:
         assert torch.equal(plan[one].mask, plan[other].mask)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=6),
     st.sampled_from([{"epochs": 3}, {"steps": 7}, {"epochs": 2, "drop_last": True}, {"epochs": 2, "wrap_last": True}]),

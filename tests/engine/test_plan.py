@@ -39,6 +39,7 @@ def steps_of(found: list[Group]) -> Steps:
 
 
 # -- what a client reads ---------------------------------------------------------------------------
+@pytest.mark.slow
 @given(ragged, st.sampled_from([0, 1, 7, 10, 64]), st.integers(1, 3), st.integers(1, 20))
 @settings(max_examples=40, deadline=None)
 def test_every_example_is_read_exactly_once_in_every_epoch(
@@ -59,6 +60,7 @@ def test_every_example_is_read_exactly_once_in_every_epoch(
         assert 1 <= widths[-1] <= width
 
 
+@pytest.mark.slow
 @given(ragged, st.sampled_from([0, 5, 10, 64]), st.sampled_from([1, 2, 3, 5, 100]), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_grouping_changes_nothing(sizes: list[int], batch: int, lanes: int, drop_last: bool) -> None:
@@ -108,6 +110,7 @@ def test_full_batch_is_one_step_of_everything() -> None:
     assert {k: len(v) for k, v in read.items()} == {(0, 0): 25, (0, 1): 25, (1, 0): 3, (1, 1): 3}
 
 
+@pytest.mark.slow
 def test_rounds_seeds_and_clients_are_shuffled_differently() -> None:
     orders = {
         tuple(r - 500 * c for t in range(50) for r in steps_of(found)[c, t])
@@ -193,6 +196,7 @@ SIZES = torch.tensor([5, 0, 10, 20, 40, 0, 80, 1, 3, 41])
 ABLE = [0, 2, 3, 4, 6, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_uniform_draws_without_replacement_and_evenly() -> None:
     seen: Counter[int] = Counter()
     pairs: Counter[tuple[int, ...]] = Counter()
@@ -208,6 +212,7 @@ def test_uniform_draws_without_replacement_and_evenly() -> None:
     assert len(pairs) == 28
 
 
+@pytest.mark.slow
 def test_proportional_draws_by_size_with_replacement() -> None:
     seen = np.zeros(10)
     repeated = 0

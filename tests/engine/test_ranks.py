@@ -118,6 +118,7 @@ def same(jobs: dict[str, crew.Job], folder: Path, crews: list[dict[str, crew.Job
             assert got[name] == want[name] | ({"files": {}} if rank else {}), (name, rank)
 
 
+@pytest.mark.slow
 def test_ranks_share_a_secret_key(tmp_path: Path) -> None:
     """Where noise is no seed's, all ranks draw it, and who takes part, from the key of rank 0."""
     private = {"clip": 0.5, "noise": 0.5}
@@ -143,6 +144,7 @@ except LostRankError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows", [True, False], ids=["a friend", "a stranger"])
 def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) -> None:
     """A stranger who has found the meeting place of two ranks all the same, and comes instead of the second."""

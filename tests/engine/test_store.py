@@ -252,6 +252,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, at: int) -> None:
         store.gather(torch.arange(CLIENTS), FRESH)
 
 
+@pytest.mark.slow
 def test_a_write_that_the_disk_cut_short_is_an_error(tmp_path: Path) -> None:
     """Near the end of a disk (here: a limit on file sizes), a write may take only part of a row and say so."""
     script = f"""

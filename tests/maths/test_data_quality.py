@@ -18,6 +18,7 @@ from support.ridge import (
 )
 
 
+@pytest.mark.slow
 def test_entropy_and_evenness() -> None:
     counts = torch.tensor([[4.0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     torch.testing.assert_close(entropy(counts), vec(0, math.log(4), math.log(2), 0))

@@ -104,6 +104,7 @@ def test_l11_without_steps_it_is_afl() -> None:
     assert relative(weighted_head(clients.rows, shared.mu, 0.01, C).head, afl) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_stronger_prior_keeps_weights_nearer() -> None:
     clients, proxy = clients_of_world()
     away = [float(kl(learn_head(clients, proxy, b).how.lam, clients.lam0)) for b in (0.0, 0.1, 1.0, 100.0)]
@@ -120,6 +121,7 @@ def test_learning_is_repeatable_and_bounded() -> None:
     assert float(one.how.lam.sum()) == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_client_without_weight_stays_without() -> None:
     clients, proxy = clients_of_world()
     lam = clients.lam0.clone()
@@ -152,6 +154,7 @@ def test_ties_go_to_the_stronger_prior() -> None:
     assert strongest_best(grid, (math.nan,) * 4) == math.inf
 
 
+@pytest.mark.slow
 def test_a_single_client_needs_no_weights() -> None:
     x, y = examples()
     rows = to_rows(normalised(of_clients(x, y, torch.zeros_like(y))))
@@ -232,6 +235,7 @@ def mixture_dealt(share_bad, seed, clients=40, dims=32):
     return HeadClients(to_rows(hat), lam0, ridge, 10), proxy, bad, accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_l5_flipped_clients_lose_their_weight(seed) -> None:
     clients, proxy, bad, accuracy = mixture_dealt(0.5, seed)
@@ -241,6 +245,7 @@ def test_l5_flipped_clients_lose_their_weight(seed) -> None:
     assert float(found.how.lam[bad].sum()) <= 0.35 * float(clients.lam0[bad].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_l6_clean_clients_lose_nothing(seed) -> None:
     clients, proxy, _, accuracy = mixture_dealt(0.0, seed)

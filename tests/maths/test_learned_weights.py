@@ -198,6 +198,7 @@ def test_f1_without_epochs_it_is_fedavg_to_the_bit(kind) -> None:
     assert torch.equal(aggregated(stack, found.how), fedavg)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.permutations(range(4)), st.sampled_from(KINDS))
 def test_f4_permuting_clients_permutes_weights(order, kind) -> None:
@@ -208,6 +209,7 @@ def test_f4_permuting_clients_permutes_weights(order, kind) -> None:
     torch.testing.assert_close(other.shrink, one.shrink, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exp", "quad"])
 def test_f5_the_client_that_is_right_takes_it_all(kind) -> None:
     w = models(P=30)
@@ -252,6 +254,7 @@ def test_f9_learning_does_not_raise_the_loss_it_descends(stage, kind) -> None:
         assert float(loss(aggregated(stack, found.how))) < float(loss(begin))
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_torch() -> None:
     """Twenty-five epochs of two batches by torch's own Adam and StepLR, with a graph through all models."""
     w, loss = models(), net_loss()

@@ -34,6 +34,7 @@ A2 = [  # clients, intermediary ridge, largest error of the product form and of 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "rho", "product", "recursion"), A2)
 def test_a2_three_ways_agree_and_a3_the_intermediary_ridge_goes_exactly(clients, rho, product, recursion) -> None:
     x, y = examples(n=4000, d=128, classes=10)

@@ -178,6 +178,7 @@ def test_a5_a_single_client_has_its_own_ridge() -> None:
     assert relative(heads(stats, 2.0)[0], central(x, y, 2.0)) < 1e-12
 
 
+@pytest.mark.slow
 def test_a7_predictions_do_not_depend_on_the_partition_and_a9_are_good() -> None:
     x, y, x_test, y_test = digits()
     seen = set()

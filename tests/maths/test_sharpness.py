@@ -372,6 +372,7 @@ def test_g13_side_by_side_is_one_by_one(how) -> None:
     torch.testing.assert_close(together, torch.stack([sam(smooth()[0], v, batch, 0.2) for v in points]))
 
 
+@pytest.mark.slow
 def test_g14_the_loss_rises_by_no_more_than_rho_times_the_longest_gradient() -> None:
     """Along a line through a net: max F(y + d) - F(y) <= rho max |F'(y + d)|, by the mean value theorem."""
     task, w, batch = smooth()

@@ -84,6 +84,7 @@ def loss(net: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor) -> Tens
     return nn.functional.cross_entropy(logits, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "shape", "features", "count"), COUNTS, ids=named)
 def test_parameter_count_is_the_published_one(model: Model, shape: tuple[int, ...], features: int, count: int) -> None:
     with torch.device("meta"):
@@ -104,6 +105,7 @@ def test_frozen_parameters_are_not_counted() -> None:
     assert parameters(net) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [FLAT, DIGITS, MNIST, CIFAR], ids=named)
 @pytest.mark.parametrize("kind", sorted(kinds(Model, "fedloom.models")))
 def test_every_kind_gives_logits_or_one_clear_fault(kind: str, shape: tuple[int, ...]) -> None:
@@ -150,6 +152,7 @@ LEAST: list[tuple[Model, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "least"), LEAST, ids=named)
 def test_least_image_size_is_exact(model: Model, least: int) -> None:
     with torch.device("meta"):
@@ -220,6 +223,7 @@ def test_groups_are_equal_and_never_of_one_channel(channels: int, groups: int) -
     assert layer.num_groups == 1 or channels // layer.num_groups >= 2
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(side=st.tuples(st.integers(16, 40), st.integers(16, 40)), channels=st.integers(1, 4))
 def test_small_nets_take_any_image_that_is_large_enough(side: tuple[int, int], channels: int) -> None:
@@ -229,6 +233,7 @@ def test_small_nets_take_any_image_that_is_large_enough(side: tuple[int, int], c
             assert model.build(shape, 7)(torch.empty(2, *shape)).shape == (2, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ResNet20, ResNet18, ResNet50, DenseNet121])
 def test_normalisation_is_a_choice(cls: type[NormedModel]) -> None:
     with torch.device("meta"):

@@ -26,6 +26,7 @@ def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
     assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
+@pytest.mark.slow
 def test_many_panels_and_many_methods_can_be_drawn(tmp_path: Path) -> None:
     methods = tuple(f"m{i}" for i in range(12))
     places = tuple((str(i),) for i in range(8))

@@ -169,6 +169,7 @@ def test_statistics_and_reports() -> None:
     assert both.accuracy[1] == 1
 
 
+@pytest.mark.slow
 def test_a_flipped_sign_turns_the_round_around(world: Any) -> None:
     """All clients bad, kappa 2: the server goes twice as far, the other way."""
     honest, bad = world(SIZES), world(SIZES, corruption={"kind": "model_sign_flip", "share": 1.0, "kappa": 2.0})
@@ -233,6 +234,7 @@ def test_the_weight_of_bad_clients_is_measured_where_it_is_known(world: Any) -> 
     assert not any(name.startswith("bad") for name in advance_watched(exp, begin(exp), RamStore(4)).found)
 
 
+@pytest.mark.slow
 def test_the_run_folder_knows_who_is_bad(tmp_path: Path) -> None:
     for name, table in (("plain", {}), ("bad", {"share": 0.25, "kind": "label_random"})):
         fedloom.run("fedavg", rounds=2, partition={"clients": 8}, corruption=table, out=tmp_path / name)
@@ -245,6 +247,7 @@ def test_the_run_folder_knows_who_is_bad(tmp_path: Path) -> None:
     assert any("bad_clients/weight_mean" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "partition": {"clients": 8},
@@ -269,6 +272,7 @@ def closed_form(tmp_path: Path, name: str, algorithm: Any, **corruption: Any) ->
     return load_file(tmp_path / name / "checkpoints" / "00000002" / "state.safetensors"), history
 
 
+@pytest.mark.slow
 def test_bad_sums_reach_the_server_of_a_run(tmp_path: Path) -> None:
     """Three clients send a multiple of G and B, or -B: exactly that is in the server's sums, and in its accuracy."""
     clean, honest = closed_form(tmp_path, "clean", "analytic")
@@ -289,6 +293,7 @@ def test_bad_sums_reach_the_server_of_a_run(tmp_path: Path) -> None:
     assert worse.metrics["bad_clients/weight_total"][-1] == pytest.approx(0.3, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stat_negate_B", "stat_scale"])
 def test_learned_weights_withstand_bad_sums_in_a_run(tmp_path: Path, kind: str) -> None:
     """Checked by the bias they are left out; believed, learning takes weight from them."""
@@ -312,6 +317,7 @@ def test_reports_that_nobody_asks_for_are_forged_in_vain(quality: str, vain: boo
     assert not parse(table | {"corruption": {"share": 0.5}}).notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corruption", [{"kind": "quality_forge"}, {"kind": "label_flip_cyclic", "forge": True}])
 def test_forged_quality_in_a_run(tmp_path: Path, corruption: dict[str, Any]) -> None:
     """Believed, forgers gain weight; measured by the server, honest data keeps its share and flipped labels lose it."""

@@ -107,6 +107,7 @@ def test_a_key_is_from_the_system_and_does_not_print_itself() -> None:
 
 
 # -- noise is a secret of the run ------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "more"),
     [
@@ -183,6 +184,7 @@ def test_simulated_noise_has_no_key_and_says_so_beside_epsilon(quick: Quick, tmp
 
 
 # -- resumed ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     """With its own key, to the bit; and the ledger is the same, too."""
     private = PRIVATE | {"heterogeneity": "entropy"}
@@ -198,6 +200,7 @@ def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     assert contents(tmp_path / "copy")["model.safetensors"] != contents(tmp_path / "run")["model.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["all", "poisson", "uniform"])
 @pytest.mark.parametrize("mechanism", ["distributed", "local"])
 def test_epsilon_only_grows(tmp_path: Path, mechanism: str, sampling: str) -> None:
@@ -250,6 +253,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "key", "was", "is_"), EDITS, ids=[edit[2] for edit in EDITS])
 @pytest.mark.parametrize("saved", [True, False], ids=["with a checkpoint", "before the first"])
 def test_an_edit_is_refused(tmp_path: Path, old: str, new: str, key: str, was: str, is_: str, saved: bool) -> None:
@@ -267,6 +271,7 @@ def test_an_edit_is_refused(tmp_path: Path, old: str, new: str, key: str, was: s
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_privacy_cannot_be_left_out_or_added_later(tmp_path: Path) -> None:
     started(tmp_path / "private", 2)
     path = tmp_path / "private" / "config.toml"
@@ -282,6 +287,7 @@ def test_privacy_cannot_be_left_out_or_added_later(tmp_path: Path) -> None:
         resumed(tmp_path / "open", rounds=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit", [("every = 1\n", "every = 2\n"), ('device = "auto"', 'device = "cpu"')], ids=["evaluate", "engine"]
 )
@@ -300,6 +306,7 @@ def test_rounds_cannot_be_edited_where_noise_was_calibrated_for_them(tmp_path: P
         resumed(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_who_forges_what_the_run_began_with_meets_the_ledger(tmp_path: Path) -> None:
     started(tmp_path / "run", 2)
     edited(tmp_path / "run", "noise = 2.0", "noise = 200.0")
@@ -358,6 +365,7 @@ def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, t
     assert spent(tmp_path / "run")[-1] > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_told(tmp_path: Path) -> None:
     started(tmp_path / "run", 2)
     path = tmp_path / "run" / "privacy.json"

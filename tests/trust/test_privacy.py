@@ -156,6 +156,7 @@ def test_epsilon_of_the_specification(q: float, rounds: int, z: float, spec: flo
     assert 0.9 * spec <= epsilon(poisson(q, z), rounds, DELTA) <= spec + 6e-3  # which is given to two digits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q", "rounds", "zs"),
     [(0.1, 120, (4.64, 2.61, 1.58, 1.05)), (0.1, 1000, (12.87, 6.89, 3.78, 2.18)), (1.0, 1, (4.05, 2.15, 1.16, 0.64))],
@@ -175,6 +176,7 @@ def test_one_release_is_not_cheaper_than_the_exact_gaussian_mechanism(target: fl
     assert sigma < calibrated(poisson(1.0, 0.0), 1, target, DELTA) < 1.13 * sigma
 
 
+@pytest.mark.slow
 def test_epsilon_falls_with_noise_and_grows_with_sampling_and_rounds() -> None:
     """D4."""
     by_noise = [epsilon(poisson(0.1, z), 100, DELTA) for z in (0.5, 1, 2, 4, 8)]
@@ -209,6 +211,7 @@ def test_no_noise_is_no_privacy() -> None:
     assert epsilon(poisson(0.1, 0.0), 0, DELTA) == 0
 
 
+@pytest.mark.slow
 def test_all_releases_are_charged() -> None:
     """D9: the histogram, once, and every update."""
     with_histogram = poisson(0.1, 2.0)._replace(histogram_epsilon=0.5)
@@ -379,6 +382,7 @@ def test_what_weights_are_counts_and_not_who_wrote_them_down(world: Any) -> None
         advance(telling, begin(telling), RamStore(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cohort", "private", "event", "neighbours"),
     [
@@ -426,6 +430,7 @@ def test_local_noise_composes_over_a_clients_own_rounds(world: Any) -> None:
     assert exp.guard.epsilon(20) == pytest.approx(accountant.get_epsilon(DELTA))
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_to_the_last_round(tmp_path: Path) -> None:
     cohort = {"sampling": "poisson", "size": 5}
     out = tmp_path / "run"
@@ -437,6 +442,7 @@ def test_a_budget_is_kept_to_the_last_round(tmp_path: Path) -> None:
         fedloom.resume(out, rounds=9)
 
 
+@pytest.mark.slow
 def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "cohort": {"sampling": "poisson", "size": 5},

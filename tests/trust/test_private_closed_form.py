@@ -81,6 +81,7 @@ def test_no_example_is_summed_that_is_longer_than_the_bound(world: Any, executor
     assert float(gram.trace()) == pytest.approx(sum(SIZES) * 0.25**2, rel=1e-12)  # every example is longer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["analytic", "law_afl"])
 def test_without_noise_and_with_a_wide_clip_nothing_changes(world: Any, algorithm: str) -> None:
     """D5, bit for bit, but for counts, which are not told; and epsilon is infinite."""
@@ -112,6 +113,7 @@ def test_counts_are_noised_where_the_server_needs_them_and_else_not_sent(world: 
     assert exp.guard.sums.sensitivity == pytest.approx(math.sqrt(3))
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_client_has_an_address(world: Any) -> None:
     """Whoever comes beside it, in whatever round; so that one who is forgotten tells nothing new."""
     settings = {"algorithm": {"kind": "analytic", "forget": [1]}, "model": {"kind": "random_features", "width": 40}}
@@ -134,6 +136,7 @@ def test_the_noise_of_a_client_has_an_address(world: Any) -> None:
     assert float((everybody - noise).std()) == pytest.approx(std * math.sqrt(len(rest)), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["analytic", "law_afl"])
 def test_d8_heads_stand_the_noise(world: Any, kind: str) -> None:
     """Where noise has made the sum of G indefinite, a plain solve is worth nothing, and the head is still finite."""
@@ -165,6 +168,7 @@ def spent(z: float) -> float:
     return float(accountant.get_epsilon(1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["distributed", "local"])
 def test_the_epsilon_of_a_run_folder_is_that_of_dp_accounting(tmp_path: Path, mechanism: str) -> None:
     """One release of each example, however many rounds there are."""
@@ -181,6 +185,7 @@ def test_the_epsilon_of_a_run_folder_is_that_of_dp_accounting(tmp_path: Path, me
     assert told["deviation"] == pytest.approx(1.5 * math.sqrt(2) / parts)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     """Digits under epsilon 8: far better than chance, and said in one line and in the folder."""
     words = ["algorithm=analytic", "model=logistic", "privacy.feature_clip=1", "privacy.epsilon=8", "rounds=1"]
@@ -197,6 +202,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert last["global/test/accuracy"] > 0.85
 
 
+@pytest.mark.slow
 def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some_back() -> None:
     settings: dict[str, Any] = {"rounds": 1, "model": WIDE, "partition": {"kind": "dirichlet", "clients": 20}}
 
@@ -210,6 +216,7 @@ def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some
     assert accuracy("law_afl", 8.0) > 0.6
 
 
+@pytest.mark.slow
 def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model": "logistic", "cohort": {"size": 6}, "privacy": SEEDED}
     for kind in ("analytic", "law_afl"):

@@ -103,6 +103,7 @@ def test_more_noise_for_unequal_clients(world: Any) -> None:
 
 
 # -- what the server does with it ------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("quality", ["size", "server"])
 def test_without_noise_and_with_wide_clips_it_is_the_method_itself(world: Any, quality: str) -> None:
     """With equal clients, since the private server counts them alike."""
