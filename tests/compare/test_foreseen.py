@@ -13,6 +13,7 @@ from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.core.vocabulary import is_ours, meaning
 from fedloom.runs import catalogue
+from fedloom.runs.overrides import without_idle
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
 from support.comparisons import table
@@ -35,7 +36,7 @@ def test_every_metric_of_a_run_was_foreseen(kind: str) -> None:
         evaluate = {key: value for key, value in evaluate.items() if key != "diagnostics"}
     if not parse(given).algorithm.traits.synchronous:  # who waits for nobody has no round of clients to look at
         evaluate = {key: value for key, value in evaluate.items() if key not in ("diagnostics", "participants")}
-    config = parse(given | {"evaluate": evaluate})
+    config = parse(without_idle(given | {"evaluate": evaluate})[0])
     history = start(config, out=None, root=Path("unused"))
     recorded = {name for line in history.records for name in line} - {"round", "excluded"}
     foreseen = metric_names(config)

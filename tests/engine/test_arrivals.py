@@ -212,8 +212,8 @@ def test_a_round_without_finite_work_ends_the_run(world: Callable[..., Experimen
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"system": {"deadline": 3.0}}, r"system.deadline: the server of AsyncSGD waits for nobody.*got 3.0"),
-        ({"system": {"stragglers": 0.5}}, "system.stragglers: the server of AsyncSGD waits for nobody"),
+        ({"system": {"deadline": 3.0}}, r"system.deadline: the server of AsyncSGD does not wait for clients.*got 3.0"),
+        ({"system": {"stragglers": 0.5}}, "system.stragglers: the server of AsyncSGD does not wait for clients"),
         ({"system": {"dropout": 0.5}}, "system.dropout"),
         ({"cohort": {"sampling": "poisson"}}, r"cohort.sampling: .*set it to uniform or all"),
         ({"aggregation": {"rule": "median"}}, "aggregation.rule: .*set it to mean"),
@@ -233,7 +233,7 @@ def test_what_needs_rounds_is_refused(table: dict[str, Any], words: str) -> None
 
 def test_statistics_that_would_be_meant_are_refused() -> None:
     model = {"kind": "resnet20", "width": 4, "norm": "batch"}
-    with pytest.raises(ConfigError, match=r"model.buffers: .*waits for nobody"):
+    with pytest.raises(ConfigError, match=r"model.buffers: .*does not wait for clients"):
         fedloom.run("async_sgd", model=model, rounds=1)
 
 

@@ -42,7 +42,7 @@ except ConfigError as error:
 
 
 def test_every_file_of_the_package_is_an_algorithm() -> None:
-    files = {path.stem for path in Path(fedloom.algorithms.__path__[0]).glob("[!_]*.py")}
+    files = {path.stem for path in Path(fedloom.algorithms.__path__[0]).glob("[!_]*")}
     assert set(module_names("fedloom.algorithms")) == set(algorithms(own=False)) == files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,11 +12,14 @@ from pydantic import Field
 
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
-from fedloom.core.schema import GIVEN, Spec, other_than, over, read, when
+from fedloom.core.schema import GIVEN, Spec, conditions, kinds, other_than, over, read, when
+from fedloom.data.partition import Partition
+from fedloom.engine.topology.network import Topology
+from fedloom.models.net import Model
 from fedloom.runs.catalogue import settings_of
-from fedloom.runs.overrides import override
+from fedloom.runs.overrides import idle, override
 from fedloom.runs.resume import resume
-from fedloom.runs.settings import as_table, as_toml, parse
+from fedloom.runs.settings import SECTIONS, as_table, as_toml, parse
 from fedloom.runs.start import run
 
 
@@ -109,3 +113,123 @@ def test_a_run_of_a_version_that_wrote_every_setting_is_resumed(tmp_path: Path) 
     file = tmp_path / "run" / "config.toml"
     file.write_text(file.read_text().replace("[local]", "[local]\nepochs = 1\nstep_every = 100"))
     assert resume(tmp_path / "run", rounds=2).rounds == 2
+
+
+# -- every section ---------------------------------------------------------------------------------
+NETWORK = {"algorithm": {"kind": "dpsgd"}}
+# Each setting that is not always of use, in an experiment where it has no effect.
+WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "cohort.size": {"cohort": {"sampling": "all"}},
+    "engine.lanes": {"engine": {"executor": "loop"}},
+    "engine.compile": {"engine": {"executor": "loop"}},
+    "evaluate.clients": {"evaluate": {"personal": False}},
+    "evaluate.diagnostics": NETWORK,
+    "evaluate.train": NETWORK,
+    "evaluate.nodes": {},
+    "evaluate.pre_mix": {},
+    "local.epochs": {"local": {"steps": 3}},
+    "local.drop_last": {"local": {"batch": 0}},
+    "local.wrap_last": {"local": {"batch": 0}},
+    "local.momentum": {"local": {"optimizer": "adam"}},
+    "system.policy": {},
+    "system.unit": {"system": {"stragglers": 0.1, "policy": "drop"}},
+    "system.speed": {"system": {"speeds": [1.0] * 20}},
+    "system.speed_spread": {"system": {"speeds": [1.0] * 20}},
+    "proxy.balanced": {"proxy": {"size": 10, "imbalance": 0.5}},
+    "partition.guard": {"partition": {"kind": "dirichlet", "per": "client"}},
+    "partition.redraws": {"partition": {"kind": "dirichlet", "per": "client"}},
+    "model.groups": {"model": {"kind": "resnet20", "norm": "batch"}},
+    "model.buffers": {"model": {"kind": "resnet20"}},
+}
+KINDS = {
+    "partition": kinds(Partition, "fedloom.data.partition"),
+    "model": kinds(Model, "fedloom.models"),
+    "topology": kinds(Topology, "fedloom.engine.topology.kinds"),
+}
+# Settings that always have an effect. A new one belongs here, or says with ``when`` in which settings it has one.
+ALWAYS = {
+    "aggregation": {"rule"},
+    "checkpoint": {"every"},
+    "cohort": {"sampling"},
+    "corruption": {"share", "clients", "forge"},  # comparisons set forge for a method, and shares by the grid
+    "engine": {"device", "executor", "store", "threads", "precision"},
+    "evaluate": {"every", "personal", "work", "flatness", "auc", "participants"},
+    "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
+    "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
+    "proxy": {"size"},
+    "system": {"stragglers", "dropout", "up", "down", "latency", "speeds", "slow", "jitter", "link_spread"}
+    | {"aggregation", "deadline"},
+}
+
+
+def conditional() -> Iterator[tuple[str, str, type[Spec]]]:
+    """Every setting with a condition, a kind of its section that has it, and the class of that."""
+    for section, cls in SECTIONS.items():
+        # Every optimizer of fedloom's has a weight decay and clips.
+        of_use = {"weight_decay", "clip"} if section == "local" else set()
+        yield from ((f"{section}.{key}", "", cls) for key in conditions(cls) if key not in of_use)
+    for section, named in KINDS.items():
+        first = {key: (kind, cls) for kind, cls in reversed(named.items()) for key in conditions(cls)}
+        yield from ((f"{section}.{key}", kind, cls) for key, (kind, cls) in first.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "cls"), [pytest.param(*c, id=f"{c[0]} {c[1]}".strip()) for c in conditional()]
+)
+def test_a_setting_without_effect_is_refused_in_every_section(name: str, kind: str, cls: type[Spec]) -> None:
+    section, _, key = name.partition(".")
+    table = {place: dict(given) for place, given in WITHOUT_EFFECT.get(name, {}).items()}
+    table |= {"algorithm": {"kind": "dpsgd"}} if section == "topology" else {}
+    own = table.setdefault(section, {})
+    own |= {"kind": kind} if kind else {}
+    default = cls.model_fields[key].get_default(call_default_factory=True)
+    unset = 0.5 if section == "local" else 3
+    own[key] = {"evaluate.diagnostics": ["updates"]}.get(name, unset if default is None else default)
+    with pytest.raises(ConfigError, match=f"{section}.{key}: has an effect only with"):
+        parse(table)
+    del own[key]
+    parse(table)
+
+
+@pytest.mark.parametrize("section", sorted(SECTIONS))
+def test_every_setting_has_an_effect_always_or_says_when(section: str) -> None:
+    cls = SECTIONS[section]
+    assert set(cls.model_fields) - set(conditions(cls)) == ALWAYS[section]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"algorithm": "dpsgd", "evaluate": {"nodes": 3, "pre_mix": False, "clients": 4}, "topology": {"kind": "ring"}},
+        {"evaluate": {"clients": 3, "train": True, "diagnostics": ["updates"]}},
+        {"algorithm": "feddf", "proxy": {"source": "test", "balanced": False}},
+        {"proxy": {"size": 50, "imbalance": 0.5}},
+        {"algorithm": "pfedala", "system": {"overlap_upload": False}},
+        {"system": {"stragglers": 0.5, "policy": "partial", "unit": "step", "slow": [1], "slow_factor": 2.0}},
+        {
+            "algorithm": {"kind": "fedavg", "weighting": "uniform"},
+            "privacy": {
+                "clip": 1.0,
+                "noise": 1.0,
+                "delta": 1e-6,
+                "heterogeneity": "entropy",
+                "slope": 2.0,
+                "most": 3.0,
+            },
+        },
+        {"corruption": {"share": 0.2, "kind": "model_sign_flip", "kappa": 2.0}},
+        {"corruption": {"clients": [1], "kind": "feature_noise", "feature_std": 2.0}},
+        {"aggregation": {"rule": "multi_krum", "bad": 0.2, "chosen": 3}},
+        {"model": {"kind": "resnet20", "norm": "batch", "buffers": "local"}},
+        {"partition": {"kind": "dirichlet", "guard": True, "redraws": 3}},
+    ],
+    ids=str,
+)
+def test_settings_with_an_effect_are_taken(table: dict[str, Any]) -> None:
+    config = parse(table)
+    assert as_table(parse(tomllib.loads(as_toml(config)))) == as_table(config)
+
+
+def test_a_complete_file_has_no_setting_without_effect() -> None:
+    for table in ({"system": {"speed_spread": 1.0}}, {"algorithm": "dpsgd"}, {"algorithm": "feddf"}):
+        assert idle(tomllib.loads(as_toml(parse(table)))) == {}

@@ -306,8 +306,8 @@ def test_equation_24_hides_examples_too() -> None:
 
 @pytest.mark.parametrize("given", [{"heterogeneity": "alpha"}, {"mechanism": "local"}, {"delta": 1e-6}])
 def test_settings_that_protect_nothing_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(given))} is set, but nothing is protected"):
-        Privacy(**given)
+    with pytest.raises(ConfigError, match=f"privacy.{next(iter(given))}: has an effect only with clip set"):
+        parse({"privacy": given})
     assert not Privacy().on
 
 

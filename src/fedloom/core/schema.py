@@ -39,7 +39,7 @@ class OneOf(NamedTuple):
         return value in self.values
 
     def words(self, name: str) -> str:
-        return f"{name} unset" if self.values == (None,) else f"{name} = {_listed(self.values)}"
+        return f"{name} unset" if self.values in ((None,), ((),)) else f"{name} = {_listed(self.values)}"
 
 
 class Other(NamedTuple):
@@ -156,7 +156,7 @@ def _test(asked: Any) -> Test:
 
 
 def _listed(values: Iterable[Any]) -> str:
-    *most, last = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in values]
+    *most, last = [_shown(value) for value in values]
     return f"{', '.join(most)} or {last}" if most else last
 
 

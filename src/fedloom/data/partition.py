@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fedloom.core import rng as randomness
 from fedloom.core.errors import ConfigError, DataError, Fault
-from fedloom.core.schema import Kind
+from fedloom.core.schema import Kind, when
 from fedloom.data.arrays import Ints
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -129,20 +129,15 @@ class Dirichlet(Drawn):
     kind: ClassVar[str] = "dirichlet"
     alpha: PositiveFloat = Field(0.3, description="the smaller, the more one-sided the clients")
     per: Literal["class", "client", "prior"] = Field("class", description="for what the proportions are drawn")
-    guard: bool = Field(False, description="give no more to a client that has the mean size; per class only")
-    redraws: NonNegativeInt = Field(
-        0, description="draw anew so many times at most while a client is too small; 0: move rows to it; per class only"
+    guard: Annotated[bool, when(per="class")] = Field(
+        False, description="give no more to a client that has the mean size"
+    )
+    redraws: Annotated[NonNegativeInt, when(per="class")] = Field(
+        0, description="draw anew so many times at most while a client is too small; 0: move rows to it"
     )
     min_size: PositiveInt | None = Field(
         None, description="rows that every client has at least; unset: 10, or half the mean size where that is less"
     )
-
-    @field_validator("guard", "redraws")
-    @classmethod
-    def _of_classes(cls, value: int, info: ValidationInfo) -> int:
-        if value and info.data.get("per", "class") != "class":
-            raise ValueError(f"{info.field_name} needs per = 'class', since the other ways give equal sizes anyway")
-        return value
 
     def draw(self, y: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:
         pools = _pools(y, classes, rng.permutation(len(y)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, other_than, when
 from fedloom.data.arrays import Arrays, Ints
+
+_SOME = other_than(None, 0)
+_USED = when({"algorithm.uses_proxy": True}) | when(size=_SOME)
 
 
 class Proxy(Spec):
@@ -21,11 +24,13 @@ class Proxy(Spec):
         description="rows; auto: 1000, or a tenth of the training rows if less; unset: as auto where the algorithm, or "
         "another that it is compared with, uses them",
     )
-    source: Literal["train", "test"] = Field(
+    source: Annotated[Literal["train", "test"], _USED] = Field(
         "train", description="from which rows they are taken; test is what FedLAW's authors did, and flatters"
     )
-    balanced: bool = Field(True, description="as many of each class, as far as there are; else as they come")
-    imbalance: float = Field(
+    balanced: Annotated[bool, when({"algorithm.uses_proxy": True}, imbalance=1.0) | when(size=_SOME, imbalance=1.0)] = (
+        Field(True, description="as many of each class, as far as there are; else as they come")
+    )
+    imbalance: Annotated[float, _USED] = Field(
         1.0, gt=0, le=1, description="rows of the last class by those of the first, in a geometric row between"
     )
 

@@ -6,7 +6,7 @@ are in float64, and those of a round are counted from the moment at which the se
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Spec
+from fedloom.core.schema import GIVEN, Spec, other_than, over, when
 from fedloom.engine.plan import Amount, Drawn
 
 _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
@@ -24,13 +24,19 @@ class System(Spec):
     """What the devices and their links are like."""
 
     stragglers: float = Field(0.0, ge=0, le=1, description="share of a round's clients that are late")
-    policy: Literal["auto", "drop", "partial"] = Field(
+    policy: Annotated[Literal["auto", "drop", "partial"], when(stragglers=over(0))] = Field(
         "auto", description="late clients are left out, or send what they have; auto: as the algorithm's paper does"
     )
-    unit: Literal["epoch", "step"] = Field("epoch", description="in what a late client's part of the work is counted")
+    unit: Annotated[Literal["epoch", "step"], when(stragglers=over(0), policy=other_than("drop"))] = Field(
+        "epoch", description="in what a late client's part of the work is counted"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
-    speed: PositiveFloat = Field(1000.0, description="examples per second of the middle client")
-    speed_spread: NonNegativeFloat = Field(0.0, description="spread of speeds: deviation of their logarithm")
+    speed: Annotated[PositiveFloat, when(speeds=((),))] = Field(
+        1000.0, description="examples per second of the middle client"
+    )
+    speed_spread: Annotated[NonNegativeFloat, when(speeds=((),))] = Field(
+        0.0, description="spread of speeds: deviation of their logarithm"
+    )
     up: PositiveFloat = Field(10.0, description="megabits per second from a client")
     down: PositiveFloat = Field(50.0, description="megabits per second to a client")
     latency: NonNegativeFloat = Field(0.02, description="seconds of one round trip")
@@ -38,7 +44,9 @@ class System(Spec):
         (), description="examples per second of every client, instead of speed and speed_spread; empty: not given"
     )
     slow: tuple[NonNegativeInt, ...] = Field((), description="numbers of the clients that are slow")
-    slow_factor: float = Field(1.5, ge=1, description="times as many seconds a slow client takes for an example")
+    slow_factor: Annotated[float, when(slow=GIVEN)] = Field(
+        1.5, ge=1, description="times as many seconds a slow client takes for an example"
+    )
     jitter: float = Field(
         0.0, ge=0, lt=1, description="largest share by which a client's time of computing varies from round to round"
     )
@@ -47,7 +55,9 @@ class System(Spec):
     deadline: PositiveFloat | None = Field(
         None, description="seconds of a round after which late clients are left out; unset: all are waited for"
     )
-    overlap_upload: bool = Field(True, description="a client that trains on while it waits also does so while it sends")
+    overlap_upload: Annotated[bool, when({"algorithm.trains_while_waiting": True})] = Field(
+        True, description="a client that trains on while it waits also does so while it sends"
+    )
 
 
 class Present(NamedTuple):

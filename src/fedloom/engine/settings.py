@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedloom.core.metrics import Auc
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, other_than, when
 
 Diagnostic: TypeAlias = Literal[
     "updates", "gamma", "dissimilarity", "rho", "hessian", "hessian_weights", "variance", "weights"
 ]
+
+_FAMILY = "algorithm.family"
 
 
 class Evaluate(Spec):
@@ -19,12 +21,16 @@ class Evaluate(Spec):
 
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
     personal: bool = Field(True, description="evaluate each client's model on its own held-out rows, if it has any")
-    clients: PositiveInt | None = Field(None, description="evaluate at most this many clients, the same in every round")
-    diagnostics: tuple[Diagnostic, ...] = Field(
+    clients: Annotated[PositiveInt | None, when(personal=True) | when({_FAMILY: "gossip"}, nodes=None)] = Field(
+        None, description="evaluate at most this many clients, the same in every round"
+    )
+    diagnostics: Annotated[tuple[Diagnostic, ...], when({_FAMILY: other_than("gossip")})] = Field(
         (), description="what else to measure in a round: see docs/diagnostics.md"
     )
     work: bool = Field(False, description="also write work.jsonl: the clients of each round and the work of each")
-    train: bool = Field(False, description="also measure the server's model on all training rows")
+    train: Annotated[bool, when({_FAMILY: other_than("gossip"), "algorithm.has_global_model": True})] = Field(
+        False, description="also measure the server's model on all training rows"
+    )
     flatness: PositiveFloat | None = Field(
         None,
         description="also measure how flat the training loss is within this radius: R0 and R1, docs/diagnostics.md",
@@ -32,10 +38,10 @@ class Evaluate(Spec):
     auc: tuple[Auc, ...] = Field(
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
-    nodes: PositiveInt | None = Field(
+    nodes: Annotated[PositiveInt | None, when({_FAMILY: "gossip"})] = Field(
         None, description="evaluate at most this many nodes of a network on the common test set; unset: as clients says"
     )
-    pre_mix: bool = Field(
+    pre_mix: Annotated[bool, when({_FAMILY: "gossip"})] = Field(
         True, description="also evaluate the nodes of a network before they mix, in rounds that are evaluated"
     )
     participants: bool = Field(

@@ -83,8 +83,12 @@ class NormedModel(Model):
     """
 
     norm: Literal["group", "batch", "none"] = Field("group", description="the normalisation of each layer")
-    groups: PositiveInt = Field(2, description="most groups of a layer; it takes the most that leave two channels each")
-    buffers: Literal["average", "local"] = Field("average", description="what becomes of BatchNorm's statistics")
+    groups: Annotated[PositiveInt, when(norm="group")] = Field(
+        2, description="most groups of a layer; it takes the most that leave two channels each"
+    )
+    buffers: Annotated[Literal["average", "local"], when(norm="batch")] = Field(
+        "average", description="what becomes of BatchNorm's statistics"
+    )
 
     def normal(self, channels: int) -> nn.Module:
         """The normalisation of one layer."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
+from fedloom.core.schema import when
 from fedloom.models.net import GlobalMean, Net, NormedModel, image
 
 Block: TypeAlias = Callable[[NormedModel, int, int, int], nn.Module]
@@ -34,7 +35,7 @@ class StemmedModel(NormedModel):
     """
 
     # the number of Wu and He (2018), who normalised these nets by groups
-    groups: PositiveInt = Field(
+    groups: Annotated[PositiveInt, when(norm="group")] = Field(
         32, description="most groups of a layer; it takes the most that leave two channels each"
     )
     stem: Literal["cifar", "imagenet"] = Field("cifar", description="the first layers: for small images or for large")

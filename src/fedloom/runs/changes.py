@@ -15,9 +15,10 @@ from fedloom.core.errors import (
 )
 from fedloom.engine.state import Experiment, RunState
 from fedloom.runs.environment import _recorded, files_of, other_versions, read_environment, versions
+from fedloom.runs.find import KEYS
 from fedloom.runs.folder import read_key
 from fedloom.runs.prepare import Prepared
-from fedloom.runs.settings import Config, as_table
+from fedloom.runs.settings import SECTIONS, Config, as_table, idle_in
 from fedloom.trust.noise import Key
 
 
@@ -122,8 +123,9 @@ def refuse_other_noise(path: Path, config: Config) -> None:
         what = "does not say with which settings this run began; it is damaged, or of an earlier version"
         raise CheckpointError(f"{began}: {what}: start a new run") from error
     now = _promised(config)
+    idle = {f"{section}.{key}" for section in (*KEYS, *SECTIONS) for key in idle_in(config, section)}
     faults = []
-    for key in sorted(then.keys() | now.keys()):
+    for key in sorted((then.keys() - idle) | now.keys()):  # earlier versions also recorded settings without effect
         old, new = (found.get(key, "unset") for found in (then, now))
         if old != new:
             what = f"was {_worded(old)} when this private run began, and is {_worded(new)} now"

@@ -1,144 +1,222 @@
-"""Settings that are each valid and cannot hold together."""
+"""Settings that are each valid and cannot hold together: a list of small rules.
+
+A rule is a function of sections, by their names. It is asked only where all of them could be read, except for those
+with a default, and returns what is wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core.errors import Fault
-from fedloom.engine.clock import never_trains
-from fedloom.trust import corruption, robust
+from fedloom.core.optim import Local
+from fedloom.core.schema import Spec
+from fedloom.data.partition import Natural, Partition
+from fedloom.engine.clock import System, never_trains
+from fedloom.engine.plan import Cohort
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.topology.network import Topology
+from fedloom.trust.corruption import Corruption, corruption_conflicts
+from fedloom.trust.privacy import Privacy
 from fedloom.trust.privacy_conflicts import privacy_conflicts
+from fedloom.trust.robust import Aggregation, rule_conflicts
 
-TRUST = ("corruption", "aggregation", "privacy")  # sections that do nothing unless they are asked to
-
-
-def contradictions(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
-    """Settings that are each valid and cannot hold together."""
-    local, cohort, alg, partition = (chosen.get(k) for k in ("local", "cohort", "algorithm", "partition"))
-    faults = _against_the_algorithm(alg, local, cohort)
-    if cohort is not None and cohort.size is not None:
-        clients = partition.clients if partition is not None else _written(table, "partition", "clients", 20)
-        if cohort.sampling in ("uniform", "poisson") and clients is not None and cohort.size > clients:
-            fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
-            faults.append(Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix))
-    if alg is not None and cohort is not None:
-        if cohort.sampling == "proportional" and alg.traits.weighs_examples and not alg.traits.distinct:
-            why = f"counts a client's data twice: once in the draw, once in the mean of {type(alg).__name__}"
-            fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "use uniform or all"
-            faults.append(Fault("cohort.sampling", f"'proportional' {why}", fix))
-        if alg.family == "gossip" and cohort.model_fields_set:
-            why = "a network without a server trains every node in every round"
-            faults.append(Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out"))
-        system = chosen.get("system")
-        if alg.family == "gossip" and system is not None:
-            what = "is for algorithms with a server, which can be late for it"
-            of_a_server = ("stragglers", "dropout", "deadline", "aggregation")
-            given = [(key, getattr(system, key)) for key in of_a_server if getattr(system, key)]
-            faults += [Fault(f"system.{key}", f"{what} (got {value})", "leave it out") for key, value in given]
-        if alg.family != "gossip" and system is not None:
-            everybody = cohort.sampling in ("all", "poisson")
-            most = getattr(partition, "clients", None) if everybody else cohort.size or 10
-            if never_trains(system, most, partial=alg.traits.partial_work):
-                what = f"late clients are left out, and so many are late that nobody trains (got {system.stragglers})"
-                faults.append(Fault("system.stragglers", what, "lower it, or set system.policy=partial"))
-        evaluate = chosen.get("evaluate")
-        shares = alg.traits.communicates and alg.traits.has_global_model
-        if evaluate is not None and evaluate.diagnostics and not shares:
-            what = f"there is no common model with {type(alg).__name__}, which diagnostics are about"
-            faults.append(Fault("evaluate.diagnostics", f"{what} (got {list(evaluate.diagnostics)})", "leave them out"))
-        if evaluate is not None and evaluate.flatness and not shares:
-            what = f"there is no common model with {type(alg).__name__} whose loss could be flat"
-            faults.append(Fault("evaluate.flatness", f"{what} (got {evaluate.flatness:g})", "leave it out"))
-        faults += _against_arrivals(alg, chosen)
-        faults += _against_trust(alg, cohort, chosen) + _against_the_network(alg, chosen.get("topology"))
-        if alg.family != "gossip" and "topology" in table:
-            faults.append(Fault("topology", "is only for algorithms without a server", "leave the section out"))
-        if not shares and getattr(partition, "holdout", None) == 0 and _kind(partition) != "natural":
-            why = "there is no common model to judge, and no client holds out rows of its own"
-            faults.append(Fault("partition.holdout", why, "set partition.holdout=0.2"))
-    return faults
+Table = Mapping[str, Any]
 
 
-_OF_ROUNDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "system.stragglers": ((0.0,), "nobody is late for it"),
-    "system.dropout": ((0.0,), "it would never hear again of a client that is lost"),
-    "system.deadline": ((None,), "nobody is late for it"),
-    "cohort.sampling": (("uniform", "all"), "clients are drawn one by one, as they are needed"),
-    "aggregation.rule": (("mean",), "it mostly hears one client at a time"),
-    "privacy.clip": ((None,), "epsilon is counted in rounds, in each of which a client comes once at most"),
-    "evaluate.diagnostics": (((),), "they are of a round whose clients begin with one model"),
-    "evaluate.participants": ((False,), "a client may come several times in a round, or never"),
-}  # what is allowed, and why nothing else is, where the server waits for nobody
+def contradictions(table: Table, chosen: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong between the sections of an experiment; None stands for a section that could not be read."""
+    known = {"table": table} | {section: spec for section, spec in chosen.items() if spec is not None}
+    return [fault for rule in RULES for fault in _asked(rule, known)]
 
 
-def _against_arrivals(alg: Any, chosen: Mapping[str, Any]) -> list[Fault]:
-    """What has a meaning only where the server waits for the clients of a round."""
-    faults = []
-    for key, (allowed, why) in _OF_ROUNDS.items() if not alg.traits.synchronous else ():
-        section, _, leaf = key.partition(".")
-        value = getattr(chosen.get(section), leaf, allowed[0])
-        if value not in allowed:
-            what = f"the server of {type(alg).__name__} waits for nobody: {why} (got {value!r})"
-            faults.append(
-                Fault(key, what, f"set it to {' or '.join(map(str, allowed))}" if allowed[0] else "leave it out")
-            )
-    return faults
+def _asked(rule: Callable[..., Iterable[Fault]], known: Mapping[str, Any]) -> Iterable[Fault]:
+    parameters = inspect.signature(rule).parameters
+    if any(name not in known and parameter.default is parameter.empty for name, parameter in parameters.items()):
+        return ()
+    return rule(**{name: known[name] for name in parameters if name in known})
 
 
-def _against_trust(alg: Any, cohort: Any, chosen: Mapping[str, Any]) -> list[Fault]:
-    """What bad clients, robust rules and privacy cannot be combined with."""
-    bad, rule, private = (chosen.get(section) for section in TRUST)
-    faults = corruption.corruption_conflicts(bad, alg) if bad is not None else []
-    faults += robust.rule_conflicts(rule, alg, cohort.sampling) if rule is not None else []
-    if private is not None and rule is not None and chosen.get("system") is not None:
-        faults += privacy_conflicts(private, alg, cohort.sampling, chosen["system"], rule.rule)
-    return faults
+def _called(algorithm: AnyAlgorithm) -> str:
+    return type(algorithm).__name__
 
 
-def _against_the_network(alg: Any, topology: Any) -> list[Fault]:
-    """Networks for which the algorithm's messages are not made."""
-    if topology is None:
-        return []
-    faults, name = [], type(alg).__name__
-    if gossip_facts(alg).sends_once and topology.gossip_steps > 1:
-        what = f"what {name} sends here cannot be passed on in the same round (got {topology.gossip_steps})"
-        faults.append(Fault("topology.gossip_steps", what, "leave it at 1"))
-    if gossip_facts(alg).sends_once and topology.mixing == "push_sum":
-        what = f"push_sum changes models on their way, and what {name} sends here is none"
-        faults.append(Fault("topology.mixing", what, "leave it at average"))
-    if gossip_facts(alg).remembers_neighbours and (topology.redrawn or topology.fails):
-        how = "has links that fail" if topology.fails else "is not the same in every round"
-        why = f"{name} keeps copies of what each neighbour has sent so far, but this network {how}"
-        fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
-        faults.append(Fault("topology", why, fix))
-    return faults
+# -- local training and the cohort -----------------------------------------------------------------
+def plain_sgd(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
+    if not algorithm.traits.plain_sgd:
+        return
+    what = f"{_called(algorithm)} is defined for plain SGD steps"
+    if local.optimizer != "sgd":
+        yield Fault("local.optimizer", f"{what} (got '{local.optimizer}')", "leave optimizer at sgd")
+    for key in ("momentum", "weight_decay", "clip"):
+        if getattr(local, key):
+            yield Fault(f"local.{key}", f"{what} (got {getattr(local, key)})", f"leave {key} at 0")
 
 
-def _written(table: Mapping[str, Any], section: str, key: str, default: int) -> int | None:
-    """A whole number as it was written, or the default; None where something else stands there."""
-    given = table.get(section)
-    value = given.get(key, default) if isinstance(given, Mapping) else default
+def one_state_for_each_client(algorithm: AnyAlgorithm, cohort: Cohort) -> Iterator[Fault]:
+    if algorithm.traits.distinct and cohort.sampling == "proportional":
+        what = f"{_called(algorithm)} keeps a state for each client, which a second draw in a round would break"
+        yield Fault("cohort.sampling", what, "use uniform or all")
+
+
+def data_counts_once(algorithm: AnyAlgorithm, cohort: Cohort) -> Iterator[Fault]:
+    traits = algorithm.traits
+    if cohort.sampling == "proportional" and traits.weighs_examples and not traits.distinct:
+        why = f"counts a client's data twice: once in the draw, once in the mean of {_called(algorithm)}"
+        fix = "set algorithm.weighting=uniform" if hasattr(algorithm, "weighting") else "use uniform or all"
+        yield Fault("cohort.sampling", f"'proportional' {why}", fix)
+
+
+def cohort_fits(table: Table, cohort: Cohort, partition: Partition | None = None) -> Iterator[Fault]:
+    if cohort.size is None or cohort.sampling not in ("uniform", "poisson"):
+        return
+    clients = partition.clients if partition is not None else _written_clients(table)
+    if clients is not None and cohort.size > clients:
+        fix = f"at most {clients}, or sampling = 'proportional', which draws with replacement"
+        yield Fault("cohort.size", f"{cohort.size} of partition.clients = {clients}", fix)
+
+
+def _written_clients(table: Table) -> int | None:
+    """The number of clients as it was written, or the default; None where it is no number."""
+    given, default = table.get("partition"), 20
+    value = given.get("clients", default) if isinstance(given, Mapping) else default
     return value if isinstance(value, int) else None
 
 
-def _against_the_algorithm(alg: Any, local: Any, cohort: Any) -> list[Fault]:
-    """Settings that the algorithm's definition excludes."""
-    faults = []
-    if alg is not None and local is not None and alg.traits.plain_sgd:
-        if local.optimizer != "sgd":
-            what = f"{type(alg).__name__} is defined for plain SGD steps (got '{local.optimizer}')"
-            faults.append(Fault("local.optimizer", what, "leave optimizer at sgd"))
-        for key in ("momentum", "weight_decay", "clip"):
-            if getattr(local, key):
-                what = f"{type(alg).__name__} is defined for plain SGD steps (got {getattr(local, key)})"
-                faults.append(Fault(f"local.{key}", what, f"leave {key} at 0"))
-    if alg is not None and cohort is not None and alg.traits.distinct and cohort.sampling == "proportional":
-        what = f"{type(alg).__name__} keeps a state for each client, which a second draw in a round would break"
-        faults.append(Fault("cohort.sampling", what, "use uniform or all"))
-    return faults
+# -- with and without a server ---------------------------------------------------------------------
+def no_cohort_in_a_network(table: Table, algorithm: AnyAlgorithm, cohort: Cohort) -> Iterator[Fault]:
+    if algorithm.family == "gossip" and cohort.model_fields_set:
+        why = "a network without a server trains every node in every round"
+        yield Fault("cohort", f"{why} (got {table['cohort']!r})", "leave the section out")
 
 
-def _kind(spec: Any) -> str:
-    return getattr(type(spec), "kind", "")
+def no_deadline_in_a_network(algorithm: AnyAlgorithm, system: System) -> Iterator[Fault]:
+    for key in ("stragglers", "dropout", "deadline", "aggregation") if algorithm.family == "gossip" else ():
+        if getattr(system, key):
+            what = f"is for algorithms with a server, which can be late for it (got {getattr(system, key)})"
+            yield Fault(f"system.{key}", what, "leave it out")
+
+
+def no_topology_with_a_server(table: Table, algorithm: AnyAlgorithm) -> Iterator[Fault]:
+    if algorithm.family != "gossip" and "topology" in table:
+        yield Fault("topology", "is only for algorithms without a server", "leave the section out")
+
+
+def some_client_trains(
+    algorithm: AnyAlgorithm, cohort: Cohort, system: System, partition: Partition | None = None
+) -> Iterator[Fault]:
+    if algorithm.family == "gossip":
+        return
+    everybody = cohort.sampling in ("all", "poisson")
+    most = getattr(partition, "clients", None) if everybody else cohort.size or 10
+    if never_trains(system, most, partial=algorithm.traits.partial_work):
+        what = f"late clients are left out, and so many are late that none trains (got {system.stragglers})"
+        yield Fault("system.stragglers", what, "lower it, or set system.policy=partial")
+
+
+# What is allowed where the server does not wait for the clients of a round, and why nothing else is.
+_ASYNCHRONOUS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "system.stragglers": ((0.0,), "no client is late"),
+    "system.dropout": ((0.0,), "a client that is lost would never be drawn again"),
+    "system.deadline": ((None,), "no client is late"),
+    "cohort.sampling": (("uniform", "all"), "clients are drawn one by one, as they are needed"),
+    "aggregation.rule": (("mean",), "it mostly receives one upload at a time"),
+    "privacy.clip": ((None,), "epsilon is counted in rounds, in each of which a client comes once at most"),
+    "evaluate.diagnostics": (((),), "they are of a round whose clients begin with one model"),
+    "evaluate.participants": ((False,), "a client may come several times in a round, or never"),
+}
+
+
+def nothing_of_rounds_without_them(
+    algorithm: AnyAlgorithm,
+    system: System | None = None,
+    cohort: Cohort | None = None,
+    aggregation: Aggregation | None = None,
+    privacy: Privacy | None = None,
+    evaluate: Evaluate | None = None,
+) -> Iterator[Fault]:
+    sections: dict[str, Spec | None] = {"system": system, "cohort": cohort, "aggregation": aggregation}
+    sections |= {"privacy": privacy, "evaluate": evaluate}
+    for key, (allowed, why) in _ASYNCHRONOUS.items() if not algorithm.traits.synchronous else ():
+        section, _, leaf = key.partition(".")
+        value = getattr(sections[section], leaf, allowed[0])
+        if value not in allowed:
+            what = f"the server of {_called(algorithm)} does not wait for clients: {why} (got {value!r})"
+            yield Fault(key, what, f"set it to {' or '.join(map(str, allowed))}" if allowed[0] else "leave it out")
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+def has_global_model(algorithm: AnyAlgorithm) -> bool:
+    return algorithm.traits.communicates and algorithm.traits.has_global_model
+
+
+def nothing_of_a_global_model_without_one(algorithm: AnyAlgorithm, evaluate: Evaluate) -> Iterator[Fault]:
+    if has_global_model(algorithm):
+        return
+    none = f"there is no common model with {_called(algorithm)}"
+    if evaluate.diagnostics:
+        what = f"{none}, which diagnostics are about (got {list(evaluate.diagnostics)})"
+        yield Fault("evaluate.diagnostics", what, "leave them out")
+    if evaluate.flatness:
+        what = f"{none} whose loss could be flat (got {evaluate.flatness:g})"
+        yield Fault("evaluate.flatness", what, "leave it out")
+
+
+def some_model_is_evaluated(algorithm: AnyAlgorithm, partition: Partition) -> Iterator[Fault]:
+    if not has_global_model(algorithm) and partition.holdout == 0 and not isinstance(partition, Natural):
+        why = "there is no common model to evaluate, and no client holds out rows of its own"
+        yield Fault("partition.holdout", why, "set partition.holdout=0.2")
+
+
+# -- trust -----------------------------------------------------------------------------------------
+def corruption_fits(algorithm: AnyAlgorithm, corruption: Corruption) -> Iterable[Fault]:
+    return corruption_conflicts(corruption, algorithm)
+
+
+def aggregation_fits(algorithm: AnyAlgorithm, cohort: Cohort, aggregation: Aggregation) -> Iterable[Fault]:
+    return rule_conflicts(aggregation, algorithm, cohort.sampling)
+
+
+def privacy_fits(
+    algorithm: AnyAlgorithm, cohort: Cohort, privacy: Privacy, aggregation: Aggregation, system: System
+) -> Iterable[Fault]:
+    return privacy_conflicts(privacy, algorithm, cohort.sampling, system, aggregation.rule)
+
+
+# -- networks --------------------------------------------------------------------------------------
+def messages_fit_the_network(algorithm: AnyAlgorithm, topology: Topology) -> Iterator[Fault]:
+    name, facts = _called(algorithm), gossip_facts(algorithm)
+    if facts.sends_once and topology.gossip_steps > 1:
+        what = f"what {name} sends here cannot be passed on in the same round (got {topology.gossip_steps})"
+        yield Fault("topology.gossip_steps", what, "leave it at 1")
+    if facts.sends_once and topology.mixing == "push_sum":
+        what = f"push_sum changes models on their way, and what {name} sends here is none"
+        yield Fault("topology.mixing", what, "leave it at average")
+    if facts.remembers_neighbours and (topology.redrawn or topology.fails):
+        how = "has links that fail" if topology.fails else "is not the same in every round"
+        why = f"{name} keeps copies of what each neighbour has sent so far, but this network {how}"
+        fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
+        yield Fault("topology", why, fix)
+
+
+RULES: tuple[Callable[..., Iterable[Fault]], ...] = (
+    plain_sgd,
+    one_state_for_each_client,
+    cohort_fits,
+    data_counts_once,
+    no_cohort_in_a_network,
+    no_deadline_in_a_network,
+    some_client_trains,
+    nothing_of_a_global_model_without_one,
+    nothing_of_rounds_without_them,
+    corruption_fits,
+    aggregation_fits,
+    privacy_fits,
+    messages_fit_the_network,
+    no_topology_with_a_server,
+    some_model_is_evaluated,
+)

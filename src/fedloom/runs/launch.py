@@ -1,8 +1,8 @@
-"""Several ranks of one run on this machine: what torchrun does, for who does not want to write its line.
+"""Start several ranks of one run on this machine, as torchrun would.
 
 Each rank is a process of its own. They meet in a folder that nobody else can open, and listen on the loopback interface
-alone. They have a session of their own, so that Ctrl-C reaches only who started them, which passes it on once; and they
-follow it when it dies.
+alone. They have a session of their own, so that Ctrl-C reaches only the launcher, which passes it on once; and they
+end when it dies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _PARENT = "FEDLOOM_PARENT"  # the process that started this one
+_PREFIX = "fedloom-ranks-"  # of the folders in which ranks meet, before the number of the launcher
 _GRACE = 10.0  # seconds that the others have to end by themselves once one has failed
 _LOOK = 0.05  # seconds between two looks at the ranks
 _MOST = 16  # ranks for each core: more of them would only wait
@@ -63,7 +64,7 @@ def cores() -> int:
 
 
 def launch(words: list[str], ranks: int) -> tuple[int, str]:
-    """Run ``fedloom words...`` as so many ranks, and return the exit code of rank 0 and what it could not say itself.
+    """Run ``fedloom words...`` as ``ranks`` processes; returns the exit code of rank 0 and what it could not report.
 
     If one of them fails, the others are given a moment to say so, and are then ended.
     """
@@ -103,10 +104,31 @@ def meeting() -> Path:
     """A folder in which ranks of this machine can meet: only their user can open it, and it holds their secret."""
     from fedloom.engine.ranks import SECRET
 
-    folder = Path(tempfile.mkdtemp(prefix="fedloom-ranks-"))  # which is made with mode 0700
+    _remove_stale()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # which is made with mode 0700
     (folder / SECRET).touch(mode=0o600)
     (folder / SECRET).write_bytes(secrets.token_bytes(32))
     return folder
+
+
+def _remove_stale() -> None:
+    """Remove the folders of launchers that were killed before they could do so themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        launcher = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):
+            ours = folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+            if ours and launcher.isdecimal() and not _runs(int(launcher)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of somebody else
+        return True
+    return True
 
 
 def without_ranks(words: list[str]) -> list[str]:
@@ -121,7 +143,7 @@ def without_ranks(words: list[str]) -> list[str]:
 
 
 def follow_parent(world: Mapping[str, str] = os.environ) -> None:
-    """Let a rank that was started here be stopped, as by SIGTERM, when who started it dies."""
+    """Let a rank that was started here be stopped, as by SIGTERM, when its launcher dies."""
     if _PARENT in world and platform.system() == "Linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ from fedloom.core.errors import (
 from fedloom.engine import checkpoint, graphs
 from fedloom.engine.ranks import Ranks
 from fedloom.engine.rounds import rounds
-from fedloom.engine.state import Experiment
+from fedloom.engine.state import Experiment, Round, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.runs.entry import Resumption, enter
 from fedloom.runs.evaluation import evaluates, evaluation_line, lines_of
@@ -27,7 +28,7 @@ from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import Config
 
-_ONE_SIGNAL = 2.0  # seconds within which several ranks may be told of one signal more than once
+_ONE_SIGNAL = 2.0  # seconds within which several ranks may receive one signal more than once
 
 
 class Progress(NamedTuple):
@@ -40,11 +41,11 @@ class Progress(NamedTuple):
     clients: int  # that trained in this round
     seconds: float  # that this round took
     late: int = 0  # of these clients, how many missed the deadline
-    notes: tuple[str, ...] = ()  # what the engine has to say of this round, in words
+    notes: tuple[str, ...] = ()  # notes of the engine on this round
 
 
 class Listener(Protocol):
-    """Somebody who watches a run; the run itself never prints."""
+    """Follows a run, which never prints anything itself."""
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None: ...
 
@@ -54,7 +55,7 @@ class Listener(Protocol):
 
 
 class Silence:
-    """A listener that says nothing."""
+    """A listener that shows nothing."""
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None: ...
 
@@ -72,9 +73,9 @@ class InterruptedRun(KeyboardInterrupt):
 
 
 def drive(prepared: Prepared, folder: RunFolder | None, how: Resumption | None, listener: Listener) -> History:
-    """The loop over rounds, from the first one or as a run that goes on."""
-    told = prepared.experiment.ranks.broadcast(str(folder.path) if folder else None)
-    path = Path(told) if told is not None else None
+    """Run the loop, from the first round or as a run that goes on; errors say what was saved."""
+    place = prepared.experiment.ranks.broadcast(str(folder.path) if folder else None)
+    path = Path(place) if place is not None else None
     try:
         with storage(path):
             return _rounds(prepared, folder, path, how, listener)
@@ -87,62 +88,109 @@ def drive(prepared: Prepared, folder: RunFolder | None, how: Resumption | None, 
         raise
 
 
+class _Run(NamedTuple):
+    """What stays the same from the first round to the last."""
+
+    prepared: Prepared
+    store: ClientStore
+    folder: RunFolder | None  # rank 0 has it, if there is one
+    path: Path | None  # of the folder, on every rank
+
+    @property
+    def exp(self) -> Experiment:
+        return self.prepared.experiment
+
+
 def _rounds(
     prepared: Prepared, folder: RunFolder | None, path: Path | None, how: Resumption | None, listener: Listener
 ) -> History:
-    """The rounds, on each rank; ``path`` is the run folder, where there is one, and ``folder`` only rank 0 has."""
-    exp, config, ranks = prepared.experiment, prepared.config, prepared.experiment.ranks
-    store = _store(config, exp, folder.path if folder else None)
-    state, records, told = enter(prepared, store, folder, path, how)
-    prepared = prepared._replace(config=config._replace(notes=(*config.notes, *told)))
-    listener.started(prepared, path, state.round)
+    """The rounds, on each rank: train, evaluate, write, save, report."""
+    exp, config = prepared.experiment, prepared.config
+    run = _Run(prepared, _store(config, exp, folder.path if folder else None), folder, path)
+    state, records, notes = enter(prepared, run.store, folder, path, how)
+    listener.started(prepared._replace(config=config._replace(notes=(*config.notes, *notes))), path, state.round)
     earlier = folder.spent() if folder else 0.0
-    saved, clock, newest = state.round, time.perf_counter(), records[-1] if records else {}
-    with _interruptible(listener, ranks) as stop:
-        if not records or (state.round == exp.rounds and not evaluates(records[-1], state.round)):
-            newest = evaluation_line(exp, state, store)
-            records.append(newest)
-            if folder:
-                folder.metrics(newest)
-        coming, said = rounds(exp, state, store), 0
+    began = time.perf_counter()
+    with _interruptible(listener, exp.ranks) as stop:
+        records += _first_line(run, state, records)
+        newest, saved, reported = records[-1], state.round, 0
+        coming = rounds(exp, state, run.store)
         while state.round < exp.rounds:
-            began = time.perf_counter()
-            state, excluded, found, did = next(coming)
-            trained = time.perf_counter()
-            lines = lines_of(exp, state, store, excluded, found)
+            clock = [time.perf_counter()]
+            done = next(coming)
+            state = done.state
+            clock.append(time.perf_counter())
+            lines = lines_of(exp, state, run.store, done.excluded, done.found)
             records += lines
             newest = lines[-1] if lines and evaluates(lines[-1], state.round) else newest
-            evaluated = time.perf_counter()
-            if folder:
-                for line in lines:
-                    folder.metrics(line)
-                if exp.evaluate.work:
-                    folder.work(state.round, did)
-            ended = ranks.any_rank(stop.is_set()) or state.round == exp.rounds
-            if path and (ended or state.round - saved >= config.checkpoint.every):
-                checkpoint.save(path / "checkpoints", state, store, folder.lengths() if folder else {}, ranks)
-                saved = state.round
-            clients = len(exp.present(state.round - 1).drawn.ids)
-            now = time.perf_counter()
-            if folder:
-                folder.timing(Timing(state.round, trained - began, evaluated - trained, now - evaluated, clients))
-            late = sum(each.late for each in did)
-            notes, said = graphs.built(exp.task).notes[said:], len(graphs.built(exp.task).notes)
-            listener.advanced(Progress(state.round, exp.rounds, newest, excluded, clients, now - began, late, notes))
-            if ended and state.round < exp.rounds:
+            clock.append(time.perf_counter())
+            _write(run, done, lines)
+            ends = exp.ranks.any_rank(stop.is_set()) or state.round == exp.rounds
+            saved = _save(run, state, saved, ends=ends)
+            clock.append(time.perf_counter())
+            noted = graphs.built(exp.task).notes
+            listener.advanced(_progress(run, done, newest, clock, noted[reported:]))
+            reported = len(noted)
+            if ends and state.round < exp.rounds:
                 raise InterruptedRun(path, state.round)
-    model = common_model(exp, state, store)
-    seconds = earlier + time.perf_counter() - clock
+    return _result(run, state, records, earlier + time.perf_counter() - began)
+
+
+def _first_line(run: _Run, state: RunState, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluation before the first round, or the last one of a run that was stopped before it was evaluated."""
+    if records and (state.round < run.exp.rounds or evaluates(records[-1], state.round)):
+        return []
+    line = evaluation_line(run.exp, state, run.store)
+    if run.folder:
+        run.folder.metrics(line)
+    return [line]
+
+
+def _write(run: _Run, done: Round, lines: list[dict[str, Any]]) -> None:
+    """Append the lines of a round, and the work of its clients where that is recorded."""
+    if run.folder:
+        for line in lines:
+            run.folder.metrics(line)
+        if run.exp.evaluate.work:
+            run.folder.work(done.state.round, done.work)
+
+
+def _save(run: _Run, state: RunState, saved: int, *, ends: bool) -> int:
+    """Write a checkpoint if one is due or the run ends, on every rank; returns the round of the newest one."""
+    if run.path is None or not (ends or state.round - saved >= run.prepared.config.checkpoint.every):
+        return saved
+    lengths = run.folder.lengths() if run.folder else {}
+    checkpoint.save(run.path / "checkpoints", state, run.store, lengths, run.exp.ranks)
+    return state.round
+
+
+def _progress(
+    run: _Run, done: Round, newest: dict[str, Any], clock: Sequence[float], notes: tuple[str, ...]
+) -> Progress:
+    """The report of a round, whose timing is written; ``clock``: the times between its stages."""
+    exp, number = run.exp, done.state.round
+    clients = len(exp.present(number - 1).drawn.ids)
+    train, evaluate, record = (end - begin for begin, end in pairwise(clock))
+    if run.folder:
+        run.folder.timing(Timing(number, train, evaluate, record, clients))
+    late = sum(each.late for each in done.work)
+    return Progress(number, exp.rounds, newest, done.excluded, clients, clock[-1] - clock[0], late, notes)
+
+
+def _result(run: _Run, state: RunState, records: list[dict[str, Any]], seconds: float) -> History:
+    """The finished run, once its folder holds the model, the curves and the summary."""
+    exp, config = run.exp, run.prepared.config
+    model = common_model(exp, state, run.store)
     history = History(
         algorithm=config.kinds["algorithm"],
         rounds=state.round,
         seconds=seconds,
         records=records,
         model=exp.task.module(*model) if model is not None else None,
-        run_dir=path,
+        run_dir=run.path,
     )
-    if path:
-        finish(prepared, folder, state, store, history, model)
+    if run.path:
+        finish(run.prepared, run.folder, state, run.store, history, model)
     return history
 
 
@@ -156,7 +204,7 @@ def _store(config: Config, exp: Experiment, folder: Path | None) -> ClientStore:
 def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event]:
     """Ctrl-C and SIGTERM finish the round, so that it can be saved; a second one stops at once.
 
-    Who starts several ranks may pass on a signal that has reached them already: that is not a second one.
+    The launcher of several ranks may pass on a signal that has reached them already: that is not a second one.
     """
     stop, asked = threading.Event(), 0.0
     if threading.current_thread() is not threading.main_thread():

@@ -7,11 +7,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedloom.algorithm import Algorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Lookup, Spec, meant, read, without_effect
+from fedloom.core.schema import Lookup, Spec, as_python_has_it, meant, read, without_effect
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, find_algorithm
-from fedloom.runs.settings import SECTIONS, toml_of
+from fedloom.runs.settings import SECTIONS, fact, toml_of
 
 
 def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -101,7 +102,7 @@ def idle(table: Mapping[str, Any]) -> dict[str, str]:
         f"{section}.{key}": why
         for section, given in table.items()
         if isinstance(given, Mapping) and (cls := _class_of(section, given)) is not None
-        for key, why in without_effect(cls, meant(cls, given), given, _lookup(table)).items()
+        for key, why in without_effect(cls, _read(cls, given), given, _lookup(table)).items()
     }
 
 
@@ -128,12 +129,17 @@ def _lookup(table: Mapping[str, Any]) -> Lookup:
             raise KeyError(name)
         if section == "algorithm":
             spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, section)
-            if spec is None:
+            if not isinstance(spec, Algorithm):
                 raise KeyError(name)
-            return getattr(spec, key)
-        return meant(cls, given).get(key, cls.model_fields[key].default)
+            return fact(spec, key)
+        return _read(cls, given).get(key, cls.model_fields[key].default)
 
     return value
+
+
+def _read(cls: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a section of a file stands for, its lists as tuples."""
+    return meant(cls, as_python_has_it(cls, given))
 
 
 def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Held, Setup
 from fedloom.algorithm.capabilities import lane_size, needs_proxy
+from fedloom.algorithm.contract import AnyAlgorithm
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.task import Task
@@ -35,6 +36,7 @@ from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
 from fedloom.trust import corruption, noise, robust
 from fedloom.trust.corruption import ClientRows, Corruption, corrupted
+from fedloom.trust.mechanism import Guard
 from fedloom.trust.noise import Key
 from fedloom.trust.privacy_conflicts import privacy_refusals
 
@@ -114,57 +116,24 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
 
 def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
     """Everything that the first round needs; ``key``: of noise that is a secret, where there is one already."""
-    reuse_memory()
-    if config.engine.threads is not None:
-        torch.set_num_threads(config.engine.threads)
-    device = pick_device(config.engine.device)
-    if device.type == "cuda" and config.engine.threads is None:
-        torch.set_num_threads(1)  # the CPU only plans, in steps so small that threads take longer to wake
+    device = _device(config)
     shared = share(config, root, arrays)
-    federation = federate(
-        shared.arrays,
-        shared.owner,
-        shared.clients,
-        shared.held_out,
-        device=device,
-        augment=getattr(config.data, "augment", "none"),
-    )
-    federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
-    _check_fit(config, shared, len(federation.common))
-    task = initial_task(config.model, shared.arrays, config.basics.seed)
-    held = _held(shared.proxy, federation)
-    if has_fixed_features(task, federation):
-        wide = task.linear_head.in_features
-        note = f"the body is frozen: its {wide:,} features of each of {len(federation.x):,} rows are computed once"
-        config = config._replace(notes=(*config.notes, note))
-        task, federation, held = on_features(task, federation, held)
-    cohort = shared.clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, shared.clients)
-    executor, reason = _executor(config, task, device, cohort)
-    steps = amounts(config.local, federation.train.sizes).steps.double().mean()
-    ticks = config.basics.rounds * float(steps)
-    capture = capture_for(config.engine.compile, device, executor == "lanes", ticks)
-    task = task.to(device, lanes=executor == "lanes", precision=config.engine.precision, capture=capture)
-    if config.engine.compile == "on" and capture != "compiled":
-        note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
-        config = config._replace(notes=(*config.notes, note))
-    guard = guard_of(config, federation, key)
-    hidden = None if guard is None or guard.sums is None else noise_of(guard, guard.sums)
-    optimizer, sizes = config.local.optimiser(), federation.train.sizes
-    setup = Setup(task, optimizer, sizes, held, hidden, config.local.lr, config.basics.seed)
-    algorithm = config.algorithm.bind(setup)
-    lanes = config.engine.lanes or lane_limit(task, device, lane_size(algorithm))
+    world = _world(config, shared, device)
+    placed = _placed(config, world, device, shared.clients)
+    guard = guard_of(config, world.federation, key)
+    algorithm = _bound(config, placed.task, world, guard)
     experiment = Experiment(
         algorithm=algorithm,
-        task=task,
-        federation=federation,
+        task=placed.task,
+        federation=world.federation,
         local=config.local,
         cohort=config.cohort,
         evaluate=config.evaluate,
         rounds=config.basics.rounds,
         seed=config.basics.seed,
         device=device,
-        executor=executor,
-        lanes=lanes,
+        executor=placed.executor,
+        lanes=config.engine.lanes or lane_limit(placed.task, device, lane_size(algorithm)),
         topology=config.topology,
         starts=_starts(config, shared, device),
         system=config.system,
@@ -177,7 +146,72 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     )
     _check_statistics(experiment)
     _check_uploads(config, experiment)
-    return Prepared(experiment, shared, config, reason)
+    notes = (*config.notes, *world.notes, *placed.notes)
+    return Prepared(experiment, shared, config._replace(notes=notes), placed.reason)
+
+
+class World(NamedTuple):
+    """The clients' data on the device, the server's own examples, and the initial net."""
+
+    task: Task
+    federation: Federation
+    held: Held | None
+    notes: list[str]
+
+
+class Placed(NamedTuple):
+    """The net where and as it is trained."""
+
+    task: Task
+    executor: Executor
+    reason: str  # why it is this executor
+    notes: list[str]
+
+
+def _device(config: Config) -> torch.device:
+    """The device of the run; threads are set for it."""
+    reuse_memory()
+    device, threads = pick_device(config.engine.device), config.engine.threads
+    if threads is None and device.type == "cuda":
+        threads = 1  # the CPU only plans, in steps so small that threads take longer to wake
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return device
+
+
+def _world(config: Config, shared: Shared, device: torch.device) -> World:
+    """Data and net; of a net whose body is frozen the head alone, and features instead of examples."""
+    augment, seed = getattr(config.data, "augment", "none"), config.basics.seed
+    dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
+    federation = _spoiled(federate(*dealt, device=device, augment=augment), config.corruption, shared.bad, seed)
+    _check_fit(config, shared, len(federation.common))
+    task, held = initial_task(config.model, shared.arrays, seed), _held(shared.proxy, federation)
+    if not has_fixed_features(task, federation):
+        return World(task, federation, held, [])
+    wide = task.linear_head.in_features
+    note = f"the body is frozen: its {wide:,} features of each of {len(federation.x):,} rows are computed once"
+    return World(*on_features(task, federation, held), [note])
+
+
+def _placed(config: Config, world: World, device: torch.device, clients: int) -> Placed:
+    """Choose the executor, and whether its steps are recorded or compiled."""
+    engine = config.engine
+    cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
+    executor, reason = _executor(config, world.task, device, cohort)
+    steps = amounts(config.local, world.federation.train.sizes).steps.double().mean()
+    capture = capture_for(engine.compile, device, executor == "lanes", config.basics.rounds * float(steps))
+    task = world.task.to(device, lanes=executor == "lanes", precision=engine.precision, capture=capture)
+    in_vain = engine.compile == "on" and capture != "compiled"
+    note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
+    return Placed(task, executor, reason, [note] if in_vain else [])
+
+
+def _bound(config: Config, task: Task, world: World, guard: Guard | None) -> AnyAlgorithm:
+    """The algorithm with what it may know of the run."""
+    hidden = None if guard is None or guard.sums is None else noise_of(guard, guard.sums)
+    optimizer, sizes = config.local.optimiser(), world.federation.train.sizes
+    setup = Setup(task, optimizer, sizes, world.held, hidden, config.local.lr, config.basics.seed)
+    return config.algorithm.bind(setup)
 
 
 def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
@@ -247,7 +281,7 @@ def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> 
 
 
 def _check_fit(config: Config, shared: Shared, common: int) -> None:
-    """What can only be known once the data is there."""
+    """What can only be checked once the data is there."""
     check_clients(config.system, shared.clients)
     faults = []
     size = config.cohort.size
@@ -268,16 +302,15 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
 
 
 def _check_statistics(exp: Experiment) -> None:
-    """A mean of running statistics needs clients that are heard together."""
+    """A mean of running statistics needs uploads that arrive together."""
     if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
-        what = (
-            f"the server of {type(exp.algorithm).__name__} waits for nobody, and has no mean of BatchNorm's statistics"
-        )
+        name = type(exp.algorithm).__name__
+        what = f"the server of {name} does not wait for clients, and has no mean of BatchNorm's statistics"
         raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
 
 
 def _check_uploads(config: Config, experiment: Experiment) -> None:
-    """What can only be known once the net is there: of what uploads consist."""
+    """What can only be checked once the net is there: the parts of an upload."""
     poisons = bool(experiment.bad) and bool(config.corruption.changes)
     if not poisons and experiment.guard is None:
         return

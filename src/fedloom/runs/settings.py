@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
-from fedloom.algorithm.capabilities import defaults_of, warnings_of
+from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, warnings_of
 from fedloom.core.errors import ConfigError, DataError, Fault, nearest
 from fedloom.core.optim import Local
-from fedloom.core.schema import Spec, read, without_effect
+from fedloom.core.schema import Spec, other_than, read, when, without_effect
 from fedloom.core.task import Precision
 from fedloom.data.partition import Partition
 from fedloom.data.proxy import Proxy
@@ -32,7 +32,7 @@ from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Model
-from fedloom.runs.contradictions import TRUST, contradictions
+from fedloom.runs.contradictions import contradictions
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, name_of
 from fedloom.runs.in_memory import InMemory
 from fedloom.trust import corruption
@@ -54,7 +54,9 @@ class Engine(Spec):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
-    lanes: PositiveInt | None = Field(None, description="most clients side by side; unset: by the net's size")
+    lanes: Annotated[PositiveInt | None, when(executor=other_than("loop"))] = Field(
+        None, description="most clients side by side; unset: by the net's size"
+    )
     store: Literal["ram", "disk"] = Field("ram", description="where clients' states and nodes' models are kept")
     threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
     precision: Precision = Field(
@@ -62,7 +64,7 @@ class Engine(Spec):
         description="of local training: fp32; tf32, float32 with short products on a GPU that has them; "
         "or bf16, 16 bits in the net and float32 parameters",
     )
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: Annotated[Literal["auto", "on", "off"], when(executor=other_than("loop"))] = Field(
         "auto",
         description="on a GPU, whether steps are compiled and recorded (on) or run as they are (off); "
         "auto: as much of it as the length of the run pays for",
@@ -143,35 +145,11 @@ def _refuse_long_numbers(value: Any) -> None:
 # -- from a table to settings --------------------------------------------------------------------
 def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     """The experiment that ``table`` describes, or one ConfigError with everything that is wrong with it."""
-    faults: list[Fault] = []
-    sections = {*SECTIONS, *KEYS}
-    basics, wrong = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
+    basics, faults = _basics(table)
+    names, chosen, wrong = _by_name(table)
     faults += wrong
-    for key in table:
-        if key not in Basics.model_fields and key not in sections:
-            hint = nearest(key, [*Basics.model_fields, *sections])
-            faults.append(Fault(key, f"unknown key (got {table[key]!r})", hint))
-    chosen: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for section in KEYS:
-        given, algorithm = table.get(section, {}), chosen.get("algorithm")
-        if section == "topology":
-            if section not in table and (algorithm is None or algorithm.family != "gossip"):
-                continue
-            given = _suggested(given, algorithm)
-        names[section], chosen[section], wrong = _chosen(section, given)
-        faults += wrong
-    if chosen.get("algorithm") is not None and chosen.get("model") is not None:
-        own = defaults_of(chosen["algorithm"]).get("model", {})
-        silent = {k: v for k, v in own.items() if k in type(chosen["model"]).model_fields}
-        silent = {k: v for k, v in silent.items() if k not in chosen["model"].model_fields_set}
-        chosen["model"] = chosen["model"].model_copy(update=silent)
     for section, cls in SECTIONS.items():
-        given = _with_defaults(section, table.get(section, {}), chosen.get("algorithm"))
-        if not isinstance(given, Mapping):
-            faults.append(Fault(section, f"should be a table of settings (got {given!r})"))
-            continue
-        chosen[section], wrong = read(cls, given, section)
+        chosen[section], wrong = _section(cls, section, table, chosen.get("algorithm"))
         faults += wrong
     faults += contradictions(table, chosen)
     if not faults:
@@ -184,6 +162,42 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     notes = [*notes, *warnings_of(algorithm, chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
     notes += corruption.ineffective(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _basics(table: Mapping[str, Any]) -> tuple[Basics | None, list[Fault]]:
+    """The settings outside any section, and what is neither one of them nor a section."""
+    basics, faults = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
+    known = [*Basics.model_fields, *SECTIONS, *KEYS]
+    strangers = [key for key in table if key not in known]
+    return basics, faults + [Fault(k, f"unknown key (got {table[k]!r})", nearest(k, known)) for k in strangers]
+
+
+def _by_name(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], list[Fault]]:
+    """The sections that are chosen by name: their names, their settings, and what is wrong with them."""
+    names: dict[str, str] = {}
+    chosen: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for section in KEYS:
+        given, algorithm = table.get(section, {}), chosen.get("algorithm")
+        if section == "topology":
+            if section not in table and (algorithm is None or algorithm.family != "gossip"):
+                continue
+            given = _suggested(given, algorithm)
+        names[section], chosen[section], wrong = _chosen(section, given)
+        faults += wrong
+    if chosen["algorithm"] is not None and chosen["model"] is not None:
+        chosen["model"] = _suggested_model(chosen["model"], chosen["algorithm"])
+    return names, chosen, faults
+
+
+def _section(
+    cls: type[Spec], section: str, table: Mapping[str, Any], algorithm: AnyAlgorithm | None
+) -> tuple[Spec | None, list[Fault]]:
+    """A section that is not chosen by name."""
+    given = _with_defaults(section, table.get(section, {}), algorithm)
+    if not isinstance(given, Mapping):
+        return None, [Fault(section, f"should be a table of settings (got {given!r})")]
+    return read(cls, given, section)
 
 
 def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
@@ -202,7 +216,20 @@ def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
     if chosen.get(section) is None:
         raise KeyError(name)
-    return getattr(chosen[section], key)
+    return fact(chosen[section], key) if section == "algorithm" else getattr(chosen[section], key)
+
+
+# What conditions of settings ask of an algorithm, beside its own settings and its family.
+_FACTS: dict[str, Callable[[AnyAlgorithm], bool]] = {
+    "has_global_model": lambda alg: alg.traits.communicates and alg.traits.has_global_model,
+    "trains_while_waiting": lambda alg: isinstance(alg, TrainsWhileWaiting),
+    "uses_proxy": needs_proxy,
+}
+
+
+def fact(algorithm: AnyAlgorithm, key: str) -> Any:
+    """What a condition such as ``when({"algorithm.uses_proxy": True})`` asks."""
+    return _FACTS[key](algorithm) if key in _FACTS else getattr(algorithm, key)
 
 
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
@@ -212,6 +239,7 @@ def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
+    """The name of what a section chooses, its settings, and what is wrong with them."""
     key = KEYS[section]
     if isinstance(given, Algorithm) and section == "algorithm":  # handed over in Python
         return name_of(type(given)), given, []
@@ -252,9 +280,17 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
     own = dict(defaults_of(algorithm).get(section, {}))
     if section == "local" and {"steps", "epochs"} & set(given):  # the one excludes the other
         own.pop("steps", None)
-    if section == "cohort" and "size" in given and own.get("sampling") == "all":  # who says how many means not all
+    if section == "cohort" and "size" in given and own.get("sampling") == "all":  # a size means: not all
         own.pop("sampling")
     return {**{k: v for k, v in own.items() if not without_effect(SECTIONS[section], {**own, **given}, [k])}, **given}
+
+
+def _suggested_model(model: Model, algorithm: AnyAlgorithm) -> Model:
+    """The model with what the algorithm's own definition says of it, where the user said nothing of it."""
+    own = defaults_of(algorithm).get("model", {})
+    return model.model_copy(
+        update={k: v for k, v in own.items() if k in type(model).model_fields and k not in model.model_fields_set}
+    )
 
 
 def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
@@ -279,14 +315,14 @@ def as_table(config: Config) -> dict[str, Any]:
         spec = getattr(config, section)
         if spec is not None:
             name = {KEYS[section]: config.kinds[section]} if section in KEYS else {}
-            of_no_use = _idle_in(config, section)
+            of_no_use = idle_in(config, section)
             table[section] = name | {k: v for k, v in _plain(spec).items() if k not in of_no_use}
     if config.algorithm.family == "gossip":
         table.pop("cohort")
-    return table
+    return {section: given for section, given in table.items() if given != {}}
 
 
-def _idle_in(config: Config, section: str) -> set[str]:
+def idle_in(config: Config, section: str) -> set[str]:
     """The settings of a section that have no effect."""
     spec = getattr(config, section)
     lookup = partial(_resolved, config._asdict())
@@ -304,7 +340,7 @@ def as_toml(config: Config) -> str:
         for section in (*KEYS, *SECTIONS)
         if section != "cohort" or config.algorithm.family != "gossip"
         for key, value in (getattr(config, section) or Basics()).model_dump().items()
-        if value is None and key not in _idle_in(config, section)
+        if value is None and key not in idle_in(config, section)
     ]
     note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
     return tomli_w.dumps(as_table(config)) + note
@@ -325,9 +361,9 @@ def as_hashed(config: Config) -> dict[str, Any]:
     table = as_table(config)
     for section in ("checkpoint", "name"):
         table.pop(section, None)
-    for section in TRUST:
+    for section in ("corruption", "aggregation", "privacy"):  # which do nothing unless they are asked to
         if getattr(config, section) == SECTIONS[section]():
-            table.pop(section)
+            table.pop(section, None)
     table["engine"].pop("store")
     table["data"].pop("limit_gb", None)
     return table

@@ -11,7 +11,7 @@ are corrupted after ``finish``, by the names of their parts::
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Spec
+from fedloom.core.schema import GIVEN, Spec, When, over, when
 from fedloom.maths.ridge import features_in_upload
 
 CorruptionKind: TypeAlias = Literal[
@@ -48,20 +48,33 @@ _TOUCHES: dict[str, tuple[str, ...]] = {
 _BEST = {"accuracy": 1.0, "loss": 0.0}  # what a forged report says
 
 
+def _bad(**tests: Any) -> When:
+    """Where there are bad clients, and these tests hold."""
+    return when(share=over(0), **tests) | when(clients=GIVEN, **tests)
+
+
 class Corruption(Spec):
     """Which clients are bad, and what they do."""
 
     share: float = Field(0.0, ge=0, le=1, description="share of all clients that are bad, the same ones in all rounds")
     clients: tuple[NonNegativeInt, ...] = Field((), description="numbers of the bad clients, instead of a share")
-    kind: CorruptionKind = Field(
+    kind: Annotated[CorruptionKind, _bad()] = Field(
         "label_flip_cyclic",
         description="what they do: to their training labels (cyclic: y + 1; pair: 0 and 1 change places, 2 and 3, "
         "...; random), to their inputs, or to what they send",
     )
-    kappa: PositiveFloat = Field(1.0, description="of model_sign_flip: how far it goes the other way")
-    scale: PositiveFloat = Field(100.0, description="of model_scale and stat_scale: the factor")
-    feature_std: PositiveFloat = Field(1.0, description="of feature_noise: deviation, in normalised inputs")
-    model_std: PositiveFloat = Field(0.1, description="of model_gauss: deviation of the move that is sent")
+    kappa: Annotated[PositiveFloat, _bad(kind="model_sign_flip")] = Field(
+        1.0, description="of model_sign_flip: how far it goes the other way"
+    )
+    scale: Annotated[PositiveFloat, _bad(kind=("model_scale", "stat_scale"))] = Field(
+        100.0, description="of model_scale and stat_scale: the factor"
+    )
+    feature_std: Annotated[PositiveFloat, _bad(kind="feature_noise")] = Field(
+        1.0, description="of feature_noise: deviation, in normalised inputs"
+    )
+    model_std: Annotated[PositiveFloat, _bad(kind="model_gauss")] = Field(
+        0.1, description="of model_gauss: deviation of the move that is sent"
+    )
     forge: bool = Field(False, description="bad clients also report perfect quality, where an algorithm asks for it")
 
     @model_validator(mode="after")

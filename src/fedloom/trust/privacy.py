@@ -33,13 +33,16 @@ is kept in a ledger (``fedloom.trust.ledger``), which only grows; epsilon follow
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from fedloom.core.schema import Spec
+from fedloom.core.schema import GIVEN, Spec, when
 
 SMOOTH = 1e-8  # so that a concentration of 0 does not divide
+
+
+_ON = when(clip=GIVEN) | when(feature_clip=GIVEN)
 
 
 class Privacy(Spec):
@@ -53,23 +56,23 @@ class Privacy(Spec):
         description="R, with closed forms instead of clip, or with clip where models are trained as well: largest norm "
         "of an example's features, including a bias; unset: no privacy of examples",
     )
-    cross_scale: PositiveFloat = Field(
+    cross_scale: Annotated[PositiveFloat, when(feature_clip=GIVEN)] = Field(
         1.0, description="of feature_clip: B is multiplied by it before noise is added, and divided by it afterwards"
     )
     noise: NonNegativeFloat | None = Field(
         None, description="z: deviation of the noise, in units of S, or of what one example can move; 0: only clip"
     )
-    noise_from: Literal["secret", "seed"] = Field(
+    noise_from: Annotated[Literal["secret", "seed"], _ON] = Field(
         "secret",
         description="source of the noise: a random key of the run, kept in its folder; or the seed, so that the run "
         "can be repeated and its noise subtracted, which simulates privacy and gives none",
     )
     epsilon: PositiveFloat | None = Field(None, description="the budget of all rounds, from which z is calibrated")
-    delta: float = Field(1e-5, gt=0, lt=1, description="the delta for which epsilon is reported")
-    mechanism: Literal["distributed", "local"] = Field(
+    delta: Annotated[float, _ON] = Field(1e-5, gt=0, lt=1, description="the delta for which epsilon is reported")
+    mechanism: Annotated[Literal["distributed", "local"], _ON] = Field(
         "distributed", description="the sum of a round has deviation z S and only it is seen; or every upload has it"
     )
-    heterogeneity: Literal["none", "alpha", "entropy", "eq24"] = Field(
+    heterogeneity: Annotated[Literal["none", "alpha", "entropy", "eq24"], _ON] = Field(
         "none",
         description="more noise for clients with unequal labels, by how concentrated these are; eq24: as printed, the "
         "same for all",
@@ -77,12 +80,16 @@ class Privacy(Spec):
     concentration: PositiveFloat | None = Field(
         None, description="of eq24: the alpha of the Dirichlet distribution, which the experimenter knows"
     )
-    reference: PositiveFloat = Field(
+    reference: Annotated[PositiveFloat, when(heterogeneity=("alpha", "eq24"))] = Field(
         0.1, description="of alpha: the concentration at and above which noise is plain; of eq24: sigma_ref"
     )
-    slope: NonNegativeFloat = Field(1.0, description="of entropy: the factor is 1 + slope (1 - H / ln C)")
-    most: float = Field(4.0, ge=1, description="largest factor by which a client's noise grows")
-    histogram_epsilon: PositiveFloat = Field(
+    slope: Annotated[NonNegativeFloat, when(heterogeneity="entropy")] = Field(
+        1.0, description="of entropy: the factor is 1 + slope (1 - H / ln C)"
+    )
+    most: Annotated[float, when(heterogeneity=("alpha", "entropy"))] = Field(
+        4.0, ge=1, description="largest factor by which a client's noise grows"
+    )
+    histogram_epsilon: Annotated[PositiveFloat, when(heterogeneity=("alpha", "entropy"))] = Field(
         0.1, description="what the noised histogram of a client's labels costs, once"
     )
 
@@ -91,11 +98,6 @@ class Privacy(Spec):
         if self.noise is not None and self.epsilon is not None:
             raise ValueError("noise and epsilon both say how much noise there is; keep one of them")
         given = self.noise is not None or self.epsilon is not None
-        changed = [k for k, field in type(self).model_fields.items() if getattr(self, k) != field.default]
-        if changed and not given and not self.on:
-            raise ValueError(
-                f"{changed[0]} is set, but nothing is protected; set clip, or, with a closed form, feature_clip"
-            )
         if given and not self.on:
             what = "set clip, the largest norm of an upload, or, with a closed form, feature_clip"
             raise ValueError(f"noise hides only what is bounded; {what}")

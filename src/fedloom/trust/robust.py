@@ -12,7 +12,7 @@ trimmed, a rule is the plain mean of the uploads.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PositiveInt
@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.algorithm import Inbox
 from fedloom.core import tree
 from fedloom.core.errors import Fault
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, when
 
 # Numbers that are sorted at once.
 _SORTED = 1 << 24
@@ -33,10 +33,12 @@ class Aggregation(Spec):
     rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = Field(
         "mean", description="the algorithm's own weighted mean, or one that withstands bad clients: see docs/trust.md"
     )
-    bad: float = Field(
+    bad: Annotated[float, when(rule=("trimmed_mean", "krum", "multi_krum"))] = Field(
         0.25, ge=0, lt=0.5, description="share of a round's clients that may be bad: f, rounded down, in the rules"
     )
-    chosen: PositiveInt | None = Field(None, description="uploads that multi_krum averages; unset: all but f")
+    chosen: Annotated[PositiveInt | None, when(rule="multi_krum")] = Field(
+        None, description="uploads that multi_krum averages; unset: all but f"
+    )
 
     def distrusted(self, senders: int) -> int:
         """f, for this many uploads."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.errors import SplitError
-from fedloom.core.schema import Kind
+from fedloom.core.schema import GIVEN, Kind, over, under, when
 from fedloom.data.arrays import Ints
 from fedloom.engine.topology.graphs import components, no_edges, ordered
 from fedloom.engine.topology.weights import Mask, Weights, arcs_of, cut, split, weigh
@@ -36,6 +36,11 @@ class Moment(NamedTuple):
 START = Moment()
 
 
+_OFFLINE = when(node_loss=over(0))
+_DIES = when(node_death=over(0)) | when(deaths=GIVEN)
+_FAILS = _OFFLINE | _DIES | when(link_loss=over(0)) | when(comm_fraction=under(1))
+
+
 class Topology(Kind):
     """A network of nodes: its links, its weights, and what fails."""
 
@@ -46,7 +51,9 @@ class Topology(Kind):
     )
     lazy: bool = Field(False, description="every node keeps half of itself: W becomes (I + W) / 2")
     gossip_steps: PositiveInt = Field(1, description="how often nodes exchange and mix in a round")
-    fresh_steps: bool = Field(False, description="each gossip step of a round draws its own graph, where one is drawn")
+    fresh_steps: Annotated[bool, when(gossip_steps=over(1))] = Field(
+        False, description="each gossip step of a round draws its own graph, where one is drawn"
+    )
     comm_fraction: float = Field(
         1.0,
         gt=0,
@@ -61,7 +68,7 @@ class Topology(Kind):
     )
     link_loss: float = Field(0.0, ge=0, lt=1, description="chance that a link is down in a gossip step")
     node_loss: float = Field(0.0, ge=0, lt=1, description="chance that a node is offline for a round")
-    link_policy: Literal["self", "renorm", "stale"] = Field(
+    link_policy: Annotated[Literal["self", "renorm", "stale"], _FAILS] = Field(
         "self",
         description="where the weight of a link that is down goes: back to both of its ends, which preserves the mean; "
         "to all that the node still hears; or to what it last heard over the link, if that is no more than stale_after "
@@ -71,18 +78,20 @@ class Topology(Kind):
     deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
         (), description="nodes that die for certain: each with the first round, counted from 1, that is without it"
     )
-    on_split: Literal["rewire", "components", "abort"] = Field(
+    on_split: Annotated[Literal["rewire", "components", "abort"], _DIES] = Field(
         "rewire",
         description="where those who are left can no longer all reach each other because nodes died: join the parts by "
         "random links, let each go on by itself, or stop the run",
     )
-    train_offline: bool = Field(False, description="a node that is offline trains nevertheless; else it stands still")
-    rejoin: Literal["stale", "pull"] = Field(
+    train_offline: Annotated[bool, _OFFLINE] = Field(
+        False, description="a node that is offline trains nevertheless; else it stands still"
+    )
+    rejoin: Annotated[Literal["stale", "pull"], _OFFLINE] = Field(
         "stale",
         description="a node that comes back goes on with its model; pull: it takes the mean of its neighbours' "
         "if it was away for more than stale_after rounds",
     )
-    stale_after: NonNegativeInt = Field(
+    stale_after: Annotated[NonNegativeInt, when(rejoin="pull") | when(link_policy="stale")] = Field(
         10,
         description="rounds of absence after which rejoin = pull asks the others, and messages are too old for stale",
     )
