@@ -54,6 +54,7 @@ def test_a1_every_partition_gives_central_ridge(world, owner, model) -> None:
     assert torch.equal(state.server.w[body], exp.task.w0[body])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("agg", "digits"), [("aa", 1e-8), ("aa_simplified", 1e-11)])
 def test_a2_three_ways_agree_over_several_rounds(world, agg, digits) -> None:
     """A3: what is left of the intermediary ridge is the ridge that was asked for."""
@@ -81,6 +82,7 @@ def test_who_comes_again_is_not_counted_twice_and_who_comes_late_joins(world) ->
     assert apart(state.head, central(exp)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agg", ["sum", "aa", "aa_simplified"])
 def test_a4_a_client_that_is_forgotten_was_never_there(world, agg) -> None:
     exp = world(arrays=dealt(OWNERS["skewed"]), algorithm={"kind": "analytic", "forget": [1], "agg": agg})
@@ -203,6 +205,7 @@ class Recursion(Analytic):
     agg: Literal["sum", "aa_simplified"] = "aa_simplified"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("form", [Product, Recursion])
 def test_laws_of_the_pairwise_forms(law, form) -> None:

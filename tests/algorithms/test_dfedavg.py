@@ -38,6 +38,7 @@ def test_five_rounds_on_a_ring_by_definition(world) -> None:
         torch.testing.assert_close(run(exp, t), X, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dfedavg", "dfedavgm", "dfedsam", "dfedgam"])
 def test_a4_mixing_preserves_the_mean(world, kind) -> None:
     exp = network(world, kind)
@@ -50,6 +51,7 @@ def test_a4_mixing_preserves_the_mean(world, kind) -> None:
         assert not torch.allclose(mixed, sent, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "server"), [("dfedavg", "fedavg"), ("dfedsam", "fedsam")])
 def test_a5_on_the_full_graph_it_is_the_method_with_a_server(world, kind, server) -> None:
     sizes = (8, 8, 8, 8)

@@ -45,6 +45,7 @@ def test_momentum_is_the_heavy_ball_of_the_paper() -> None:
     torch.testing.assert_close(found.w, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_momentum_restarts_in_every_round(world) -> None:
     """One step in a round: there is nothing to keep, and it is DFedAvg."""
     one = {"batch": 0, "steps": 1, "lr": 0.3}
@@ -57,6 +58,7 @@ def test_momentum_is_the_default_and_can_be_said() -> None:
     assert parse({"algorithm": "dfedavgm", "local": {"momentum": 0.5}}).local.momentum == 0.5
 
 
+@pytest.mark.slow
 def test_a10_without_momentum_it_is_dfedavg_bit_for_bit(world) -> None:
     ours = run(dfedavgm(world, local=PLAIN), 3)
     assert torch.equal(ours, run(network(world), 3))
@@ -115,12 +117,14 @@ def test_another_seed_is_another_chance(world) -> None:
 
 
 # -- what is sent --------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["direct", "compensated", "choco"])
 def test_a11_a13_with_all_bits_it_is_the_plain_average(world, scheme) -> None:
     ours = run(dfedavgm(world, scheme, algorithm={"bits": 32}), 4)
     torch.testing.assert_close(ours, run(dfedavgm(world), 4), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["compensated", "choco"])
 @pytest.mark.parametrize("bits", [3, 8])
 def test_quantised_messages_preserve_the_mean(world, scheme, bits) -> None:
@@ -153,6 +157,7 @@ def test_quantised_models_by_their_definition(world, scheme, topology) -> None:
         assert (X - (W @ Q + own * (Z - Q))).abs().median() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 def test_choco_by_its_definition(world, gamma) -> None:
     """With copies v_l of everybody, written with dense matrices."""
@@ -190,6 +195,7 @@ def test_the_errors_of_choco_vanish_and_those_of_quantised_models_do_not(world) 
     assert gaps["compensated"] > 0.1
 
 
+@pytest.mark.slow
 def test_the_recursion_as_printed_is_not_an_average(world) -> None:
     """x <- x + sum W (z - x): with all bits it adds mean moves, and never brings models together."""
     exp = dfedavgm(world, "diff_literal", algorithm={"bits": 32}, local={"batch": 0, "steps": 1, "lr": 1e-12})
@@ -214,6 +220,7 @@ def test_bytes_are_those_of_the_bits(world, scheme) -> None:
     assert state.up == links * (-(-4 * size // 8) + 4 * tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["direct", "compensated", "choco", "diff_literal"])
 def test_lanes_and_loop_agree(world, scheme) -> None:
     """But for numbers so near to a step that rounding decides."""
@@ -221,6 +228,7 @@ def test_lanes_and_loop_agree(world, scheme) -> None:
     assert (ends[0] - ends[1]).abs().median() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["none", "direct", "compensated", "choco", "diff_literal"])
 def test_some_columns_at_a_time_is_all_at_once(world, scheme, monkeypatch) -> None:
     monkeypatch.setattr("fedloom.engine.gossip.WIDE", 5)

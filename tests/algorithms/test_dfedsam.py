@@ -14,6 +14,7 @@ from support.gossip import SIZES, gradient, models, network, run
 from support.quadratic import Quadratic, bowls, vec, visit
 
 
+@pytest.mark.slow
 def test_a15_without_a_radius_it_is_dfedavg_bit_for_bit(world) -> None:
     ours = run(network(world, "dfedsam", algorithm={"rho": 0.0}), 3)
     assert torch.equal(ours, run(network(world, "dfedavg"), 3))
@@ -42,6 +43,7 @@ def test_decay_inside_is_in_both_gradients() -> None:
     torch.testing.assert_close(found.w, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dfedsam", "dfedgam", "fedsam"])
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_radius_in_proportion_to_the_learning_rate(world, kind, executor) -> None:

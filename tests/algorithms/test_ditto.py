@@ -47,6 +47,7 @@ def test_hand_worked_numbers() -> None:
     assert Ditto(weighting="uniform").weight(upload, work(examples=3)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_the_common_model_is_fedavgs_bit_for_bit(world, optimiser, executor) -> None:

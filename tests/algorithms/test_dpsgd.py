@@ -98,6 +98,7 @@ def test_a_round_is_one_step_unless_told_otherwise(world) -> None:
     assert parse({"algorithm": epoch, "local": {"steps": 3}}).local.steps == 3
 
 
+@pytest.mark.slow
 def test_mixing_before_training_is_mixing_after_it_half_a_round_later(world) -> None:
     """A2: what adapt-then-combine shows after a round is the mixture of what combine-then-adapt shows."""
     after, before = network(world, "atc"), network(world, "mix_then_train")

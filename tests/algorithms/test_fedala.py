@@ -157,6 +157,7 @@ def test_every_round_is_the_definition_written_as_a_loop(world, name, executor) 
 NEUTRAL = {"w_init": 1.0, "eta": 0.0, "window": 2}  # with a short start phase, whose length is not the point
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("layers", [1, 2, 3, 99, "all", "none"])
 def test_a1_with_w_at_1_and_no_step_it_is_fedavg_whatever_the_layers(world, layers, executor) -> None:
@@ -198,6 +199,7 @@ def test_a1_where_the_models_are_of_very_different_size() -> None:
 ALONE = {"w_init": 0.0, "eta": 0.0, "layers": "all", "window": 2}
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("cohort", [{"sampling": "all"}, {"size": 2}])
 def test_a2_with_w_at_0_on_all_layers_every_client_trains_alone(world, executor, cohort) -> None:
@@ -209,6 +211,7 @@ def test_a2_with_w_at_0_on_all_layers_every_client_trains_alone(world, executor,
     assert same(tree.take(ours.given.memory, first), tree.take(theirs.given.memory, first))
 
 
+@pytest.mark.slow
 @OPTIMIZERS
 def test_a2_the_servers_model_is_then_the_weighted_mean_of_theirs(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
@@ -263,6 +266,7 @@ def walk(alg: FedALA, down: Model, mine: Mine) -> Carry:
     return Carry(alg.start(down, mine, work()), ())
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 2**31),
     st.floats(0, 1e4),
@@ -285,6 +289,7 @@ def test_a5_w_stays_between_0_and_1(seed, eta, w_init, layers, apart, steps) -> 
         assert at.x.W.shape == (TWO_LAYERS.size - alg.low,)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_a5_in_a_run_with_a_great_step_it_does_too_and_moves(world, executor) -> None:
     exp = laid_out(world, algorithm={"eta": 100.0, "w_init": 0.5, "layers": "all"}, engine={"executor": executor})
@@ -298,6 +303,7 @@ def test_a5_in_a_run_with_a_great_step_it_does_too_and_moves(world, executor) ->
         assert all(W.eq(end).any() for end in (0, 1))
 
 
+@pytest.mark.slow
 def test_a5_local_training_does_not_touch_w(world) -> None:
     now = ran(laid_out(world), 2)
     other = dataclasses.replace(now.exp, local=now.exp.local.model_copy(update={"lr": 1.0, "epochs": 5}))
@@ -306,6 +312,7 @@ def test_a5_local_training_does_not_touch_w(world) -> None:
     assert (a.kept.v - b.kept.v).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_a5_w_is_kept_and_not_made_anew(world) -> None:
     """A third round that learns nothing keeps what the second has learned."""
     now = ran(laid_out(world), 2)
@@ -354,6 +361,7 @@ def test_a6_below_alas_layers_is_the_servers_model(world, layers, executor) -> N
         now = now.on()
 
 
+@pytest.mark.slow
 def test_a6_neither_the_servers_model_nor_the_data_change(world) -> None:
     now = ran(laid_out(world, algorithm={"eta": 5.0}), 2)
     before = [x.clone() for x in (now.w, now.exp.federation.x, now.exp.federation.y, now.exp.task.w0)]
@@ -465,6 +473,7 @@ def test_a9_the_scalar_example(bottom, path) -> None:
 
 
 # -- a10: how long it takes ------------------------------------------------------------------------------
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize(
     ("threshold", "window", "cap", "second"),
@@ -488,6 +497,7 @@ def test_a10_the_first_round_starts_from_the_servers_model(world) -> None:
     assert torch.equal(now.on().w, ran(laid_out(world, kind="fedavg"), 1).w)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_a10_each_client_has_a_start_phase_of_its_own_length(world, executor) -> None:
     method = Counting(threshold=2e-3, window=3, max_start_passes=30, eta=3.0, layers="all")
@@ -523,6 +533,7 @@ def test_a_first_round_computes_no_ala(world, monkeypatch) -> None:
 
 
 # -- a11: what it converges to ---------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a11_on_a_convex_loss_it_descends_to_the_best_w_in_the_box(seed) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -583,6 +594,7 @@ def test_drop_last_leaves_nothing_of_alas_data_out(world) -> None:
     assert [len(torch.cat(batches_of(exp, k, 2))) for k in range(3)] == [4, 12, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["draw", "block"])
 def test_the_same_batches_in_every_pass_and_others_in_every_round(world, sampling, monkeypatch) -> None:
     exp = laid_out(world, algorithm={"sampling": sampling, "sample_percent": 50.0}, engine={"executor": "loop"})
@@ -617,6 +629,7 @@ def test_a_block_lies_together_in_stored_order_and_anywhere(world) -> None:
         assert offsets == set(range(n - m + 1))
 
 
+@pytest.mark.slow
 def test_a_draw_is_without_replacement_and_of_any_example(world) -> None:
     exp = laid_out(world, algorithm={"sample_percent": 50.0})
     found = [torch.cat(batches_of(exp, 1, t)).tolist() for t in range(40)]
@@ -707,6 +720,7 @@ def test_a_lost_client_keeps_the_state_of_its_last_round(world) -> None:
             assert same(tree.take(now.kept, client), tree.take(before, client)) == (client not in here)
 
 
+@pytest.mark.slow
 def test_n1_a_client_that_is_not_finite_is_left_out_and_keeps_nothing_of_it(world) -> None:
     arrays = blobs((4, 12, 7))
     x = arrays.x.copy()
@@ -722,6 +736,7 @@ def test_n1_a_client_that_is_not_finite_is_left_out_and_keeps_nothing_of_it(worl
     assert all(leaf.isfinite().all() for leaf in tree.leaves(kept))
 
 
+@pytest.mark.slow
 def test_n1_nor_one_that_breaks_down_later(world) -> None:
     """It keeps its last finite model and W, and joins again with them."""
     now = ran(laid_out(world), 2)
@@ -746,12 +761,14 @@ def test_f1_clients_alike_move_the_server_to_their_model(world) -> None:
     torch.testing.assert_close(now.w.expand(3, -1), now.kept.v, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_f1_a_client_alone_trains_as_if_there_were_no_server(world) -> None:
     ours, theirs = (ran(laid_out(world, (9,), kind=kind), 3) for kind in ("fedala", "local_only"))
     torch.testing.assert_close(ours.kept.v, theirs.kept.w, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.w, theirs.kept.w[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_f1_the_order_in_which_clients_come_changes_no_bit(world, lanes) -> None:
     """The mean is summed in float64; one client at a time, they come in another order than three at once."""
@@ -761,6 +778,7 @@ def test_f1_the_order_in_which_clients_come_changes_no_bit(world, lanes) -> None
     assert torch.equal(found.w, ran(laid_out(world, (7, 7, 7), engine={"executor": "loop"}, **more), 2).w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_f1_weights_sum_to_one(world, weighting) -> None:
     now = ran(laid_out(world, algorithm={"weighting": weighting}), 2)
@@ -803,12 +821,14 @@ def test_o3_adagrads_sum_grows_from_round_to_round_and_begins_anew_only_if_told(
     assert not first.at.memory.sum.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "radam", "adagrad", "asgd"])
 def test_o4_a_counter_counts_the_steps_of_training_and_not_those_of_ala(world, optimizer) -> None:
     now = ran(laid_out(world, local=LOCAL | memory_of(optimizer)), 3)
     assert now.given.memory.step.tolist() == [3 * 4, 3 * 8, 3 * 6]
 
 
+@pytest.mark.slow
 def test_o4_who_is_absent_keeps_its_memory(world) -> None:
     exp = laid_out(world, local=LOCAL | memory_of("adam"), cohort={"size": 1})
     now, steps = ran(exp, 0), [0, 0, 0]
@@ -884,6 +904,7 @@ def test_nor_how_often_there_is_one() -> None:
     assert same(*(tuple(m.state_dict().values()) for m in models))
 
 
+@pytest.mark.slow
 def test_participants_before_training_are_what_personal_evaluation_says(world) -> None:
     evaluation = {"participants": True}
     exp = laid_out(world, (6, 14, 9), partition=HELD, evaluate=evaluation, engine={"executor": "loop"})
@@ -935,11 +956,13 @@ def test_a_client_drawn_twice_is_refused() -> None:
         parse({"algorithm": "fedala", "cohort": {"sampling": "proportional"}})
 
 
+@pytest.mark.slow
 def test_it_sends_what_fedavg_sends_and_keeps_w_to_itself(world) -> None:
     now = ran(laid_out(world, algorithm={"layers": "all"}), 2)
     assert now.state.up == now.state.down == 2 * 3 * 4 * now.exp.task.size
 
 
+@pytest.mark.slow
 def test_ala_takes_time(world) -> None:
     """A later round's one pass costs a forward pass over its share, and two more on its part of the net."""
     system = {"speed": 100.0, "latency": 0.0, "up": 1e9, "down": 1e9}

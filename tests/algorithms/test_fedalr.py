@@ -378,6 +378,7 @@ def test_it_walks_to_a_common_optimum_by_unit_steps_whatever_the_local_rate(lr) 
     assert (path[10] - vec(3, 4)).norm() < 1e-6
 
 
+@pytest.mark.slow
 def test_near_the_optimum_it_does_not_anneal() -> None:
     """Steps have the length of the rates, so it stays about the optimum and does not settle; raw ones settle."""
     clients = [Bowl(torch.eye(2).double(), vec(3, 4))] * 2

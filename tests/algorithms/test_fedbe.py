@@ -88,6 +88,7 @@ def test_identical_clients_are_all_that_is_ever_drawn(posterior) -> None:
     torch.testing.assert_close(found, (1 + dw[:1]).expand(14, -1), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_normalised_samples_are_those_of_the_authors_code() -> None:
     """For each tensor: unit moves, their mean plus spread times deviation times noise, times the mean length."""
     task, inbox = small(), moves(3, small().size)
@@ -215,6 +216,7 @@ def test_labels_of_the_proxy_are_not_used(world, posterior) -> None:
     assert torch.equal(ends[0], ends[2])
 
 
+@pytest.mark.slow
 def test_one_client_teaches_itself(world) -> None:
     """Alone, it is mean, client and sample in one; without sharpening and decay there is nothing to learn."""
     table = {"local": RAGGED, "cohort": {"size": 1, "sampling": "uniform"}}

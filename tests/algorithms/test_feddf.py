@@ -99,6 +99,7 @@ def test_one_teacher_or_identical_ones_have_nothing_to_teach(moves, rule) -> Non
         assert torch.equal(alg.update(Model(torch.zeros(1)), inbox).w, student.w)
 
 
+@pytest.mark.slow
 def test_one_client_in_a_run_is_fedavg(world) -> None:
     table = {"local": RAGGED, "cohort": {"size": 1, "sampling": "uniform"}}
     ours, theirs = after(feddf(world, **table), 3), after(world((60, 80, 30), proxy=PROXY, **table), 3)
@@ -119,6 +120,7 @@ def test_a_client_without_data_teaches_nothing(world) -> None:
     torch.testing.assert_close(after(dataclasses.replace(exp, federation=fed)).w, after(exp).w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_student_is_nearer_to_its_teachers_on_rows_that_it_never_saw(world) -> None:
     exp = feddf(world, local={"batch": 10, "epochs": 5, "lr": 0.5}, algorithm={"lr": 0.01}, model={"kind": "mlp"})
     state, store = begin(exp), RamStore(3)
@@ -191,6 +193,7 @@ def test_the_address_makes_the_order_and_nothing_else_does() -> None:
     torch.testing.assert_close(distill.last(by_lanes, task.w0, x, target, how, (3, 1)), ends[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cosine_ends_at_zero_and_starts_at_the_rate() -> None:
     task, x, target = setup()
     how = Lessons(sgd(), 0.1, epochs=100, batch=30)

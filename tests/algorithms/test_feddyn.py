@@ -98,6 +98,7 @@ def test_late_clients_do_not_part_the_server_from_its_clients(world) -> None:
     assert 4 < late < 30
 
 
+@pytest.mark.slow
 def test_many_local_steps_are_the_papers_exact_minimisers() -> None:
     clients = bowls(4)
     ours = play(FedDyn(alpha=1.0), clients, 5, steps=400, lr=0.1)

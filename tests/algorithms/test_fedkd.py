@@ -343,6 +343,7 @@ def test_a_late_joiner_has_a_mentor_of_its_own_beside_the_mentee_of_all(world) -
     assert not torch.equal(x.mentee, exp.task.w0)
 
 
+@pytest.mark.slow
 def test_one_client_of_one_example(world) -> None:
     exp = world((1,), algorithm="fedkd", model=MLP, local=RAGGED)
     state, store = run(exp, 20)

@@ -19,6 +19,7 @@ from support.proxies import SIZES, after, deserted, spoiled
 FEDLAW = {"kind": "fedlaw", "server_lr": 0.1, "server_epochs": 50}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param", ["exp", "quad", "exp_cap", "fixed"])
 @pytest.mark.parametrize("cohort", [{"sampling": "all"}, {"size": 2}])
 def test_f1_without_epochs_it_is_fedavg_to_the_bit(laid_out, param, cohort) -> None:
@@ -122,6 +123,7 @@ def test_the_pseudo_gradient_reading_takes_the_squares_of_moves(laid_out) -> Non
     torch.testing.assert_close(server.lam, after(by_law).server.lam)  # learned with gamma = 1
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_those_of_the_first_round(laid_out) -> None:
     exp = spoiled(laid_out({**FEDLAW, "freeze_after": 1}), 1)
     first, later = after(exp, 1).server, after(exp, 4).server
@@ -143,6 +145,7 @@ def test_frozen_weights_do_not_drift_where_cohorts_change(laid_out) -> None:
     torch.testing.assert_close(later.lam[ids], kept / kept.sum())
 
 
+@pytest.mark.slow
 def test_weights_are_learned_before_they_are_frozen(laid_out) -> None:
     """A round in which nobody is heard is not the one in which they are learned."""
     exp = deserted(laid_out({**FEDLAW, "freeze_after": 1}), 0)
@@ -151,6 +154,7 @@ def test_weights_are_learned_before_they_are_frozen(laid_out) -> None:
     assert float(after(exp, 3).server.learned) == 1
 
 
+@pytest.mark.slow
 def test_bounds_of_gamma_are_settings_and_say_when_they_decide(laid_out) -> None:
     table = {"evaluate": {"diagnostics": ["updates"]}}
     found = {}
@@ -193,6 +197,7 @@ def test_only_the_model_travels(laid_out) -> None:
     assert state.down == state.up == 4 * 4 * exp.task.size
 
 
+@pytest.mark.slow
 def test_batch_normalisation_learns_on_statistics_of_proxy_batches(world) -> None:
     rng = np.random.default_rng(0)
     images = blobs(SIZES)._replace(x=rng.normal(size=(sum(SIZES) + 20, 1, 4, 4)).astype(np.float32))

@@ -142,6 +142,7 @@ def test_hand_worked_numbers() -> None:
 STEPS = {"fedrep": ("h", "h", "phi", "phi", "phi"), "fedper": ("both",) * 3, "fedbabu": ("phi",) * 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 @pytest.mark.parametrize("optimiser", [{}, {"momentum": 0.7}, {"momentum": 0.7, "state": "persist"}])
 @pytest.mark.parametrize("preset", PRESETS)
@@ -159,6 +160,7 @@ def test_it_is_what_a_plain_loop_over_clients_does(world, preset, optimiser, exe
     torch.testing.assert_close(found, plain.served(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_fedbn_is_what_a_plain_loop_over_clients_does(world, norm) -> None:
     """Weights of normalisation stay with the client, and so do BatchNorm's statistics where they are local."""
@@ -232,6 +234,7 @@ def test_a_client_alone_with_both_parts_trained_together_is_local_training(world
     torch.testing.assert_close(run(ours, 3)[1], run(theirs, 3)[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_does_not_move_even_under_decay_and_momentum(world) -> None:
     local = RAGGED | {"momentum": 0.9, "weight_decay": 0.1, "state": "persist"}
     exp = fedrep(world, algorithm={"preset": "fedbabu"}, model=MLP, local=local)
@@ -259,6 +262,7 @@ def test_when_a_model_is_judged() -> None:
     assert [FedRep(preset=preset).traits.served for preset in PRESETS] == ["pre_fit", "pre_fit", "post_fit"]
 
 
+@pytest.mark.slow
 def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest_body(world) -> None:
     exp = fedrep(world, model=MLP, local=RAGGED, cohort={"size": 1})
     state, store = begin(exp), RamStore(3)

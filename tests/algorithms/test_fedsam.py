@@ -29,12 +29,14 @@ def test_hand_worked_numbers() -> None:
     assert found.server.w.item() == 27 / 8
 
 
+@pytest.mark.slow
 def test_without_a_radius_it_is_fedavg_bit_for_bit(world) -> None:
     ours = after(fedsam(world, algorithm={"rho": 0.0}, local=RAGGED), 3)
     assert torch.equal(ours.w, after(world(local=RAGGED), 3).w)
     assert not torch.allclose(after(fedsam(world, local=RAGGED), 3).w, ours.w, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.1])
 def test_lanes_and_loop_agree(world, beta) -> None:
     ends = [

@@ -75,6 +75,7 @@ def test_a_round_without_new_clients_changes_nothing_and_costs_nothing(laid_out)
     assert one.gradients == three.gradients == 0
 
 
+@pytest.mark.slow
 def test_the_body_is_never_touched_and_neither_is_what_gamma_could_shrink(laid_out) -> None:
     """L13."""
     exp = laid_out(QUICK, model=MLP)
@@ -115,6 +116,7 @@ def test_statistics_in_float32_take_half_the_memory(laid_out) -> None:
     torch.testing.assert_close(one.w, other.w, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_l14_statistics_of_another_body_are_discarded(laid_out) -> None:
     exp = laid_out(QUICK, model=MLP, cohort={"size": 3})
     state = rounds(exp, 1)
@@ -144,6 +146,7 @@ def ran(algorithm, count=1, **table):
     return exp, state, evaluate(exp, state, RamStore(exp.federation.clients))["global/test/accuracy"]
 
 
+@pytest.mark.slow
 def test_impossible_statistics_are_left_out(tmp_path) -> None:
     settings = {"kind": "law_afl", "bias": True, "head_steps": 0, "prior": "fixed"}
     for kind in ("stat_negate_B", "stat_scale"):
@@ -248,6 +251,7 @@ def test_warmup_has_fedlaws_rules_for_gamma(laid_out, rule) -> None:
     torch.testing.assert_close(ours.w, theirs.w)
 
 
+@pytest.mark.slow
 def test_per_round_sends_models_and_statistics(laid_out) -> None:
     exp = laid_out({**TRAINED, "schedule": "per_round"}, model=MLP, local={"lr": 0.3, "batch": 8}, cohort={"size": 4})
     state = rounds(exp, 2)
@@ -287,6 +291,7 @@ DEEP = {"kind": "mlp", "widths": [7, 5]}
 WARM = {**TRAINED, "schedule": "warmup_then_analytic", "warmup": 3}
 
 
+@pytest.mark.slow
 def test_clients_of_one_class_train_the_head_alone(laid_out) -> None:
     """L13: what nobody trained stays as it is to the bit, and does not shrink."""
     table = {"owner": "one class each", "model": DEEP, "local": {"lr": 0.3, "batch": 8, "momentum": 0.5}}
@@ -315,6 +320,7 @@ def test_clients_of_all_classes_train_everything(laid_out) -> None:
     assert bool((parts_of(deep.task) == 1).eq(deep.task.mask("head.").bool()).all())
 
 
+@pytest.mark.slow
 def test_a_ridge_from_the_grid_is_the_best_on_the_proxy_set(laid_out) -> None:
     found = {ridge: rounds(laid_out({**PLAIN, "ridge": ridge, "gate": False})) for ridge in ("grid", 1e-6, 1e-2, 1.0)}
     exp = laid_out(PLAIN)

@@ -170,6 +170,7 @@ def test_many_rows_are_ranked_in_pieces(variant: Any, monkeypatch: pytest.Monkey
     assert one(logits, y, variant) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(rows=ragged(), seed=st.integers(0, 1000))
 def test_the_order_of_rows_and_clients_changes_no_bit_of_an_area(variant: Any, rows: Rows, seed: int) -> None:
@@ -199,6 +200,7 @@ def test_perfect_scores_have_area_one_and_constant_ones_a_half(variant: Any, cla
     assert one(torch.full((40, classes), 0.3), y, variant) == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", MICRO)
 @given(classes=st.integers(2, 12), right=st.integers(0, 30), wrong=st.integers(0, 30))
 def test_the_area_of_saturated_predictions_follows_from_their_accuracy(
@@ -291,6 +293,7 @@ def test_clients_without_rows_have_no_verdict() -> None:
     assert summary("p", Verdicts.cat([])) == {}
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), min_size=1, max_size=30), st.integers(0, 30))
 def test_any_grouping_and_order_of_clients_gives_the_same_summary(of: list[tuple[int, float]], cut: int) -> None:
     rows, share = ([c[i] for c in of] for i in (0, 1))

@@ -73,6 +73,7 @@ def move(w: float, x: float) -> float:
     return 0.5 * x / (1 + np.exp(w * x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["move", "model"])
 def test_three_clients_by_hand(sends: str) -> None:
     """Client 0 arrives at 1, 2, 3, ..., client 1 at 2, 4, ..., client 2 at 5; at 2, two arrive together.
@@ -124,6 +125,7 @@ def test_how_much_an_old_move_counts(settings: dict[str, Any], expected: list[fl
     assert float(counted) == pytest.approx(4 * expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"discount": "polynomial"}, {"weighting": "samples"}])
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
 def test_clients_that_take_equally_long_are_fedavg(
@@ -176,6 +178,7 @@ def test_a_run_that_is_resumed_after_every_round_is_the_same(world: Callable[...
         assert state[3:7] == done.state[3:7]
 
 
+@pytest.mark.slow
 def test_a_client_is_at_work_on_one_model_at_a_time(world: Callable[..., Experiment]) -> None:
     exp = world(SIZES, algorithm="async_sgd", **UNEQUAL)
     found = after(exp, 6)

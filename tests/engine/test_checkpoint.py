@@ -92,6 +92,7 @@ def test_what_is_loaded_is_what_was_saved(saved: Saved) -> None:
     assert type(saved.state.server) is type(want[0].server)
 
 
+@pytest.mark.slow
 def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(saved: Saved) -> None:
     saved.load()
     saved.go(2)
@@ -156,6 +157,7 @@ def test_a_file_with_a_flipped_bit_is_refused_and_the_previous_offered(saved: Sa
     assert equal(saved.everything(), end)
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_record_counts(tmp_path: Path) -> None:
     """A digit of the round or of a length can change without the record ceasing to be JSON."""
     run = Saved("fedopt", tmp_path)
@@ -180,6 +182,7 @@ def test_a_file_that_was_cut_off_or_is_missing_is_refused(saved: Saved) -> None:
         path.write_bytes(good)
 
 
+@pytest.mark.slow
 def test_after_a_refusal_the_offered_one_works(saved: Saved) -> None:
     end = saved.everything()
     newest(saved, "state.safetensors").write_bytes(b"nonsense")
@@ -198,6 +201,7 @@ def test_the_only_one_damaged_offers_nothing(tmp_path: Path) -> None:
     assert "--from" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["no record", "no json", "half gone"])
 def test_a_damaged_previous_one_does_not_stand_in_the_way(saved: Saved, how: str) -> None:
     """A crash while an old checkpoint was being deleted leaves it half there."""

@@ -371,6 +371,7 @@ def test_a_client_meets_the_same_times_in_any_cohort(system, sizes, address, dat
         assert torch.equal(getattr(everyone, name)[few], getattr(some, name))
 
 
+@pytest.mark.slow
 @given(st.floats(0, 0.99), ADDRESS)
 def test_jitter_stays_within_its_bounds(jitter, address) -> None:
     found = table(System(jitter=jitter, **FREE), [1000] * 50, address=address)

@@ -32,6 +32,7 @@ def test_no_work_is_gamma_one(world) -> None:
     assert d.gamma(exp, moves, exp.task.w0)["gamma/max"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_exact_proximal_solution_is_gamma_zero(world) -> None:
     exp = world((12,), algorithm={"kind": "fedprox", "mu": 2.0}, local={"batch": 0, "lr": 0.3, "steps": 400})
     state = advance_watched(exp, begin(exp), RamStore(1)).state

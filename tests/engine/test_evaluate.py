@@ -130,6 +130,7 @@ def test_few_scores_are_held_at_once_and_few_rows_pass_at_once(executor: Any, mo
     assert evaluate(exp, begin(exp), RamStore(5)) == pytest.approx(common, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 200_000) | st.integers(0, 9), max_size=60), st.integers(2, 100))
 def test_batches_hold_every_client_with_rows_once_and_no_more_than_fits(sizes: list[int], classes: int) -> None:
     found = _batches(torch.tensor(sizes, dtype=torch.int64), classes)
@@ -262,6 +263,7 @@ def test_a_run_in_which_no_client_s_model_is_finite_ends() -> None:
         run(Doomed())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "name"), [("fedavg", "global"), ("dfedgam", "consensus")])
 def test_flatness_is_no_less_than_at_any_point_of_the_ball(world, algorithm, name) -> None:
     """R0 and R1 of the mean loss on all training rows, against random points of the ball around the common model."""

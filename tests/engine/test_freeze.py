@@ -206,6 +206,7 @@ def test_a_part_of_a_file_needs_a_file() -> None:
 
 
 # -- features that are computed once -----------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(("executor", "capture"), [("loop", "eager"), ("lanes", "eager"), ("lanes", "graph")])
 def test_a_frozen_body_trains_alike_in_every_executor_and_on_features(executor: Any, capture: Any) -> None:
     """Clients that share one frozen body with BatchNorm and dropout, and clients that are given its features."""

@@ -120,6 +120,7 @@ def test_pure_gossip_keeps_the_mean_and_contracts_as_theory_says(topology: Topol
     assert torch.allclose(state.server.w.double().mean(0), mean, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_hypercube_agrees_after_its_dimensions() -> None:
     exp = network(Hypercube(), **still())
     state, store = scattered(exp), RamStore(16)
@@ -154,6 +155,7 @@ def test_without_links_every_node_is_alone() -> None:
         assert torch.allclose(state.server.w[node], w, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gossip_steps_are_powers_of_the_matrix() -> None:
     one, three = network(Ring(), **still()), network(Ring(gossip_steps=3), **still())
     start = scattered(one)
@@ -283,6 +285,7 @@ def test_a_lost_message_is_the_last_one_of_its_link(topology: Topology) -> None:
     assert set(used.values()) <= set(range(1, topology.stale_after + 1))
 
 
+@pytest.mark.slow
 def test_what_is_used_again_was_paid_for_once() -> None:
     plain, stale = (network(Ring(link_loss=0.4, link_policy=how), **still()) for how in ("self", "stale"))
     ends = [advance(exp, scattered(exp), RamStore(16))[0] for exp in (plain, stale)]
@@ -361,6 +364,7 @@ def test_a_bad_node_keeps_what_it_had_and_the_network_goes_on(order: Any, execut
     assert named == [(), (2,), ()]
 
 
+@pytest.mark.slow
 @given(st.integers(3, 10), st.data())
 @settings(max_examples=40, deadline=None)
 def test_nodes_that_are_cut_off_leave_the_others_their_mean(nodes: int, data: st.DataObject) -> None:
@@ -437,6 +441,7 @@ def test_push_sum_corrects_for_unequal_graphs() -> None:
     assert float((ends[0].server.w.double().mean(0) - want).norm() / moved) < 0.02
 
 
+@pytest.mark.slow
 def test_push_sum_on_a_regular_graph_is_plain_gossip() -> None:
     plain, push = (network(Ring(mixing=how)) for how in ("average", "push_sum"))
     a, b = begin(plain), begin(push)

@@ -35,6 +35,7 @@ from support.worlds import experiment, federation
 STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(steps=STEPS, width=st.integers(1, 40))
 def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> None:
@@ -46,6 +47,7 @@ def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> 
         assert when[ticks, lanes][ticks.argsort()].tolist() == list(range(count))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(steps=STEPS, width=st.integers(1, 40))
 def test_no_plan_has_fewer_ticks(steps: list[int], width: int) -> None:

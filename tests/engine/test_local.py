@@ -104,12 +104,14 @@ def test_loop_is_lanes_on_ragged_clients(name: str, augment: str) -> None:
     agree(loop, lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 2, 3, 5])
 def test_how_many_train_side_by_side_is_irrelevant(lanes: int) -> None:
     fed, net = federation(RAGGED, shape=IMAGE, classes=4), net_of("mlp")
     agree(uploads(experiment(fed, net, lanes=lanes, local=LOCAL)), uploads(experiment(fed, net, local=LOCAL)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [Local(batch=0, epochs=3), Local(batch=7, drop_last=True), Local(batch=32, steps=5)])
 def test_loop_is_lanes_for_other_amounts_of_work(local: Local) -> None:
     fed, net = federation(RAGGED, shape=IMAGE, classes=4), net_of("mlp")
@@ -150,6 +152,7 @@ def test_a_loop_written_by_hand_sends_the_same(name: str, executor: Any) -> None
         assert float(got.weights[client]) == size
 
 
+@pytest.mark.slow
 def test_a_round_of_fedavg_is_the_mean_of_loops_written_by_hand() -> None:
     fed, net = federation(RAGGED, shape=IMAGE, classes=4), net_of("mlp")
     exp = experiment(fed, net, local=LOCAL)

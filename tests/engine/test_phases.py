@@ -152,6 +152,7 @@ EVERYTHING: dict[str, Callable[[Any], tuple[Phase, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_lanes_and_loop_do_the_same(name: str) -> None:
     lanes, loop, few = (
@@ -163,6 +164,7 @@ def test_lanes_and_loop_do_the_same(name: str) -> None:
     close(few, loop)
 
 
+@pytest.mark.slow
 def test_they_do_in_a_network_where_every_node_is_sent_its_own() -> None:
     class Uneven(DPSGD, HasPhases):
         def phases(self) -> tuple[Phase, ...]:
@@ -288,6 +290,7 @@ def test_repeated_passes_read_to_the_last_example_whatever_is_dropped_elsewhere(
 NOTHING = {"epochs": 3, "share": 0.5}
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize(
     "before",
@@ -314,6 +317,7 @@ def test_other_phases_change_no_batch_of_the_main_one(executor: Any, before: Any
         assert torch.equal(ours.steps, theirs.steps)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
     st.sampled_from([0, 1, 7, 10]),
@@ -421,6 +425,7 @@ def after_passes(*limits: int) -> Any:
     return stop
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_a_phase_that_stops_counts_the_steps_that_were_taken(executor: Any) -> None:
     class Told(Traced):
@@ -579,6 +584,7 @@ def test_running_statistics_move_only_where_a_phase_says_so(keeps: bool, by_pass
     assert torch.equal(ours.uploads.dw, theirs.uploads.dw)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_training_begins_after_what_belongs_to_fitting(executor: Any) -> None:
     """And fitting gives the model with which it begins."""
@@ -610,6 +616,7 @@ def test_fitting_writes_into_nothing_that_it_was_given() -> None:
 
 
 # -- time ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_what_is_done_while_waiting_takes_no_time_of_a_round() -> None:
     def seconds(*extra: Any) -> float:
         exp = laid_out(doing(lambda a: (Phase(a.step), *(make(a) for make in extra))))

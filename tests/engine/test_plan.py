@@ -120,6 +120,7 @@ def test_rounds_seeds_and_clients_are_shuffled_differently() -> None:
     assert len(orders) == 6
 
 
+@pytest.mark.slow
 def test_shuffles_are_uniform() -> None:
     """The six orders of three examples are equally likely over 6,000 rounds."""
     rounds = (steps_of(planned(Local(batch=0), [3] * 100, lanes=100, round_=r)) for r in range(60))
@@ -173,6 +174,7 @@ def lane_rows(found: list[Group]) -> tuple[int, int]:
     return computed, int(sum(g.mask.sum() for g in found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "bound"), [(10, 1.05), (64, 1.15), (0, 1.45)])
 @pytest.mark.parametrize("lanes", [8, 4096])
 def test_padding_costs_little_on_ragged_clients(batch: int, bound: float, lanes: int) -> None:

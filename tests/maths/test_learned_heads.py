@@ -113,6 +113,7 @@ def test_a_stronger_prior_keeps_weights_nearer() -> None:
     assert away[-1] < 1e-3
 
 
+@pytest.mark.slow
 def test_learning_is_repeatable_and_bounded() -> None:
     clients, proxy = clients_of_world(ridge=10.0)
     one, other = (learn_head(clients, proxy, 0.0, HeadSettings(lr=1.0)) for _ in range(2))

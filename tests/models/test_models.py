@@ -204,6 +204,7 @@ def test_lanes_under_vmap_equal_one_by_one(model: Model, shape: tuple[int, ...])
             torch.testing.assert_close(lanes[name][lane], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [ResNet18(), ResNet50(), DenseNet121()], ids=named)
 def test_big_nets_run(model: Model) -> None:
     torch.manual_seed(0)

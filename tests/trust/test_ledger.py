@@ -222,6 +222,7 @@ def test_epsilon_only_grows(tmp_path: Path, mechanism: str, sampling: str) -> No
     assert told["epsilon"] == pytest.approx(after[-1])
 
 
+@pytest.mark.slow
 def test_the_ledger_is_in_the_checkpoint(tmp_path: Path) -> None:
     started(tmp_path / "run", 3, privacy=PRIVATE | {"mechanism": "local"}, cohort={"sampling": "uniform", "size": 2})
     meta = json.loads((tmp_path / "run" / "checkpoints" / "00000003" / "meta.json").read_text())
@@ -230,6 +231,7 @@ def test_the_ledger_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert meta["ledger"]["release"]["noise"] == 2.0
 
 
+@pytest.mark.slow
 def test_sums_are_charged_once(tmp_path: Path) -> None:
     private = {"feature_clip": 1.0, "noise": 2.0, "mechanism": "local"}
     started(tmp_path / "run", 6, algorithm={"kind": "analytic"}, privacy=private, cohort={"size": 2})
@@ -298,6 +300,7 @@ def test_what_no_upload_depends_on_may_be_edited(tmp_path: Path, edit: tuple[str
     assert spent(tmp_path / "run")[-1] > 0
 
 
+@pytest.mark.slow
 def test_rounds_cannot_be_edited_where_noise_was_calibrated_for_them(tmp_path: Path) -> None:
     started(tmp_path / "run", 2, privacy={"clip": 1.0, "epsilon": 8.0})
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -343,6 +346,7 @@ def _no_number(path: Path) -> None:
     path.write_text("not a key, but perhaps another secret\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [_gone, _short, _no_number])
 def test_a_lost_key_is_told(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     started(tmp_path / "run", 2)

@@ -49,6 +49,7 @@ def poisson(q: float, z: float) -> Release:
 
 
 # -- the mechanism ---------------------------------------------------------------------------------
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
 @settings(max_examples=60, deadline=None)
 def test_no_upload_is_longer_than_the_clip(seed: int, size: float, clip: float) -> None:
@@ -197,6 +198,7 @@ def test_a_choice_of_clients_hides_nothing_from_who_sees_every_upload() -> None:
         assert epsilon(local, 7, DELTA) == epsilon(Release(2.0, False, "all", 100, 100), 7, DELTA)
 
 
+@pytest.mark.slow
 def test_exchanging_a_client_moves_the_sum_twice_as_far() -> None:
     """A round of all clients but one, without replacement, is hardly better than one of all, at half the noise."""
     fixed = Release(4.0, False, "uniform", 10_000, 9_999)

@@ -135,6 +135,7 @@ def test_fedlaw_learns_from_noised_moves(world: Any) -> None:
 
 
 # -- what it costs ---------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "private", "uses"),
     [
@@ -157,6 +158,7 @@ def test_the_ledger_counts_both_parts(world: Any, algorithm: Any, private: Any, 
     assert exp.guard.epsilon(4) == state.ledger.epsilon()
 
 
+@pytest.mark.slow
 def test_a_budget_pays_for_both_parts(world: Any) -> None:
     budget = {k: v for k, v in BOTH.items() if k != "noise"} | {"epsilon": 8.0}
     exp = made(world, privacy=budget)

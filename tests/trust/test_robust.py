@@ -72,6 +72,7 @@ def test_distances_keep_their_digits_far_from_zero() -> None:
 values = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=2), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @given(values)
 @settings(max_examples=50, deadline=None)
 def test_with_nothing_to_distrust_a_rule_is_the_mean(rows: list[list[float]]) -> None:
@@ -180,6 +181,7 @@ def test_rules_withstand_flipped_signs_and_the_mean_does_not(world: Any, name: s
         assert found["bad_clients/weight_total"] == 0
 
 
+@pytest.mark.slow
 def test_a_rule_does_not_depend_on_how_clients_are_grouped(world: Any) -> None:
     for name in RULES:
         one, many = (world(SIZES, aggregation={"rule": name}, engine={"lanes": lanes}) for lanes in (64, 2))
