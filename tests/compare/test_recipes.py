@@ -136,7 +136,7 @@ def test_every_cell_of_a_recipe_is_valid(path: Path) -> None:
     base, compare = split(path)
     assert set(compare) <= {
         *("algorithms", "seeds", "baseline", "metric", "target", "grid", "cells", "paper"),
-        *("x", "layout", "notes", "caveats", "equal", "reference", "gain"),
+        *("x", "layout", "notes", "caveats", "claims", "equal", "reference", "gain"),
     }
     assert len(set(compare["seeds"])) == len(compare["seeds"])
     configs = [parse(cell) for cell in cells(base, compare)]
