@@ -315,6 +315,59 @@ def test_dpsgd_by_epochs_mixes_first_as_public_code_does() -> None:
     assert found == {"mix_then_train"}
 
 
+# Recipes with values of a paper but without a claim, and why; none today.
+WITHOUT_CLAIMS: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("path", COMPARED, ids=named)
+def test_a_recipe_with_values_of_a_paper_has_its_claims(path: Path) -> None:
+    compare = split(path)[1]
+    claims = compare.get("claims", [])
+    assert (bool(claims) or "paper" not in compare) != (named(path) in WITHOUT_CLAIMS)
+    assert all(claim["source"] for claim in claims)
+    said = [claim["says"] for claim in claims]
+    assert len(set(said)) == len(said)
+
+
+def reported(spec: ComparisonPlan) -> dict[tuple[Any, str], float]:
+    """What the paper reports of the metric of a comparison, accuracies as shares."""
+    table, metric = spec.spec, spec.spec.metric
+    out = {}
+    for entry in table.paper:
+        value = entry.value
+        if isinstance(value, list):
+            if metric not in table.metrics:
+                continue
+            value = value[table.metrics.index(metric)]
+        out |= dict.fromkeys(spec.spots(entry), value / 100 if "accuracy" in metric and value > 1.5 else value)
+    return out
+
+
+def test_claims_that_the_numbers_of_their_paper_contradict() -> None:
+    """All others agree with what the paper reports, so that a wrong name, place or margin is found here."""
+    found, compared = set(), 0
+    for path in COMPARED:
+        spec = planned(path)
+        value = reported(spec)
+        for claim in spec.spec.claims:
+            if claim.metric or claim.test not in ("above", "order"):
+                continue
+            chain = [claim.algorithm, *claim.over]
+            pairs = itertools.pairwise(chain) if claim.test == "order" else [(chain[0], other) for other in chain[1:]]
+            for (place, _), (better, worse) in itertools.product(spec.spots(claim), list(pairs)):
+                if (place, better) in value and (place, worse) in value:
+                    compared += 1
+                    if value[place, better] - value[place, worse] < claim.by - 1e-9:
+                        found.add((named(path), claim.says, worse))
+    assert compared > 100
+    assert found == {
+        ("dfedgam/table1", "DFedGAM is better than all seven other methods at Dir-0.6", "FedSAM"),
+        ("dfedgam/table1", "DFedGAM is better than all seven other methods at IID", "FedSAM"),
+        ("law_afl/table11_alpha005", "LAW-AFL is better than the six other methods on CIFAR-10, CNN", "FedLAW"),
+        ("law_afl/table11_alpha005", "LAW-AFL is better than the six other methods on CIFAR-100, ResNet", "FedDyn"),
+    }
+
+
 def test_readings_repeat_the_numbers_of_their_tables() -> None:
     after = split(ROOT / "pfedala" / "after_training.toml")[1]["paper"]
     tables = {"fedavg": personalised(1), "fedala": personalised(2), "pfedala": personalised(3)}
