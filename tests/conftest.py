@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Two workers with two threads each on two cores would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in COMMANDS or "quick" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C; what tests start must not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -249,7 +249,7 @@ FIVE = LOCAL | {"epochs": 5}
 
 def clocked(world, system, sizes=(12, 12, 12), **settings):
     """Clients that need a second for an epoch of 12 examples, unless they are slow."""
-    system = {"speed": 12.0, **FREE} | system
+    system = ({} if "speeds" in system else {"speed": 12.0}) | FREE | system
     return waits(world, sizes, algorithm=CLOCK | settings, local=FIVE, system=system)
 
 

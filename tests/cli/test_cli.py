@@ -530,7 +530,7 @@ def test_an_algorithm_in_the_working_folder_is_listed_described_and_run_by_its_b
     assert "half_step" in quick("list", "algorithms", cwd=tmp_path).out
     page = quick("describe", "half_step", cwd=tmp_path).out
     assert "w <- w + share * mean" in page
-    assert re.search(r"share +float > 0, <= 1 +0\.5 +how much of it", page)
+    assert re.search(r"share +number, > 0, <= 1 +0\.5 +how much of it", page)
     done = quick(
         "run", "algorithm.kind=half_step", "algorithm.share=1.0", "rounds=2", *SMALL, "--out", "mine", cwd=tmp_path
     )

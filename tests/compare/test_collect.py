@@ -89,6 +89,10 @@ def test_other_code_is_named_and_another_result_does_not_replace_one(whole: Path
         ('{"format": 9}', "has format 9"),
         ('{"format": 1, "hash": "x"}', "has no valid 'state'"),
         (
+            '{"format": 1, "hash": "x", "state": "done", "origin": {}, "partition": "", "metrics": [1]}',
+            "has metrics without a round",
+        ),
+        (
             '{"format": 1, "hash": "x", "state": "done", "origin": {}, "partition": "", "metrics": []}',
             "is the result of another cell, x",
         ),
@@ -101,6 +105,14 @@ def test_a_damaged_result_is_refused(whole: Path, tmp_path: Path, text: str, say
     with pytest.raises(ConfigError, match=says):
         gathered(whole, tmp_path / "r")
     assert first.read_text() == text
+
+
+def test_a_run_folder_whose_environment_is_damaged_is_refused(whole: Path, tmp_path: Path) -> None:
+    home = min((whole / "cells").iterdir())
+    shutil.copytree(home, tmp_path / "cells" / home.name)
+    (tmp_path / "cells" / home.name / "environment.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"environment\.json: cannot be read"):
+        gathered(whole, tmp_path / "r", tmp_path)
 
 
 def test_the_command(whole: Path, tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ NETWORK = {"algorithm": {"kind": "dpsgd"}}
 # Each setting that is not always of use, in an experiment where it has no effect.
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "cohort.size": {"cohort": {"sampling": "all"}},
-    "engine.lanes": {"engine": {"executor": "loop"}},
     "engine.compile": {"engine": {"executor": "loop"}},
     "evaluate.clients": {"evaluate": {"personal": False}},
     "evaluate.diagnostics": NETWORK,
@@ -152,7 +151,7 @@ ALWAYS = {
     "checkpoint": {"every"},
     "cohort": {"sampling"},
     "corruption": {"share", "clients", "forge"},  # comparisons set forge for a method, and shares by the grid
-    "engine": {"device", "executor", "store", "threads", "precision"},
+    "engine": {"device", "executor", "lanes", "store", "threads", "precision"},
     "evaluate": {"every", "personal", "work", "flatness", "auc", "participants"},
     "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},

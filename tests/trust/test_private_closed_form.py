@@ -104,7 +104,7 @@ def test_counts_are_noised_where_the_server_needs_them_and_else_not_sent(world: 
         arrays=arrays,
         algorithm=law,
         proxy={"size": 20},
-        privacy={"feature_clip": 1.0, "noise": 0.5, "mechanism": "local"},
+        privacy={"feature_clip": 1.0, "noise": 0.5, "mechanism": "local", "noise_from": "seed"},
     )
     told = rounds(exp).registry.counts
     owners, labels = exp.federation.train.owners(), exp.federation.y[exp.federation.train.rows]
@@ -151,7 +151,7 @@ def test_d8_heads_stand_the_noise(world: Any, kind: str) -> None:
     else:
         known = server.registry
         lam0 = known.counts.sum(1).clamp(min=1) / known.counts.sum(1).clamp(min=1).sum()
-        found = exp.algorithm.believed(server.w, known.rows, known.counts, lam0)
+        found = exp.algorithm.head_solver.system(server.w, known.rows, known.counts, lam0)
         gram, _ = from_rows(lam0 @ known.rows, 3)
         lifted, _ = from_rows(lam0 @ found.rows, 3)
         assert float(torch.linalg.eigvalsh(lifted)[0]) > -1e-12

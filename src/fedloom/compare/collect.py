@@ -73,7 +73,7 @@ def collect(planned: ComparisonPlan, out: Path, sources: Sequence[Path], *, data
 def _document(cell: Cell, home: Path) -> dict[str, Any]:
     """All that is kept of a cell: settings, origin, and every evaluation; no model."""
     result = result_of(cell, home)
-    made = json.loads((home / "environment.json").read_text())
+    made = _environment(home / "environment.json")
     return {
         "format": _FORMAT,
         "hash": cell.hash,
@@ -87,6 +87,15 @@ def _document(cell: Cell, home: Path) -> dict[str, Any]:
         "privacy": None if result.spent is None else result.spent._asdict(),
         "metrics": [record for record in result.records if is_evaluation(record)],
     }
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """With what a run was made, as its folder says."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        fix = f"delete {path.parent}, and the same comparison runs it again"
+        raise ConfigError([Fault(str(path), f"cannot be read: {error}", fix)]) from error
 
 
 def _result(cell: Cell, document: Mapping[str, Any] | None) -> Result:
@@ -120,6 +129,8 @@ def _fault(document: Any, name: str) -> str:
     wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key), kind)]
     if wrong:
         return f"has no valid '{wrong[0]}' (got {str(document.get(wrong[0]))[:100]})"
+    if not all(isinstance(record, dict) and isinstance(record.get("round"), int) for record in document["metrics"]):
+        return "has metrics without a round"
     return "" if document["hash"] == name else f"is the result of another cell, {document['hash']}"
 
 

@@ -54,8 +54,8 @@ class Engine(Spec):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
-    lanes: Annotated[PositiveInt | None, when(executor=other_than("loop"))] = Field(
-        None, description="most clients side by side; unset: by the net's size"
+    lanes: PositiveInt | None = Field(
+        None, description="most clients side by side, or in a group of a loop; unset: by the net's size"
     )
     store: Literal["ram", "disk"] = Field("ram", description="where clients' states and nodes' models are kept")
     threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
