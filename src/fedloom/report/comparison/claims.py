@@ -121,10 +121,13 @@ def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
 
 
 def _at_least(what: str, gaps: Sequence[float], least: float) -> Difference:
+    """Better by at least so much; of equals, none is better."""
     low, high = _interval(gaps)
     verdict: Verdict = "undecided"
     if low is not None and high is not None:
-        verdict = "holds" if low >= least - 1e-12 else "does not hold" if high < least else "undecided"
+        better = low >= least - 1e-12 if least else low > 0
+        worse = high < least if least else high <= 0
+        verdict = "holds" if better else "does not hold" if worse else "undecided"
     return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
 
 
