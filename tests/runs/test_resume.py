@@ -464,7 +464,7 @@ def test_settings_that_were_edited_since_the_run_began_are_told(quick: Quick, tm
     settings.write_text(settings.read_text().replace("lr = 0.1", "lr = 0.2"))
     edited = quick("resume", "run", "--rounds", "4", cwd=tmp_path)
     assert edited.code == 0
-    assert "note: config.toml is not as it was when the run began" in edited.out
+    assert "note: config.toml has changed since the run began" in edited.out
     assert "not as it was" not in quick("resume", "run", "--rounds", "5", cwd=tmp_path).out
 
 

@@ -1,11 +1,12 @@
 """A round with a server, as a sequence of stages: each is a value in, a value out.
 
-called    who takes part, what each is sent, which of them will be late      call_clients
-trained   local work, one group after another                                training.train_all
-arrived   what reaches the server: corrupted, protected, finite, on time     receive
-inbox     what the server reads: summed, by a robust rule, with noise        combine
-server    the algorithm's own step                                           step
-recorded  bytes, time, diagnostics                                           record
+called     the clients of the round, what each is sent, which of them will be late    call_clients
+trained    local work, one group after another                                        training.train_all
+arrived    uploads as they reach the server: corrupted, protected, finite, on time    receive
+accounted  bytes, simulated time and privacy                                          account
+inbox      the sums of the uploads, or what a robust rule makes of them               combine
+server     the algorithm's own step                                                   step
+recorded   diagnostics, participants' scores, the weight of bad clients               record
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Finished(NamedTuple):
 def star_round(exp: Experiment, state: RunState, store: ClientStore, screen: Screen = keep_finite) -> Finished:
     """One round with a server; ``screen`` leaves out clients whose numbers are not finite."""
     called = call_clients(exp, state)
-    if not len(called.ids):  # everybody was late or lost
+    if not len(called.ids):  # all clients were late or lost
         return Finished(_without_clients(exp, state)._replace(round=state.round + 1, down=called.received))
     arrived = Arrived()
     for trained in _local_work(exp, state, store, called):
@@ -115,7 +116,7 @@ def star_round(exp: Experiment, state: RunState, store: ClientStore, screen: Scr
     excluded = tuple(sorted(arrived.tally.excluded))
     nobody = arrived.tally.total is None
     refuse_divergence(exp, state.round, excluded, nobody=nobody and len(called.lateness.late) < len(called.ids))
-    after = _accounted(exp, state, called, arrived)
+    after = account(exp, state, called, arrived)
     if nobody:  # all were late
         found = arrived.scores.named(exp)
         after = after._replace(server=after_empty_round(exp.algorithm, state.server))
@@ -127,7 +128,7 @@ def star_round(exp: Experiment, state: RunState, store: ClientStore, screen: Scr
 
 
 def call_clients(exp: Experiment, state: RunState) -> Called:
-    """Who takes part, what each of them is sent, and who will be late."""
+    """The clients of the round, what each of them is sent, and which will be late."""
     alg, present = exp.algorithm, exp.present(state.round)
     down = 0
     if alg.traits.communicates:
@@ -222,7 +223,7 @@ def settled(state: RunState, done: Finished) -> Round:
     return Round(after, done.excluded, done.found, tuple(work))
 
 
-def _accounted(exp: Experiment, state: RunState, called: Called, arrived: Arrived) -> RunState:
+def account(exp: Experiment, state: RunState, called: Called, arrived: Arrived) -> RunState:
     """The round's number, bytes, simulated time and privacy; its server is not there yet."""
     each = 0
     if exp.algorithm.traits.communicates:

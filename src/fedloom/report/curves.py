@@ -8,9 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedloom.report.figure import as_file, write
-
-_COLOURS = ("#2f6fb0", "#d1603d", "#3a9a68", "#8a5fb0")
+from fedloom.report.figure import COLOURS, as_file, write
 
 
 def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None) -> Figure:
@@ -20,7 +18,7 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     axes = figure.subplots(1, 2)
     for axis, leaf in zip(axes, ("accuracy", "loss"), strict=True):
         names = _names(records, leaf)
-        for name, colour in zip(names, _COLOURS, strict=False):
+        for name, colour in zip(names, COLOURS, strict=False):
             rounds, values = _series(records, name)
             axis.plot(rounds, values, color=colour, lw=1.8, label=name.removesuffix(f"/{leaf}"), marker=_dot(rounds))
             worst_rounds, worst = _series(records, f"{name}_worst10")

@@ -80,7 +80,8 @@ def _resumed_config(
     table, _ = without_idle(given)  # which older versions wrote, too
     began = read_environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
-    notes = ["config.toml is not as it was when the run began; what follows is as it says now"] if edited else []
+    changed = "config.toml has changed since the run began, or an earlier version wrote it; it is used as it is now"
+    notes = [changed] if edited else []
     notes += [f"{word}, so the rounds that follow may differ" for word in other_versions(path)]
     if at is not None:
         checkpoint.chosen(path / "checkpoints", at)

@@ -14,7 +14,7 @@ from fedloom.core import disk
 from fedloom.core.vocabulary import is_share, leaf
 from fedloom.report.comparison.question import Along, Place, Question, Result
 from fedloom.report.comparison.statistics import along, summary_of
-from fedloom.report.figure import INK, canvas, drawn, plain_frame
+from fedloom.report.figure import COLOURS, INK, canvas, drawn, plain_frame
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 
 # After Okabe and Ito, for readers with any kind of colour vision; the baseline is drawn in ink.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
-
-
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
 
@@ -167,7 +164,7 @@ def _look(question: Question, method: str) -> tuple[str, Any, float]:
     if method == question.baseline:
         return INK, "-", 2.0
     index = [m for m in question.methods if m != question.baseline].index(method)
-    return _COLOURS[index % len(_COLOURS)], _DASHES[(index // len(_COLOURS)) % len(_DASHES)], 1.6
+    return COLOURS[index % len(COLOURS)], _DASHES[(index // len(COLOURS)) % len(_DASHES)], 1.6
 
 
 def _frame(axes: Axes, x: Along) -> None:
