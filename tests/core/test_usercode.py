@@ -513,10 +513,23 @@ def test_a_file_that_others_can_change_is_refused_as_one(
     assert quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside).code == 0
 
 
-def test_a_name_is_listed_once(quick: Quick, desk: Path, world_outside: dict[str, str]) -> None:
+def test_a_file_that_others_can_change_is_run_when_named_but_not_remembered(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
     own = desk / "own.py"
     own.write_text(CODE)
     own.chmod(0o666)
+    (desk / "e.toml").write_text('model.kind = "own.py:Net"\nrounds = 1\n')
+    assert quick("run", "model.kind=own.py:Net", "--print-config", cwd=desk, env=world_outside).code == 0
+    (desk.parent / "marker").unlink()
+    own.chmod(0o644)  # somebody may have changed it meanwhile
+    done = quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside)
+    refused(done, desk, "not run before", "--trust")
+
+
+def test_a_name_is_listed_once(quick: Quick, desk: Path, world_outside: dict[str, str]) -> None:
+    own = desk / "own.py"
+    own.write_text(CODE)
     for _ in range(2):
         assert quick("run", "model.kind=own.py:Net", "--print-config", cwd=desk, env=world_outside).code == 0
     listed = Path(world_outside["XDG_STATE_HOME"], "fedloom", "trusted").read_text()

@@ -78,10 +78,10 @@ def _consented(called: str, at: str, file: Path | None, name: str) -> None:
         _remember(file, name)
     if named in _vouched or called.startswith(f"{_MAIN}:"):
         return
-    if not _is_listed(file, name):
-        raise ConfigError([Fault(at, f"'{called}' is code{where} that you have not run before", NEEDS_TRUST)])
     if file is not None and (why := _exposed(file)):
         raise ConfigError([Fault(at, f"'{called}' is code{where}, {why}")])
+    if not _is_listed(file, name):
+        raise ConfigError([Fault(at, f"'{called}' is code{where} that you have not run before", NEEDS_TRUST)])
 
 
 def _list() -> Path:
@@ -108,9 +108,12 @@ def _exposed(file: Path) -> str:
 
 
 def _remember(file: Path | None, name: str) -> None:
-    """Put ``name`` in ``file`` on the list; without a home that can be written to, it has to be trusted again."""
+    """Put ``name`` in ``file`` on the list; without a home that can be written to, it has to be trusted again.
+
+    A file that others can change is not put there: what it holds later is not what the user has seen.
+    """
     line = f"{file}:{name}"
-    if file is None or len(line.splitlines()) != 1 or _is_listed(file, name):
+    if file is None or len(line.splitlines()) != 1 or _is_listed(file, name) or _exposed(file):
         return
     with suppress(OSError, RuntimeError, UnicodeEncodeError):
         _list().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
