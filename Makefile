@@ -18,11 +18,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## Compare six methods on very unequal digits, and show what came of it
+demo: $(READY) ## Compare six methods on very unequal digits, and plot the results
 	@rm -rf demo && mkdir demo
 	$(BIN)/fedloom partition partition.alpha=0.1 --out demo/partition.png
 	$(BIN)/fedloom compare experiments/demo.toml --out demo/compare
-	@echo; echo "pictures: demo/partition.png (who has what) and demo/compare/curves.png (what came of it)"
+	@echo; echo "pictures: demo/partition.png (who has what) and demo/compare/curves.png (the results)"
 
 docs: $(READY) ## Write the pages of the documentation that are read off the classes
 	$(BIN)/python docs/generate.py
