@@ -107,6 +107,13 @@ def test_a_damaged_result_is_refused(whole: Path, tmp_path: Path, text: str, say
     assert first.read_text() == text
 
 
+def test_nothing_is_written_where_nothing_is_finished(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no finished cell of this comparison is below .*empty"):
+        gathered(whole, tmp_path / "r", tmp_path / "empty")
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_run_folder_whose_environment_is_damaged_is_refused(whole: Path, tmp_path: Path) -> None:
     home = min((whole / "cells").iterdir())
     shutil.copytree(home, tmp_path / "cells" / home.name)

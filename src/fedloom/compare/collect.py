@@ -50,16 +50,21 @@ def collect(planned: ComparisonPlan, out: Path, sources: Sequence[Path], *, data
     planned = equalised(planned, data_root or default_root())
     kept, cells = out / "cells", {cell.hash: cell for cell in planned.cells}
     with storage_errors(out):
-        disk.make_folder(out)
-        disk.make_folder(kept)
         found = {name: each for name in cells if (each := _read(kept / f"{name}.json")) is not None}
         before, remarks = set(found), []
         for name, document in _below(sources, cells):
             if name not in found:
                 found[name] = document
-                write_text(kept / f"{name}.json", as_json(document, indent=1) + "\n")
             elif found[name]["metrics"] != document["metrics"]:
                 remarks.append(_differs(cells[name], found[name], document))
+        if not found:
+            where = ", ".join(map(str, sources)) or "no folder"
+            fix = "run it with fedloom compare, or name the folder of its cells"
+            raise ConfigError([Fault("--from", f"no finished cell of this comparison is below {where}", fix)])
+        disk.make_folder(out)
+        disk.make_folder(kept)
+        for name in set(found) - before:
+            write_text(kept / f"{name}.json", as_json(found[name], indent=1) + "\n")
         write_text(out / "compare.toml", planned.as_toml())
         results = [_result(cell, found.get(cell.hash)) for cell in planned.cells]
         missing = tuple(dict.fromkeys(cell.name for cell in planned.cells if cell.hash not in found))
