@@ -268,6 +268,7 @@ class ComparisonScreen:
         self._console = console
         self._bar: Bar | None = None
         self._said = time.perf_counter()
+        self._pace: float | None = None
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -285,6 +286,7 @@ class ComparisonScreen:
 
     def moved(self, standing: Standing) -> None:
         left = "" if standing.seconds_left is None else f"{span(standing.seconds_left)} left"
+        self._pace = standing.cells_an_hour
         running = "; ".join(f"{name} {done}/{rounds}" for name, done, rounds in standing.running)
         now = "  ".join(part for part in (left, running) if part)
         clock, ended = time.perf_counter(), standing.ended.partition("\n")[0]
@@ -335,7 +337,8 @@ class ComparisonScreen:
         self.say(f"\n{folder}/table.md      every column; also as .csv and .tex\n{folder}/curves.png    also as .svg")
         if done.sheet is not None:
             self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png and .svg")
-        self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv")
+        pace = "" if self._pace is None else f" ({self._pace:,.0f} cells an hour)"
+        self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv{pace}")
 
     def _layout(self, sheet: Sheet, console: Console) -> None:
         """The tables in the layout of the recipe, side by side as far as the terminal is wide."""

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
@@ -30,6 +30,7 @@ class Standing(NamedTuple):
     running: tuple[tuple[str, int, int], ...]  # name, round and rounds of each cell at work
     seconds_left: float | None
     ended: str = ""  # the cell that has just ended, and how
+    cells_an_hour: float | None = None
 
 
 class Watcher(Protocol):
@@ -63,9 +64,8 @@ class InterruptedComparison(KeyboardInterrupt):
 class Worker:
     """A process that runs one cell after another; it ends when this process ends, however abruptly."""
 
-    def __init__(self, events: Events, threads: int) -> None:
-        count = str(threads)
-        env = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+    def __init__(self, events: Events, threads: int, beside: Mapping[str, str]) -> None:
+        threads_of = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  read if the process dies
         # -P: no module of the working folder hides an installed one. Its own session: Ctrl-C on the terminal reaches
         # the parent alone, which asks each worker once.
@@ -74,7 +74,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=env,
+            env={**os.environ, **beside, **threads_of},
             start_new_session=True,
         )
         self.cell: Cell | None = None
@@ -131,6 +131,7 @@ class Crew:
         self, folder: Path, cells: Path, root: Path, missing: Sequence[Cell], *, done: int, watcher: Watcher
     ) -> None:
         self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
+        self._environment: Mapping[str, str] = {}
         self._waiting = deque(missing)
         self._reused, self._done, self._all = done, done, done + len(missing)
         self._rounds_left = sum(c.config.basics.rounds for c in missing)
@@ -143,10 +144,13 @@ class Crew:
         busy = [(w.cell.name, w.round, w.cell.config.basics.rounds) for w in self._workers if w.cell is not None]
         spent = time.perf_counter() - self._began
         left = self._rounds_left * spent / self._rounds_done if self._rounds_done else None
-        return Standing(self._done, self._all, self._reused, tuple(busy), left, ended)
+        fresh = self._done - self._reused
+        pace = 3600 * fresh / spent if fresh else None
+        return Standing(self._done, self._all, self._reused, tuple(busy), left, ended, pace)
 
-    def work(self, jobs: int) -> dict[str, str]:
-        """Run until no cell is left; the failures by the name of their cell."""
+    def work(self, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """Run until no cell is left, in processes with this beside our own environment; the failures by cell."""
+        self._environment = environment
         try:
             for _ in range(jobs):
                 self._hire()
@@ -163,7 +167,7 @@ class Crew:
     def _hire(self) -> None:
         cell = self._waiting.popleft() if self._waiting else None
         if cell is not None:
-            worker = Worker(self._events, cell.config.engine.threads or 1)
+            worker = Worker(self._events, cell.config.engine.threads or 1, self._environment)
             self._workers.append(worker)
             worker.give(cell, self._cells / cell.hash, self._root)
 

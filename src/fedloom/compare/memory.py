@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import torch
 
 from fedloom.algorithm import Setup
 from fedloom.algorithm.capabilities import lane_size
+from fedloom.compare.gpu import can_share
 from fedloom.core import tree
 from fedloom.data.sources import Digits, File, PublishedSet, Source, Synthetic
 from fedloom.engine.local import lane_limit
@@ -20,22 +21,39 @@ from fedloom.runs.prepare import pick_device
 from fedloom.runs.settings import Config
 
 _PROCESS = 0.6e9  # bytes of a process that trains a small net: 0.54e9 were measured on Linux
+# On a GPU: throughput hardly grows beyond four cells, and one took up to 6e9 bytes with ResNet-18.
+_ON_GPU, _GPU_PROCESS = 4, 12e9
 _MATRICES = 6  # matrices as large as all models side by side that a gradient step holds: see engine.local
 _MOST = 1.6e9  # bytes of these if the size of the net is unknown: the rule for lanes allows no more on a CPU
 
 
+def on_gpu(configs: Iterable[Config]) -> bool:
+    """Whether any of these cells computes on a GPU."""
+    return any(device.type == "cuda" for device in {pick_device(c.engine.device) for c in configs})
+
+
 def default_jobs(configs: Iterable[Config]) -> int:
-    """How many cells run side by side: one on a GPU, else as many as cores and memory allow."""
+    """How many cells run side by side: as many as cores and memory allow, on a GPU at most four, or one without MPS."""
     used = list(configs)
-    if any(pick_device(c.engine.device).type == "cuda" for c in used):
-        return 1
+    if on_gpu(used):
+        return _gpu_jobs(used) if can_share() else 1
+    return _fitting(used, _free_memory())
+
+
+def _fitting(used: Sequence[Config], free: float) -> int:
+    """How many such cells fit cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fitting = cores // max((c.engine.threads or 1 for c in used), default=1)
     if fitting < 2:
         return 1
     alike = {repr((c.data, c.partition, c.model, c.algorithm, c.cohort, c.engine)): c for c in used}
     needed = max(map(memory_of, alike.values()), default=_PROCESS)
-    return max(1, int(min(fitting, _free_memory() / needed)))
+    return max(1, int(min(fitting, free / needed)))
+
+
+def _gpu_jobs(used: Sequence[Config]) -> int:
+    free = torch.cuda.mem_get_info(pick_device(used[0].engine.device))[0]
+    return min(_ON_GPU, _fitting(used, _free_memory()), max(1, int(free / _GPU_PROCESS)))
 
 
 def memory_of(config: Config) -> float:

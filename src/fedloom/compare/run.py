@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.compare import gpu
 from fedloom.compare.crew import Crew, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.folder import cells_of, clear_stale, held, refuse_another, state_of, storage_errors
-from fedloom.compare.memory import default_jobs
+from fedloom.compare.memory import default_jobs, on_gpu
 from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.write import Comparison, write
 from fedloom.core import usercode
@@ -64,4 +65,7 @@ def _run_missing(
     jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
     crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
     watcher.started(planned, folder, jobs, crew.standing())
-    return crew.work(jobs) if missing else {}
+    if not missing:
+        return {}
+    with gpu.shared(jobs if on_gpu(c.config for c in missing) else 1) as environment:
+        return crew.work(jobs, environment)

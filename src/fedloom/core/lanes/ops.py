@@ -8,11 +8,12 @@ compiler's cache.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,14 +188,22 @@ def _fastest(what: str, tensors: tuple[Tensor, Tensor], how: Geometry, columns: 
         return _by_name(what, _CHOSEN[key], how, sides)
     known = _remembered().get(key)
     if known is None:
-        plain = _by_name(what, _GROUPED, how, sides)
-        own = {name: _by_name(what, name, how, sides) for name in map(_name, _tiles(what, a, b, how, columns))}
-        right = _right(own, plain(a, b), a, b)
-        taken = {name: _seconds(run, a, b) for name, run in ({_GROUPED: plain} | right).items()}
-        known = min(taken, key=lambda name: taken[name])
-        _remember(key, known)
+        with _alone():  # what another run measures at this moment would be timed, too
+            known = _remembered().get(key)
+            if known is None:
+                known = _measured(what, a, b, how, columns, sides)
+                _remember(key, known)
     _CHOSEN[key] = known
     return _by_name(what, known, how, sides)
+
+
+def _measured(what: str, a: Tensor, b: Tensor, how: Geometry, columns: int, sides: tuple[int, ...]) -> str:
+    """The name of the fastest."""
+    plain = _by_name(what, _GROUPED, how, sides)
+    own = {name: _by_name(what, name, how, sides) for name in map(_name, _tiles(what, a, b, how, columns))}
+    right = _right(own, plain(a, b), a, b)
+    taken = {name: _seconds(run, a, b) for name, run in ({_GROUPED: plain} | right).items()}
+    return min(taken, key=lambda name: taken[name])
 
 
 _CHOSEN: dict[str, str] = {}
@@ -301,8 +310,8 @@ def _store() -> Path:
     return Path(cache_dir()) / f"fedloom-lane-conv-{gpu}-triton{triton.__version__}-torch{torch.__version__}.json"
 
 
-@cache
 def _remembered() -> dict[str, str]:
+    """The choices of all runs on this GPU so far."""
     if find_spec("triton") is None:
         return {}
     with suppress(OSError, ValueError):
@@ -313,11 +322,28 @@ def _remembered() -> dict[str, str]:
 
 def _remember(key: str, name: str) -> None:
     """Keep a choice for later runs; without a writable folder it is measured again."""
-    _remembered()[key] = name
     if find_spec("triton") is None:
         return
     with suppress(OSError):
         _store().parent.mkdir(parents=True, exist_ok=True)
         part = _store().with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(_remembered(), indent=1, sort_keys=True))
+        part.write_text(json.dumps(_remembered() | {key: name}, indent=1, sort_keys=True))
         part.replace(_store())
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One run at a time measures on this GPU; without a writable folder each does for itself."""
+    if find_spec("triton") is None:
+        yield
+        return
+    file = None
+    with suppress(OSError):
+        _store().parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(_store().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if file is not None:
+            os.close(file)
