@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedloom.core.errors import DataError
-from fedloom.data.files import Columns, read_csv, read_npz, read_parquet
-from fedloom.data.sources import from_arrays
+from fedloom.data.files import read_npz
+from fedloom.data.sources import Parquet, from_arrays
+from fedloom.data.table import ColumnChoice, read_csv, read_parquet
 from support.terminal import Quick, files
 
 ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
@@ -147,11 +148,11 @@ def test_labels_that_differ_stay_apart(tmp_path: Path) -> None:
     assert unsigned.labels == (str(2**63), str(2**64 - 1))
     with pytest.raises(DataError, match=r"row 0: the label is not UTF-8 text \(got b'\\xff'\)"):
         read_npz(saved(tmp_path / "b.npz", x=ROWS, y=np.array([b"\xff", b"\xfe"] * 30)))
-    columns, zero = Columns("label"), r"row 1: the word in column 'label' ends in a zero byte"
+    columns, zero = ColumnChoice(("label",)), r"row 1: the word in column 'label' ends in a zero byte"
     with pytest.raises(DataError, match=zero):
         read_parquet(parquet(tmp_path / "z.parquet", a=[1.0, 2.0], label=["a", "a\0"]), columns)
     with pytest.raises(DataError, match="not UTF-8 text"):
-        read_parquet(parquet(tmp_path / "b.parquet", a=[1.0, 2.0], label=[b"\xff", b"\xfe"]), columns)
+        Parquet(path=str(parquet(tmp_path / "b.parquet", a=[1.0, 2.0], label=[b"\xff", b"\xfe"]))).load(tmp_path, 0)
     (tmp_path / "z.csv").write_bytes(b"a,label\n1,a\n2,a\0\n")
     with pytest.raises(DataError, match="line 3: the word in column 'label' ends in a zero byte"):
         read_csv(tmp_path / "z.csv", columns)
@@ -175,12 +176,12 @@ def test_what_unpacks_to_more_than_the_limit_is_refused(quick: Quick, tmp_path: 
     assert "d.npz: unpacks to 0.0 GB or more, and data.limit_gb = 0.001" in message
     words = ("rounds=1", "data=d.npz", "model.kind=logistic", "partition.clients=2", "data.limit_gb=0.01")
     assert quick("run", *words, cwd=tmp_path).code == 0
-    columns = Columns("label")
+    columns = ColumnChoice(("label",))
     flat = parquet(tmp_path / "d.parquet", a=np.zeros(100_000), label=np.arange(100_000) % 2)
     assert flat.stat().st_size < 300_000
     with pytest.raises(DataError, match=r"unpacks to .* \(if that is right, set data.limit_gb="):
         read_parquet(flat, columns, limit=500_000)
-    assert len(read_parquet(flat, columns, limit=5_000_000).y) == 100_000
+    assert read_parquet(flat, columns, limit=5_000_000).rows == 100_000
     (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{i % 2}\n" for i in range(100)))
     with pytest.raises(DataError, match="unpacks to"):
         read_csv(tmp_path / "d.csv", columns, limit=400)

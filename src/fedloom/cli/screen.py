@@ -110,6 +110,8 @@ class RunScreen:
             self.say(f"note: {note}")
         self.say(_where(prepared, folder))
         self.say(_data(prepared))
+        for line in _columns(prepared):
+            self.say(line)
         for note in shared.notes:
             self.say(f"partition: {note}")
         if shared.bad:
@@ -212,6 +214,14 @@ def _data(prepared: Prepared) -> str:
         f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
         f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
     )
+
+
+def _columns(prepared: Prepared) -> list[str]:
+    """What becomes of the columns of a table."""
+    from fedloom.data.columns import listed
+
+    arrays = prepared.shared.arrays
+    return [*([] if arrays.recipe is None else listed(arrays.recipe)), *(f"note: {note}" for note in arrays.notes)]
 
 
 def _sketch(history: History) -> list[str]:

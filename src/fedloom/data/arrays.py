@@ -23,6 +23,9 @@ class Arrays(NamedTuple):
     mean: tuple[float, ...] = (0.0,)  # per channel, subtracted on use, after uint8 was scaled to [0, 1]
     std: tuple[float, ...] = (1.0,)
     client: Ints | None = None  # [n] in 0..clients-1, where the data itself says who holds a row
+    clients: tuple[str, ...] = ()  # the names of these clients
+    recipe: Any = None  # data.columns.Recipe: how a table became x
+    notes: tuple[str, ...] = ()  # what a user should know about the data
 
     @property
     def classes(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import importlib.util
 import math
 import os
 import zipfile
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -36,6 +34,7 @@ class Rows(NamedTuple):
     labels: tuple[str, ...]
     test: NDArray[np.bool_] | None = None  # None: the files do not say
     client: Ints | None = None
+    clients: tuple[str, ...] = ()  # their names
 
 
 def default_root() -> Path:
@@ -203,7 +202,7 @@ def read_published(layout: Layout, places: Mapping[str, Path], column: int = 0) 
 
 def read_idx(path: Path, shape: tuple[int, ...] | None = None) -> Bytes:
     """The unsigned bytes of an idx file, plain or gzip (told by its content), of exactly ``shape`` if that is given."""
-    with _readable(path), _plain(path) as file:
+    with reading(path), _plain(path) as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08" or magic[3] == 0:
             raise DataError(
@@ -230,7 +229,7 @@ def read_idx(path: Path, shape: tuple[int, ...] | None = None) -> Bytes:
 def read_records(path: Path, shape: tuple[int, ...], labels: int, rows: int | None = None) -> tuple[Bytes, Bytes]:
     """The images and the labels of a file of records (label bytes, then pixels), ``rows`` of them if that is given."""
     record = labels + math.prod(shape)
-    with _readable(path):
+    with reading(path):
         size = path.stat().st_size
         expected = record * (max(1, round(size / record)) if rows is None else rows)
         if size != expected:
@@ -252,7 +251,7 @@ def read_digits() -> Rows:
     )
     if path is None:
         raise DataError("data 'digits': scikit-learn's file digits.csv.gz was not found (pip install scikit-learn)")
-    with _readable(path), gzip.open(path, "rt") as file:
+    with reading(path), gzip.open(path, "rt") as file:
         table = np.loadtxt(file, dtype=np.int64, delimiter=",", ndmin=2)
     if table.shape[1] != 65 or not (table.min() >= 0 and table[:, :64].max() <= 16 and table[:, 64].max() <= 9):
         raise DataError(f"{path}: must hold 64 pixels in 0..16 and a digit in each line (pip install scikit-learn)")
@@ -291,7 +290,7 @@ def read_npz(path: Path, limit: float = math.inf) -> Rows:
 def _npz_arrays(path: Path, limit: float) -> dict[str, NDArray[Any]]:
     if not zipfile.is_zipfile(existing(path)):
         raise DataError(f"{path}: is not a whole npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
-    with _readable(path), zipfile.ZipFile(path) as archive:
+    with reading(path), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         within(limit, sum(member.file_size for member in members), str(path))
         return {member.filename.removesuffix(".npy"): _npy(archive, member, str(path)) for member in members}
@@ -367,8 +366,8 @@ def rows_of_arrays(
             row = int(np.argmax(outside))
             raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {column[row]})")
         codes = column.astype(np.int64)
-    holders = None if client is None else coded(client.reshape(-1), "client", where)[0]
-    return Rows(examples, codes, names, None if test is None else _flags(test.reshape(-1), where), holders)
+    holders, clients = (None, ()) if client is None else coded(client.reshape(-1), "client", where)
+    return Rows(examples, codes, names, None if test is None else _flags(test.reshape(-1), where), holders, clients)
 
 
 def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
@@ -396,7 +395,7 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
         distinct, codes = np.unique(words, return_inverse=True)
         if "" in distinct:
             raise DataError(f"{where(int(np.argmax(words == '')))}: the {what} is empty")
-        numbers = [_number(word) for word in distinct.tolist()]
+        numbers = [number_of(word) for word in distinct.tolist()]
         if any(number is None for number in numbers):
             return codes.reshape(-1).astype(np.int64), tuple(distinct.tolist())
         for index, number in enumerate(numbers):
@@ -436,7 +435,7 @@ def _is_text(word: bytes) -> bool:
     return True
 
 
-def _number(word: str) -> int | float | None:
+def number_of(word: str) -> int | float | None:
     """The number a word spells, as an int where it is whole; None for any other word."""
     try:
         return int(word)
@@ -468,153 +467,6 @@ def _flags(test: NDArray[Any], where: Place) -> NDArray[np.bool_]:
     return test.astype(np.bool_)
 
 
-# -------------------------------------------------------------------------------------------------- tables
-
-
-class Columns(NamedTuple):
-    """Which columns of a table are not features."""
-
-    label: str
-    client: str | None = None
-    split: str | None = None
-
-    def features(self, names: Sequence[str], at: str) -> list[str]:
-        """The other columns, all of which must be features."""
-        for index, name in enumerate(names):
-            if not name:
-                raise DataError(
-                    f"{at}: column {index + 1} has no name (if it numbers the rows, leave it out: "
-                    "to_csv(..., index=False))"
-                )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"{at}: column '{twice[0]}' occurs twice")
-        for field, name in self._asdict().items():
-            if name is not None and name not in names:
-                raise DataError(f"{at}: has no column '{name}', named by {field} ({nearest(name, names)})")
-        rest = [name for name in names if name not in self]
-        if not rest:
-            raise DataError(f"{at}: has no column of features beside {', '.join(names)}")
-        return rest
-
-
-def read_csv(path: Path, columns: Columns, limit: float = math.inf) -> Rows:
-    """The rows of a CSV file with a header line: numbers in every column that ``columns`` does not name."""
-    cells: array[float] = array("d")
-    named: dict[str, list[str]] = {name: [] for name in columns if name is not None}
-    lines: list[int] = []
-    records = _csv_records(existing(path))
-    header = [name.strip() for name in next(records, (0, []))[1]]
-    if not header:
-        raise DataError(f"{path}: is empty (its first line must name the columns)")
-    features = columns.features(header, str(path))
-    positions = [header.index(name) for name in features]
-    spots = {name: header.index(name) for name in named}
-    for line, row in records:
-        if len(row) != len(header):
-            raise DataError(f"{path}, line {line}: has {len(row)} cells where the header has {len(header)}")
-        try:
-            cells.extend([float(row[position]) for position in positions])
-        except ValueError:
-            bad = next(name for name, p in zip(features, positions, strict=True) if _number(row[p]) is None)
-            raise DataError(
-                f"{path}, line {line}, column '{bad}': is not a number (got {row[header.index(bad)]!r}); "
-                "encode words as numbers, or drop the column"
-            ) from None
-        for name, spot in spots.items():
-            named[name].append(row[spot].strip())
-        lines.append(line)
-        within(limit, 8 * len(cells), str(path))
-    if not lines:
-        raise DataError(f"{path}: has a header but no rows")
-    with np.errstate(over="ignore"):
-        x = np.frombuffer(cells, np.float64).reshape(-1, len(features)).astype(np.float32)
-    where: Place = lambda row: f"{path}, line {lines[row]}"  # noqa: E731
-    words = {name: words_of(column, f"word in column '{name}'", where) for name, column in named.items()}
-    return _table_rows(x, features, words, columns, where)
-
-
-def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Each record with the number of the line it ends on; a blank line is no record."""
-    with _readable(path), path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            yield from ((reader.line_num, row) for row in reader if row)
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: is not well-formed CSV: {error}") from error
-
-
-def read_parquet(path: Path, columns: Columns, limit: float = math.inf) -> Rows:
-    """The rows of a Parquet file: numbers in every column that ``columns`` does not name."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
-    try:
-        with pq.ParquetFile(existing(path)) as file:
-            told = file.metadata  # a few bytes can stand for very many rows of one value
-            groups = [told.row_group(k).total_byte_size for k in range(told.num_row_groups)]
-            within(limit, max(sum(groups), told.num_rows * told.num_columns), str(path))
-            batches, size = [], 0
-            for batch in file.iter_batches():
-                size += batch.nbytes
-                within(limit, size, str(path))
-                batches.append(batch)
-            table = pa.Table.from_batches(batches, file.schema_arrow)
-            table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-    # pandas stores its row index as such a column; the rows' numbers are no feature
-    names = [name for name in table.column_names if not name.startswith("__index_level_")]
-    features = columns.features(names, str(path))
-    if not table.num_rows:
-        raise DataError(f"{path}: has no rows")
-    for name in names:
-        if table[name].null_count:
-            row = int(np.argmax(table[name].is_null().to_numpy()))
-            raise DataError(f"{path}, row {row}, column '{name}': is missing (fill it or drop the row)")
-    x = np.empty((table.num_rows, len(features)), np.float32)
-    for index, name in enumerate(features):
-        kind = table[name].type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-            raise DataError(f"{path}, column '{name}': must hold numbers (got {kind}); encode or drop it")
-        with np.errstate(over="ignore"):
-            x[:, index] = table[name].to_numpy()
-    where: Place = lambda row: f"{path}, row {row}"  # noqa: E731
-    named = {}
-    for name in (name for name in columns if name is not None):
-        if pa.types.is_nested(table[name].type):
-            raise DataError(f"{path}, column '{name}': must hold one value in each row (got {table[name].type})")
-        with _readable(path):
-            named[name] = words_of(table[name].to_pylist(), f"word in column '{name}'", where)
-    return _table_rows(x, features, named, columns, where)
-
-
-def _table_rows(
-    x: NDArray[np.float32],
-    features: Sequence[str],
-    named: Mapping[str, NDArray[Any]],
-    columns: Columns,
-    where: Place,
-) -> Rows:
-    if not np.isfinite(x).all():
-        row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
-        raise DataError(f"{where(row)}, column '{features[column]}': is not a finite number (got {x[row, column]})")
-    y, labels = coded(named[columns.label], f"label (column '{columns.label}')", where)
-    client = test = None
-    if columns.client is not None:
-        client, _ = coded(named[columns.client], f"client (column '{columns.client}')", where)
-    if columns.split is not None:
-        words = np.char.lower(named[columns.split].astype(str))
-        odd = ~np.isin(words, ("train", "test"))
-        if odd.any():
-            row = int(np.argmax(odd))
-            raise DataError(f"{where(row)}, column '{columns.split}': must be train or test (got {str(words[row])!r})")
-        test = words == "test"
-    return Rows(x, y, labels, test, client)
-
-
 # -------------------------------------------------------------------------------------------------- images
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
@@ -624,7 +476,7 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     """The images below ``folder``: [train|test/][client/]class/image, the depth telling whether there are clients."""
     if not is_folder(folder):
         raise DataError(f"{folder}: no such folder of images (looked for {folder.absolute()})")
-    with _readable(folder):
+    with reading(folder):
         splits = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
         divided = "train" in splits and splits <= {"train", "test"}
         listed = _image_paths(folder)
@@ -641,9 +493,10 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     pixels = _stacked([folder.joinpath(*parts) for parts in listed], size, channels, limit, str(folder))
     where: Place = lambda row: str(folder.joinpath(*listed[row]))  # noqa: E731
     y, labels = coded(np.array([rest[-2] for rest in inner]), "class folder", where)
-    client = coded(np.array([rest[0] for rest in inner]), "client folder", where)[0] if len(inner[0]) == 3 else None
+    has_clients = len(inner[0]) == 3
+    client, clients = coded(np.array([r[0] for r in inner]), "client folder", where) if has_clients else (None, ())
     test = np.array([parts[0] == "test" for parts in listed]) if divided and "test" in splits else None
-    return Rows(pixels, y, labels, test, client)
+    return Rows(pixels, y, labels, test, client, clients)
 
 
 def _image_paths(folder: Path) -> list[tuple[str, ...]]:
@@ -743,7 +596,7 @@ def _plain(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Whatever goes wrong inside while reading is told as a DataError about ``path``."""
     try:
         yield

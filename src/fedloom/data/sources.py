@@ -19,25 +19,35 @@ from fedloom.core.errors import DataError
 from fedloom.core.schema import Kind
 from fedloom.data import synthetic
 from fedloom.data.arrays import Arrays, Ints, checked
+from fedloom.data.columns import (
+    Recipe,
+    StatisticsBy,
+    encoded,
+    filled_and_scaled,
+    identifiers,
+    learned_features,
+    learned_scaling,
+    own_scalings,
+    refuse_bad,
+)
 from fedloom.data.files import (
     LAYOUTS,
-    Columns,
     Layout,
     Rows,
+    coded,
     is_file,
     is_folder,
     place_of,
     places_below,
-    read_csv,
     read_digits,
     read_images,
     read_npz,
-    read_parquet,
     read_published,
     rows_of_arrays,
     words_of,
 )
 from fedloom.data.published import refuse_changed
+from fedloom.data.table import ColumnChoice, RawTable, read_csv, read_parquet
 
 TEST_SHARE = 0.2
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # the mean and the std of each channel
@@ -72,11 +82,6 @@ class Source(Kind):
         """The default mean and std of each channel."""
         return pixel_scale(x, test)
 
-    @property
-    def standardises(self) -> bool:
-        """Whether each feature is given mean 0 and std 1."""
-        return False
-
     def load(self, root: Path, seed: int) -> Arrays:
         """The data, from files below ``root`` (or where ``path`` says), with its test rows settled by ``seed``."""
         rows = self.read(root)
@@ -92,8 +97,7 @@ class Source(Kind):
             mean, std = ((0.5,) * rows.x.shape[1],) * 2
         else:
             mean, std = self.scale(rows.x, test)
-        x = standardised(rows.x, test) if self.standardises else rows.x
-        return checked(Arrays(self.name, x, rows.y, test, rows.labels, mean, std, rows.client))
+        return checked(Arrays(self.name, rows.x, rows.y, test, rows.labels, mean, std, rows.client, rows.clients))
 
 
 class Undivided(Source):
@@ -283,12 +287,36 @@ class Images(File):
 
 
 class Table(File):
-    """A table: one column of labels, and numbers in all columns that are not named here."""
+    """A table: a column of labels, and features in all columns that are neither named here nor dropped.
+
+    Numbers are used as they are, words become a column of 0 and 1 each, dates become days. What is missing is filled.
+    """
 
     label: Annotated[str, Field(description="the column of the classes")] = "label"
     client: Annotated[str | None, Field(description="the column that says who holds the row")] = None
     split: Annotated[str | None, Field(description="the column that says train or test")] = None
-    standardise: Annotated[bool, Field(description="give each feature mean 0, std 1 over the training rows")] = True
+    drop: Annotated[tuple[str, ...], Field(description="columns to leave out, such as the patients' numbers")] = ()
+    features: Annotated[
+        tuple[str, ...], Field(description="columns to use; unset: all that are not named or dropped")
+    ] = ()
+    words: Annotated[
+        tuple[str, ...], Field(description="columns whose numbers are codes, each to be treated as a word")
+    ] = ()
+    most_words: Annotated[
+        int, Field(ge=2, description="words of a column that get a column each; the rarest of more are left out")
+    ] = 100
+    day_first: Annotated[
+        bool | None,
+        Field(description="whether dates such as 03/04/2024 begin with the day; unset: as the values tell"),
+    ] = None
+    standardise: Annotated[bool, Field(description="give each number mean 0, std 1 over the training rows")] = True
+    statistics: Annotated[
+        StatisticsBy,
+        Field(
+            description="of which training rows medians, means and deviations are: of all together; from sums that "
+            "clients add up (the mean fills gaps); or each client's own, as data.client names them: see docs/tables.md"
+        ),
+    ] = "all"
 
     @field_validator("augment", "normalise")
     @classmethod
@@ -297,24 +325,111 @@ class Table(File):
             raise ValueError("is for images, and a table has none")
         return value
 
-    @property
-    def columns(self) -> Columns:
-        return Columns(self.label, self.client, self.split)
+    @field_validator("drop", "features", "words")
+    @classmethod
+    def _several(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """On a command line, several columns are separated by commas."""
+        return tuple(name.strip() for name in names[0].split(",")) if len(names) == 1 else names
+
+    @model_validator(mode="after")
+    def _columns_are_used_once(self) -> Self:
+        if self.statistics == "own" and self.client is None:
+            raise ValueError("statistics = 'own' needs data.client, the column that says who holds a row")
+        both = sorted({*self.drop} & {*self.features, *self.words, *(self.named)})
+        if both:
+            raise ValueError(f"'{both[0]}' is both dropped and used; choose one")
+        return self
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The columns that say what a row is."""
+        return tuple(name for name in (self.label, self.client, self.split) if name is not None)
+
+    @property
+    def wanted(self) -> ColumnChoice:
+        return ColumnChoice(self.named, self.drop, self.features, self.words, self.day_first)
+
+    def table(self) -> RawTable:
+        """The table as it is written."""
+        raise NotImplementedError
+
     @override
-    def standardises(self) -> bool:
-        return self.standardise
+    def read(self, root: Path) -> Rows:
+        return self.rows_of(self.table())
+
+    @override
+    def load(self, root: Path, seed: int) -> Arrays:
+        return self.arrays_of(self.table(), seed)
+
+    def rows_of(self, table: RawTable) -> Rows:
+        """What the named columns say; the features are left to ``arrays_of``."""
+        where = table.where
+        y, labels = coded(table.named[self.label], f"label (column '{self.label}')", where)
+        client: Ints | None = None
+        clients: tuple[str, ...] = ()
+        test = None
+        if self.client is not None:
+            client, clients = coded(table.named[self.client], f"client (column '{self.client}')", where)
+        if self.split is not None:
+            parts = np.char.lower(table.named[self.split].astype(str))
+            odd = ~np.isin(parts, ("train", "test"))
+            if odd.any():
+                row = int(np.argmax(odd))
+                what = f"must be train or test (got {str(parts[row])!r})"
+                raise DataError(f"{where(row)}, column '{self.split}': {what}")
+            test = parts == "test"
+        return Rows(np.empty((table.rows, 0), np.float32), y, labels, test, client, clients)
+
+    def arrays_of(self, table: RawTable, seed: int) -> Arrays:
+        """The table as a net sees it, prepared by what its training rows teach."""
+        refuse_bad(table)
+        rows = self.rows_of(table)
+        test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
+        recipe, x = self.prepared(table, rows, ~test)
+        holders = [rows.clients[k] for k in rows.client] if recipe.own and rows.client is not None else None
+        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table))
+        x = filled_and_scaled(x, recipe, holders)
+        found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
+        return checked(found._replace(recipe=recipe, notes=notes))
+
+    def prepared(self, table: RawTable, rows: Rows, train: NDArray[np.bool_]) -> tuple[Recipe, NDArray[np.float32]]:
+        """What becomes of each column, and the features as numbers, before they are filled and scaled."""
+        features = learned_features(table, train, self.most_words)
+        x = encoded(table, features)
+        common = learned_scaling(x, features, train, self.statistics, self.standardise)
+        own = {}
+        if self.statistics == "own" and rows.client is not None:
+            own = own_scalings(x, features, train, rows.client, rows.clients, common, self.standardise)
+        recipe = Recipe(
+            label=self.label,
+            client=self.client,
+            split=self.split,
+            dropped=self.drop,
+            features=features,
+            day_first=self.day_first,
+            statistics=self.statistics,
+            scaling=common,
+            own=own,
+        )
+        return recipe, x
+
+    def pointed_out(self, table: RawTable) -> list[str]:
+        """What looks like a mistake in the choice of columns."""
+        return [
+            f"column '{name}' has another whole number in every row: if it only numbers them, data.drop={name}"
+            for name in identifiers(table)
+            if name not in self.features
+        ]
 
 
 class Csv(Table):
-    """A CSV file whose first line names the columns."""
+    """A CSV file whose first line names the columns; what separates cells, and the encoding, are found out."""
 
     kind: ClassVar[str] = "csv"
 
     @override
-    def read(self, root: Path) -> Rows:
-        return read_csv(self.place, self.columns, self.limit)
+    def table(self) -> RawTable:
+        return read_csv(self.place, self.wanted, self.limit)
 
 
 class Parquet(Table):
@@ -323,8 +438,8 @@ class Parquet(Table):
     kind: ClassVar[str] = "parquet"
 
     @override
-    def read(self, root: Path) -> Rows:
-        return read_parquet(self.place, self.columns, self.limit)
+    def table(self) -> RawTable:
+        return read_parquet(self.place, self.wanted, self.limit)
 
 
 def source_for_path(path: str) -> tuple[str, dict[str, str]]:
@@ -366,7 +481,7 @@ def from_arrays(
     rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'")
     kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
     mean, std = pixel_scale(rows.x, kept)
-    return checked(Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client))
+    return checked(Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients))
 
 
 def from_torch(
@@ -455,13 +570,3 @@ def pixel_scale(x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0))
     return tuple(mean.tolist()), tuple(np.where(std > 1e-6, std, 1.0).tolist())
-
-
-def standardised(x: NDArray[Any], test: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Each feature with mean 0 and std 1 over the training rows; one that is constant there is 0 everywhere."""
-    train = x[~test].astype(np.float64)
-    if not len(train):
-        return x.astype(np.float32)
-    constant = train.max(0) == train.min(0)
-    mean, std = train.mean(0), np.where(constant, 1.0, train.std(0))
-    return np.where(constant, 0.0, (x - mean) / std).astype(np.float32)

@@ -116,5 +116,7 @@ def lay_out(folder: RunFolder, prepared: Prepared) -> None:
             "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())
         )
         disk.write_bytes(folder.path / "topology.png", picture(topology, shared.clients, exp.seed))
+    if shared.arrays.recipe is not None:
+        folder.write("columns.json", shared.arrays.recipe.model_dump(mode="json"))
     # Last, since it says that all of this is there.
     save_partition(folder, shared.owner, shared.held_out, shared.described())

@@ -1,6 +1,6 @@
 """The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON or safetensors.
 
-config.toml  environment.json  partition.safetensors  partition.json     written once
+config.toml  environment.json  partition.safetensors  partition.json  columns.json     written once
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
 timings.jsonl   how long rounds took; never the same twice, hence apart
 work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
@@ -43,7 +43,10 @@ DAMAGED = "metrics.damaged.jsonl"  # what was found in its place before it was r
 _MANIFEST, _SUMMARY, _LOCK, _CONFIG = "manifest.json", "summary.json", ".lock", "config.toml"
 # Written before the first round. A run goes on only with those that it wrote itself; config.toml may be edited.
 _KEY = "noise.key"
-_SETTINGS = ("environment.json", "privacy.json", _KEY, "topology.json", "partition.safetensors", "partition.json")
+_SETTINGS = (
+    *("environment.json", "privacy.json", _KEY, "topology.json", "columns.json"),
+    *("partition.safetensors", "partition.json"),
+)
 _GROWING = (METRICS, "timings.jsonl", "work.jsonl")  # written in place, line by line
 # Written while a run lasts, or at its end.
 _RESULTS = (

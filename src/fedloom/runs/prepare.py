@@ -21,7 +21,7 @@ from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
-from fedloom.data.partition import Summary, fingerprint, split, summary
+from fedloom.data.partition import Natural, Summary, fingerprint, split, summary
 from fedloom.data.proxy import lacking, without
 from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
@@ -102,6 +102,10 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     held_out = split(found.owner, found.clients, partition.holdout, seed)
     bad = config.corruption.bad(found.clients, seed)
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
+    if arrays.clients and not isinstance(partition, Natural):
+        lacks.append(
+            "the data names its clients, whose rows are dealt anew; partition.kind=natural keeps them together"
+        )
     return Shared(
         arrays,
         found.owner,

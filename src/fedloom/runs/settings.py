@@ -183,11 +183,18 @@ def _by_name(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], 
             if section not in table and (algorithm is None or algorithm.family != "gossip"):
                 continue
             given = _suggested(given, algorithm)
+        if section == "partition" and getattr(chosen.get("data"), "client", None) is not None:
+            given = _natural(given)
         names[section], chosen[section], wrong = _chosen(section, given)
         faults += wrong
     if chosen["algorithm"] is not None and chosen["model"] is not None:
         chosen["model"] = _suggested_model(chosen["model"], chosen["algorithm"])
     return names, chosen, faults
+
+
+def _natural(given: Any) -> Any:
+    """The partition of data that names its clients, where the user chose none: each client keeps its rows."""
+    return {"kind": "natural", **given} if isinstance(given, Mapping) else given
 
 
 def _section(

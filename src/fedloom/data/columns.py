@@ -1,0 +1,335 @@
+"""What becomes of each column of a table: filled, turned into numbers, scaled; learned from training rows alone.
+
+A ``Recipe`` holds all of it as plain values, so that a run folder can keep it, and new rows are prepared in the same
+way. Words become one column of 0 and 1 each, by scikit-learn's ColumnTransformer. Then missing numbers are filled and
+all numbers scaled (``Scaling``), by operations that a net can do as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from fedloom.core.errors import DataError, nearest
+from fedloom.data.arrays import Ints
+from fedloom.data.table import Column, ColumnKind, RawTable
+
+# How what fills and scales numbers is gained: of all training rows; from sums that clients add up; by each client
+# from its own rows.
+StatisticsBy: TypeAlias = Literal["all", "sums", "own"]
+_IDENTIFIER = 20  # rows from which on a column without any value twice looks like the rows' numbers
+
+
+class Feature(BaseModel):
+    """One column of the table that is used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    kind: ColumnKind
+    missing: int = 0  # in training rows
+    words: tuple[str, ...] = ()  # each has a column of 0 and 1; a word that is not here has 0 in all of them
+    rare: int = 0  # further words, too many to have a column each
+    fill: str = ""  # the word that stands for a missing one
+
+    @property
+    def width(self) -> int:
+        """How many numbers a net sees of it."""
+        return len(self.words) if self.kind == "words" else 1
+
+
+class Scaling(BaseModel):
+    """What fills and scales the numbers that a net sees, one entry for each; a std of 0: the number is constant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fill: tuple[float, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def applied(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Each missing number filled, each number scaled."""
+        fill, mean, std = (np.array(values) for values in (self.fill, self.mean, self.std))
+        whole = np.where(np.isnan(x), fill.astype(np.float32), x)
+        constant = std == 0
+        return np.where(constant, 0.0, (whole - mean) / np.where(constant, 1.0, std)).astype(np.float32)
+
+
+class Recipe(BaseModel):
+    """From a table to what a net sees."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: str
+    client: str | None = None
+    split: str | None = None
+    dropped: tuple[str, ...] = ()
+    features: tuple[Feature, ...]
+    day_first: bool | None = None
+    statistics: StatisticsBy = "all"
+    scaling: Scaling
+    own: dict[str, Scaling] = {}  # by client, where each has its own
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each number that a net sees is."""
+        found = ([f.name] if f.kind != "words" else [f"{f.name}={word}" for word in f.words] for f in self.features)
+        return tuple(name for names in found for name in names)
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+def refuse_bad(table: RawTable) -> None:
+    """One error with every column that cannot be used as it is."""
+    bad = {name: column.fault for name, column in table.columns.items() if column.fault}
+    if bad:
+        told = "\n".join(f"  column '{name}': {why}" for name, why in bad.items())
+        names = ",".join(bad)
+        fix = f"correct the cells, leave columns out (data.drop={names}), or take them as words (data.words={names})"
+        raise DataError(
+            f"{table.at}: {len(bad)} column{'s' * (len(bad) > 1)} cannot be used as written\n{told}\n  {fix}"
+        )
+
+
+def identifiers(table: RawTable) -> list[str]:
+    """The columns that look like the numbers or names of the rows: whole numbers or words, none of them twice."""
+    return [name for name, column in table.columns.items() if _is_identifier(column)]
+
+
+def _is_identifier(column: Column) -> bool:
+    if column.kind == "date" or len(column.values) < _IDENTIFIER or column.missing.any():
+        return False
+    whole = column.kind == "words" or bool((column.values == np.floor(column.values)).all())
+    return whole and len(set(column.values.tolist())) == len(column.values)
+
+
+def learned_features(table: RawTable, train: NDArray[np.bool_], most_words: int) -> tuple[Feature, ...]:
+    """What becomes of each column, from the training rows."""
+    named = [name for name in identifiers(table) if table.columns[name].kind == "words"]
+    if named:
+        told, names = ", ".join(f"'{name}'" for name in named), ",".join(named)
+        what = f"a different word in each of {table.rows} rows in {told}, from which nothing can be learned"
+        raise DataError(f"{table.at}: {what} (leave out names and numbers of rows: data.drop={names})")
+    words = {name: column for name, column in table.columns.items() if column.kind == "words"}
+    taught = _taught_words({name: column.values[train] for name, column in words.items()}, most_words)
+    found = []
+    for name, column in table.columns.items():
+        about: dict[str, Any] = {"name": name, "kind": column.kind, "missing": int(column.missing[train].sum())}
+        found.append(Feature(**about, **taught.get(name, {})))
+    return tuple(found)
+
+
+def _taught_words(columns: dict[str, NDArray[Any]], most: int) -> dict[str, dict[str, Any]]:
+    """The words of each column, in order, and the one that fills gaps: the most frequent."""
+    if not columns:
+        return {}
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder
+
+    empty = [name for name, values in columns.items() if not (values != "").any()]
+    some = {name: values for name, values in columns.items() if name not in empty}
+    found: dict[str, dict[str, Any]] = {name: {} for name in empty}
+    parts = [
+        (
+            str(index),
+            make_pipeline(
+                SimpleImputer(missing_values="", strategy="most_frequent"),
+                OneHotEncoder(max_categories=most, handle_unknown="ignore", sparse_output=False),
+            ),
+            [index],
+        )
+        for index in range(len(some))
+    ]
+    if some:
+        fitted = ColumnTransformer(parts).fit(np.stack(list(some.values()), axis=1))
+        for index, name in enumerate(some):
+            imputer, encoder = (step for _, step in fitted.named_transformers_[str(index)].steps)
+            rare = encoder.infrequent_categories_[0] if most else None
+            out = set() if rare is None else set(rare.tolist())
+            kept = tuple(str(word) for word in encoder.categories_[0].tolist() if word not in out)
+            found[name] = {"words": kept, "rare": len(out), "fill": str(imputer.statistics_[0])}
+    return found
+
+
+def encoded(table: RawTable, features: Sequence[Feature]) -> NDArray[np.float32]:
+    """The table as numbers, NaN where one is missing; a word has 1 in its own column.  ``[rows, numbers]``"""
+    x = np.empty((table.rows, sum(f.width for f in features)), np.float32)
+    words = [f for f in features if f.kind == "words" and f.words]
+    ones = _one_hot(table, words) if words else np.empty((table.rows, 0), np.float32)
+    at = taken = 0
+    with np.errstate(over="ignore"):
+        for f in features:
+            if f.kind == "words":
+                x[:, at : at + f.width] = ones[:, taken : taken + f.width]
+                taken += f.width
+            else:
+                x[:, at] = table.columns[f.name].values
+            at += f.width
+    return x
+
+
+def _one_hot(table: RawTable, features: Sequence[Feature]) -> NDArray[np.float32]:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.preprocessing import OneHotEncoder
+
+    filled = np.stack([_filled(table.columns[f.name].values, f.fill) for f in features], axis=1)
+    parts = [
+        (
+            f.name,
+            OneHotEncoder(
+                categories=[np.array(f.words, dtype=object)],
+                handle_unknown="ignore",
+                sparse_output=False,
+                dtype=np.float32,
+            ),
+            [index],
+        )
+        for index, f in enumerate(features)
+    ]
+    return np.asarray(ColumnTransformer(parts).fit_transform(filled), np.float32)
+
+
+def _filled(values: NDArray[Any], fill: str) -> NDArray[Any]:
+    return np.where(values == "", fill, values).astype(object)
+
+
+def learned_scaling(
+    x: NDArray[np.float32], features: Sequence[Feature], train: NDArray[np.bool_], how: StatisticsBy, scale: bool
+) -> Scaling:
+    """What fills and scales numbers, from the training rows; columns of words are left as they are."""
+    numeric = np.array([f.kind != "words" for f in features for _ in range(f.width)], np.bool_)
+    rows = x[train].astype(np.float64)
+    gaps = np.isnan(rows)
+    fill = np.zeros(x.shape[1])
+    if gaps.any():
+        for column in np.flatnonzero(gaps.any(0)):
+            there = rows[~gaps[:, column], column]
+            if len(there):
+                fill[column] = np.mean(there) if how == "sums" else np.median(there)
+        rows = np.where(gaps, fill.astype(np.float32), rows)
+    if not scale or not len(rows):
+        return Scaling(fill=tuple(fill), mean=(0.0,) * x.shape[1], std=(1.0,) * x.shape[1])
+    constant = rows.max(0) == rows.min(0)
+    mean, std = rows.mean(0), np.where(constant, 0.0, rows.std(0))
+    mean, std = np.where(numeric, mean, 0.0), np.where(numeric, std, 1.0)
+    return Scaling(fill=tuple(fill.tolist()), mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+
+
+def own_scalings(
+    x: NDArray[np.float32],
+    features: Sequence[Feature],
+    train: NDArray[np.bool_],
+    client: Ints,
+    names: Sequence[str],
+    common: Scaling,
+    scale: bool,
+) -> dict[str, Scaling]:
+    """For each client what its own training rows say; where these lack a column, what all of them say."""
+    found = {}
+    for index, name in enumerate(names):
+        mine = train & (client == index)
+        if not mine.any():
+            continue
+        own = learned_scaling(x, features, mine, "own", scale)
+        lacks = np.isnan(x[mine]).all(0)
+        mixed = {part: np.where(lacks, getattr(common, part), getattr(own, part)) for part in ("fill", "mean", "std")}
+        found[name] = Scaling(**{part: tuple(values.tolist()) for part, values in mixed.items()})
+    return found
+
+
+def filled_and_scaled(x: NDArray[np.float32], recipe: Recipe, clients: Sequence[str] | None) -> NDArray[np.float32]:
+    """Numbers as a net sees them; ``clients``: who holds each row, where each client has a scaling of its own."""
+    if clients is None or not recipe.own:
+        return recipe.scaling.applied(x)
+    holders, out = np.array(clients, dtype=object), np.empty_like(x)
+    for name in set(clients):
+        mine = holders == name
+        out[mine] = recipe.own.get(name, recipe.scaling).applied(x[mine])
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- telling
+
+
+def listed(recipe: Recipe, table: str = "") -> list[str]:
+    """Each kind of column and what becomes of it, in a line."""
+    by_kind = {kind: [f for f in recipe.features if f.kind == kind] for kind in ("number", "date", "words")}
+    scaled_ = any(s not in (0.0, 1.0) for s in recipe.scaling.std)
+    then = {"all": "", "sums": ", from sums", "own": ", by each client"}[recipe.statistics]
+    scale = f"mean 0, std 1{then}" if scaled_ else "as they are"
+    gap = "mean" if recipe.statistics == "sums" else "median"
+    lines = []
+    for kind, word in (("number", "numbers"), ("date", "dates")):
+        if by_kind[kind]:
+            lines.append(f"{word}: {_several(_gaps(by_kind[kind]))} ({'days, ' * (kind == 'date')}{scale})")
+    if any(f.missing for f in by_kind["number"] + by_kind["date"]):
+        lines.append(f"a missing number or date becomes the {gap}{then}")
+    if by_kind["words"]:
+        told = [f"{f.name}{_lacking(f)} ({_vocabulary(f)})" for f in by_kind["words"]]
+        lines.append(
+            f"words: {_several(told)}; what is missing becomes the most frequent, an unknown word none of them"
+        )
+    if recipe.dropped:
+        lines.append(f"left out: {_several(list(recipe.dropped))}")
+    named = [f"{what} {name}" for what, name in (("label", recipe.label), ("client", recipe.client)) if name]
+    lines.append(", ".join([*named, *([f"split {recipe.split}"] if recipe.split else [])]))
+    return [f"columns of {table}, {line}" if table else line for line in lines]
+
+
+def _vocabulary(f: Feature) -> str:
+    more = f" and {f.rare} rare ones" if f.rare else ""
+    return (", ".join(f.words) if len(f.words) <= 5 else f"{len(f.words)} words") + more or "none"
+
+
+def _lacking(f: Feature) -> str:
+    return f" [{f.missing} missing]" if f.missing else ""
+
+
+def _gaps(features: Sequence[Feature]) -> list[str]:
+    return [f"{f.name}{_lacking(f)}" for f in features]
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])} and {len(names) - 10} more"
+
+
+# ------------------------------------------------------------------------------------------- for new rows
+
+
+def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str) -> None:
+    """One error with every column that a new table lacks."""
+    lost = [f.name for f in recipe.features if f.name not in header]
+    if lost:
+        told = ", ".join(f"'{name}' ({nearest(name, header)})" for name in lost[:10])
+        more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
+        raise DataError(f"{at}: lacks columns that the model was trained with: {told}{more}")
+
+
+def refuse_other_kinds(recipe: Recipe, table: RawTable) -> None:
+    """One error with every column that does not hold what it held in training; an empty column may be anything."""
+    kinds = {f.name: f.kind for f in recipe.features}
+    told = [
+        f"  column '{name}': {column.fault or f'has {column.kind}, and had {kinds[name]} in training'}"
+        for name, column in table.columns.items()
+        if (column.fault or column.kind != kinds[name]) and not column.missing.all()
+    ]
+    if told:
+        raise DataError(f"{table.at}: does not hold what the model was trained with\n" + "\n".join(told))
+
+
+def with_kinds(recipe: Recipe, table: RawTable) -> RawTable:
+    """The table with columns that are wholly missing in the kind of training."""
+    columns = dict(table.columns)
+    for f in recipe.features:
+        if columns[f.name].kind != f.kind:
+            empty: Any = "" if f.kind == "words" else math.nan
+            columns[f.name] = Column(f.kind, np.full(table.rows, empty, dtype=object if f.kind == "words" else float))
+    return table._replace(columns=columns)

@@ -1,0 +1,405 @@
+"""Tables: CSV files as people have them, Parquet files and DataFrames, read into columns of numbers, words and dates.
+
+Nothing is filled, scaled or left out here: ``data/columns.py`` decides what becomes of each column.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.core.errors import DataError, nearest
+from fedloom.data.files import Place, existing, reading, within, words_of
+
+ColumnKind: TypeAlias = Literal["number", "words", "date"]
+
+# Cells that stand for nothing, as spreadsheets and statistics packages write them.
+MISSING = frozenset({"", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "NULL", "null", "None", "<NA>", "?"})
+_BLOCK = 4096  # rows that are converted together
+_DELIMITERS = ",;\t|"
+
+
+class Column(NamedTuple):
+    """One column: numbers and days as float64 with NaN for what is missing, words as text with '' for it."""
+
+    kind: ColumnKind
+    values: NDArray[Any]
+    fault: str = ""  # why the column cannot be used as it is
+
+    @property
+    def missing(self) -> NDArray[np.bool_]:
+        """Which rows lack a value."""
+        found: NDArray[np.bool_] = self.values == "" if self.kind == "words" else np.isnan(self.values)
+        return found
+
+
+class RawTable(NamedTuple):
+    """A table as it was read."""
+
+    at: str  # what it is called
+    columns: dict[str, Column]  # those that may be features, in the order of the file
+    named: dict[str, NDArray[Any]]  # those that say what a row is, as they were written
+    where: Place
+    rows: int
+    notes: tuple[str, ...] = ()  # what had to be guessed about the file
+
+
+class ColumnChoice(NamedTuple):
+    """What is to be read: columns that say what a row is, features, and how cells are meant."""
+
+    named: tuple[str, ...]  # read as they are written
+    drop: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()  # empty: all others
+    words: tuple[str, ...] = ()  # columns of words even where these look like numbers
+    day_first: bool | None = None  # how to read dates such as 03/04/2024
+    optional: tuple[str, ...] = ()  # of the named columns, those that a table may lack
+
+
+def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[str]:
+    """The columns that are read as features; a DataError for names that there are not, or twice."""
+    for index, name in enumerate(header):
+        if not name and index not in {i for i, n in enumerate(header) if n in wanted.drop}:
+            raise DataError(
+                f"{at}: column {index + 1} has no name (if it numbers the rows, leave it out: to_csv(..., index=False))"
+            )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataError(f"{at}: column '{twice[0]}' occurs twice")
+    asked = {"named": tuple(n for n in wanted.named if n not in wanted.optional)}
+    asked |= {"drop": wanted.drop, "features": wanted.features, "words": wanted.words}
+    lost = [(field, name) for field, names in asked.items() for name in names if name not in header]
+    if lost:
+        told = "; ".join(f"'{name}'{_said_by(field)} ({nearest(name, header)})" for field, name in lost)
+        raise DataError(f"{at}: has no column {told}")
+    rest = [name for name in header if name not in (*wanted.named, *wanted.drop)]
+    rest = [name for name in rest if name in wanted.features] if wanted.features else rest
+    if not rest:
+        raise DataError(f"{at}: has no column of features beside {', '.join(header)}")
+    return rest
+
+
+def _said_by(field: str) -> str:
+    return "" if field == "named" else f", named by data.{field}"
+
+
+# -------------------------------------------------------------------------------------------------- CSV
+
+
+class Dialect(NamedTuple):
+    """How a text file writes a table."""
+
+    encoding: str
+    delimiter: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is unusual about it."""
+        found = [] if self.encoding == "utf-8-sig" else [f"read as {self.encoding}, since it is not UTF-8"]
+        odd = {";": "semicolons", "\t": "tabs", "|": "bars"}.get(self.delimiter)
+        return (*found, f"cells are separated by {odd}") if odd else tuple(found)
+
+
+def read_csv(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> RawTable:
+    """The table in a CSV file with a header line, whatever separates its cells and in whatever encoding."""
+    dialect = _dialect(existing(path))
+    words = set(wanted.words)
+    while True:  # a column that turns out to hold words is read again as such: twice at most
+        read = _Reader(path, dialect, wanted, words, limit)
+        turned = read.all()
+        if not turned:
+            return read.table()
+        words |= turned
+
+
+def _dialect(path: Path) -> Dialect:
+    with reading(path), path.open("rb") as file:
+        head = file.read(4)
+        file.seek(0)
+        if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            encoding = "utf-16"
+        else:
+            encoding = "utf-8-sig" if _is_utf8(file) else "cp1252"
+        file.seek(0)
+        first = file.readline().decode(encoding, errors="replace") if encoding != "utf-16" else ""
+    if encoding == "utf-16":
+        with reading(path), path.open(encoding=encoding) as text:
+            first = text.readline()
+    outside = re.sub(r'"[^"]*"', "", first)
+    counts = {mark: outside.count(mark) for mark in _DELIMITERS}
+    return Dialect(encoding, max(_DELIMITERS, key=lambda mark: counts[mark]))  # a comma, if there is none of them
+
+
+def _is_utf8(file: Any) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while block := file.read(1 << 20):
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _records(path: Path, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
+    """Each record with the number of the line it ends on; a blank line is no record."""
+    with reading(path), path.open(encoding=dialect.encoding, newline="") as file:
+        reader = csv.reader(file, strict=True, delimiter=dialect.delimiter)
+        try:
+            yield from ((reader.line_num, row) for row in reader if row)
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: is not well-formed CSV: {error}") from error
+
+
+class _Reader:
+    """Reads a CSV file block by block, so that a table of numbers takes the memory of its numbers."""
+
+    def __init__(self, path: Path, dialect: Dialect, wanted: ColumnChoice, words: set[str], limit: float) -> None:
+        self._path, self._dialect, self._wanted, self._limit = path, dialect, wanted, limit
+        self._records = _records(path, dialect)
+        self._header = [name.strip() for name in next(self._records, (0, []))[1]]
+        if not self._header:
+            raise DataError(f"{path}: is empty (its first line must name the columns)")
+        self._features = feature_names(self._header, wanted, str(path))
+        self._words = words
+        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in self._features}
+        self._named: dict[str, list[str]] = {name: [] for name in wanted.named if name in self._header}
+        self._lines: list[int] = []
+        self._turned: set[str] = set()  # columns in which a cell is not a number
+
+    def all(self) -> set[str]:
+        """Read every row; returns the columns that hold words after all, for which it has to be done again."""
+        block: list[list[str]] = []
+        for line, row in self._records:
+            if len(row) != len(self._header):
+                at = f"{self._path}, line {line}"
+                raise DataError(f"{at}: has {len(row)} cells where the header has {len(self._header)}")
+            block.append(row)
+            self._lines.append(line)
+            if len(block) == _BLOCK:
+                self._take(block)
+                block = []
+        self._take(block)
+        if not self._lines:
+            raise DataError(f"{self._path}: has a header but no rows")
+        return self._turned
+
+    def _take(self, block: list[list[str]]) -> None:
+        for name, parts in self._parts.items():
+            spot = self._header.index(name)
+            cells = [row[spot].strip() for row in block]
+            if name in self._words:
+                parts.append(np.array(["" if cell in MISSING else cell for cell in cells], dtype=object))
+            elif name not in self._turned:
+                numbers = as_numbers(cells, comma=self._dialect.delimiter == ";")
+                if numbers is None:
+                    self._turned.add(name)
+                else:
+                    parts.append(numbers)
+        for name, column in self._named.items():
+            column.extend(row[self._header.index(name)].strip() for row in block)
+        within(self._limit, 8 * len(self._lines) * len(self._features), str(self._path))
+
+    def table(self) -> RawTable:
+        where: Place = lambda row: f"{self._path}, line {self._lines[row]}"  # noqa: E731
+        columns = {}
+        for name, parts in self._parts.items():
+            values = np.concatenate(parts) if parts else np.zeros(0)
+            forced = name in self._wanted.words
+            comma = self._dialect.delimiter == ";"
+            columns[name] = typed(values, where, forced, self._wanted.day_first, comma)
+        named = {name: words_of(cells, f"word in column '{name}'", where) for name, cells in self._named.items()}
+        return RawTable(str(self._path), columns, named, where, len(self._lines), self._dialect.notes)
+
+
+def as_numbers(cells: Sequence[str], *, comma: bool = False) -> NDArray[np.float64] | None:
+    """Cells as numbers, NaN where one is missing; None if one of them is no number. ``comma``: 3,5 is one, too."""
+    try:
+        return np.array([math.nan if cell in MISSING else _float(cell, comma) for cell in cells], np.float64)
+    except ValueError:
+        return None
+
+
+def _float(cell: str, comma: bool) -> float:
+    return float(cell.replace(",", ".") if comma and re.fullmatch(r"[-+]?\d+,\d+", cell) else cell)
+
+
+# ---------------------------------------------------------------------------------- what a column holds
+
+
+def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | None, comma: bool = False) -> Column:
+    """A column with its kind: numbers are numbers; words are dates, words, or numbers with mistakes in them."""
+    if values.dtype != object:
+        with np.errstate(over="ignore"):
+            bad = np.isinf(values.astype(np.float32))
+        if bad.any():
+            row = int(np.argmax(bad))
+            return Column("number", values, f"{where(row)}: is not a finite number (got {values[row]:g})")
+        return Column("number", values)
+    if forced:
+        return Column("words", values)
+    present = [(row, word) for row, word in enumerate(values.tolist()) if word]
+    days = _days(values, day_first)
+    if days is not None:
+        return days
+    odd = [(row, word) for row, word in present if as_numbers([word], comma=comma) is None]
+    if 2 * len(odd) <= len(present):
+        row, word = odd[0]
+        more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+        return Column("words", values, f"{where(row)}: is not a number (got {word!r}{more})")
+    return Column("words", values)
+
+
+_ISO = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?Z?)?")
+_POINTS = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
+_SLASHES = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})")
+_YEAR_FIRST = re.compile(r"(\d{4})/(\d{1,2})/(\d{1,2})")
+
+
+def _days(values: NDArray[Any], day_first: bool | None) -> Column | None:
+    """A column of dates as days since 1970; None if it holds anything else."""
+    distinct = sorted({word for word in values.tolist() if word})
+    if not distinct:
+        return None
+    if all(_SLASHES.fullmatch(word) for word in distinct):
+        first, second = (max(int(_SLASHES.fullmatch(w)[k]) for w in distinct) for k in (1, 2))  # type: ignore[index]
+        if day_first is None and first <= 12 and second <= 12:
+            what = f"may mean day/month or month/day (got {distinct[0]}); set data.day_first to true or false"
+            return Column("words", values, what)
+        day_first = first > 12 if day_first is None else day_first
+    try:
+        day = {word: _day(word, bool(day_first)) for word in distinct}
+    except ValueError:
+        return None
+    return Column("date", np.array([day[word] if word else math.nan for word in values.tolist()], np.float64))
+
+
+def _day(word: str, day_first: bool) -> float:
+    if _ISO.fullmatch(word):
+        plain = word.removesuffix("Z")
+    elif found := _POINTS.fullmatch(word):
+        plain = f"{found[3]}-{int(found[2]):02d}-{int(found[1]):02d}"
+    elif found := _YEAR_FIRST.fullmatch(word):
+        plain = f"{found[1]}-{int(found[2]):02d}-{int(found[3]):02d}"
+    elif found := _SLASHES.fullmatch(word):
+        day, month = (found[1], found[2]) if day_first else (found[2], found[1])
+        plain = f"{found[3]}-{int(month):02d}-{int(day):02d}"
+    else:
+        raise ValueError(word)
+    return float(np.datetime64(plain, "s").astype(np.int64)) / 86_400
+
+
+# -------------------------------------------------------------------------------- Parquet and DataFrames
+
+
+def read_parquet(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> RawTable:
+    """The table in a Parquet file."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
+    try:
+        with pq.ParquetFile(existing(path)) as file:
+            meta = file.metadata  # a few bytes can stand for very many rows of one value
+            groups = [meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)]
+            within(limit, max(sum(groups), meta.num_rows * meta.num_columns), str(path))
+            batches, size = [], 0
+            for batch in file.iter_batches():
+                size += batch.nbytes
+                within(limit, size, str(path))
+                batches.append(batch)
+            table = pa.Table.from_batches(batches, file.schema_arrow)
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    # pandas stores its row index as such a column; the rows' numbers are no feature
+    names = [name for name in table.column_names if not name.startswith("__index_level_")]
+    return _of_arrow(table.select(names), str(path), wanted)
+
+
+def table_of_frame(frame: Any, wanted: ColumnChoice, name: str = "DataFrame") -> RawTable:
+    """The table that a pandas DataFrame holds."""
+    where: Place = lambda row: f"{name}, row {row}"  # noqa: E731
+    header = [str(column) for column in frame.columns]
+    features = feature_names(header, wanted, name)
+    if not len(frame):
+        raise DataError(f"{name}: has no rows")
+    cells = {column: frame.iloc[:, index] for index, column in enumerate(header)}
+    columns = {each: _frame_column(cells[each], where, each in wanted.words, wanted) for each in features}
+    named = {}
+    for each in (each for each in wanted.named if each in cells):
+        if cells[each].isna().any():
+            row = int(np.argmax(cells[each].isna().to_numpy()))
+            raise DataError(f"{where(row)}, column '{each}': is missing (fill it or drop the row)")
+        named[each] = words_of(cells[each].tolist(), f"word in column '{each}'", where)
+    return RawTable(name, columns, named, where, len(frame))
+
+
+def _frame_column(cells: Any, where: Place, forced: bool, wanted: ColumnChoice) -> Column:
+    kind = getattr(cells.dtype, "kind", "O")
+    if kind in "biuf" and not forced:
+        return typed(cells.to_numpy(dtype=np.float64, na_value=math.nan), where, False, None)
+    missing = cells.isna().to_numpy()
+    if kind == "M":
+        days = cells.dt.tz_localize(None).to_numpy("datetime64[s]").astype(np.int64) / 86_400
+        return Column("date", np.where(missing, math.nan, days))
+    words = [
+        "" if lacks or str(cell).strip() in MISSING else str(cell).strip()
+        for cell, lacks in zip(cells.tolist(), missing.tolist(), strict=True)
+    ]
+    forced = forced or str(cells.dtype) == "category"
+    return typed(np.array(words, dtype=object), where, forced, wanted.day_first)
+
+
+def _of_arrow(table: Any, at: str, wanted: ColumnChoice) -> RawTable:
+    features = feature_names(table.column_names, wanted, at)
+    if not table.num_rows:
+        raise DataError(f"{at}: has no rows")
+    where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
+    columns = {name: _arrow_column(table[name], where, name in wanted.words, wanted) for name in features}
+    named = {name: _named(table[name], name, at, where) for name in wanted.named if name in table.column_names}
+    return RawTable(at, columns, named, where, table.num_rows)
+
+
+def _arrow_column(cells: Any, where: Place, forced: bool, wanted: ColumnChoice) -> Column:
+    import pyarrow as pa
+
+    kind = cells.type
+    if pa.types.is_dictionary(kind):
+        cells, forced = cells.cast(kind.value_type), True
+        kind = cells.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or forced:
+        words = ["" if cell is None or cell in MISSING else str(cell).strip() for cell in cells.to_pylist()]
+        return typed(np.array(words, dtype=object), where, forced, wanted.day_first)
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        seconds = cells.cast(pa.timestamp("us", tz=getattr(kind, "tz", None))).cast(pa.int64())
+        return Column("date", _floats(seconds) / 86_400e6)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return typed(_floats(cells), where, False, None)
+    return Column("words", np.full(len(cells), "", dtype=object), f"must hold numbers, words or dates (got {kind})")
+
+
+def _floats(cells: Any) -> NDArray[np.float64]:
+    if not cells.null_count:
+        return np.asarray(cells.to_numpy(), np.float64)
+    return np.array([math.nan if cell is None else cell for cell in cells.to_pylist()], np.float64)
+
+
+def _named(cells: Any, name: str, at: str, where: Place) -> NDArray[Any]:
+    import pyarrow as pa
+
+    if pa.types.is_nested(cells.type):
+        raise DataError(f"{at}, column '{name}': must hold one value in each row (got {cells.type})")
+    if cells.null_count:
+        row = int(np.argmax(cells.is_null().to_numpy()))
+        raise DataError(f"{where(row)}, column '{name}': is missing (fill it or drop the row)")
+    with reading(Path(at)):
+        return words_of(cells.to_pylist(), f"word in column '{name}'", where)

@@ -1,0 +1,101 @@
+"""Tables as people have them: what is read, what becomes of each column, and what is refused at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.data.columns import Recipe, encoded, filled_and_scaled, listed
+from fedloom.data.sources import Csv
+from fedloom.data.table import ColumnChoice, read_csv, table_of_frame
+from fedloom.runs.settings import parse
+
+MESSY = """patient;site;seen;sex;weight;label
+1;Köln;01.02.2024;f;70,5;no
+2;Köln;02.02.2024;m;NA;no
+3;Bonn;;;80,5;yes
+4;Bonn;04.02.2024;m;90;no
+5;Bonn;05.02.2024;m;60;yes
+6;Köln;06.02.2024;x;1000;no
+"""
+
+
+def messy(folder: Path, text: str = MESSY, encoding: str = "cp1252") -> Path:
+    path = folder / "messy.csv"
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_a_table_as_a_spreadsheet_saves_it(tmp_path: Path) -> None:
+    split = MESSY.replace("label\n", "label;split\n").replace("no\n", "no;train\n").replace("yes\n", "yes;train\n")
+    split = split.replace("1000;no;train", "1000;no;test")
+    source = Csv(path=str(messy(tmp_path, split)), client="site", split="split", drop=("patient",), standardise=False)
+    a = source.load(tmp_path, 0)
+    assert a.clients == ("Bonn", "Köln")
+    assert a.recipe.names == ("seen", "sex=f", "sex=m", "weight")
+    day = (np.datetime64("2024-02-01") - np.datetime64("1970-01-01")).astype(int)
+    third = (day + (day + 1) + (day + 3) + (day + 4)) / 4  # the median of the four training days that are there
+    assert a.x[:, 0].tolist() == [day, day + 1, third, day + 3, day + 4, day + 5]
+    # a missing word is the most frequent of training, a word that training has not seen is none of them
+    assert a.x[:, 1:3].tolist() == [[1, 0], [0, 1], [0, 1], [0, 1], [0, 1], [0, 0]]
+    assert a.x[:, 3].tolist() == [70.5, 75.5, 80.5, 90.0, 60.0, 1000.0]  # 75.5: the median without the test row
+    assert any("cp1252" in note for note in a.notes)
+    assert any("semicolons" in note for note in a.notes)
+    told = "\n".join(listed(a.recipe))
+    assert "weight [1 missing]" in told
+    assert "left out: patient" in told
+    again = Recipe.model_validate_json(a.recipe.model_dump_json())
+    raw = read_csv(tmp_path / "messy.csv", source.wanted)
+    assert np.array_equal(filled_and_scaled(encoded(raw, again.features), again, None), a.x)
+
+
+def test_each_client_may_have_its_own_statistics(tmp_path: Path) -> None:
+    path = str(messy(tmp_path, MESSY.replace("1000", "50")))
+    kept = {"client": "site", "drop": ("patient", "seen", "sex"), "test": 0}
+    own = Csv(path=path, statistics="own", **kept).load(tmp_path, 0)
+    bonn, cologne = own.x[2:5, 0], own.x[[0, 1, 5], 0]
+    assert np.allclose([bonn.mean(), bonn.std(), cologne.mean(), cologne.std()], [0, 1, 0, 1], atol=1e-6)
+    assert cologne[1] == pytest.approx(0)  # the median of 70.5 and 50 is their mean
+    sums = Csv(path=path, statistics="sums", standardise=False, **kept).load(tmp_path, 0)
+    assert sums.x[1, 0] == pytest.approx(np.mean([70.5, 80.5, 90, 60, 50]))
+    with pytest.raises(ConfigError, match=r"needs data\.client"):
+        parse({"data": {"source": "csv", "path": path, "statistics": "own"}})
+
+
+def test_all_bad_columns_are_told_at_once(tmp_path: Path) -> None:
+    rows = "".join(f"{i},{'x' if i == 3 else i % 12},0{i % 9 + 1}/05/2024,p{i},{i % 2}\n" for i in range(30))
+    path = messy(tmp_path, f"id,height,day,name,label\n{rows}")
+    with pytest.raises(DataError) as error:
+        Csv(path=str(path)).load(tmp_path, 0)
+    assert "2 columns cannot be used" in str(error.value)
+    assert "column 'height'" in str(error.value)
+    assert "line 5: is not a number (got 'x')" in str(error.value)
+    assert "data.day_first" in str(error.value)
+    with pytest.raises(DataError, match=r"a different word in each of 30 rows in 'name'.*data\.drop=name"):
+        Csv(path=str(path), drop=("height", "day")).load(tmp_path, 0)
+    a = Csv(path=str(path), drop=("name",), words=("height",), day_first=True, most_words=5).load(tmp_path, 0)
+    assert any("column 'id'" in note and "data.drop=id" in note for note in a.notes)
+    height = next(f for f in a.recipe.features if f.name == "height")
+    assert (len(height.words), height.words[0] != "", height.rare > 0) == (4, True, True)
+
+
+def test_a_frame_is_the_same_table(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
+    path = messy(tmp_path, MESSY, "utf-8")
+    frame = pd.read_csv(path, sep=";", decimal=",", parse_dates=["seen"], dayfirst=True)
+    wanted = ColumnChoice(("label",), drop=("patient", "site"))
+    a, b = read_csv(path, wanted), table_of_frame(frame, wanted)
+    assert {name: c.kind for name, c in a.columns.items()} == {"seen": "date", "sex": "words", "weight": "number"}
+    for name, column in a.columns.items():
+        assert b.columns[name].kind == column.kind
+        assert b.columns[name].values.tolist() == pytest.approx(column.values.tolist(), nan_ok=True)
+
+
+def test_data_that_names_its_clients_keeps_them_by_default(tmp_path: Path) -> None:
+    data = {"source": "csv", "path": str(messy(tmp_path)), "client": "site"}
+    assert parse({"data": data}).kinds["partition"] == "natural"
+    assert parse({"data": data, "partition": {"clients": 2}}).kinds["partition"] == "natural"
+    assert parse({"data": data, "partition": "iid"}).kinds["partition"] == "iid"
