@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from fedloom.compare.collect import Collected, collect
+from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_text
 from fedloom.compare.plan import plan
+from fedloom.compare.sources import look
 from fedloom.core.errors import ConfigError
+from fedloom.runs.environment import code_hash
 from fedloom.runs.settings import read_toml
+from support.comparisons import SMALL
 from support.terminal import fedloom
 
 
-def gathered(whole: Path, out: Path, *sources: Path) -> Collected:
-    return collect(plan(read_toml(whole / "compare.toml")), out, sources)
+def gathered(whole: Path, out: Path, *sources: Path, replace: bool = False) -> Collected:
+    done = collect(plan(read_toml(whole / "compare.toml")), out, [look(path) for path in sources], replace=replace)
+    assert done is not None
+    return done
+
+
+def same_table(one: Path, other: Path) -> bool:
+    """Whether two tables have the same numbers, but for the digits that are not kept."""
+    a, b = (list(csv.reader((folder / "table.csv").open())) for folder in (one, other))
+    return len(a) == len(b) and all(_alike(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+def _alike(a: str, b: str) -> bool:
+    try:
+        return float(a) == pytest.approx(float(b), rel=1e-5, abs=1e-6)
+    except ValueError:
+        return a == b
 
 
 def test_tables_of_kept_results_are_those_of_the_comparison(whole: Path, tmp_path: Path) -> None:
     done = gathered(whole, tmp_path / "r", whole)
     assert (done.cells, done.new, done.missing) == (12, 12, ())
-    assert (tmp_path / "r" / "table.csv").read_bytes() == (whole / "table.csv").read_bytes()
+    assert same_table(tmp_path / "r", whole)
     assert (tmp_path / "r" / "missing.txt").read_text() == ""
+    table = (tmp_path / "r" / "table.csv").read_bytes()
     again = gathered(whole, tmp_path / "r")
     assert (again.cells, again.new) == (12, 0)
-    assert (tmp_path / "r" / "table.csv").read_bytes() == (whole / "table.csv").read_bytes()
+    assert (tmp_path / "r" / "table.csv").read_bytes() == table
 
 
 def test_a_result_is_small_and_says_how_it_was_made(whole: Path, tmp_path: Path) -> None:
@@ -35,50 +57,112 @@ def test_a_result_is_small_and_says_how_it_was_made(whole: Path, tmp_path: Path)
     assert len(files) == 12
     for file in files:
         kept = json.loads(file.read_text())
-        assert file.stat().st_size < 50_000
+        assert file.stat().st_size < 20_000
         assert kept["hash"] == file.stem
         assert kept["state"] == "done"
         assert kept["origin"]["precision"] == "fp32"
+        assert kept["origin"]["code"] == code_hash()
         assert set(kept["origin"]["versions"]) == {"python", "fedloom", "torch", "numpy"}
         assert kept["settings"]["seed"] == kept["seed"]
-        assert all("global/test/accuracy" in record for record in kept["metrics"])
+        assert kept["metrics"]["round"] == [0, 1, 2, 3]
+        accuracy = kept["metrics"]["global/test/accuracy"]
+        assert kept["summary"]["global/test/accuracy"]["last"] == accuracy[-1]
+        assert kept["summary"]["global/test/accuracy"]["best"] == max(accuracy[1:])
+        assert kept["seconds"] > 0
 
 
 def test_cells_of_two_machines_meet(whole: Path, tmp_path: Path) -> None:
-    """Half of the cells ran here, and half there; both are in the table, and what is missing between is listed."""
+    """Half of the cells ran here, and half there; both are in the table, and what is missing between is named."""
     homes = sorted((whole / "cells").iterdir())
-    for name, some in (("here", homes[:5]), ("there", homes[5:])):
+    for name, some in (("here", homes[:5]), ("there/deep/inside", homes[5:])):
         for home in some:
             shutil.copytree(home, tmp_path / name / "cells" / home.name)
     first = gathered(whole, tmp_path / "r", tmp_path / "here")
     assert (first.new, len(first.missing)) == (5, 7)
-    assert len((tmp_path / "r" / "missing.txt").read_text().splitlines()) == 7
-    assert "5 of 12 cells are there" in (tmp_path / "r" / "table.md").read_text()
+    names = (tmp_path / "r" / "missing.txt").read_text().splitlines()
+    assert names == [cell.name for cell in first.missing]
+    text = (tmp_path / "r" / "table.md").read_text()
+    assert "5 of 12 cells are there; missing: seed" in text
+    assert all(cell.method.label in text.partition("missing:")[2] for cell in first.missing)
     second = gathered(whole, tmp_path / "r", tmp_path / "there")
     assert (second.new, second.missing) == (7, ())
-    assert (tmp_path / "r" / "table.csv").read_bytes() == (whole / "table.csv").read_bytes()
+    assert same_table(tmp_path / "r", whole)
 
 
-def test_kept_results_can_be_a_source_themselves(whole: Path, tmp_path: Path) -> None:
-    gathered(whole, tmp_path / "a", whole)
-    done = gathered(whole, tmp_path / "b", tmp_path / "a")
-    assert (done.new, done.missing) == (12, ())
+def test_one_seed_of_all_methods_is_a_table_of_its_own(whole: Path, tmp_path: Path) -> None:
+    """Methods are ranked by the seeds that were run, and the missing ones are named in a few words."""
+    gathered(whole, tmp_path / "all", whole)
+    for file in (tmp_path / "all" / "cells").iterdir():
+        if json.loads(file.read_text())["seed"] == 1:
+            file.unlink()
+    done = gathered(whole, tmp_path / "r", tmp_path / "all")
+    assert done.comparison.question.seeds == (0,)
+    assert sorted(row.rank or 0 for row in done.comparison.rows) == [1, 1, 2, 2, 3, 3]
+    assert "6 of 12 cells are there; missing: seed 1 of every method" in (tmp_path / "r" / "table.md").read_text()
+
+
+def test_results_of_elsewhere_come_as_a_folder_or_an_archive(whole: Path, tmp_path: Path) -> None:
+    gathered(whole, tmp_path / "results" / "p" / "a", whole)
+    with tarfile.open(tmp_path / "results.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "results", "results")
+    for source in ("results", "results.tgz"):
+        done = gathered(whole, tmp_path / f"from-{source}", tmp_path / source)
+        assert (done.new, done.missing) == (12, ())
+        assert same_table(tmp_path / f"from-{source}", whole)
+    (tmp_path / "no.tgz").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"no\.tgz is not a folder or tar archive"):
+        look(tmp_path / "no.tgz")
 
 
 def test_other_code_is_named_and_another_result_does_not_replace_one(whole: Path, tmp_path: Path) -> None:
     gathered(whole, tmp_path / "a", whole)
+    table = (tmp_path / "a" / "table.csv").read_bytes()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     first = min((tmp_path / "b" / "cells").glob("*.json"))
     changed = json.loads(first.read_text())
-    changed["origin"]["commit"] = "feedfacefeedface"
-    changed["metrics"][-1]["global/test/accuracy"] = 0.123
+    changed["origin"]["code"] = "feedfacefeed"
+    changed["metrics"]["global/test/accuracy"][-1] = 0.123
     first.write_text(json.dumps(changed))
     done = gathered(whole, tmp_path / "a", tmp_path / "b")
     remarks = " ".join(done.comparison.question.remarks)
-    assert "has another result by commit feedfac" in remarks
-    assert (tmp_path / "a" / "table.csv").read_bytes() == (whole / "table.csv").read_bytes()
+    assert "has another result by code feedfacefeed" in remarks
+    assert (tmp_path / "a" / "table.csv").read_bytes() == table
     mixed = gathered(whole, tmp_path / "b")
     assert "different code or machines" in " ".join(mixed.comparison.question.remarks)
+    replaced = gathered(whole, tmp_path / "a", tmp_path / "b", replace=True)
+    assert "different code or machines" in " ".join(replaced.comparison.question.remarks)
+    assert json.loads((tmp_path / "a" / "cells" / first.name).read_text()) == changed
+
+
+def test_results_of_other_settings_are_not_in_the_tables_and_that_is_said(whole: Path, tmp_path: Path) -> None:
+    gathered(whole, tmp_path / "r", whole)
+    table = read_toml(whole / "compare.toml")
+    table["compare"]["algorithms"] = table["compare"]["algorithms"][::2]
+    done = collect(plan(table), tmp_path / "r")
+    assert done is not None
+    assert done.cells == 8
+    assert "4 kept results are of other settings" in " ".join(done.comparison.question.remarks)
+
+
+def test_equal_terms_are_kept_so_that_the_data_are_not_needed() -> None:
+    """FedSAM takes two gradients a step, and so half of the rounds; where that was counted, it need not be again."""
+    table = {
+        **SMALL,
+        "data": "mnist",
+        "compare": {"algorithms": ["fedavg", "fedsam"], "seeds": 1, "equal": "gradients"},
+    }
+    planned = plan(table)
+    terms = Terms({(): 30.0}, {((), "fedavg"): 6, ((), "fedsam"): 3})
+    assert kept_terms(planned, ["{", "[]", terms_text(planned, terms)]) == terms
+    assert {c.method.label: c.config.basics.rounds for c in on_terms(planned, terms).cells} == {
+        "fedavg": 6,
+        "fedsam": 3,
+    }
+    other = plan({**table, "rounds": 4})
+    assert kept_terms(other, [terms_text(planned, terms)]) is None
+
+
+_SOUND = '{"format": 2, "hash": "x", "seed": 0, "state": "done", "origin": {}, "settings": {}, "partition": ""'
 
 
 @pytest.mark.parametrize(
@@ -87,15 +171,10 @@ def test_other_code_is_named_and_another_result_does_not_replace_one(whole: Path
         ("{", "is not JSON"),
         ("[]", "is not a result"),
         ('{"format": 9}', "has format 9"),
-        ('{"format": 1, "hash": "x"}', "has no valid 'state'"),
-        (
-            '{"format": 1, "hash": "x", "state": "done", "origin": {}, "partition": "", "metrics": [1]}',
-            "has metrics without a round",
-        ),
-        (
-            '{"format": 1, "hash": "x", "state": "done", "origin": {}, "partition": "", "metrics": []}',
-            "is the result of another cell, x",
-        ),
+        ('{"format": 2, "hash": "x", "seed": 0}', "has no valid 'state'"),
+        (_SOUND + ', "metrics": {"loss": [1]}}', "has metrics of different lengths"),
+        (_SOUND + ', "metrics": {"round": ["a"]}}', "has metrics without a round"),
+        (_SOUND + ', "metrics": {}}', "is the result of another cell, x"),
     ],
 )
 def test_a_damaged_result_is_refused(whole: Path, tmp_path: Path, text: str, says: str) -> None:
@@ -105,13 +184,6 @@ def test_a_damaged_result_is_refused(whole: Path, tmp_path: Path, text: str, say
     with pytest.raises(ConfigError, match=says):
         gathered(whole, tmp_path / "r")
     assert first.read_text() == text
-
-
-def test_nothing_is_written_where_nothing_is_finished(whole: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no finished cell of this comparison is below .*empty"):
-        gathered(whole, tmp_path / "r", tmp_path / "empty")
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_run_folder_whose_environment_is_damaged_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -130,3 +202,41 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
     assert fedloom("collect", "c.toml", "--from", "nowhere", "--out", "results/c", cwd=tmp_path).code == 2
     found = fedloom("collect", "c.toml", "--out", "results/c", "--json", cwd=tmp_path)
     assert (found.json["new"], found.json["missing"], found.json["cells"]) == (0, [], 12)
+    other = fedloom("collect", "c.toml", "rounds=2", "--from", whole, "--out", "results/d", cwd=tmp_path)
+    assert other.code == 2
+    assert "no finished cell of c.toml is below" in other.err
+    assert not (tmp_path / "results" / "d").exists()
+
+
+def test_seeds_of_two_places_meet_by_one_command_for_many_recipes(tmp_path: Path) -> None:
+    """Two recipes run with a seed each in two places; an archive of one and the runs of the other are merged."""
+    for place, seed in (("one", 0), ("two", 1)):
+        for name, method in (("a", "fedprox"), ("b", "fedopt")):
+            recipe = tmp_path / place / "experiments" / "paper" / f"{name}.toml"
+            recipe.parent.mkdir(parents=True, exist_ok=True)
+            recipe.write_text(_RECIPE.format(method=method))
+            ran = fedloom(
+                "compare", f"experiments/paper/{name}.toml", "--seed", seed, "--jobs", 1, cwd=tmp_path / place
+            )
+            assert ran.code == 0, ran.err
+    there = fedloom("collect", "experiments", cwd=tmp_path / "two")
+    assert there.code == 0, there.err
+    with tarfile.open(tmp_path / "two.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "two" / "results", "results")
+    here = fedloom("collect", "experiments", "--from", "runs", "--from", "../two.tgz", cwd=tmp_path / "one")
+    assert here.code == 0, here.err
+    for name in ("a", "b"):
+        assert f"experiments/paper/{name}.toml: 4 of 4 cells, 4 of them new: results/paper/{name}" in here.out
+        rows = list(csv.DictReader((tmp_path / "one" / "results" / "paper" / name / "table.csv").open()))
+        assert [row["seeds"] for row in rows] == ["2", "2"]
+
+
+_RECIPE = """
+rounds = 2
+model = "logistic"
+partition = {{ kind = "iid", clients = 4 }}
+
+[compare]
+algorithms = ["fedavg", "{method}"]
+seeds = [0, 1]
+"""

@@ -1,51 +1,145 @@
-"""``fedloom collect``: keep the results of a comparison, and draw its tables again without training."""
+"""``fedloom collect``: keep the results of comparisons, and draw their tables again without training."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, refuse_user_code
+from fedloom.core.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from fedloom.compare.collect import Collected
+    from fedloom.compare.sources import FinishedCells
+
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="COMPARISON.toml|FOLDER... [KEY=VALUE]...",
+        help="Comparisons, or folders of them, and the settings that were changed when they ran.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="The folder of the results; of several comparisons, the folder above theirs (results)."),
+]
+From = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        help="Where finished cells are (may be repeated): any folder above them, also one of results, or a tar archive "
+        "of results; by default where compare puts them.",
+    ),
+]
 
 
 def collect(
-    recipe: Annotated[Path, typer.Argument(metavar="COMPARISON.toml", help="The comparison.")],
-    out: Annotated[Path, typer.Option(help="The folder of the results, as in results/relaxation/figure1_loss.")],
-    from_: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="A folder with finished cells (may be repeated); by default that of compare."),
-    ] = None,
+    words: Words,
+    out: Out = None,
+    from_: From = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the newly found result where two differ.")] = False,
     json_: JsonResult = False,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
-    """Gather the finished cells of a comparison as small JSON files, and draw its tables and curves from them.
+    """Gather the finished cells of comparisons as small JSON files, and draw tables and curves from them.
 
-    Nothing is trained. Cells of several machines and days meet by the hash of their settings.
+    Nothing is trained. Cells of several machines and days meet by the hash of their settings. Without --out the results
+    of experiments/PAPER/RECIPE.toml go to results/PAPER/RECIPE.
     """
-    from rich.console import Console
-
-    from fedloom.compare.collect import collect as gather
-    from fedloom.compare.plan import plan
-    from fedloom.core import usercode
-    from fedloom.core.disk import as_name
-    from fedloom.report.comparison.text import markdown
-    from fedloom.runs.settings import read_toml
+    from fedloom.compare.sources import look
 
     refuse_user_code(no_user_code)
+    recipes = _recipes([Path(word) for word in words if "=" not in word])
+    settings = [word for word in words if "=" in word]
+    sources = {path: look(path) for path in from_ or ()}
+    many = len(recipes) > 1
+    found = {}
+    for recipe in recipes:
+        folder = _folder(recipe, out, many=many)
+        done = _collected(recipe, settings, folder, sources, replace=replace, trust=trust, data_root=data_root)
+        if done is not None:
+            found[recipe] = done
+    if not found:
+        where = ", ".join(map(str, from_ or ())) or "where compare puts them"
+        fix = "run it with fedloom compare, or name the folder of its cells"
+        raise ConfigError(
+            [Fault("--from", f"no finished cell of {', '.join(map(str, recipes))} is below {where}", fix)]
+        )
+    _print(found, as_json=json_, many=many)
+
+
+def _recipes(paths: list[Path]) -> list[Path]:
+    """The comparisons that these files and folders hold."""
+    from fedloom.runs.settings import read_toml
+
+    out = []
+    for path in paths:
+        if path.is_dir():
+            out += [file for file in sorted(path.rglob("*.toml")) if "compare" in read_toml(file)]
+        else:
+            out.append(path)
+    if not out:
+        raise ConfigError([Fault("collect", f"no comparison in {', '.join(map(str, paths)) or 'the arguments'}")])
+    return out
+
+
+def _folder(recipe: Path, out: Path | None, *, many: bool) -> Path:
+    if out is not None and not many:
+        return out
+    return (out or Path("results")) / recipe.resolve().parent.name / recipe.stem
+
+
+def _collected(
+    recipe: Path,
+    settings: list[str],
+    out: Path,
+    sources: dict[Path, FinishedCells],
+    *,
+    replace: bool,
+    trust: bool,
+    data_root: Path | None,
+) -> Collected | None:
+    from fedloom.compare.collect import collect as gather
+    from fedloom.compare.plan import plan
+    from fedloom.compare.sources import look
+    from fedloom.core import usercode
+    from fedloom.core.disk import as_name
+    from fedloom.runs.overrides import override
+    from fedloom.runs.settings import read_toml
+
     table = read_toml(recipe)
     usercode.vouch(table if trust else {})
+    table, _ = override(table, settings)
     planned = plan(table)
     usual = Path("runs") / f"compare-{as_name(table.get('name') or recipe.stem)}"
-    places = [usual, *([Path(planned.spec.cells)] if planned.spec.cells else [])]
-    done = gather(planned, out, from_ or [place for place in places if place.is_dir()], data_root=data_root)
-    if json_:
-        print(json.dumps(done.comparison.as_json() | {"new": done.new, "missing": list(done.missing)}))
+    places = [place for place in (usual, Path(planned.spec.cells or usual)) if place.is_dir()]
+    found = list(sources.values()) or [look(place) for place in dict.fromkeys(places)]
+    return gather(planned, out, found, data_root=data_root, replace=replace)
+
+
+def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:
+    """The tables of one comparison, or a line for each of several."""
+    from rich.console import Console
+
+    from fedloom.report.comparison.text import markdown
+
+    if as_json:
+        each = {str(recipe): _as_json(done) for recipe, done in found.items()}
+        print(json.dumps(each if many else next(iter(each.values()))))
         return
     screen = Console(highlight=False, soft_wrap=True)
-    screen.print(markdown(done.comparison.question, done.comparison.rows), markup=False)
-    screen.print(f"{done.cells - len(done.missing)} of {done.cells} cells, {done.new} of them new: {out}", markup=False)
+    for recipe, done in found.items():
+        if not many:
+            screen.print(markdown(done.comparison.question, done.comparison.rows), markup=False)
+        there = f"{done.cells - len(done.missing)} of {done.cells} cells, {done.new} of them new"
+        screen.print(f"{f'{recipe}: ' if many else ''}{there}: {done.comparison.folder}", markup=False)
+
+
+def _as_json(done: Collected) -> dict[str, Any]:
+    missing = [cell.name for cell in done.missing]
+    return done.comparison.as_json() | {"new": done.new, "missing": missing}

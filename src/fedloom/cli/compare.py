@@ -24,6 +24,7 @@ Words = Annotated[
     ),
 ]
 Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
+Seed = Annotated[list[int] | None, typer.Option(min=0, help="Only this seed (may be repeated), as in --seed 2.")]
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
 Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
 Metric = Annotated[str | None, typer.Option(help="The metric to compare by; by default the first accuracy.")]
@@ -45,6 +46,7 @@ Budget = Annotated[float | None, typer.Option(help="The budget itself, in gradie
 def compare(
     words: Words = None,
     seeds: Seeds = None,
+    seed: Seed = None,
     grid: Grid = None,
     baseline: Baseline = None,
     metric: Metric = None,
@@ -71,7 +73,9 @@ def compare(
         why = "a comparison starts processes of its own"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
-    options = {"seeds": seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
+    if seeds is not None and seed:
+        raise ConfigError([Fault("--seed", "cannot be set beside --seeds", "leave one of them out")])
+    options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
     options |= {"equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     table, name = _comparison(words or [], grid or [], given, trust=trust)

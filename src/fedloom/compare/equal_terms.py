@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fedloom.compare.grid import named
 from fedloom.compare.plan import ComparisonPlan
@@ -11,21 +14,38 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.state import Experiment
-from fedloom.report.comparison.question import Equal
+from fedloom.report.comparison.question import Equal, Place
 from fedloom.runs.prepare import prepare
-from fedloom.runs.settings import Config
+from fedloom.runs.settings import Config, hash_of
 
 MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more is refused
 
 
+class Terms(NamedTuple):
+    """What a method may spend at each place, and in how many rounds it does."""
+
+    budgets: Mapping[Place, float]
+    rounds: Mapping[tuple[Place, str], int]  # of each method
+
+
 def equalised(planned: ComparisonPlan, root: Path) -> ComparisonPlan:
-    """The comparison with the rounds that each method may spend; this takes the data.
+    """The comparison with the rounds that each method may spend; this takes the data."""
+    return planned if planned.spec.equal == "rounds" else on_terms(planned, terms_of(planned, root))
+
+
+def on_terms(planned: ComparisonPlan, terms: Terms) -> ComparisonPlan:
+    """The comparison with these rounds."""
+    rounds = terms.rounds
+    cells = [cell.with_config(stretched(cell.config, rounds[cell.place, cell.method.label])) for cell in planned.cells]
+    return planned._replace(cells=tuple(cells), budgets=terms.budgets)
+
+
+def terms_of(planned: ComparisonPlan, root: Path) -> Terms:
+    """The rounds that each method may spend, counted from the data.
 
     The first seed decides the rounds for all seeds, so that all of them have the same number.
     """
     spec = planned.spec
-    if spec.equal == "rounds":
-        return planned
     forecaster, first = Forecaster(root), spec.seeds[0]
     reference = named(spec.reference, planned.methods)[0] if spec.reference else planned.baseline
     samples = {(cell.place, cell.method.label): cell.config for cell in planned.cells if cell.seed == first}
@@ -37,8 +57,41 @@ def equalised(planned: ComparisonPlan, root: Path) -> ComparisonPlan:
             raise ConfigError([Fault("compare.reference", what, "name another, or set compare.budget")])
         for method in planned.methods:
             rounds[place, method.label] = forecaster.rounds(samples[place, method.label], spec.equal, budget)
-    cells = [cell.with_config(stretched(cell.config, rounds[cell.place, cell.method.label])) for cell in planned.cells]
-    return planned._replace(cells=tuple(cells), budgets=budgets)
+    return Terms(budgets, rounds)
+
+
+# -- kept, so that results can be read where the data are not ----------------------------------------
+def terms_text(planned: ComparisonPlan, terms: Terms) -> str:
+    """The terms of this comparison as JSON."""
+    kept = {
+        "comparison": _asked(planned),
+        "budgets": [[list(place), budget] for place, budget in terms.budgets.items()],
+        "rounds": [[list(place), label, count] for (place, label), count in terms.rounds.items()],
+    }
+    return json.dumps(kept, indent=1) + "\n"
+
+
+def kept_terms(planned: ComparisonPlan, texts: Iterable[str | bytes]) -> Terms | None:
+    """The terms of this comparison, if one of these texts has them."""
+    for text in texts:
+        try:
+            kept: dict[str, Any] = json.loads(text)
+            if kept["comparison"] != _asked(planned):
+                continue
+            budgets = {tuple(place): float(budget) for place, budget in kept["budgets"]}
+            rounds = {(tuple(place), label): int(count) for place, label, count in kept["rounds"]}
+        except (ValueError, TypeError, KeyError):
+            continue
+        if set(rounds) == {(cell.place, cell.method.label) for cell in planned.cells}:
+            return Terms(budgets, rounds)
+    return None
+
+
+def _asked(planned: ComparisonPlan) -> str:
+    """What decides the terms: the cells of the first seed before any round is added, and what is equal."""
+    spec, first = planned.spec, planned.spec.seeds[0]
+    cells = [[list(c.place), c.method.label, c.hash] for c in planned.cells if c.seed == first]
+    return hash_of({"cells": cells, "equal": spec.equal, "reference": spec.reference, "budget": spec.budget})
 
 
 class Forecaster:

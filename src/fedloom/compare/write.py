@@ -75,44 +75,50 @@ class Comparison(NamedTuple):
 def write(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
     """Read the cells, and write tables and curves into ``folder``."""
     results, damaged = read_results(planned, cells)
-    return write_tables(planned, folder, cells, results, failures | damaged)
+    comparison = drawn(planned, folder, cells, results, failures | damaged)
+    write_tables(planned, comparison)
+    return comparison
 
 
-def write_tables(
+def drawn(
     planned: ComparisonPlan,
     folder: Path,
     cells: Path,
     results: list[Result],
-    failures: dict[str, str],
+    failures: dict[str, str] | None = None,
     remarks: Sequence[str] = (),
 ) -> Comparison:
-    """Write the tables and curves of these results into ``folder``; ``remarks`` stand below the tables."""
+    """The tables of these results; ``remarks`` stand below them."""
     question = _question(planned, results, remarks)
     rows = statistics.rows(question, results)
     layout = planned.spec.layout
     sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
     decided = tuple(claims.decide(question, results, claims_of(planned, question)))
-    comparison = Comparison(folder, cells, question, rows, results, failures, sheet, decided)
+    return Comparison(folder, cells, question, rows, results, failures or {}, sheet, decided)
+
+
+def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
+    """Write the tables and curves of a comparison into its folder."""
+    folder, question, rows, results = comparison.folder, comparison.question, comparison.rows, comparison.results
     texts = {
         "table.csv": numbers.table_csv(question, rows),
         "table.md": text_table.markdown(question, rows),
         "table.tex": latex.latex(question, rows),
-        "cells.csv": numbers.cells_csv(question, results, os.path.relpath(cells, folder)),
+        "cells.csv": numbers.cells_csv(question, results, os.path.relpath(comparison.cells, folder)),
         "summary.json": as_json(comparison.summary(), indent=1) + "\n",
     }
-    if decided:
+    if decided := comparison.decided:
         texts["table.md"] += "\n" + claims.markdown(question, decided)
         texts |= {"claims.csv": claims.table_csv(decided), "claims.tex": claims.latex(question, decided)}
-    if sheet is not None:
+    if sheet := comparison.sheet:
         texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
         texts |= {"layout.tex": sheet_latex.latex(sheet)}
     for end in ("png", "svg"):
         curves.draw(question, results, folder / f"curves.{end}")
-        if layout is not None:
-            sheet_curves.draw(question, layout, results, folder / f"layout.{end}")
+        if planned.spec.layout is not None:
+            sheet_curves.draw(question, planned.spec.layout, results, folder / f"layout.{end}")
     for name, text in texts.items():
         write_text(folder / name, text)
-    return comparison
 
 
 def _question(planned: ComparisonPlan, results: Sequence[Result], remarks: Sequence[str]) -> Question:
@@ -128,7 +134,7 @@ def _question(planned: ComparisonPlan, results: Sequence[Result], remarks: Seque
         axes=tuple(axis.key for axis in planned.axes),
         places=planned.places,
         methods=labels,
-        seeds=tuple(spec.seeds),
+        seeds=tuple(s for s in spec.seeds if any(r.seed == s and r.state != "missing" for r in results)),
         baseline=planned.baseline,
         metrics=metrics,
         target=_unit(spec.target, share) if spec.target is not None else None,

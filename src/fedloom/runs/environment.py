@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from fedloom.engine.uploads import example_upload
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import Config, config_hash
 
+_DECIDE = ("core", "maths", "algorithm", "algorithms", "models", "data", "trust", "engine", "runs")
+
 
 def environment(device: torch.device) -> dict[str, Any]:
     """With what a run was made: versions, machine, commit."""
@@ -32,6 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu(),
         **gpu,
         "commit": _commit(),
+        "code": code_hash(),
     }
 
 
@@ -58,6 +63,15 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return found[1] if Path(found[0]) / "src" / "fedloom" == here else ""
+
+
+@cache
+def code_hash() -> str:
+    """The sources that decide numbers, as one hash: known also where there is no commit, or changes beyond it."""
+    root, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(path for group in _DECIDE for path in (root / group).rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def choices(prepared: Prepared) -> dict[str, Any]:
