@@ -45,7 +45,9 @@ def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
         *(
             ".lock",
             "checkpoints",
+            "clients.csv",
             "config.toml",
+            "curves.csv",
             "curves.png",
             "environment.json",
             "manifest.json",

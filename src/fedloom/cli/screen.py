@@ -19,8 +19,8 @@ from rich.text import Text
 
 from fedloom import __version__
 from fedloom.cli.ranks import follows
-from fedloom.cli.words import as_bytes, brief, short, span
 from fedloom.core.vocabulary import accuracies, headline, is_summarised
+from fedloom.report.words import as_bytes, brief, short, span
 
 if TYPE_CHECKING:
     from fedloom.compare.crew import Standing

@@ -82,7 +82,7 @@ class Answers(NamedTuple):
 def evaluate(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     """All metrics of this state, in a fixed order."""
     with torch.no_grad():
-        own = _personal(exp, state, store) if exp.evaluate.personal and len(exp.federation.test.rows) else {}
+        own = _personal(exp, state, store)
         shared = _shared(exp, state, store)
         # The first metric is the headline of the run.
         return own | shared if exp.algorithm.family == "personal" else shared | own
@@ -179,17 +179,27 @@ def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str,
 
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
+    found = each_client(exp, state, store)
+    return summary(f"personal/{exp.algorithm.traits.served}/test", found, shared=_is_shared(exp))
+
+
+def _is_shared(exp: Experiment) -> bool:
+    """Whether all clients are served one and the same model."""
+    alg = exp.algorithm
+    return alg.family in ("server", "closed_form") and not adaptation_of(alg) and exp.buffers == "average"
+
+
+def each_client(exp: Experiment, state: RunState, store: ClientStore) -> Verdicts:
+    """The clients that are evaluated, each by its own model on its own held-out rows; the same on every rank."""
     fed, alg = exp.federation, exp.algorithm
     chosen = _sample(exp, (fed.test.sizes > 0) & (fed.train.sizes > 0) & living(exp, state), exp.evaluate.clients)
-    if not len(chosen):
-        return {}
-    shared = alg.family in ("server", "closed_form") and not adaptation_of(alg) and exp.buffers == "average"
-    if shared:
-        found = _evaluate_shared(exp, chosen, alg.global_model(state.server), state.buffers)
-    else:
+    if not (exp.evaluate.personal and len(chosen)):
+        return Verdicts.cat([])
+    with torch.no_grad():
+        if _is_shared(exp):
+            return _evaluate_shared(exp, chosen, alg.global_model(state.server), state.buffers)
         mine = models_of(exp, state, store, exp.ranks.own(chosen))
-        found = across_ranks(exp, chosen, Verdicts.cat([evaluate_models(exp, part) for part in mine]))
-    return summary(f"personal/{alg.traits.served}/test", found, shared=shared)
+        return across_ranks(exp, chosen, Verdicts.cat([evaluate_models(exp, part) for part in mine]))
 
 
 def evaluate_models(exp: Experiment, part: ClientModels) -> Verdicts:

@@ -119,4 +119,4 @@ def lay_out(folder: RunFolder, prepared: Prepared) -> None:
     if shared.arrays.recipe is not None:
         folder.write("columns.json", shared.arrays.recipe.model_dump(mode="json"))
     # Last, since it says that all of this is there.
-    save_partition(folder, shared.owner, shared.held_out, shared.described())
+    save_partition(folder, shared.owner, shared.held_out, shared.counts(), shared.described())

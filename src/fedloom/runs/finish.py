@@ -1,4 +1,4 @@
-"""What a run folder holds after the last round: the model, the curves, the summary."""
+"""What a run folder holds after the last round: the model, the clients, the curves, the summary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fedloom.core import disk
 from fedloom.engine import checkpoint, graphs
-from fedloom.engine.evaluate import ClientModels, everyones_models, living
+from fedloom.engine.evaluate import ClientModels, each_client, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
-from fedloom.runs.folder import RunFolder
+from fedloom.report.tables import client_table, csv_text, curve_table
+from fedloom.runs.folder import RunFolder, write_text
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import config_hash
@@ -45,6 +46,7 @@ def finish(
     """What a run folder holds after the last round; other ranks than 0 have a part in it, and write nothing."""
     exp = prepared.experiment
     parts = list(_everyone(exp, state, store)) if model is None else []
+    measured = each_client(exp, state, store)
     if folder is None:
         return
     notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
@@ -60,5 +62,9 @@ def finish(
         checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
     if exp.captures:
         folder.write("steps.json", graphs.built(exp.task)._asdict())
+    shared = prepared.shared
+    clients = client_table(shared.counts(), shared.clients, shared.arrays.labels, measured)
+    write_text(folder.path / "clients.csv", csv_text(clients))
+    write_text(folder.path / "curves.csv", csv_text(curve_table(history.records)))
     disk.write_bytes(folder.path / "curves.png", history.picture())
     folder.end(history.as_json())

@@ -1,10 +1,10 @@
-"""The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON or safetensors.
+"""The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON, CSV or safetensors.
 
 config.toml  environment.json  partition.safetensors  partition.json  columns.json     written once
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
 timings.jsonl   how long rounds took; never the same twice, hence apart
 work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
-checkpoints/    model.safetensors  curves.png
+checkpoints/    model.safetensors  clients.csv  curves.csv  curves.png
 noise.key       of a private run, for its owner alone: who has it can subtract the noise
 manifest.json   the SHA-256 of these files, so that a changed one is noticed
 summary.json    written last: the run has ended
@@ -52,6 +52,7 @@ _GROWING = (METRICS, "timings.jsonl", "work.jsonl")  # written in place, line by
 _RESULTS = (
     *(*_GROWING, DAMAGED),
     *("model.safetensors", "personal.safetensors", "steps.json", "curves.png", "topology.png"),
+    *("clients.csv", "curves.csv"),
 )
 
 
@@ -346,9 +347,15 @@ def read_key(folder: Path) -> Key | None:
         raise CheckpointError(f"{path}: is damaged ({type(error).__name__}): the noise of this run is lost") from None
 
 
-def save_partition(folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], described: dict[str, Any]) -> None:
-    """Who has which row, and its fingerprint."""
-    tensors = {"owner": torch.from_numpy(owner), "held_out": torch.from_numpy(held_out.astype(np.uint8))}
+def save_partition(
+    folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], counts: Ints, described: dict[str, Any]
+) -> None:
+    """Who has which row, how many of each class, and the fingerprint."""
+    tensors = {
+        "owner": torch.from_numpy(owner),
+        "held_out": torch.from_numpy(held_out.astype(np.uint8)),
+        "counts": torch.from_numpy(counts),
+    }
     checkpoint.save_model(folder.path / "partition.safetensors", tensors)
     folder.write("partition.json", described)
 

@@ -62,6 +62,12 @@ class Shared(NamedTuple):
     def summary(self) -> Summary:
         return summary(self.labels, self.owner, self.clients, self.arrays.classes)
 
+    def counts(self) -> Ints:
+        """How many rows of which class each client holds, where it holds any: client, class, rows.  ``[k, 3]``"""
+        classes = self.arrays.classes
+        cells, rows = np.unique(self.owner * classes + self.labels, return_counts=True)
+        return np.stack([cells // classes, cells % classes, rows], axis=1)
+
     def described(self) -> dict[str, Any]:
         """What a run folder says of its partition."""
         return {
@@ -70,6 +76,7 @@ class Shared(NamedTuple):
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
             **self.summary()._asdict(),
+            "labels": list(self.arrays.labels),
         }
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from fedloom.core.vocabulary import is_share, lower_is_better
 from fedloom.report.comparison.latex import tex
-from fedloom.report.comparison.numbers import csv_text
 from fedloom.report.comparison.question import Place, Question, Result
 from fedloom.report.comparison.statistics import recorded_as, summary_of
+from fedloom.report.tables import csv_text
 
 Test = Literal["above", "best", "order", "within", "trend"]
 Verdict = Literal["holds", "does not hold", "undecided"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from fedloom.core.metrics import Summary, rounds_to_convergence
 from fedloom.report.comparison.notes import caveats_about, gain_label
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.statistics import Cost, Row, gains, reached, series, summary_of
+from fedloom.report.tables import csv_text
 
 
 def as_dict(question: Question, row: Row) -> dict[str, Any]:
@@ -74,12 +73,3 @@ def _cell(question: Question, result: Result, folder: str) -> dict[str, Any]:
     points = [(round_, value) for round_, value in series(result.records, metric) if round_ > 0]
     out |= {"rounds_to_convergence": rounds_to_convergence(metric, points) if result.state == "done" else None}
     return out | {"partition_sha256": result.partition[:16], "folder": f"{folder}/{result.hash}"}
-
-
-def csv_text(lines: Sequence[dict[str, Any]]) -> str:
-    """A header and a line for each of ``lines``, which have the same keys."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return buffer.getvalue()

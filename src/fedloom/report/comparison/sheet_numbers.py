@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fedloom.report.comparison.layout import CellPart
-from fedloom.report.comparison.numbers import csv_text
 from fedloom.report.comparison.sheet import Number, Sheet
+from fedloom.report.tables import csv_text
 
 
 def as_dicts(found: Sheet) -> list[dict[str, Any]]:
