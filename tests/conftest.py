@@ -29,7 +29,7 @@ hypothesis_settings.register_profile("fedloom", deadline=None, suppress_health_c
 hypothesis_settings.load_profile("fedloom")
 
 
-COMMANDS = {"cli", "compare", "golden", "runs"}  # folders whose tests run whole commands, runs or comparisons
+COMMANDS = {"cli", "compare", "deploy", "golden", "runs"}  # folders whose tests run whole commands, runs or comparisons
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

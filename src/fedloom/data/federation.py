@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,19 @@ def federate(
         common=torch.from_numpy(common).to(device),
         augment=augment,
     )
+
+
+def counted(rows: Tensor, client: int | None, sizes: Sequence[int]) -> Ranges:
+    """Ranges of clients with ``sizes`` rows each, of which those of one ``client`` are here: ``rows``.
+
+    Without a client nobody's rows are here, and each entry is the first of ``rows``, for its form.
+    """
+    start = torch.tensor([0, *sizes]).cumsum(0)
+    if client is None:
+        return Ranges(rows[:1].expand(int(start[-1])), start)
+    every = torch.full((int(start[-1]),), -1)
+    every[start[client] : start[client + 1]] = rows
+    return Ranges(every, start)
 
 
 def _ranges(rows: Ints, owner: Ints, clients: int) -> Ranges:

@@ -31,6 +31,7 @@ from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, score, sum_by, summary
 from fedloom.engine.curvature import training_chunks
+from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.state import Experiment, RunState
@@ -171,7 +172,9 @@ def _means(name: str, scores: Scores) -> dict[str, float]:
 
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
-    """One model on the common test set."""
+    """One model on the common test set; nothing where a server has none."""
+    if not len(exp.federation.common):
+        return {}
     answers = _answers(exp, w, buffers, exp.federation.common, together=True)
     owner, scores, said = _scored(exp, (Answers(torch.zeros_like(y), logits, y) for logits, y in answers))
     areas = {variant: float(auc(variant, *said, owner=owner, clients=1)) for variant in exp.evaluate.auc}
@@ -196,8 +199,12 @@ def each_client(exp: Experiment, state: RunState, store: ClientStore) -> Verdict
     if not (exp.evaluate.personal and len(chosen)):
         return Verdicts.cat([])
     with torch.no_grad():
+        if exp.fleet is not None:
+            model = alg.global_model(state.server) if _is_shared(exp) else ()
+            inquiry = Inquiry(state.round, exp.sent(state.server), state.buffers, model)
+            return exp.fleet.evaluate(exp, inquiry, chosen.tolist())
         if _is_shared(exp):
-            return _evaluate_shared(exp, chosen, alg.global_model(state.server), state.buffers)
+            return evaluate_shared(exp, chosen, alg.global_model(state.server), state.buffers)
         mine = models_of(exp, state, store, exp.ranks.own(chosen))
         return across_ranks(exp, chosen, Verdicts.cat([evaluate_models(exp, part) for part in mine]))
 
@@ -233,7 +240,7 @@ def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)))
 
 
-def _evaluate_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
+def evaluate_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
     """One model on the held-out rows of each client, in one pass over these rows."""
     batches = [ids[at] for at in _batches(exp.federation.test.sizes[ids], exp.federation.classes)]
     return Verdicts.cat([_verdicts(exp, some, _in_a_row(exp, some, w, buffers, together=True)) for some in batches])

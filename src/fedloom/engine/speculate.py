@@ -23,7 +23,7 @@ def may_speculate(exp: Experiment) -> bool:
     """Whether rounds of this experiment can be finished before anybody checks that they are finite."""
     unusual = exp.guard is not None or bool(exp.bad) or exp.system.deadline is not None
     together = exp.local.batch > 0  # else clients of unequal width train in groups of their own
-    star = not (exp.is_network or exp.is_asynchronous)
+    star = not (exp.is_network or exp.is_asynchronous) and exp.fleet is None
     return star and exp.captures and exp.ranks.size == 1 and together and not unusual
 
 

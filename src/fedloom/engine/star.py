@@ -11,7 +11,7 @@ recorded   diagnostics, participants' scores, the weight of bad clients         
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ from fedloom.engine.diagnose import diagnose
 from fedloom.engine.divergence import refuse_divergence
 from fedloom.engine.evaluate import ParticipantScores
 from fedloom.engine.exchange import Received, Tally, add, inbox, keep_finite
+from fedloom.engine.fleet import Fleet, Order
 from fedloom.engine.lateness import Lateness, client_work, foresee_lateness
 from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment, Round, RunState
@@ -141,10 +142,27 @@ def call_clients(exp: Experiment, state: RunState) -> Called:
     return Called(present, lateness, down, received, wanted)
 
 
-def _local_work(exp: Experiment, state: RunState, store: ClientStore, called: Called) -> Any:
+def _local_work(exp: Experiment, state: RunState, store: ClientStore, called: Called) -> Iterator[TrainedGroup]:
+    if exp.fleet is not None:
+        return _work_elsewhere(exp, exp.fleet, state, called)
     groups = groups_of(exp, state.round, called.present, called.lateness.extra)
     watched = called.wanted.diagnostics or called.wanted.participants
     return train_all(exp, state, store, groups, watched=watched, models=called.wanted.diagnostics)
+
+
+def _work_elsewhere(exp: Experiment, fleet: Fleet, state: RunState, called: Called) -> Iterator[TrainedGroup]:
+    """What the clients of a deployment have sent, in the groups in which a simulation would have trained them, so that
+    sums are made of the same numbers in the same order. Those that did not answer are left out."""
+    extra = called.lateness.extra
+    order = Order(state.round, exp.sent(state.server), state.buffers, len(called.ids), extra)
+    outcomes = fleet.train(exp, order, called.ids.tolist())
+    for group in groups_of(exp, state.round, called.present, extra):
+        places = [k for k, client in enumerate(group.ids.tolist()) if client in outcomes]
+        if places:
+            part = group.pick(places)
+            outcome = tree.cat([outcomes[client] for client in part.ids.tolist()])
+            here = tree.take(outcome, slice(0, 0))  # nobody trained here
+            yield TrainedGroup(part, outcome, part.ids[:0], here.buffers, here)
 
 
 def receive(
@@ -161,7 +179,9 @@ def receive(
     A late client keeps its new state, too, unless that has to agree with a server which did not receive its upload.
     """
     alg, ids, wanted, late = exp.algorithm, trained.group.ids, called.wanted, called.lateness
-    outcome = as_sent(exp, state.round, ids, trained.outcome, len(called.ids))
+    outcome = trained.outcome
+    if exp.fleet is None:  # clients elsewhere have done so themselves
+        outcome = as_sent(exp, state.round, ids, outcome, len(called.ids))
     times = called.times(ids)
     part = screen(ids, outcome, times)
     keep(exp, store, trained, late.on_time(part.ids) if alg.traits.mirrored else part.ids)

@@ -16,6 +16,7 @@ from fedloom.core.optim import Local
 from fedloom.core.task import Task
 from fedloom.data.federation import Federation
 from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
+from fedloom.engine.fleet import Fleet
 from fedloom.engine.local import Executor, Given, mapped, plain_batch
 from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw
 from fedloom.engine.ranks import ALONE, Ranks
@@ -103,6 +104,8 @@ class Experiment:
     buffers: Literal["average", "local"] = "average"
     starts: Tensor | None = None  # [N, P] the models with which nodes begin, where each has one of its own
     ranks: Ranks = ALONE  # which of how many processes this is; no result depends on it
+    fleet: Fleet | None = None  # the clients, where they train elsewhere
+    at_client: bool = False  # whether this is a client of a deployment: of the server it knows what it was sent
     # Rounds that were planned while a GPU was at work. The only part that changes; no result depends on it.
     planned: dict[int, PlannedRound] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -132,8 +135,12 @@ class Experiment:
 
     def keeps_state(self, state: RunState) -> bool:
         """Whether clients keep anything at all from round to round."""
-        down = self.algorithm.send(tree.take(state.server, 0) if self.is_network else state.server)
+        down = self.sent(tree.take(state.server, 0) if self.is_network else state.server)
         return self.keeps_buffers or self.keeps_memory or bool(tree.leaves(self.algorithm.join(down)))
+
+    def sent(self, server: Any) -> Any:
+        """What clients are sent of the server's state."""
+        return server if self.at_client else self.algorithm.send(server)
 
     def travelling(self, buffers: Tensor) -> Any:
         """Running statistics as far as they are sent: not at all where they stay with the clients."""
@@ -146,7 +153,7 @@ class Experiment:
             nodes = tree.take(state.server, at)
             down, buffers = mapped(self.algorithm.send, (0,))(nodes), state.buffers[at]
         else:
-            down, buffers = self.algorithm.send(state.server), state.buffers.expand(len(ids), -1)
+            down, buffers = self.sent(state.server), state.buffers.expand(len(ids), -1)
         if self.is_network and self.starts is not None:
             first = [self.algorithm.send(self.algorithm.init(self.starts[node])) for node in ids.tolist()]
             kept = tree.cat([store.gather(ids[k : k + 1], self.blank(one)) for k, one in enumerate(first)])

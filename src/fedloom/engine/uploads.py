@@ -10,6 +10,7 @@ from torch import Tensor
 from fedloom.algorithm.capabilities import upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.engine.fleet import Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment, RunState
 from fedloom.trust.corruption import poisoned
@@ -38,6 +39,17 @@ def upload_size(exp: Experiment, state: RunState) -> int:
     """Bytes of an upload: their number does not depend on its values."""
     upload = tree.tmap(lambda x: x[None], example_upload(exp, state))
     return upload_bytes(exp.algorithm, upload) + tree.nbytes(exp.travelling(state.buffers))
+
+
+def example_outcome(exp: Experiment, order: Order) -> Outcome:
+    """What a client might send in a round, without training and for its form; not stacked."""
+    alg, down = exp.algorithm, order.down
+    mine = alg.join(down)
+    work = exp.example_work(down, mine, order.buffers)
+    work = work._replace(round=torch.full_like(work.round, order.round))
+    upload = alg.finish(alg.start(down, mine, work), down, mine, work)[0]
+    none = torch.zeros((), dtype=torch.float64, device=exp.device)
+    return Outcome(upload, (), alg.weight(upload, work), order.buffers, work.steps, gradients=none)
 
 
 def example_upload(exp: Experiment, state: RunState) -> Any:

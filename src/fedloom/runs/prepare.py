@@ -54,6 +54,7 @@ class Shared(NamedTuple):
     proxy: Arrays  # what the server took for itself before the rest was dealt out
     bad: tuple[int, ...] = ()  # the bad clients, in order
     badness: str = ""  # what they do
+    elsewhere: bool = False  # whether the clients' rows are on their own machines, and only their number is known here
 
     @property
     def labels(self) -> Ints:
@@ -75,7 +76,7 @@ class Shared(NamedTuple):
             "data_sha256": _digest((self.arrays.x, self.arrays.y, self.arrays.test)),
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
-            **self.summary()._asdict(),
+            **({"clients": self.clients, "rows": len(self.owner)} if self.elsewhere else self.summary()._asdict()),
             "labels": list(self.arrays.labels),
         }
 
@@ -127,10 +128,24 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
 
 def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
     """Everything that the first round needs; ``key``: of noise that is a secret, where there is one already."""
-    device = _device(config)
+    device = run_device(config)
     shared = share(config, root, arrays)
-    world = _world(config, shared, device)
-    placed = _placed(config, world, device, shared.clients)
+    augment = getattr(config.data, "augment", "none")
+    dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
+    federation = federate(*dealt, device=device, augment=augment)
+    federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
+    _check_fit(config, shared, len(federation.common))
+    clients = shared.clients
+    cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
+    return assembled(config, shared, federation, device, cohort, key)
+
+
+def assembled(
+    config: Config, shared: Shared, federation: Federation, device: torch.device, cohort: int, key: Key | None = None
+) -> Prepared:
+    """The experiment on data that has been dealt out; ``cohort``: how many clients train side by side at most."""
+    world = _world(config, shared, federation)
+    placed = _placed(config, world, device, cohort)
     guard = guard_of(config, world.federation, key)
     algorithm = _bound(config, placed.task, world, guard)
     experiment = Experiment(
@@ -179,7 +194,7 @@ class Placed(NamedTuple):
     notes: list[str]
 
 
-def _device(config: Config) -> torch.device:
+def run_device(config: Config) -> torch.device:
     """The device of the run; threads are set for it."""
     reuse_memory()
     device, threads = pick_device(config.engine.device), config.engine.threads
@@ -190,13 +205,9 @@ def _device(config: Config) -> torch.device:
     return device
 
 
-def _world(config: Config, shared: Shared, device: torch.device) -> World:
+def _world(config: Config, shared: Shared, federation: Federation) -> World:
     """Data and net; of a net whose body is frozen the head alone, and features instead of examples."""
-    augment, seed = getattr(config.data, "augment", "none"), config.basics.seed
-    dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
-    federation = _spoiled(federate(*dealt, device=device, augment=augment), config.corruption, shared.bad, seed)
-    _check_fit(config, shared, len(federation.common))
-    task, held = initial_task(config.model, shared.arrays, seed), _held(shared.proxy, federation)
+    task, held = initial_task(config.model, shared.arrays, config.basics.seed), _held(shared.proxy, federation)
     if not has_fixed_features(task, federation):
         return World(task, federation, held, [])
     wide = task.linear_head.in_features
@@ -204,10 +215,9 @@ def _world(config: Config, shared: Shared, device: torch.device) -> World:
     return World(*on_features(task, federation, held), [note])
 
 
-def _placed(config: Config, world: World, device: torch.device, clients: int) -> Placed:
+def _placed(config: Config, world: World, device: torch.device, cohort: int) -> Placed:
     """Choose the executor, and whether its steps are recorded or compiled."""
     engine = config.engine
-    cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
     executor, reason = _executor(config, world.task, device, cohort)
     steps = amounts(config.local, world.federation.train.sizes).steps.double().mean()
     capture = capture_for(engine.compile, device, executor == "lanes", config.basics.rounds * float(steps))

@@ -1,0 +1,141 @@
+"""The contract of a deployment: the experiment, the form of its data, and the nodes that take part.
+
+Server and nodes hold the same two files. Before the first round they compare hashes of them, of the code of the method
+and the versions of what decides numbers, and refuse to go on where something differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.data.arrays import Arrays
+from fedloom.engine.clock import System
+from fedloom.engine.settings import Evaluate
+from fedloom.runs.environment import versions
+from fedloom.runs.settings import Config, as_toml, config_hash, parse, toml_of
+from fedloom.trust.corruption import Corruption
+
+EXPERIMENT, FEDERATION = "experiment.toml", "federation.json"
+_VERSIONS = ("fedloom", "torch", "numpy")
+
+
+class Form(NamedTuple):
+    """What an example of the federation looks like."""
+
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    mean: tuple[float, ...]  # per channel, subtracted on use
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Form:
+        return cls(arrays.labels, arrays.shape, str(arrays.x.dtype), tuple(arrays.mean), tuple(arrays.std))
+
+
+class Contract(NamedTuple):
+    """What server and nodes have agreed on."""
+
+    config: Config
+    form: Form
+    nodes: tuple[str, ...]  # their names, in the order of their numbers
+    campaign: str  # a name of this federation that no other has
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What both sides must have alike, by name."""
+        now = versions()
+        return {
+            "experiment": config_hash(self.config),
+            "data": _sha256(self.form._asdict()),
+            "nodes": _sha256([self.campaign, *self.nodes]),
+            "algorithm": code_sha256(type(self.config.algorithm)),
+            **{name: now[name].partition("+")[0] for name in _VERSIONS},
+        }
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
+    """What the other side has otherwise, in words."""
+    return [
+        f"{name} differs (here {_short(ours[name])}, there {_short(str(theirs.get(name, 'nothing')))})"
+        for name in ours
+        if theirs.get(name) != ours[name]
+    ]
+
+
+def code_sha256(cls: type) -> str:
+    """The SHA-256 of the source files of a class and of those that it inherits from."""
+    foreign = ("builtins", "typing", "abc", "pydantic")
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in foreign]
+    files = {Path(file) for base in bases if (file := inspect.getsourcefile(base))}
+    return _sha256([[file.name, disk.digest(file)] for file in sorted(files)])
+
+
+def write_contract(folder: Path, contract: Contract) -> None:
+    """Put the two files into a folder."""
+    table = {"campaign": contract.campaign, "nodes": list(contract.nodes), "data": contract.form._asdict()}
+    disk.write_bytes(folder / EXPERIMENT, as_toml(contract.config).encode())
+    disk.write_bytes(folder / FEDERATION, json.dumps(table, indent=1).encode() + b"\n")
+
+
+def read_contract(folder: Path) -> Contract:
+    """The contract that a folder holds."""
+    try:
+        config = parse(toml_of((folder / EXPERIMENT).read_text(encoding="utf-8")))
+        table = json.loads((folder / FEDERATION).read_bytes())
+        form = Form(**{name: _frozen(value) for name, value in table["data"].items()})
+        return Contract(config, form, tuple(map(str, table["nodes"])), str(table["campaign"]))
+    except FileNotFoundError as error:
+        what = f"{error.filename}: is missing, so this is no folder of a deployment"
+        raise DataError(f"{what} (make one with: fedloom deploy init)") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: its contract is damaged ({type(error).__name__}: {error})") from error
+
+
+def undeployable(config: Config) -> list[Fault]:
+    """Settings that have no meaning between real machines."""
+    faults = []
+    if config.algorithm.family == "gossip":
+        faults.append(Fault("algorithm.kind", "is a method without a server, which `fedloom deploy` does not start"))
+    elif not config.algorithm.traits.synchronous:
+        faults.append(Fault("algorithm.kind", "has an asynchronous server, of which only simulations exist"))
+    if not config.algorithm.traits.communicates:
+        faults.append(Fault("algorithm.kind", "sends nothing, so there is nothing to deploy", "use fedloom run"))
+    if config.system != System():
+        faults.append(Fault("system", "describes simulated devices; real ones have a real clock", "leave it out"))
+    if config.corruption != Corruption():
+        faults.append(Fault("corruption", "simulates bad clients", "leave it out"))
+    if config.privacy.noise_from == "seed" and (config.privacy.clip or config.privacy.feature_clip):
+        faults.append(Fault("privacy.noise_from", "reproducible noise hides nothing (got 'seed')", "leave it out"))
+    if config.privacy.asks_for_labels:
+        faults.append(Fault("privacy", "asks each node how many examples of each class it has", "leave that out"))
+    default, asked = Evaluate(), config.evaluate
+    for name in ("diagnostics", "participants", "train", "flatness"):
+        if getattr(asked, name) != getattr(default, name):
+            faults.append(Fault(f"evaluate.{name}", "needs the rows, or the models, of all clients in one place"))
+    return faults
+
+
+def refuse_undeployable(config: Config) -> None:
+    faults = undeployable(config)
+    if faults:
+        raise ConfigError(faults)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _short(value: str) -> str:
+    return value[:12] if len(value) == 64 else value[:60]
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,221 @@
+"""The nodes of a federation as the server sees them: asked together, each with its own answer, within a deadline.
+
+How messages travel is the ``Transport``'s business. Here it is decided what is asked, whether an answer is good, and
+whether there are enough of them. A node that is late, refuses or sends something wrong is named, and the round goes on
+without it; with too few answers it is an error, and the last checkpoint stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from pydantic import Field, PositiveFloat
+
+from fedloom.core import disk
+from fedloom.core.errors import FedloomError
+from fedloom.core.metrics import Verdicts
+from fedloom.core.schema import Spec
+from fedloom.deploy.contract import Contract
+from fedloom.deploy.ends import Population
+from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed
+from fedloom.deploy.talk import expected, inquiry_tensors, order_tensors, outcome_of, verdicts_of, whole
+from fedloom.engine.fleet import Inquiry, Order
+from fedloom.engine.local import Outcome
+from fedloom.engine.state import Experiment
+from fedloom.runs.loop import InterruptedRun
+
+T = TypeVar("T")
+ROUNDS, STOP = "rounds.jsonl", "stop"
+
+
+class LostNodesError(FedloomError):
+    """Too few nodes answered; what was saved before stays readable."""
+
+    exit_code = 5
+
+
+class Rules(Spec):
+    """How long the server waits, and for how many; in ``[rules]`` of server.toml."""
+
+    deadline: PositiveFloat = Field(3600.0, description="seconds that nodes have for a round")
+    quorum: float = Field(1.0, gt=0, le=1, description="share of the nodes of a round that must answer")
+    join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to be there")
+
+
+class Failed(NamedTuple):
+    """No answer from a node."""
+
+    why: str
+    late: bool = False
+
+
+class Transport(Protocol):
+    """Carries messages to nodes, which are known by their numbers, and their answers back."""
+
+    def exchange(self, data: bytes, ids: list[int], seconds: float) -> dict[int, bytes | Failed]:
+        """The answers to one message; a node that has not answered by then is late."""
+
+
+class Heard(NamedTuple):
+    """What became of one message to several nodes."""
+
+    good: dict[int, Any]
+    failed: dict[int, Failed]
+    seconds: float
+
+
+class RemoteNodes:
+    """The nodes of a contract, reached through a transport; a ``Fleet`` for the engine."""
+
+    def __init__(self, contract: Contract, transport: Transport, folder: Path, rules: Rules) -> None:
+        self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
+        self.population = Population((), ())
+        self.run = 0
+        self.say: Callable[[str], None] = lambda _: None
+
+    # -- before the first round -------------------------------------------------------------------
+    def greet(self) -> Population:
+        """Compare the contract with every node, and learn how many rows each has; all must be there."""
+        ids = list(range(len(self._contract.nodes)))
+        hello = packed(Envelope("hello", {"parts": self._contract.parts}, {}))
+        heard = self._ask(hello, ids, self._rules.join, self._welcome)
+        if heard.failed:
+            raise LostNodesError(f"the federation is not complete; {self._told(heard.failed)}")
+        train, test = zip(*(heard.good[client] for client in ids), strict=True)
+        self.population = Population(train, test)
+        return self.population
+
+    def _welcome(self, client: int, data: bytes) -> tuple[int, int]:
+        facts = expected(data, "welcome", HEADER).facts
+        self._check_name(client, facts)
+        return whole(facts, "train"), whole(facts, "test")
+
+    # -- in a round -------------------------------------------------------------------------------
+    def train(self, exp: Experiment, order: Order, ids: list[int]) -> dict[int, Outcome]:
+        """What the nodes of a round have sent."""
+        self._stop_if_asked(order.round)
+        facts = self._facts(order.round) | {
+            "senders": order.senders,
+            "extra": None if order.extra is None else {str(k): order.extra[k] for k in ids},
+            "heard": self._last_heard(order.round),
+        }
+
+        def read(client: int, data: bytes) -> Outcome:
+            outcome, said = outcome_of(exp, order, data)
+            self._check_name(client, said)
+            if said.get("round") != order.round:
+                raise MessageError(f"is of round {said.get('round')!r} where {order.round} is expected")
+            return outcome
+
+        data = packed(Envelope("train", facts, order_tensors(exp, order)))
+        heard = self._ask(data, ids, self._rules.deadline, read)
+        self._log("train", order.round, ids, heard)
+        needed = max(1, -(-len(ids) * self._rules.quorum // 1))
+        if len(heard.good) < needed:
+            what = f"round {order.round + 1}: {len(heard.good)} of {len(ids)} nodes answered, {needed:g} are needed"
+            raise LostNodesError(f"{what}; {self._told(heard.failed)}")
+        return heard.good
+
+    def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
+        """How the models of the nodes that answered do."""
+        data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
+        heard = self._ask(data, ids, self._rules.deadline, lambda client, said: verdicts_of(exp, client, said))
+        self._log("evaluate", inquiry.round, ids, heard)
+        return Verdicts.cat([heard.good[client] for client in sorted(heard.good)])
+
+    def finish(self, exp: Experiment, inquiry: Inquiry) -> dict[int, Failed]:
+        """Let every node save the model with which it predicts; returns those that did not."""
+        data = packed(Envelope("finish", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
+        ids = [k for k, size in enumerate(self.population.train) if size]
+        heard = self._ask(data, ids, self._rules.deadline, lambda _, said: expected(said, "finished", HEADER))
+        self._log("finish", inquiry.round, ids, heard)
+        return heard.failed
+
+    # -- all of these -----------------------------------------------------------------------------
+    def _facts(self, round_: int) -> dict[str, Any]:
+        where = {"campaign": self._contract.campaign, "run": self.run, "round": round_}
+        return where | {"population": [list(self.population.train), list(self.population.test)]}
+
+    def _ask(self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T]) -> Heard:
+        began = time.monotonic()
+        good: dict[int, T] = {}
+        failed: dict[int, Failed] = {}
+        for client, answer in self._transport.exchange(data, ids, seconds).items():
+            if isinstance(answer, Failed):
+                failed[client] = answer
+                continue
+            try:
+                good[client] = read(client, answer)
+            except MessageError as error:
+                failed[client] = Failed(str(error))
+        return Heard(good, failed, time.monotonic() - began)
+
+    def _check_name(self, client: int, facts: Mapping[str, Any]) -> None:
+        if facts.get("name") != self._contract.nodes[client]:
+            raise MessageError(f"calls itself {str(facts.get('name'))[:60]!r}, which is not the owner of its key")
+
+    def _told(self, failed: Mapping[int, Failed]) -> str:
+        return "; ".join(f"{self._contract.nodes[k]}: {failed[k].why}" for k in sorted(failed))
+
+    def _log(self, kind: str, round_: int, ids: list[int], heard: Heard) -> None:
+        """One line for each exchange, for ``fedloom deploy status`` and for a server that starts again."""
+        names = self._contract.nodes
+        late = [names[k] for k in sorted(heard.failed) if heard.failed[k].late]
+        failed = {names[k]: heard.failed[k].why for k in sorted(heard.failed) if not heard.failed[k].late}
+        line = {
+            "run": self.run,
+            "round": round_,
+            "kind": kind,
+            "asked": [names[k] for k in ids],
+            "heard": [names[k] for k in sorted(heard.good)],
+            "late": late,
+            "failed": failed,
+            "seconds": round(heard.seconds, 3),
+        }
+        file = disk.open_own(self._folder / ROUNDS, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(file, "ab") as out:
+            out.write(json.dumps(line).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        for name, why in [*((name, "is late") for name in late), *failed.items()]:
+            self.say(f"{kind}, round {round_ + (kind == 'train')}: {name}: {why}")
+
+    def _last_heard(self, round_: int) -> list[int]:
+        """Of every node the last round before this one that counts; -1 where there is none."""
+        rounds = {
+            line["round"]: line["heard"]
+            for line in read_rounds(self._folder)
+            if line["kind"] == "train" and line["run"] == self.run and line["round"] < round_
+        }  # of a round that was done again, the last time counts
+        last = {
+            name: max((r for r, names in rounds.items() if name in names), default=-1) for name in self._contract.nodes
+        }
+        return [last[name] for name in self._contract.nodes]
+
+    def _stop_if_asked(self, round_: int) -> None:
+        """Between two rounds, when everything has been saved."""
+        if (self._folder / STOP).exists():
+            (self._folder / STOP).unlink()
+            raise InterruptedRun(self._folder / "runs" / str(self.run), round_)
+
+
+def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a server's log of exchanges; one that a crash cut short is left out."""
+    path = folder / ROUNDS
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        yield json.loads(line)
+
+
+def last_inquiry(exp: Experiment, state: Any) -> Inquiry:
+    """What nodes need to make, or to take over, the model with which they predict."""
+    alg = exp.algorithm
+    common = alg.family in ("server", "closed_form") and alg.traits.has_global_model
+    model = alg.global_model(state.server) if common else ()
+    with torch.no_grad():
+        return Inquiry(state.round, exp.sent(state.server), state.buffers, model)

@@ -1,0 +1,66 @@
+"""What a node keeps between rounds, on its own disk: the client's state after the last round, and after the one before.
+
+The server may lose a round: it was killed before it had saved it, or the node's upload came too late. The node is then
+asked for the same round again, or for a later one, and has to begin with the state that fits. So a new state does not
+replace the old one. Both are kept, each with the number of its round, until the next order says which of them counts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError
+from fedloom.engine.store import DiskStore, Memo
+
+_NOTHING: Memo = {"lines": 0, "crc": 0}
+
+
+class KeptState(NamedTuple):
+    """A state that a node can go back to."""
+
+    round: int  # after which it was kept, counted from 0
+    memo: Memo
+
+
+class Memory:
+    """The states of one client in one run, below a folder of the node."""
+
+    def __init__(self, folder: Path, clients: int) -> None:
+        disk.make_folder(folder)
+        self._file = folder / "states.json"
+        self.store = DiskStore(folder / "clients", clients)
+        self._points = _read(self._file)
+
+    def go_to(self, round_: int, heard: int | None = None) -> None:
+        """Have the store hold the state with which the client begins this round.
+
+        That is the newest of an earlier round: a state of this round, or a later one, is of a round that the server
+        has lost. ``heard``: the last round of this client that counts for the server, where their states must agree.
+        """
+        past = [p for p in self._points if p.round < round_ and (heard is None or p.round <= heard)]
+        if past != self._points:  # first, so that no state is trusted that is about to be overwritten
+            self._write(past)
+        memos = [p.memo for p in past]
+        self.store.restore(memos[-1] if memos else _NOTHING, memos[:-1], {})
+
+    def keep(self, round_: int) -> None:
+        """Keep what the store holds now as the state after this round, and the one before it."""
+        self._write([*self._points[-1:], KeptState(round_, self.store.commit())])
+
+    def _write(self, points: list[KeptState]) -> None:
+        disk.write_bytes(self._file, json.dumps([p._asdict() for p in points]).encode())
+        disk.sync(self._file.parent)
+        self._points = points
+
+
+def _read(path: Path) -> list[KeptState]:
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_bytes())
+        return [KeptState(int(each["round"]), dict(each["memo"])) for each in found]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}); restore it from a backup, or start a new run") from error

@@ -1,0 +1,94 @@
+"""Messages between a server and its nodes: named arrays as raw bytes, and a small table of plain values.
+
+A message is a safetensors file: a header of names, shapes and types, then the bytes of the arrays. Nothing in it can
+run. What arrives is checked before it is used: its size, the names, shapes and types of its arrays, and that each
+number is finite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedloom.core import tree
+from fedloom.core.errors import FedloomError
+
+T = TypeVar("T")
+
+HEADER = 1 << 20  # bytes that the header of a message may take
+_TABLE = "fedloom"
+
+
+class MessageError(FedloomError):
+    """A message that is not what it should be."""
+
+
+class Envelope(NamedTuple):
+    """What one side sends to the other."""
+
+    kind: str
+    facts: dict[str, Any]  # plain values
+    tensors: dict[str, Tensor]
+
+
+def packed(message: Envelope) -> bytes:
+    """A message as bytes."""
+    table = json.dumps({"kind": message.kind, **message.facts})
+    plain = {name: x.detach().cpu().contiguous().clone() for name, x in message.tensors.items()}
+    return save(plain, {_TABLE: table})
+
+
+def unpacked(data: bytes, limit: int) -> Envelope:
+    """The message that these bytes are; refused where they are more than ``limit``, or no message."""
+    if len(data) > limit:
+        raise MessageError(f"has {len(data):,} bytes where {limit:,} are expected at most")
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + min(size, HEADER)])
+        table = json.loads(header["__metadata__"][_TABLE])
+        return Envelope(str(table.pop("kind")), table, load(data))
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MessageError(f"is no message of fedloom ({type(error).__name__})") from error
+
+
+def named(prefix: str, value: Any) -> dict[str, Tensor]:
+    """The arrays of a tree under names that begin with ``prefix``."""
+    return {f"{prefix}.{name}": x for name, x in tree.named(value)}
+
+
+def tree_of(like: T, prefix: str, tensors: Mapping[str, Tensor], *, shapes: bool = True) -> T:
+    """The tree that arrived under ``prefix``; it must have the form of ``like``, and be finite.
+
+    ``shapes``: False where only the number of dimensions is known.
+    """
+    expected = named(prefix, like)
+    found = {name: x for name, x in tensors.items() if name == prefix or name.startswith(f"{prefix}.")}
+    if set(found) != set(expected):
+        lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        raise MessageError(f"lacks {_words(lacks)} and has {_words(extra)} that nobody asked for")
+    for name, x in expected.items():
+        fits = found[name].shape == x.shape or (not shapes and found[name].dim() == x.dim())
+        if not fits or found[name].dtype != x.dtype:
+            raise MessageError(f"'{name}' should be {_form(x)} (got {_form(found[name])})")
+        if x.is_floating_point() and not bool(found[name].isfinite().all()):
+            raise MessageError(f"'{name}' has numbers that are not finite")
+    leaves = [found[name].to(x.device) for name, x in expected.items()]
+    return tree.unflatten(like, leaves)
+
+
+def most_bytes(*parts: Any) -> int:
+    """How many bytes a message of these trees may take."""
+    return HEADER + sum(tree.nbytes(part) for part in parts)
+
+
+def _form(x: Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3]) + ("" if len(names) < 4 else ", ...") if names else "nothing"

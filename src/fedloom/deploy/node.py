@@ -1,0 +1,198 @@
+"""A node: it answers the messages of the server from its own data, within the limits that its owner has set.
+
+Whatever is sent leaves a line in the node's audit log first: what it was, for which round, and how large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import Field, NonNegativeInt
+from safetensors.torch import load
+from torch import Tensor
+
+from fedloom.core import disk
+from fedloom.core.errors import FedloomError
+from fedloom.core.schema import Spec
+from fedloom.deploy.contract import Contract, differences
+from fedloom.deploy.ends import OwnRows, Population, node_end
+from fedloom.deploy.memory import Memory
+from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
+from fedloom.deploy.talk import (
+    inquiry_of,
+    order_limit,
+    order_of,
+    packed_outcome,
+    packed_verdicts,
+    refusal,
+    whole,
+)
+from fedloom.engine import checkpoint
+from fedloom.engine.client import evaluate_client, own_model, train_client
+from fedloom.engine.state import Experiment
+from fedloom.runs.folder import read_key, write_key
+from fedloom.trust import noise
+
+AUDIT = "audit.jsonl"
+
+
+class Policy(Spec):
+    """What the owner of a node allows; in ``[policy]`` of its node.toml."""
+
+    min_cohort: NonNegativeInt = Field(0, description="refuse rounds with fewer nodes than this")
+    require_privacy: bool = Field(False, description="refuse experiments without noise in what is sent")
+    algorithms: tuple[str, ...] = Field((), description="refuse other methods than these; empty: all are allowed")
+
+    def refusal(self, contract: Contract) -> str:
+        """Why an experiment is not allowed here; nothing where it is."""
+        kind, privacy = contract.config.kinds["algorithm"], contract.config.privacy
+        if self.algorithms and kind not in self.algorithms:
+            return f"policy.algorithms: '{kind}' is not allowed here (allowed: {', '.join(self.algorithms)})"
+        if self.require_privacy and not (privacy.multiplier or privacy.epsilon is not None):
+            return "policy.require_privacy: the experiment adds no noise to what nodes send"
+        return ""
+
+
+class Place(NamedTuple):
+    """Where and as whom a node works."""
+
+    contract: Contract
+    client: int  # its number
+    own: OwnRows
+    folder: Path  # for its states, its log and its model
+    policy: Policy = Policy()
+
+
+class Node:
+    """One node of a federation, from one message to the next."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._built: tuple[tuple[Population, int], Experiment, Memory] | None = None
+        self._limit = HEADER
+        disk.make_folder(place.folder)
+
+    def answer(self, data: bytes) -> bytes:
+        """The answer to a message; what cannot be done is refused in words."""
+        try:
+            message = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
+            reply = self._kinds.get(message.kind, _unknown)(self, message)
+        except FedloomError as error:
+            message, reply = Envelope("unknown", {}, {}), refusal(str(error))
+        except (MemoryError, OSError) as error:  # a full disk, say: the server is told, and goes on without this node
+            message, reply = Envelope("unknown", {}, {}), refusal(f"{type(error).__name__}: {error}")
+        self._log(message, reply)
+        return reply
+
+    def _hello(self, message: Envelope) -> bytes:
+        theirs = message.facts.get("parts")
+        why = differences(self._place.contract.parts, theirs if isinstance(theirs, dict) else {})
+        refused = self._place.policy.refusal(self._place.contract)
+        if why or refused:
+            raise MessageError("; ".join([*why, *([refused] if refused else [])]))
+        own = self._place.own
+        return packed(Envelope("welcome", {"train": own.train, "test": own.test, "name": self._name}, {}))
+
+    def _train(self, message: Envelope) -> bytes:
+        exp, memory = self._end(message)
+        order, client = order_of(exp, message, self._place.client), self._place.client
+        if order.senders < self._place.policy.min_cohort:
+            what = f"a round of {order.senders} nodes, and here {self._place.policy.min_cohort} are wanted"
+            raise MessageError(f"policy.min_cohort: {what}")
+        memory.go_to(order.round, self._heard(message) if exp.algorithm.traits.mirrored else None)
+        outcome = train_client(self._with_noise(exp), order, client, memory.store)
+        memory.keep(order.round)
+        return packed_outcome(exp, outcome, {"round": order.round, "name": self._name})
+
+    def _evaluate(self, message: Envelope) -> bytes:
+        exp, memory = self._end(message)
+        inquiry = inquiry_of(exp, message)
+        memory.go_to(inquiry.round)
+        found = evaluate_client(exp, inquiry, self._place.client, memory.store)
+        return packed_verdicts(found, {"round": inquiry.round, "name": self._name})
+
+    def _finish(self, message: Envelope) -> bytes:
+        """Save the model with which this node predicts; nothing of it is sent."""
+        exp, memory = self._end(message)
+        inquiry = inquiry_of(exp, message)
+        memory.go_to(inquiry.round)
+        if isinstance(inquiry.model, Tensor):
+            tensors = exp.task.tensors(inquiry.model, inquiry.buffers)
+        else:
+            own = own_model(exp, inquiry, self._place.client, memory.store)
+            tensors = exp.task.tensors(own.w[0], own.buffers[0])
+        notes = {"algorithm": self._place.contract.config.kinds["algorithm"], "round": str(inquiry.round)}
+        checkpoint.save_model(self._place.folder / "model.safetensors", tensors, notes)
+        return packed(Envelope("finished", {"round": inquiry.round, "name": self._name}, {}))
+
+    _kinds = {"hello": _hello, "train": _train, "evaluate": _evaluate, "finish": _finish}  # noqa: RUF012
+
+    @property
+    def _name(self) -> str:
+        return self._place.contract.nodes[self._place.client]
+
+    def _end(self, message: Envelope) -> tuple[Experiment, Memory]:
+        """This node's experiment, for the population that the server speaks of."""
+        place, facts = self._place, message.facts
+        if facts.get("campaign") != place.contract.campaign:
+            raise MessageError(f"'campaign' should be {place.contract.campaign} (got {facts.get('campaign')!r})")
+        try:
+            population = Population(*(tuple(int(n) for n in facts["population"][part]) for part in (0, 1)))
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise MessageError("'population' should be two lists of whole numbers") from error
+        if len(population.train) != len(place.contract.nodes) or len(population.test) != len(population.train):
+            raise MessageError(f"'population' should have {len(place.contract.nodes)} nodes")
+        run = whole(facts, "run")
+        if self._built is None or self._built[0] != (population, run):
+            exp = node_end(place.contract.config, place.own, place.client, population).experiment
+            self._limit = order_limit(exp)
+            memory = Memory(place.folder / "runs" / str(run), len(population.train))
+            self._built = (population, run), exp, memory
+        return self._built[1], self._built[2]
+
+    def _heard(self, message: Envelope) -> int:
+        """The last round of this node that counts for the server; -1 if there is none."""
+        heard = message.facts.get("heard")
+        if not isinstance(heard, list) or len(heard) != len(self._place.contract.nodes):
+            raise MessageError("'heard' should have one number for each node")
+        return int(heard[self._place.client])
+
+    def _with_noise(self, exp: Experiment) -> Experiment:
+        """The experiment with noise that is drawn from the operating system for this one upload.
+
+        A simulation draws noise at an address, so that a resumed run adds the same again. Here a round that is asked
+        for twice may be about another model, and the same noise on two different uploads would show their difference.
+        Sums over examples are always the same sums: their noise is drawn once, and kept.
+        """
+        if exp.guard is None or exp.guard.key.public:
+            return exp
+        key = noise.drawn()
+        if exp.guard.sums is not None and exp.guard.features is None:
+            write_key(self._place.folder, key)
+            key = read_key(self._place.folder) or key
+        return replace(exp, guard=exp.guard._replace(key=key))
+
+    def _log(self, message: Envelope, reply: bytes) -> None:
+        """One line for what is about to leave."""
+        sent = unpacked(reply, len(reply))
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "asked": message.kind,
+            "round": message.facts.get("round"),
+            "sent": sent.kind,
+            "why": sent.facts.get("why", ""),
+            "bytes": len(reply),
+            "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in load(reply).items()},
+        }
+        file = disk.open_own(self._place.folder / AUDIT, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(file, "ab") as out:
+            out.write(json.dumps(line).encode() + b"\n")
+
+
+def _unknown(_node: Node, message: Envelope) -> bytes:
+    raise MessageError(f"is of kind '{message.kind[:40]}', which this version does not know")

@@ -1,0 +1,136 @@
+"""What server and nodes say to each other in a round, as messages; each side checks what it is told.
+
+hello      server: the contract             node: how many rows it has, or what differs
+train      server: Order                    node: Outcome of one client
+evaluate   server: Inquiry                 node: Verdicts of one client
+finish     server: Inquiry                 node: nothing; its own model stays with it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.core import tree
+from fedloom.core.metrics import Verdicts
+from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of, unpacked
+from fedloom.engine.fleet import Inquiry, Order
+from fedloom.engine.local import Outcome
+from fedloom.engine.rounds import begin
+from fedloom.engine.state import Experiment
+from fedloom.engine.uploads import example_outcome
+
+
+# -- from the server ------------------------------------------------------------------------------
+def order_tensors(exp: Experiment, order: Order) -> dict[str, Tensor]:
+    """The arrays of an order: the same for every node."""
+    return named("down", order.down) | named("buffers", exp.travelling(order.buffers))
+
+
+def inquiry_tensors(exp: Experiment, inquiry: Inquiry) -> dict[str, Tensor]:
+    model = named("model", inquiry.model) if isinstance(inquiry.model, Tensor) else {}
+    return named("down", inquiry.down) | named("buffers", exp.travelling(inquiry.buffers)) | model
+
+
+def order_of(exp: Experiment, message: Envelope, client: int) -> Order:
+    """The order that a node was sent."""
+    facts = message.facts
+    asked = facts.get("extra")
+    extra = {client: whole(asked, str(client))} if isinstance(asked, dict) else None
+    down, buffers = _down(exp, message)
+    return Order(whole(facts, "round"), down, buffers, whole(facts, "senders"), extra)
+
+
+def inquiry_of(exp: Experiment, message: Envelope) -> Inquiry:
+    """What a node was asked to evaluate."""
+    down, buffers = _down(exp, message)
+    shared = any(name.startswith("model.") for name in message.tensors)
+    model = tree_of(exp.task.w0, "model", message.tensors) if shared else ()
+    return Inquiry(whole(message.facts, "round"), down, buffers, model)
+
+
+def _down(exp: Experiment, message: Envelope) -> tuple[Any, Tensor]:
+    like = exp.algorithm.send(begin(exp).server)
+    buffers = tree_of(exp.travelling(exp.task.buffers0), "buffers", message.tensors)
+    down = tree_of(like, "down", message.tensors, shapes=False)  # a method may send less in some rounds
+    return down, buffers if isinstance(buffers, Tensor) else exp.task.buffers0
+
+
+def order_limit(exp: Experiment) -> int:
+    """How many bytes a message from the server may have."""
+    state = begin(exp)
+    return most_bytes(exp.algorithm.send(state.server), state.buffers, exp.task.w0)
+
+
+# -- from a node ----------------------------------------------------------------------------------
+def packed_outcome(exp: Experiment, outcome: Outcome, facts: dict[str, Any]) -> bytes:
+    """What one client sends: its upload, how much it counts, its statistics, and how much work it did."""
+    row = tree.take(outcome, 0)
+    sent = (row.uploads, row.weights.double(), exp.travelling(row.buffers), row.steps, row.gradients)
+    fine = bool(tree.finite_rows((outcome.states, outcome.uploads), 1))
+    return packed(Envelope("trained", facts | {"fine": fine}, named("sent", sent)))
+
+
+def outcome_of(exp: Experiment, order: Order, data: bytes) -> tuple[Outcome, dict[str, Any]]:
+    """The outcome that a node sent, as [1, ...], and what else it said."""
+    like = example_outcome(exp, order)
+    travelling = exp.travelling(order.buffers)
+    form = (like.uploads, like.weights.double(), travelling, like.steps, like.gradients)
+    message = expected(data, "trained", most_bytes(form))
+    if message.facts.get("fine") is not True:
+        raise MessageError("its numbers are not finite")
+    strangers = [name for name in message.tensors if not name.startswith("sent.")]
+    if strangers:
+        raise MessageError(f"has '{strangers[0][:60]}' that nobody asked for")
+    uploads, weight, buffers, steps, gradients = tree_of(form, "sent", message.tensors)
+    if float(weight) < 0:
+        raise MessageError(f"its weight is negative (got {float(weight):g})")
+    buffers = buffers if isinstance(buffers, Tensor) else order.buffers
+    row = Outcome(uploads, torch.zeros(()), weight.to(like.weights), buffers, steps, (), (), (), gradients)
+    return tree.tmap(lambda x: x[None], row), message.facts
+
+
+def packed_verdicts(found: Verdicts, facts: dict[str, Any]) -> bytes:
+    parts = {"rows": found.rows, "correct": found.correct, "loss": found.loss, **_areas(found)}
+    return packed(Envelope("evaluated", facts, {name: x.double() for name, x in parts.items()}))
+
+
+def _areas(found: Verdicts) -> dict[str, Tensor]:
+    return {f"auc.{name}": area for name, area in found.auc.items()}
+
+
+def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
+    """How a node's model did, as the node says."""
+    tensors = expected(data, "evaluated", most_bytes()).tensors
+    names = ["rows", "correct", "loss", *(f"auc.{name}" for name in exp.evaluate.auc)]
+    if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
+        raise MessageError(f"should have one number each of {', '.join(names)} (got {', '.join(sorted(tensors))})")
+    rows, correct, loss, *areas = (tensors[name] for name in names)
+    if not 0 <= float(correct) <= float(rows) or int(rows) != int(exp.federation.test.sizes[client]):
+        raise MessageError(f"says that {float(correct):g} of {float(rows):g} rows were right, which cannot be")
+    return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.evaluate.auc, areas, strict=True)))
+
+
+def expected(data: bytes, kind: str, limit: int) -> Envelope:
+    """A message of this kind; a refusal by the other side is an error in its words."""
+    message = unpacked(data, limit)
+    if message.kind == "refused":
+        raise MessageError(f"refuses: {str(message.facts.get('why', ''))[:1000]}")
+    if message.kind != kind:
+        raise MessageError(f"is of kind '{message.kind[:40]}' where '{kind}' is expected")
+    return message
+
+
+def refusal(why: str) -> bytes:
+    """The answer of a node that does not do what it was asked to."""
+    return packed(Envelope("refused", {"why": why}, {}))
+
+
+def whole(facts: dict[str, Any], name: str) -> int:
+    """A whole number that a message must have."""
+    found = facts.get(name)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 53:
+        raise MessageError(f"'{name}' should be a whole number (got {found!r})")
+    return found

@@ -1,0 +1,35 @@
+"""A deployment computes what the simulation of it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedloom.core.errors import ConfigError
+from fedloom.deploy.contract import undeployable
+from fedloom.engine.evaluate import evaluate
+from fedloom.engine.store import RamStore
+from fedloom.runs.find import algorithms
+from support.federation import Federation, config_of, same, simulated
+
+
+def _deployable(kind: str) -> bool:
+    try:
+        return not undeployable(config_of(kind))
+    except ConfigError:  # a network, say, which has no cohort
+        return False
+
+
+STAR = [kind for kind in algorithms(own=False) if _deployable(kind)]
+
+
+@pytest.mark.parametrize("kind", STAR)
+def test_simulation_is_deployment(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind)
+    exp, state, store = simulated(config)
+    federation = Federation(tmp_path, config)
+    after = federation.advanced()
+    assert same((state.server, state.buffers), (after.server, after.buffers))
+    assert (state.up, state.down, state.gradients) == (after.up, after.down, after.gradients)
+    assert evaluate(exp, state, store) == evaluate(federation.exp, after, RamStore(3))

@@ -1,0 +1,157 @@
+"""Rounds in which something goes wrong: uploads that are refused, nodes that are late, rounds that the server loses."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+from fedloom.deploy.contract import read_contract, write_contract
+from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
+from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
+from fedloom.deploy.node import Node, Policy
+from fedloom.engine.rounds import advance, begin
+from fedloom.engine.store import RamStore
+from support.federation import Federation, Tamper, config_of, same, simulated
+
+
+def changed(data: bytes, **tensors: torch.Tensor) -> bytes:
+    message = unpacked(data, len(data))
+    return packed(message._replace(tensors=message.tensors | tensors))
+
+
+def upload_of(data: bytes) -> tuple[str, torch.Tensor]:
+    return next((name, x) for name, x in load(data).items() if x.dim() == 1 and len(x) == 650)
+
+
+BAD: dict[str, Any] = {
+    "not finite": lambda data, name, x: changed(data, **{name: torch.full_like(x, torch.nan)}),
+    "should be": lambda data, name, x: changed(data, **{name: x[:-1].clone()}),
+    "got \\[650\\] float64": lambda data, name, x: changed(data, **{name: x.double()}),
+    "that nobody asked for": lambda data, name, x: changed(data, more=x),
+    "are expected at most": lambda data, name, x: data + bytes(2 * HEADER),
+    "no message": lambda data, name, x: pickle.dumps({"w": np.ones(3)}),
+    "of kind 'evaluated'": lambda data, name, x: packed(Envelope("evaluated", {}, {})),
+    "not the owner of its key": lambda data, name, x: packed(
+        Envelope("trained", unpacked(data, len(data)).facts | {"name": "Ada"}, load(data))
+    ),
+    "of round 7": lambda data, name, x: packed(
+        Envelope("trained", unpacked(data, len(data)).facts | {"round": 7}, load(data))
+    ),
+    "is negative": lambda data, name, x: changed(data, **{"sent.1": -load(data)["sent.1"]}),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_bad_upload_is_refused_and_named_and_the_round_goes_on(why: str, tmp_path: Path) -> None:
+    def tamper(_: int, client: int, answer: bytes) -> bytes:
+        is_upload = client == 1 and unpacked(answer, len(answer)).kind == "trained"
+        return BAD[why](answer, *upload_of(answer)) if is_upload else answer
+
+    federation = Federation(tmp_path, config_of("fedavg"), tamper, quorum=0.6)
+    said: list[str] = []
+    federation.nodes.say = said.append
+    after = federation.advanced(rounds=1)
+    (line,) = (line for line in read_rounds(tmp_path) if line["kind"] == "train")
+    assert line["heard"] == ["Ada", "Cem"]
+    assert list(line["failed"]) == ["Bea"]
+    assert re.search(why, line["failed"]["Bea"])
+    assert said == [f"train, round 1: Bea: {line['failed']['Bea']}"]
+    assert not same(after.server, simulated(config_of("fedavg"), 1)[1].server)
+
+
+def late_in(messages: set[int], client: int) -> Tamper:
+    return lambda count, k, answer: Failed("is late", late=True) if k == client and count in messages else answer
+
+
+def test_too_few_answers_are_an_error_that_names_the_nodes(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, config_of("fedavg"), late_in({2}, 2))
+    with pytest.raises(LostNodesError, match=r"round 1: 2 of 3 nodes answered, 3 are needed; Cem: is late"):
+        federation.advanced(rounds=1)
+
+
+@pytest.mark.parametrize("kind", ["scaffold", "feddyn", "fedala"])
+def test_a_round_that_the_server_lost_is_done_again_as_if_for_the_first_time(kind: str, tmp_path: Path) -> None:
+    federation = Federation(tmp_path, config_of(kind))
+    state, store = begin(federation.exp), RamStore(3)
+    first, _ = advance(federation.exp, state, store)
+    advance(federation.exp, first, store)  # the server is killed before it has saved this
+    for client in range(3):
+        federation.restart(client)
+    after = federation.advanced(first, rounds=2)
+    assert same(after.server, simulated(config_of(kind))[1].server)
+
+
+def test_a_late_client_keeps_its_state_only_where_the_server_need_not_know_it(tmp_path: Path) -> None:
+    """As in a simulation: the state of a mirrored method must agree with a server that did not receive the upload."""
+    states = {}
+    for kind in ("scaffold", "fedala"):
+        federation = Federation(tmp_path / kind, config_of(kind), late_in({2}, 2), quorum=0.6)
+        state = federation.advanced(rounds=1)
+        sent: list[dict[str, Any]] = []
+        federation.transport.tamper = lambda _, k, answer, to=sent: to.append({k: answer}) or answer
+        federation.advanced(state, rounds=1)
+        states[kind] = json.loads((tmp_path / kind / "Cem" / "runs" / "0" / "states.json").read_text())
+    assert [p["round"] for p in states["scaffold"]] == [1]
+    assert [p["round"] for p in states["fedala"]] == [0, 1]
+
+
+def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, config_of("fedavg"))
+    hello = packed(Envelope("hello", {"parts": federation.contract.parts}, {}))
+    other = packed(Envelope("hello", {"parts": federation.contract.parts | {"torch": "1.0"}}, {}))
+    place = federation.places[0]
+
+    def answer(data: bytes, **policy: Any) -> str:
+        said = Node(place._replace(policy=Policy(**policy))).answer(data)
+        return str(unpacked(said, len(said)).facts.get("why", ""))
+
+    assert answer(hello) == ""
+    assert "policy.algorithms: 'fedavg' is not allowed here" in answer(hello, algorithms=("fedprox",))
+    assert "policy.require_privacy" in answer(hello, require_privacy=True)
+    assert "torch differs (here" in answer(other)
+    federation.transport.nodes[0] = Node(place._replace(policy=Policy(min_cohort=4)))
+    with pytest.raises(LostNodesError, match=r"Ada: refuses: policy\.min_cohort: a round of 3 nodes, and here 4"):
+        federation.advanced(rounds=1)
+    lines = [json.loads(line) for line in (tmp_path / "Bea" / "audit.jsonl").read_text().splitlines()]
+    assert [line["sent"] for line in lines] == ["welcome", "trained"]
+    assert lines[1]["arrays"]["sent.0.dw"] == [[650], "float32"]
+    assert lines[1]["bytes"] > 4 * 650
+
+
+def test_a_contract_survives_being_written(tmp_path: Path) -> None:
+    contract = Federation(tmp_path / "f", config_of("fedprox")).contract
+    write_contract(tmp_path, contract)
+    assert read_contract(tmp_path).parts == contract.parts
+
+
+def test_noise_is_new_for_every_upload(tmp_path: Path) -> None:
+    """Also for the same round: with the same noise, two uploads of one round would show how they differ."""
+    uniform = {"kind": "fedavg", "weighting": "uniform"}
+    config = config_of("fedavg", algorithm=uniform, privacy={"clip": 1.0, "noise": 1.0, "mechanism": "local"})
+    federation = Federation(tmp_path, config)
+    uploads: list[torch.Tensor] = []
+
+    def tamper(_: int, client: int, answer: bytes) -> bytes:
+        if client == 0 and unpacked(answer, len(answer)).kind == "trained":
+            uploads.append(upload_of(answer)[1])
+        return answer
+
+    federation.transport.tamper = tamper
+    state = begin(federation.exp)
+    advance(federation.exp, state, RamStore(3))
+    advance(federation.exp, state, RamStore(3))
+    assert not torch.equal(*uploads)
+    assert float((uploads[0] - uploads[1]).std()) == pytest.approx(2**0.5, rel=0.15)
+
+
+def test_a_message_is_never_code() -> None:
+    with pytest.raises(MessageError, match="is no message"):
+        unpacked(pickle.dumps(print), HEADER)
