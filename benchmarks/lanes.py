@@ -36,12 +36,12 @@ from torch import nn
 from benchmarks.machine import commit, interleaved, read, write
 from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
-from fedloom.engine import graphs
+from fedloom.engine import cuda_graphs
 from fedloom.engine.local import arithmetic
 from fedloom.engine.rounds import begin, rounds
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.models.net import Model, Net
+from fedloom.models.net import Net, NetSpec
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
 
@@ -51,7 +51,7 @@ STEPS = 50  # of a client in a round of pFedALA
 COHORTS = (5, 20, 50, 100)
 
 
-class PflCNN(Model):
+class PflCNN(NetSpec):
     """The CNN of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters."""
 
     kind = "cnn_pfl"
@@ -178,7 +178,7 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
             if not name.endswith(("central", "best"))
         }
     found["ticks"] = -(-int(mean) // batch)
-    found["built"] = {name: graphs.built(task)._asdict() for name, task in tasks.items()}
+    found["built"] = {name: cuda_graphs.built(task)._asdict() for name, task in tasks.items()}
     found["parameters"] = exp.task.size
     return found
 

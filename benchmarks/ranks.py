@@ -82,7 +82,7 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.ranks", "--work"],
-            env={**(launch.environment(rank, ranks, folder) if ranks > 1 else os.environ), **threaded},
+            env={**(launch.rank_environment(rank, ranks, folder) if ranks > 1 else os.environ), **threaded},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -22,7 +22,7 @@ from fedloom.core.schema import explained, kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model, parameters
+from fedloom.models.net import NetSpec, parameters
 from fedloom.runs.catalogue import costs
 from fedloom.runs.find import algorithms
 from fedloom.runs.settings import SECTIONS, Basics
@@ -114,7 +114,7 @@ SHAPES = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
 def configuration() -> str:
     """The page of every section and key."""
     sources, partitions = kinds(Source, "fedloom.data.sources"), kinds(Partition, "fedloom.data.partition")
-    models, topologies = kinds(Model, "fedloom.models"), kinds(Topology, "fedloom.engine.topology")
+    models, topologies = kinds(NetSpec, "fedloom.models"), kinds(Topology, "fedloom.engine.topology")
     parts = [
         HEAD.format(made=MADE),
         "## Outside any section\n",
@@ -128,7 +128,7 @@ def configuration() -> str:
         "\n## model\n",
         MODEL + "\n",
         _sizes(models),
-        _chosen("model", "kind", Model, models, default="mlp"),
+        _chosen("model", "kind", NetSpec, models, default="mlp"),
         *_sections("local", "cohort"),
         "\n## algorithm\n",
         "What each algorithm does stands in [algorithms.md](algorithms.md).\n",

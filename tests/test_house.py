@@ -198,38 +198,9 @@ def test_long_functions_are_found() -> None:
     assert not list(too_long("m", long.replace("x += 1\n", "x += 1  # long: a table\n", 1)))
 
 
-# Functions of different modules that do the same to different things, and are called by the module's name.
-INTERFACES = {"check", "conflicts", "draw", "load", "refused", "resume", "run", "summary", "table", "write"}
-# Names that have more than one meaning still. Rename one, and take it from this list.
-AMBIGUOUS: set[str] = {
-    "Drawn",  # data.partition, engine.plan
-    "Given",  # core.schema, engine.local
-    "Model",  # algorithm.values, models.net
-    "Rows",  # data.files, engine.gossip
-    "Summary",  # core.metrics, data.partition
-    "Sums",  # core.optim, runs.folder
-    "as_dicts",  # report.comparison.claims, report.comparison.numbers, report.comparison.sheet_numbers
-    "chosen",  # core.lanes.ops, engine.checkpoint
-    "drawn",  # report.figure, trust.noise
-    "environment",  # runs.environment, runs.launch
-    "headline",  # core.vocabulary, report.comparison.curves
-    "held",  # compare.folder, runs.folder
-    "joined",  # engine.ranks, report.comparison.sheet_text
-    "latex",  # report.comparison.claims, report.comparison.latex, report.comparison.sheet_latex
-    "lay_out",  # compare.cells, runs.entry
-    "lines",  # report.comparison.claims, report.comparison.sheet_text, report.partition
-    "markdown",  # report.comparison.claims, report.comparison.sheet_text, report.comparison.text
-    "memory_of",  # algorithm.capabilities, compare.memory
-    "mix",  # core.tree, engine.mixing
-    "moved",  # core.optim, core.tree, engine.store
-    "named",  # compare.grid, core.tree
-    "rendered",  # report.curves, report.topology
-    "rounds",  # engine.checkpoint, engine.rounds
-    "settings_of",  # compare.cells, runs.catalogue
-    "split",  # data.partition, engine.topology.weights
-    "spread",  # core.metrics, engine.messages, report.comparison.text
-    "table_csv",  # report.comparison.claims, report.comparison.numbers, report.comparison.sheet_numbers
-}
+# Functions of the report that do the same to different things; they are called by their module's name.
+RENDERERS = {"as_dicts", "draw", "latex", "markdown", "table", "table_csv"}
+ENTRANCES = {"run"}  # fedloom.run and fedloom.compare.run, as users write them
 
 
 def public(tree: ast.Module) -> Iterator[str]:
@@ -246,7 +217,15 @@ def test_a_public_name_is_defined_in_one_module() -> None:
             for name in public(parsed(module)):
                 homes[name].append(module)
     twice = {name: where for name, where in homes.items() if len(where) > 1}
-    assert {name: where for name, where in twice.items() if name not in INTERFACES | AMBIGUOUS} == {}
+    assert {name: where for name, where in twice.items() if name not in RENDERERS | ENTRANCES} == {}
+
+
+def test_renderers_are_called_by_the_name_of_their_module() -> None:
+    for module in SOURCES:
+        for node in ast.walk(parsed(module)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom.report"):
+                bare = {alias.name for alias in node.names if f"{node.module}.{alias.name}"[8:] not in SOURCES}
+                assert bare & RENDERERS == set(), module
 
 
 def test_banned_names_are_not_used() -> None:
@@ -271,7 +250,7 @@ PURE = (
     "models",
 )
 # of the engine, what talks to files, other processes or the platform
-IMPURE_ENGINE = ("store", "checkpoint", "ranks", "laws", "local", "graphs")
+IMPURE_ENGINE = ("store", "checkpoint", "ranks", "laws", "local", "cuda_graphs")
 
 
 def below(*places: str) -> list[str]:

@@ -16,7 +16,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmgda import FedMGDA
 from fedloom.core.errors import ConfigError
 from fedloom.engine import checkpoint
-from fedloom.engine.plan import draw
+from fedloom.engine.plan import draw_cohort
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.settings import as_table, parse
@@ -350,7 +350,7 @@ def test_a_client_drawn_twice_speaks_twice_through_the_engine(world) -> None:
     many = {"sampling": "proportional", "size": 6}
     exp = world((5, 9, 5), cohort=many, algorithm={"kind": "fedalr", "preset": "no_adapt", "const_value": 1.0})
     train = exp.federation.train
-    drawn = draw(exp.cohort, train.sizes, exp.seed, 0)
+    drawn = draw_cohort(exp.cohort, train.sizes, exp.seed, 0)
     assert drawn.times.max() > 1
     expected = 0
     for k, times in zip(drawn.ids.tolist(), drawn.times.tolist(), strict=True):

@@ -41,7 +41,7 @@ from fedloom.data.sources import Npz
 from fedloom.engine.rounds import begin
 from fedloom.engine.settings import Diagnostic
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model
+from fedloom.models.net import NetSpec
 from fedloom.runs import resume as resuming
 from fedloom.runs import start as starting
 from fedloom.runs.find import algorithms
@@ -203,7 +203,7 @@ def subset(cls: Any, draw: Any, wild: bool, most: int = 3) -> dict[str, Any]:
 
 KINDS: dict[str, list[tuple[str, Any]]] = {
     "partition": sorted(kinds(Partition, "fedloom.data.partition").items()),
-    "model": sorted(kinds(Model, "fedloom.models").items()),
+    "model": sorted(kinds(NetSpec, "fedloom.models").items()),
     "algorithm": sorted(algorithms(own=False).items()),
     "topology": sorted(kinds(Topology, "fedloom.engine.topology").items()),
 }

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from fedloom.compare import memory
-from fedloom.compare.memory import default_jobs, memory_of
+from fedloom.compare.memory import cell_bytes, default_jobs
 from fedloom.core import usercode
 from fedloom.runs.settings import parse
 
 
 def of(**sections: Any) -> float:
-    return memory_of(parse(sections))
+    return cell_bytes(parse(sections))
 
 
 def test_memory_of_a_cell_by_hand(tmp_path: Path) -> None:

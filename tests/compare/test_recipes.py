@@ -23,7 +23,7 @@ from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Layout, Rows
 from fedloom.data.sources import PublishedSet, from_arrays
-from fedloom.models.net import Model
+from fedloom.models.net import NetSpec
 from fedloom.models.resnet import ResNet20, ResNet50
 from fedloom.runs import prepare as preparing
 from fedloom.runs.find import find_algorithm
@@ -412,7 +412,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Task, "features", lambda task, w, x, b: seen(task, w, x[:1], b).expand(len(x), -1))
     nets: dict[str, Task] = {}
 
-    def net(model: Model, arrays: Arrays, seed: int) -> Task:
+    def net(model: NetSpec, arrays: Arrays, seed: int) -> Task:
         name = f"{model!r} {arrays.shape} {arrays.classes}"
         if name not in nets:
             nets.clear()  # cells come sorted by nets, and some are of 100 MB

@@ -16,12 +16,12 @@ from torch import Tensor
 from fedloom.core.metrics import (
     Verdicts,
     auc,
+    client_metrics,
     rounds_to_convergence,
     score,
     spread,
     sum_by,
     summarise,
-    summary,
 )
 from fedloom.core.vocabulary import lower_is_better
 
@@ -248,7 +248,7 @@ def verdicts(rows: list[int], correct: list[float], loss: list[float] | None = N
 
 
 def test_accuracy_is_weighted_by_rows_and_the_plain_mean_stands_beside_it() -> None:
-    got = summary("p/test", verdicts([10, 90], [9, 45], [5.0, 90.0]))
+    got = client_metrics("p/test", verdicts([10, 90], [9, 45], [5.0, 90.0]))
     assert got["p/test/accuracy"] == pytest.approx(0.54)
     assert got["p/test/accuracy_mean"] == pytest.approx(0.70)
     assert got["p/test/accuracy_worst10"] == 0.5
@@ -262,7 +262,7 @@ ENDS = ("", "_mean", "_std", "_worst10")
 
 def test_a_client_without_an_area_is_left_out_with_its_weight() -> None:
     found = verdicts([10, 30, 60], [1, 2, 3], micro_logits=[0.5, 0.9, math.nan], macro_present=[math.nan] * 3)
-    got = summary("p", found)
+    got = client_metrics("p", found)
     assert got["p/auc_micro_logits"] == pytest.approx(0.8)
     assert got["p/auc_micro_logits_mean"] == pytest.approx(0.7)
     assert got["p/auc_micro_logits_worst10"] == 0.5
@@ -271,26 +271,26 @@ def test_a_client_without_an_area_is_left_out_with_its_weight() -> None:
 
 
 def test_a_diverged_client_is_counted_and_leaves_the_loss_to_the_others() -> None:
-    got = summary("p", verdicts([10, 10, 10], [5, 0, 7], [2.0, math.nan, math.inf]))
+    got = client_metrics("p", verdicts([10, 10, 10], [5, 0, 7], [2.0, math.nan, math.inf]))
     assert got["p/loss"] == pytest.approx(0.2)
     assert got["p/accuracy"] == pytest.approx(0.4)
     assert got["p/diverged"] == 2
     assert lower_is_better("p/diverged")
-    assert "p/diverged" not in summary("p", verdicts([10], [5], [2.0]))
-    assert math.isnan(summary("p", verdicts([10], [0], [math.nan]))["p/loss"])  # there are no others
+    assert "p/diverged" not in client_metrics("p", verdicts([10], [5], [2.0]))
+    assert math.isnan(client_metrics("p", verdicts([10], [0], [math.nan]))["p/loss"])  # there are no others
 
 
 def test_a_shared_model_that_has_diverged_on_anybody_s_rows_has() -> None:
-    got = summary("p", verdicts([10, 10], [5, 0], [2.0, math.nan]), shared=True)
+    got = client_metrics("p", verdicts([10, 10], [5, 0], [2.0, math.nan]), shared=True)
     assert math.isnan(got["p/loss"])
     assert "p/diverged" not in got
 
 
 def test_clients_without_rows_have_no_verdict() -> None:
     some = verdicts([0, 4, 0], [0, 1, 0], micro_logits=[math.nan, 0.25, math.nan])
-    assert summary("p", some)["p/accuracy_mean"] == summary("p", some)["p/auc_micro_logits_mean"] == 0.25
-    assert summary("p", verdicts([0, 0], [0, 0])) == {}
-    assert summary("p", Verdicts.cat([])) == {}
+    assert client_metrics("p", some)["p/accuracy_mean"] == client_metrics("p", some)["p/auc_micro_logits_mean"] == 0.25
+    assert client_metrics("p", verdicts([0, 0], [0, 0])) == {}
+    assert client_metrics("p", Verdicts.cat([])) == {}
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_any_grouping_and_order_of_clients_gives_the_same_summary(of: list[tuple
     rows, share = ([c[i] for c in of] for i in (0, 1))
     whole = verdicts(rows, [n * s for n, s in of], share, micro_logits=share)
     halves = [_taken(whole, at) for at in (torch.arange(len(of))[cut:].flip(0), torch.arange(len(of))[:cut])]
-    assert summary("p", Verdicts.cat(halves)) == summary("p", whole)
+    assert client_metrics("p", Verdicts.cat(halves)) == client_metrics("p", whole)
 
 
 def _taken(found: Verdicts, at: Tensor) -> Verdicts:

@@ -297,7 +297,7 @@ class Two(NamedTuple):
 
 
 def form(value: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in tree.named(value)]
+    return [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in tree.named_leaves(value)]
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_map_keeps_the_structure_and_named_tuples(shape: Any) -> None:
 def test_leaves_and_unflatten_are_inverse(shape: Any) -> None:
     t = random_tree(shape)
     assert same(tree.unflatten(t, tree.leaves(t)), t)
-    assert all(a is b for (_, a), b in zip(tree.named(t), tree.leaves(t), strict=True))
+    assert all(a is b for (_, a), b in zip(tree.named_leaves(t), tree.leaves(t), strict=True))
     assert tree.nbytes(t) == sum(4 * x.numel() for x in tree.leaves(t))
 
 
@@ -93,9 +93,9 @@ def test_stack_take_and_cat_are_inverse(shape: Any, count: int) -> None:
 
 def test_names_are_paths() -> None:
     one = torch.zeros(())
-    assert [n for n, _ in tree.named(Pair(Leaf(one), (one, one)))] == ["a.w", "b.0", "b.1"]
-    assert [n for n, _ in tree.named(one)] == ["value"]
-    assert list(tree.named(())) == []
+    assert [n for n, _ in tree.named_leaves(Pair(Leaf(one), (one, one)))] == ["a.w", "b.0", "b.1"]
+    assert [n for n, _ in tree.named_leaves(one)] == ["value"]
+    assert list(tree.named_leaves(())) == []
 
 
 def test_what_is_not_a_tree_is_refused() -> None:

@@ -133,7 +133,7 @@ def test_not_even_the_user_makes_a_callable_of_a_module_a_kind(quick: Quick, des
 
 
 def test_a_base_class_is_no_kind(quick: Quick, desk: Path) -> None:
-    for name in ("algorithm=fedloom.algorithm:Algorithm", "model=fedloom.models.net:Model", "model=torch.nn:Module"):
+    for name in ("algorithm=fedloom.algorithm:Algorithm", "model=fedloom.models.net:NetSpec", "model=torch.nn:Module"):
         refused(quick("run", name, cwd=desk), desk, "is not a")
 
 
@@ -567,9 +567,10 @@ def test_to_describe_code_is_not_to_trust_it_later(
         ("import fedloom.rng as rng", "there is no module fedloom.rng, write: from fedloom.core import rng"),
         ("from fedloom.config import parse", "write: from fedloom.runs.settings import parse"),
         ("from fedloom.core.tree import grow", "fedloom.core.tree has no grow any more"),
+        ("from fedloom.models.net import Model", "net has no Model, write: from fedloom.models.net import NetSpec"),
     ],
 )
-def test_an_import_of_an_earlier_version_is_told_the_new_name(tmp_path: Path, line: str, advice: str) -> None:
+def test_an_import_of_an_earlier_version_gets_the_new_name(tmp_path: Path, line: str, advice: str) -> None:
     own = tmp_path / "old.py"
     own.write_text(f"from fedloom import FedAvg\n{line}\n\n\nclass Mine(FedAvg):\n    pass\n")
     with pytest.raises(ConfigError) as error:

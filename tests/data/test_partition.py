@@ -21,15 +21,15 @@ from fedloom.data.arrays import Ints
 from fedloom.data.partition import (
     Assignment,
     Dirichlet,
-    Drawn,
     Iid,
     Natural,
     Partition,
     Pathological,
     Quantity,
+    RandomPartition,
     Shards,
     fingerprint,
-    split,
+    held_out_rows,
     summary,
 )
 
@@ -105,7 +105,7 @@ class TestEveryKind:
         assert result.notes == assigned(partition, y, classes, seed).notes
 
     @pytest.mark.parametrize("cls", [Iid, Dirichlet, Quantity, Shards, Pathological], ids=lambda cls: cls.kind)
-    def test_another_address_gives_another_deal(self, cls: type[Drawn]) -> None:
+    def test_another_address_gives_another_deal(self, cls: type[RandomPartition]) -> None:
         first, second = (assigned(cls(), CIFAR10, 10, seed) for seed in (0, 1))
         assert not np.array_equal(first.owner, second.owner)
 
@@ -115,7 +115,7 @@ class TestEveryKind:
         assert np.array_equal(y, CIFAR10)
 
     @pytest.mark.parametrize("cls", [Iid, Dirichlet, Quantity], ids=lambda cls: cls.kind)
-    def test_single_row_single_client_single_class(self, cls: type[Drawn]) -> None:
+    def test_single_row_single_client_single_class(self, cls: type[RandomPartition]) -> None:
         assert assigned(cls(clients=1), np.array([0]), 1).owner.tolist() == [0]
 
     @pytest.mark.parametrize("cls", [Shards, Pathological], ids=lambda cls: cls.kind)
@@ -353,7 +353,7 @@ class TestPersonalisedProtocol:
 
     MNIST = np.repeat(np.arange(10), 7000)
     practical = Dirichlet(clients=10, alpha=0.1, guard=True, redraws=10_000, min_size=40)
-    ways: ClassVar[list[Drawn]] = [
+    ways: ClassVar[list[RandomPartition]] = [
         practical,
         Pathological(clients=10, min_size=40),
         Pathological(clients=10, min_size=40, balanced=True),
@@ -362,16 +362,18 @@ class TestPersonalisedProtocol:
     ]
 
     @pytest.mark.parametrize("way", ways, ids=str)
-    def test_complete_large_enough_and_three_quarters_train(self, way: Drawn) -> None:
+    def test_complete_large_enough_and_three_quarters_train(self, way: RandomPartition) -> None:
         for seed in range(3):
             result = assigned(way, self.MNIST, 10, seed)
-            held_out = split(result.owner, 10, 0.25, seed)
+            held_out = held_out_rows(result.owner, 10, 0.25, seed)
             sizes = np.bincount(result.owner, minlength=10)
             assert sizes.sum() == 70_000
             assert sizes.min() >= 40
             assert np.bincount(result.owner[~held_out]).tolist() == [floor(0.75 * n) for n in sizes]
             again = assigned(way, self.MNIST, 10, seed)
-            assert fingerprint(again.owner, split(again.owner, 10, 0.25, seed)) == fingerprint(result.owner, held_out)
+            assert fingerprint(again.owner, held_out_rows(again.owner, 10, 0.25, seed)) == fingerprint(
+                result.owner, held_out
+            )
             if isinstance(way, Pathological):
                 assert ((cells(self.MNIST, result, 10) > 0).sum(axis=1) == 2).all()
 
@@ -468,41 +470,45 @@ class TestSplit:
     @given(st.lists(st.integers(0, 60), min_size=1, max_size=20), st.integers(0, 99), st.integers(0, 5))
     def test_sizes(self, sizes: list[int], percent: int, seed: int) -> None:
         owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
-        held_out = split(owner, len(sizes), percent / 100, seed)
+        held_out = held_out_rows(owner, len(sizes), percent / 100, seed)
         for client, n in enumerate(sizes):
             train = int((~held_out[owner == client]).sum())
             assert train == max((100 - percent) * n // 100, min(n, 1))
 
     def test_three_quarters_train(self) -> None:
         result = assigned(Dirichlet(clients=20, alpha=0.1), CIFAR10, 10)
-        held_out = split(result.owner, 20, 0.25, 0)
+        held_out = held_out_rows(result.owner, 20, 0.25, 0)
         for client in range(20):
             mine = held_out[result.owner == client]
             assert (~mine).sum() == floor(0.75 * len(mine))
 
     def test_edges(self) -> None:
         owner = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1])
-        assert not split(owner, 2, 0.0, 0).any()
-        assert split(owner, 2, 0.9, 0).sum() == 9
-        assert not split(owner, 2, 0.9, 0)[0]
-        assert split(np.empty(0, np.int64), 3, 0.5, 0).shape == (0,)
+        assert not held_out_rows(owner, 2, 0.0, 0).any()
+        assert held_out_rows(owner, 2, 0.9, 0).sum() == 9
+        assert not held_out_rows(owner, 2, 0.9, 0)[0]
+        assert held_out_rows(np.empty(0, np.int64), 3, 0.5, 0).shape == (0,)
 
     def test_the_seed_decides(self) -> None:
         owner = np.repeat(np.arange(10), 100)
-        first, again, other = split(owner, 10, 0.2, 0), split(owner, 10, 0.2, 0), split(owner, 10, 0.2, 1)
+        first, again, other = (
+            held_out_rows(owner, 10, 0.2, 0),
+            held_out_rows(owner, 10, 0.2, 0),
+            held_out_rows(owner, 10, 0.2, 1),
+        )
         assert np.array_equal(first, again)
         assert not np.array_equal(first, other)
 
     def test_rows_are_chosen_evenly(self) -> None:
         owner = np.zeros(40, np.int64)
-        share = np.mean([split(owner, 1, 0.25, seed) for seed in range(400)], axis=0)
+        share = np.mean([held_out_rows(owner, 1, 0.25, seed) for seed in range(400)], axis=0)
         assert np.abs(share - 0.25).max() < 0.1
 
 
 class TestFingerprint:
     def test_it_is_the_same_for_the_same_partition_only(self) -> None:
         owner = assigned(Iid(), CIFAR10, 10).owner
-        held_out = split(owner, 20, 0.2, 0)
+        held_out = held_out_rows(owner, 20, 0.2, 0)
         print_of = fingerprint(owner, held_out)
         assert len(print_of) == 64
         assert print_of == fingerprint(owner.copy(), held_out.copy())
@@ -556,7 +562,7 @@ class TestSummary:
 def test_a_million_clients() -> None:
     y = np.random.default_rng(0).integers(0, 10, 2_000_000)
     result = assigned(Iid(clients=1_000_000), y, 10)
-    held_out = split(result.owner, result.clients, 0.5, 0)
+    held_out = held_out_rows(result.owner, result.clients, 0.5, 0)
     fact = summary(y, result.owner, result.clients, 10)
     assert held_out.sum() == 1_000_000
     assert (fact.size_min, fact.size_max) == (2, 2)

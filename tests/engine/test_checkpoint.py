@@ -105,16 +105,16 @@ def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(saved: Saved) -> None:
 
 
 def test_the_newest_two_are_kept(saved: Saved) -> None:
-    assert checkpoint.rounds(saved.checkpoints) == [2, 3]
+    assert checkpoint.saved_rounds(saved.checkpoints) == [2, 3]
     assert sorted(p.name for p in saved.checkpoints.iterdir()) == ["00000002", "00000003"]
 
 
 def test_an_older_one_can_be_asked_for_and_supersedes_the_newer(saved: Saved) -> None:
     end = saved.everything()
     assert saved.load(at=2).state.round == 2
-    assert checkpoint.rounds(saved.checkpoints) == [2, 3]  # whoever asked may still refuse it
+    assert checkpoint.saved_rounds(saved.checkpoints) == [2, 3]  # whoever asked may still refuse it
     checkpoint.forget_after(saved.checkpoints, 2)
-    assert checkpoint.rounds(saved.checkpoints) == [2]
+    assert checkpoint.saved_rounds(saved.checkpoints) == [2]
     saved.go(1)
     assert equal(saved.everything(), end)
     saved.load()
@@ -124,7 +124,7 @@ def test_an_older_one_can_be_asked_for_and_supersedes_the_newer(saved: Saved) ->
 def test_a_round_that_was_not_kept_is_refused_with_what_there_is(saved: Saved) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint of round 1 \(there are: \[2, 3\]\)"):
         saved.load(at=1)
-    assert checkpoint.rounds(saved.checkpoints) == [2, 3]
+    assert checkpoint.saved_rounds(saved.checkpoints) == [2, 3]
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def refused(run: Saved) -> str:
     message = str(caught.value)
     assert "00000003" in message or "journal" in message
     assert f"fedloom resume {run.folder} --from 2" in message
-    assert checkpoint.rounds(run.checkpoints) == [2, 3]
+    assert checkpoint.saved_rounds(run.checkpoints) == [2, 3]
     return message
 
 
@@ -216,7 +216,7 @@ def test_a_damaged_previous_one_does_not_stand_in_the_way(saved: Saved, how: str
     saved.load()
     assert equal(saved.everything(), end)
     saved.go(2)
-    assert checkpoint.rounds(saved.checkpoints) == [4, 5]
+    assert checkpoint.saved_rounds(saved.checkpoints) == [4, 5]
     saved.load()
 
 
@@ -238,7 +238,7 @@ def test_a_leftover_of_an_interrupted_save_is_ignored_and_then_replaced(saved: S
     assert equal(saved.everything(), end)
     saved.go(1)
     assert sorted(p.name for p in saved.checkpoints.iterdir()) == ["00000003", "00000004"]
-    assert checkpoint.rounds(saved.checkpoints) == [3, 4]
+    assert checkpoint.saved_rounds(saved.checkpoints) == [3, 4]
 
 
 def test_a_save_that_fails_leaves_the_earlier_ones_readable(saved: Saved) -> None:

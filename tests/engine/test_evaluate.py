@@ -23,7 +23,7 @@ from fedloom.algorithms.fedavg_ft import FedAvgFT
 from fedloom.algorithms.local_only import LocalOnly
 from fedloom.compare.foreseen import metric_names
 from fedloom.core.errors import ConfigError, DivergedError
-from fedloom.core.metrics import Verdicts, summary
+from fedloom.core.metrics import Verdicts, client_metrics
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation
 from fedloom.engine.evaluate import _HELD, ClientModels, _batches, evaluate, evaluate_models
@@ -116,7 +116,7 @@ def test_neither_padding_nor_order_nor_grouping_matters(executor: Any) -> None:
     for groups in (([4, 2], [1, 0], [3]), ([3, 2, 1, 4, 0],), ([0], [1], [2], [3], [4])):
         parts = [evaluate_models(exp, models(exp, ids)) for ids in groups]
         same(table(Verdicts.cat(parts)), table(whole))
-        assert summary("p", Verdicts.cat(parts)) == pytest.approx(summary("p", whole), abs=1e-6)
+        assert client_metrics("p", Verdicts.cat(parts)) == pytest.approx(client_metrics("p", whole), abs=1e-6)
 
 
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
@@ -143,7 +143,7 @@ def test_nobody_to_judge() -> None:
     exp = world()
     assert len(evaluate_models(exp, models(exp, [1])).ids) == 0
     empty = dataclasses.replace(exp, federation=exp.federation._replace(test=ranges([0] * 5)))
-    assert summary("p", evaluate_models(empty, models(empty, range(5)))) == {}
+    assert client_metrics("p", evaluate_models(empty, models(empty, range(5)))) == {}
     assert not any(name.startswith("personal") for name in evaluate(empty, begin(empty), RamStore(5)))
 
 
@@ -157,7 +157,7 @@ def test_a_model_that_is_not_finite_is_wrong_about_everything_and_has_no_area(ex
     assert got[3][:2] == [12.0, 0.0]
     assert all(math.isnan(value) for value in got[3][2:])
     same({k: v for k, v in got.items() if k != 3}, {k: v for k, v in well.items() if k != 3})
-    named = summary("p", evaluate_models(exp, broken))
+    named = client_metrics("p", evaluate_models(exp, broken))
     assert named["p/diverged"] == 1
     assert all(math.isfinite(value) for value in named.values())
 
@@ -189,7 +189,7 @@ def test_a_shared_model_gets_the_verdicts_of_its_copies() -> None:
     copies = ClientModels(torch.arange(5), state.server.w.expand(5, -1), state.buffers.expand(5, -1))
     found = evaluate(exp, state, store)
     got = {name: value for name, value in found.items() if name.startswith("personal/")}
-    assert got == pytest.approx(summary("personal/pre_fit/test", evaluate_models(exp, copies)), abs=1e-6)
+    assert got == pytest.approx(client_metrics("personal/pre_fit/test", evaluate_models(exp, copies)), abs=1e-6)
 
 
 def test_the_area_on_the_common_test_set_is_that_of_all_its_rows() -> None:

@@ -23,8 +23,8 @@ from fedloom.core.optim import Local
 from fedloom.engine import checkpoint, gossip, mixing
 from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import train
-from fedloom.engine.messages import Message, inbox_of, spread
-from fedloom.engine.mixing import is_dense, mix
+from fedloom.engine.messages import Message, inbox_of, next_upload
+from fedloom.engine.mixing import is_dense, mixed_rows
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
@@ -68,7 +68,7 @@ def still(**more: Any) -> dict[str, Any]:
 def test_the_sum_is_the_product_of_matrices(topology: Topology, nodes: int) -> None:
     weights = topology.weigh(nodes)
     values = (torch.randn(nodes, 7, 3), torch.randn(nodes))
-    found = mix(weights, values)
+    found = mixed_rows(weights, values)
     want = tree.mix(torch.from_numpy(weights.dense()), values)
     assert found[0].dtype == torch.float64
     for a, b in zip(found, want, strict=True):
@@ -78,10 +78,10 @@ def test_the_sum_is_the_product_of_matrices(topology: Topology, nodes: int) -> N
 def test_neither_blocks_nor_parts_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Random(max_degree=6).weigh(40)
     x = torch.randn(40, 1001)
-    whole = mix(weights, x)
+    whole = mixed_rows(weights, x)
     monkeypatch.setattr(mixing, "_BLOCK", 40 * 64)
-    assert torch.equal(mix(weights, x), whole)
-    parts = [mix(weights, x, slice(low, min(low + 7, 40))) for low in range(0, 40, 7)]
+    assert torch.equal(mixed_rows(weights, x), whole)
+    parts = [mixed_rows(weights, x, slice(low, min(low + 7, 40))) for low in range(0, 40, 7)]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -90,19 +90,19 @@ def test_dense_graphs_are_one_product_and_agree() -> None:
     assert not is_dense(Full().weigh(20))
     assert not is_dense(Star().weigh(1000))
     weights, x = Full().weigh(40), torch.randn(40, 50)
-    assert torch.allclose(mix(weights, x), x.double().mean(0).expand(40, -1), atol=1e-12)
+    assert torch.allclose(mixed_rows(weights, x), x.double().mean(0).expand(40, -1), atol=1e-12)
 
 
 def test_float32_is_summed_in_float64() -> None:
     x = torch.tensor([[1e8], [1.0], [-1e8]])
-    assert mix(Full().weigh(3), x)[0] == pytest.approx(1 / 3, abs=1e-8)
+    assert mixed_rows(Full().weigh(3), x)[0] == pytest.approx(1 / 3, abs=1e-8)
 
 
 @given(st.integers(2, 12), st.integers(0, 100))
 @settings(max_examples=40, deadline=None)
 def test_mixing_preserves_the_mean(nodes: int, seed: int) -> None:
     values = torch.randn(nodes, 5, generator=torch.Generator().manual_seed(seed))
-    assert torch.allclose(mix(Ring().weigh(nodes), values).mean(0), values.double().mean(0), atol=1e-12)
+    assert torch.allclose(mixed_rows(Ring().weigh(nodes), values).mean(0), values.double().mean(0), atol=1e-12)
 
 
 # -- T3, T4, T8: rounds in which nothing is trained ------------------------------------------------
@@ -373,7 +373,7 @@ def test_nodes_that_are_cut_off_leave_the_others_their_mean(nodes: int, data: st
     ok = np.array([k not in bad for k in range(nodes)])
     weights = surviving(topology, topology.weigh(nodes), Moment(), ok)
     values = torch.where(torch.from_numpy(ok)[:, None], torch.randn(nodes, 4), 0)
-    mixed = mix(weights, values)
+    mixed = mixed_rows(weights, values)
     assert torch.allclose(mixed[ok].mean(0), values[ok].double().mean(0), atol=1e-12)
     assert weights.rows() == pytest.approx(np.ones(nodes))
 
@@ -497,7 +497,7 @@ class Peer:
         if last:
             self.state = self.exp.algorithm.update(self.state, inbox)
         self.heard |= {k: message for k, message in heard.items() if message.round == mine.round}
-        return mine._replace(step=mine.step + 1, upload=spread(inbox, mine.upload), mass=self.mass)
+        return mine._replace(step=mine.step + 1, upload=next_upload(inbox, mine.upload), mass=self.mass)
 
 
 def _blank(exp: Experiment) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedloom.core.optim import Local
 from fedloom.data.federation import Ranges
-from fedloom.engine.plan import Address, Cohort, Group, amounts, draw, groups, plans
+from fedloom.engine.plan import Address, Cohort, Group, amounts, draw_cohort, groups, plans
 from support.worlds import ranges
 
 ragged = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
@@ -203,7 +203,7 @@ def test_uniform_draws_without_replacement_and_evenly() -> None:
     seen: Counter[int] = Counter()
     pairs: Counter[tuple[int, ...]] = Counter()
     for r in range(4000):
-        drawn = draw(Cohort(size=2), SIZES, 1, r)
+        drawn = draw_cohort(Cohort(size=2), SIZES, 1, r)
         ids = drawn.ids.tolist()
         assert ids == sorted(set(ids))
         assert drawn.times.tolist() == [1.0, 1.0]
@@ -219,7 +219,7 @@ def test_proportional_draws_by_size_with_replacement() -> None:
     seen = np.zeros(10)
     repeated = 0
     for r in range(3000):
-        drawn = draw(Cohort(size=6, sampling="proportional"), SIZES, 1, r)
+        drawn = draw_cohort(Cohort(size=6, sampling="proportional"), SIZES, 1, r)
         assert float(drawn.times.sum()) == 6
         assert drawn.ids.tolist() == sorted(set(drawn.ids.tolist()))
         repeated += bool((drawn.times > 1).any())
@@ -232,20 +232,20 @@ def test_proportional_draws_by_size_with_replacement() -> None:
 
 
 def test_proportional_may_draw_more_than_there_are() -> None:
-    drawn = draw(Cohort(size=50, sampling="proportional"), SIZES, 1, 0)
+    drawn = draw_cohort(Cohort(size=50, sampling="proportional"), SIZES, 1, 0)
     assert float(drawn.times.sum()) == 50
 
 
 def test_all_means_every_client_that_has_data() -> None:
-    drawn = draw(Cohort(sampling="all"), SIZES, 1, 0)
+    drawn = draw_cohort(Cohort(sampling="all"), SIZES, 1, 0)
     assert drawn.ids.tolist() == ABLE
     assert drawn.times.tolist() == [1.0] * 8
 
 
 def test_the_cohort_is_ten_or_all_there_are() -> None:
-    assert len(draw(Cohort(), torch.ones(50), 1, 0).ids) == 10
-    assert draw(Cohort(), SIZES, 1, 0).ids.tolist() == ABLE
-    assert draw(Cohort(size=9), SIZES, 1, 0).ids.tolist() == ABLE  # two of the ten have no data
+    assert len(draw_cohort(Cohort(), torch.ones(50), 1, 0).ids) == 10
+    assert draw_cohort(Cohort(), SIZES, 1, 0).ids.tolist() == ABLE
+    assert draw_cohort(Cohort(size=9), SIZES, 1, 0).ids.tolist() == ABLE  # two of the ten have no data
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "proportional"])
@@ -254,7 +254,7 @@ def test_a_draw_is_a_function_of_seed_and_round(sampling: str) -> None:
     sizes = torch.arange(1, 200)
 
     def ids(seed: int, round_: int) -> list[int]:
-        return list(draw(cohort, sizes, seed, round_).ids.tolist())
+        return list(draw_cohort(cohort, sizes, seed, round_).ids.tolist())
 
     assert ids(1, 5) == ids(1, 5)
     assert len({tuple(ids(s, r)) for s in range(3) for r in range(3)}) == 9

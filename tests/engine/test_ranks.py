@@ -14,7 +14,7 @@ import torch
 from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
 from fedloom.runs.find import algorithms
-from fedloom.runs.launch import _what_is_left, count, environment, meeting, without_ranks
+from fedloom.runs.launch import _what_is_left, count, meeting, rank_environment, without_ranks
 from support import crew
 
 KINDS = algorithms(own=False)
@@ -155,7 +155,7 @@ def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) ->
     (theirs / "secret").write_bytes((ours / "secret").read_bytes() if knows else b"guessed")
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", _JOIN], env=environment(rank, 2, folder), stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _JOIN], env=rank_environment(rank, 2, folder), stdout=subprocess.PIPE, text=True
         )
         for rank, folder in enumerate((ours, theirs))
     ]

@@ -35,7 +35,7 @@ from fedloom.engine.topology.kinds import (
     Torus,
 )
 from fedloom.engine.topology.network import Moment, Topology, last_rounds, links_up, surviving
-from fedloom.engine.topology.weights import Weights, _power, cut, norm, psi, split, weigh
+from fedloom.engine.topology.weights import Weights, _power, cut, norm, psi, push_sum_weights, weigh
 from fedloom.runs.settings import as_toml, parse, read_toml, topology_of
 
 FAIR: list[Topology] = [Ring(), Full(), Star(), Grid(), Torus(), Exponential(), SymmetricExponential()]
@@ -335,7 +335,7 @@ def test_whatever_links_fail_rows_and_columns_keep_their_sums(graph: Any, data: 
 def test_push_sum_takes_back_what_was_not_delivered(nodes: int, data: st.DataObject) -> None:
     pairs = [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
     arcs = np.array(data.draw(st.lists(st.sampled_from(pairs), unique=True, min_size=1)))
-    weights = split(nodes, arcs)
+    weights = push_sum_weights(nodes, arcs)
     assert np.abs(weights.columns() - 1).max() <= 1e-12
     up = np.array(data.draw(st.lists(st.booleans(), min_size=len(weights.to), max_size=len(weights.to))))
     left = cut(weights, up | ~weights.is_link, "sender")

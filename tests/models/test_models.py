@@ -19,13 +19,13 @@ from fedloom.models.cnn import CNN64, FedAvgCNN, LawCNN
 from fedloom.models.densenet import DenseNet121
 from fedloom.models.lenet import LawLeNet, LeNet5
 from fedloom.models.linear import MLP, Logistic
-from fedloom.models.net import Model, NormedModel, parameters
+from fedloom.models.net import NetSpec, NormedSpec, parameters
 from fedloom.models.random_features import RandomFeatureNet
 from fedloom.models.resnet import ResNet18, ResNet20, ResNet50
 
 DIGITS, MNIST, CIFAR, FLAT = (1, 8, 8), (1, 28, 28), (3, 32, 32), (60,)
 
-COUNTS: list[tuple[Model, tuple[int, ...], int, int]] = [  # (model, shape, features, parameters for 10 classes)
+COUNTS: list[tuple[NetSpec, tuple[int, ...], int, int]] = [  # (model, shape, features, parameters for 10 classes)
     (Logistic(), FLAT, 60, 610),
     (Logistic(), DIGITS, 64, 650),
     (Logistic(), MNIST, 784, 7_850),
@@ -58,7 +58,7 @@ COUNTS: list[tuple[Model, tuple[int, ...], int, int]] = [  # (model, shape, feat
     (DenseNet121(stem="imagenet", norm="batch"), CIFAR, 1024, 6_953_856 + 10_250),
 ]
 
-SMALL: list[tuple[Model, tuple[int, ...]]] = [  # each small net, at a size that keeps the tests quick
+SMALL: list[tuple[NetSpec, tuple[int, ...]]] = [  # each small net, at a size that keeps the tests quick
     (Logistic(), FLAT),
     (MLP(widths=(16, 8)), DIGITS),
     (FedAvgCNN(), (3, 16, 16)),
@@ -73,7 +73,7 @@ SMALL: list[tuple[Model, tuple[int, ...]]] = [  # each small net, at a size that
 
 
 def named(value: Any) -> str:
-    if isinstance(value, Model):
+    if isinstance(value, NetSpec):
         fields = ",".join(f"{k}={v}" for k, v in value.model_dump(exclude_defaults=True).items())
         return f"{value.kind}({fields})"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -86,7 +86,9 @@ def loss(net: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor) -> Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "shape", "features", "count"), COUNTS, ids=named)
-def test_parameter_count_is_the_published_one(model: Model, shape: tuple[int, ...], features: int, count: int) -> None:
+def test_parameter_count_is_the_published_one(
+    model: NetSpec, shape: tuple[int, ...], features: int, count: int
+) -> None:
     with torch.device("meta"):
         ten, hundred = model.build(shape, 10), model.build(shape, 100)
     assert parameters(ten) == count
@@ -107,9 +109,9 @@ def test_frozen_parameters_are_not_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [FLAT, DIGITS, MNIST, CIFAR], ids=named)
-@pytest.mark.parametrize("kind", sorted(kinds(Model, "fedloom.models")))
+@pytest.mark.parametrize("kind", sorted(kinds(NetSpec, "fedloom.models")))
 def test_every_kind_gives_logits_or_one_clear_fault(kind: str, shape: tuple[int, ...]) -> None:
-    model = kinds(Model, "fedloom.models")[kind]()
+    model = kinds(NetSpec, "fedloom.models")[kind]()
     flat_refused = len(shape) == 1 and kind not in ("logistic", "mlp", "random_features")
     small_refused = shape == DIGITS and kind in ("cnn64", "cnn_fedavg", "lenet5")
     if flat_refused or small_refused:
@@ -137,7 +139,7 @@ def test_fault_names_numbers_and_a_way_out() -> None:
         CNN64().build((28, 28), 10)
 
 
-LEAST: list[tuple[Model, int]] = [
+LEAST: list[tuple[NetSpec, int]] = [
     (FedAvgCNN(), 16),
     (FedAvgCNN(padding="same"), 4),
     (CNN64(), 16),
@@ -154,7 +156,7 @@ LEAST: list[tuple[Model, int]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "least"), LEAST, ids=named)
-def test_least_image_size_is_exact(model: Model, least: int) -> None:
+def test_least_image_size_is_exact(model: NetSpec, least: int) -> None:
     with torch.device("meta"):
         assert model.build((1, least, least + 3), 10)(torch.empty(2, 1, least, least + 3)).shape == (2, 10)
         with pytest.raises(ConfigError, match=f"at least {least}x{least}"):
@@ -162,7 +164,7 @@ def test_least_image_size_is_exact(model: Model, least: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "shape"), SMALL, ids=named)
-def test_body_and_head(model: Model, shape: tuple[int, ...]) -> None:
+def test_body_and_head(model: NetSpec, shape: tuple[int, ...]) -> None:
     net = model.build(shape, 10)
     assert [name for name, _ in net.named_children()] == ["body", "head"]
     names = [name for name, _ in net.named_parameters()]
@@ -177,7 +179,7 @@ def test_body_and_head(model: Model, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("model", "shape"), SMALL, ids=named)
-def test_the_seed_decides_the_net(model: Model, shape: tuple[int, ...]) -> None:
+def test_the_seed_decides_the_net(model: NetSpec, shape: tuple[int, ...]) -> None:
     states = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
@@ -188,7 +190,7 @@ def test_the_seed_decides_the_net(model: Model, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("model", "shape"), SMALL, ids=named)
-def test_lanes_under_vmap_equal_one_by_one(model: Model, shape: tuple[int, ...]) -> None:
+def test_lanes_under_vmap_equal_one_by_one(model: NetSpec, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     nets = [model.build(shape, 10) for _ in range(2)]
     for parameter in (p for net in nets for p in net.parameters()):
@@ -206,7 +208,7 @@ def test_lanes_under_vmap_equal_one_by_one(model: Model, shape: tuple[int, ...])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [ResNet18(), ResNet50(), DenseNet121()], ids=named)
-def test_big_nets_run(model: Model) -> None:
+def test_big_nets_run(model: NetSpec) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         logits = model.build(DIGITS, 10)(torch.randn(2, *DIGITS))
@@ -236,7 +238,7 @@ def test_small_nets_take_any_image_that_is_large_enough(side: tuple[int, int], c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [ResNet20, ResNet18, ResNet50, DenseNet121])
-def test_normalisation_is_a_choice(cls: type[NormedModel]) -> None:
+def test_normalisation_is_a_choice(cls: type[NormedSpec]) -> None:
     with torch.device("meta"):
         group, batch, none = (cls(norm=norm).build(CIFAR, 10) for norm in ("group", "batch", "none"))
     assert parameters(group) == parameters(batch)
@@ -258,7 +260,7 @@ def test_features_start_at_a_moderate_scale(norm: Literal["group", "batch", "non
 
 
 def test_every_kind_is_found() -> None:
-    assert set(kinds(Model, "fedloom.models")) == {
+    assert set(kinds(NetSpec, "fedloom.models")) == {
         *("logistic", "mlp", "cnn_fedavg", "cnn64", "cnn_law", "lenet5", "lenet_law"),
         *("resnet20", "resnet18", "resnet50", "densenet121", "random_features"),
     }

@@ -274,9 +274,9 @@ def test_lost_seeds_are_told_and_do_not_compete() -> None:
     runs[4], runs[5] = (result(("y", "1"), "a", seed, [], "failed") for seed in (0, 1))
     found = sheet("lr", ["data"], runs, {"metric": "a/accuracy"})
     lines = sheet_text.lines(found, found.blocks[0])
-    assert [sheet_text.joined(line.cells[0]) for line in lines] == ["50.00 ± 0.00", "50.00", "51.00 (1 diverged)"]
+    assert [sheet_text.joined_words(line.cells[0]) for line in lines] == ["50.00 ± 0.00", "50.00", "51.00 (1 diverged)"]
     assert [lines[i].cells[0][0].best for i in (0, 2)] == [True, False]
-    assert sheet_text.joined(lines[0].cells[1]) == "failed"
+    assert sheet_text.joined_words(lines[0].cells[1]) == "failed"
     assert "never bold" in " ".join(sheet_text.legend(found))
 
 
@@ -387,8 +387,8 @@ def test_the_row_of_gains_is_that_of_the_papers_table() -> None:
     papers |= {(("x", "2"), "b"): [0.6868]}
     found = sheet_of(asked(("a", "b"), gain=Versus("b", ("a",))), layout, runs, papers)
     *_, ours, theirs = sheet_text.lines(found, found.blocks[0])
-    assert (ours.label, sheet_text.joined(ours.cells[0])) == ("gain of b", "+20.00%")
-    assert [sheet_text.joined(words) for words in theirs.cells] == ["+12.89%", "+30.74%", "-", "-"]
+    assert (ours.label, sheet_text.joined_words(ours.cells[0])) == ("gain of b", "+20.00%")
+    assert [sheet_text.joined_words(words) for words in theirs.cells] == ["+12.89%", "+30.74%", "-", "-"]
     assert "| gain of b | +20.00% |" in sheet_text.markdown(found)
     assert "gain of b & +20.00\\% &" in sheet_latex.latex(found)
     rows = sheet_numbers.as_dicts(found)[-4:]

@@ -15,7 +15,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.schema import GIVEN, Spec, conditions, kinds, other_than, over, read, when
 from fedloom.data.partition import Partition
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model
+from fedloom.models.net import NetSpec
 from fedloom.runs.catalogue import settings_of
 from fedloom.runs.overrides import idle, override
 from fedloom.runs.resume import resume
@@ -142,7 +142,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
 }
 KINDS = {
     "partition": kinds(Partition, "fedloom.data.partition"),
-    "model": kinds(Model, "fedloom.models"),
+    "model": kinds(NetSpec, "fedloom.models"),
     "topology": kinds(Topology, "fedloom.engine.topology.kinds"),
 }
 # Settings that always have an effect. A new one belongs here, or says with ``when`` in which settings it has one.

@@ -73,7 +73,7 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
     meeting = launch.meeting()
     crew = []
     for rank in range(size):
-        env = launch.environment(rank, size, meeting)
+        env = launch.rank_environment(rank, size, meeting)
         env.pop("FEDLOOM_PARENT")  # warm processes are not children of this one
         crew.append(warm.Popen([sys.executable, "-m", "support.crew", str(folder)], env=env))
     try:

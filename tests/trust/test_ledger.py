@@ -97,7 +97,7 @@ def test_an_address_cannot_be_written_in_two_ways() -> None:
 
 
 def test_a_key_is_from_the_system_and_does_not_print_itself() -> None:
-    one, two = noise.drawn(), noise.drawn()
+    one, two = noise.fresh_key(), noise.fresh_key()
     assert one.secret != two.secret
     assert len(one.secret) == 32
     assert one.secret.hex() not in f"{one!r} {one}"
@@ -192,7 +192,7 @@ def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     resumed(tmp_path / "copy", at=3)
     assert contents(tmp_path / "copy") == contents(tmp_path / "run")
-    (tmp_path / "copy" / "noise.key").write_text(noise.as_text(noise.drawn()))
+    (tmp_path / "copy" / "noise.key").write_text(noise.as_text(noise.fresh_key()))
     with pytest.raises(CheckpointError, match=r"noise\.key: is not what the run wrote"):
         resumed(tmp_path / "copy", at=3)
     (tmp_path / "copy" / "manifest.json").unlink()  # which knows the key that was drawn

@@ -126,7 +126,7 @@ def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:
     """The tables of one comparison, or a line for each of several."""
     from rich.console import Console
 
-    from fedloom.report.comparison.text import markdown
+    from fedloom.report.comparison import text
 
     if as_json:
         each = {str(recipe): _as_json(done) for recipe, done in found.items()}
@@ -135,7 +135,7 @@ def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:
     screen = Console(highlight=False, soft_wrap=True)
     for recipe, done in found.items():
         if not many:
-            screen.print(markdown(done.comparison.question, done.comparison.rows), markup=False)
+            screen.print(text.markdown(done.comparison.question, done.comparison.rows), markup=False)
         there = f"{done.cells - len(done.missing)} of {done.cells} cells, {done.new} of them new"
         screen.print(f"{f'{recipe}: ' if many else ''}{there}: {done.comparison.folder}", markup=False)
 

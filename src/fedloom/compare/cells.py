@@ -56,7 +56,7 @@ class _Spot(NamedTuple):
     hashed: dict[str, Any]  # the configuration as it is hashed
 
 
-def lay_out(base: Mapping[str, Any], asked: Asked) -> Laid:
+def all_cells(base: Mapping[str, Any], asked: Asked) -> Laid:
     """Every cell, seed by seed; a fault that many cells share is reported once."""
     shared = base.get("algorithm", {})
     shared = {k: v for k, v in shared.items() if k != "kind"} if isinstance(shared, Mapping) else {}
@@ -85,7 +85,7 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     that numbers do not depend on how many cells run side by side.
     """
     chosen = point.settings | method.beside
-    known = settings_of(method.kind)
+    known = setting_names(method.kind)
     table, left_out = assign(
         _fitting(base, method.kind), {k: v for k, v in chosen.items() if not is_algorithm_setting(k)}
     )
@@ -112,7 +112,7 @@ def _short(hashed: Mapping[str, Any]) -> str:
 
 def _unknown_settings(shared: Mapping[str, Any], asked: Asked) -> list[Fault]:
     """Settings of algorithms, shared or of the grid, that no method has."""
-    used = {key for method in asked.methods for key in settings_of(method.kind)}
+    used = {key for method in asked.methods for key in setting_names(method.kind)}
     keys = [*shared, *(key.removeprefix("algorithm.") for key in _set_by(asked.axes) if is_algorithm_setting(key))]
     return [Fault(f"algorithm.{key}", "no method has this setting") for key in keys if key not in used]
 
@@ -137,7 +137,7 @@ def _with_places(fault: Fault, where: Sequence[str], everywhere: int) -> Fault:
     return fault._replace(what=f"{fault.what} [in {'; '.join(where[:3])}{more}]")
 
 
-def settings_of(kind: str) -> set[str]:
+def setting_names(kind: str) -> set[str]:
     """The settings that an algorithm has."""
     return {field.alias or name for name, field in find_algorithm(kind, "compare.algorithms").model_fields.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.compare.grid import named
+from fedloom.compare.grid import labels_named
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.compare.table import ClaimEntry
 from fedloom.report.comparison.claims import Claim
@@ -15,14 +15,14 @@ def claims_of(planned: ComparisonPlan, question: Question) -> list[Claim]:
 
 
 def _placed(planned: ComparisonPlan, question: Question, entry: ClaimEntry) -> Claim:
-    (method,) = named(entry.algorithm, planned.methods)
+    (method,) = labels_named(entry.algorithm, planned.methods)
     places = tuple(place for place, _ in planned.spots(entry))
     return Claim(
         says=entry.says,
         source=entry.source,
         test=entry.test,
         method=method,
-        others=tuple(label for name in entry.over for label in named(name, planned.methods)),
+        others=tuple(label for name in entry.over for label in labels_named(name, planned.methods)),
         places=places,
         paths=_paths(planned, entry.along, places) if entry.along else (),
         rises=entry.direction == "rises",

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.compare.grid import named
+from fedloom.compare.grid import labels_named
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
@@ -47,7 +47,7 @@ def terms_of(planned: ComparisonPlan, root: Path) -> Terms:
     """
     spec = planned.spec
     forecaster, first = Forecaster(root), spec.seeds[0]
-    reference = named(spec.reference, planned.methods)[0] if spec.reference else planned.baseline
+    reference = labels_named(spec.reference, planned.methods)[0] if spec.reference else planned.baseline
     samples = {(cell.place, cell.method.label): cell.config for cell in planned.cells if cell.seed == first}
     budgets, rounds = {}, {}
     for place in planned.places:

@@ -30,7 +30,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """The folder of a comparison for this process alone, made if it does not exist."""
     if folder.exists() and (not folder.is_dir() or not _is_ours(folder)):
         raise ConfigError([Fault("--out", f"{folder} already exists and is not of a comparison", "choose another")])

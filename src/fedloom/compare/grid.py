@@ -89,7 +89,7 @@ def word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | list) else str(value)
 
 
-def named(name: str, methods: Sequence[Method]) -> list[str]:
+def labels_named(name: str, methods: Sequence[Method]) -> list[str]:
     """The labels of the methods with this label, or else of this kind."""
     return [m.label for m in methods if m.label == name] or [m.label for m in methods if m.kind == name]
 
@@ -101,7 +101,7 @@ def names(methods: Sequence[Method]) -> list[str]:
 
 def versus(gain: GainEntry, methods: Sequence[Method]) -> Versus:
     """The labels of these methods: variants of the one that gains are no competitors, unless they are named."""
-    (of,) = named(gain.of, methods)
+    (of,) = labels_named(gain.of, methods)
     kind = next(m.kind for m in methods if m.label == of)
     others = [m.label for m in methods if m.kind != kind] or [m.label for m in methods if m.label != of]
-    return Versus(of, tuple(named(name, methods)[0] for name in gain.over) or tuple(others))
+    return Versus(of, tuple(labels_named(name, methods)[0] for name in gain.over) or tuple(others))

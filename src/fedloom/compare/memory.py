@@ -47,7 +47,7 @@ def _fitting(used: Sequence[Config], free: float) -> int:
     if fitting < 2:
         return 1
     alike = {repr((c.data, c.partition, c.model, c.algorithm, c.cohort, c.engine)): c for c in used}
-    needed = max(map(memory_of, alike.values()), default=_PROCESS)
+    needed = max(map(cell_bytes, alike.values()), default=_PROCESS)
     return max(1, int(min(fitting, free / needed)))
 
 
@@ -56,7 +56,7 @@ def _gpu_jobs(used: Sequence[Config]) -> int:
     return min(_ON_GPU, _fitting(used, _free_memory()), max(1, int(free / _GPU_PROCESS)))
 
 
-def memory_of(config: Config) -> float:
+def cell_bytes(config: Config) -> float:
     """About how many bytes a cell takes on a CPU: the process, its data, and its clients.
 
     For each client side by side six times its model and its state, and, where these are kept in memory, the state

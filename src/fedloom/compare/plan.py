@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from fedloom.compare import notes
-from fedloom.compare.cells import Cell, lay_out, with_one_proxy
+from fedloom.compare.cells import Cell, all_cells, with_one_proxy
 from fedloom.compare.foreseen import unrecorded
-from fedloom.compare.grid import Axis, Method, axes_of, methods_of, named, word
+from fedloom.compare.grid import Axis, Method, axes_of, labels_named, methods_of, word
 from fedloom.compare.rules import RENAMED, Asked, faults_of, faults_of_base, faults_of_names
 from fedloom.compare.table import Compare, Statement
 from fedloom.core import disk
@@ -62,7 +62,9 @@ class ComparisonPlan(NamedTuple):
         """The places of the grid and the labels of the methods that a statement is about."""
         keys = [axis.key for axis in self.axes]
         wanted = {k: word(v) for k, v in statement.where.items()}
-        labels = named(statement.algorithm, self.methods) if statement.algorithm else [m.label for m in self.methods]
+        labels = (
+            labels_named(statement.algorithm, self.methods) if statement.algorithm else [m.label for m in self.methods]
+        )
         for place, label in itertools.product(self.places, labels):
             if wanted.items() <= dict(zip(keys, place, strict=True)).items():
                 yield place, label
@@ -78,12 +80,12 @@ def plan(table: Mapping[str, Any]) -> ComparisonPlan:
     if spec is None:
         raise ConfigError(faults + wrong)
     asked = Asked(spec, methods_of(spec.algorithms), axes_of(spec.grid))
-    laid = lay_out(base, asked)
+    laid = all_cells(base, asked)
     faults += faults_of(asked)
     faults += laid.faults or unrecorded(spec, [cell.config for cell in laid.cells])
     if faults:
         raise ConfigError(faults)
-    baseline = named(spec.baseline, asked.methods)[0] if spec.baseline else asked.methods[0].label
+    baseline = labels_named(spec.baseline, asked.methods)[0] if spec.baseline else asked.methods[0].label
     cells, about_proxy = with_one_proxy(laid.cells)
     said = laid.notes + notes.about(base, asked.axes, cells, baseline) + about_proxy
     planned = ComparisonPlan(base, spec, asked.methods, asked.axes, baseline, tuple(cells), tuple(said))

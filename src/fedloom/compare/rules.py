@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.grid import Axis, Method, named, names, versus, word
+from fedloom.compare.grid import Axis, Method, labels_named, names, versus, word
 from fedloom.compare.table import Compare, Statement
 from fedloom.core.errors import Fault, nearest
 from fedloom.runs.in_memory import InMemory
@@ -92,7 +92,7 @@ def _equal_terms(asked: Asked) -> Iterator[Fault]:
         yield Fault("compare.budget", "reference and budget both say how much may be spent", "keep one of them")
     if spec.reference:
         yield from _unknown_method("compare.reference", spec.reference, methods)
-    sized = [m for m in methods if "rounds" in m.beside and [m.label] != named(spec.reference, methods)]
+    sized = [m for m in methods if "rounds" in m.beside and [m.label] != labels_named(spec.reference, methods)]
     what = f"its rounds follow from compare.equal = '{spec.equal}'"
     for method in sized:
         yield Fault("compare.algorithms.with.rounds", f"{what} [in {method.label}]", "leave it out")
@@ -175,13 +175,13 @@ _RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _l
 
 def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[Fault]:
     """The name, unless it names exactly one method."""
-    if len(named(name, methods)) != 1:
+    if len(labels_named(name, methods)) != 1:
         yield Fault(at, f"'{name}' is not one of the methods", nearest(name, names(methods)))
 
 
 def _unmatched(statement: Statement, at: str, asked: Asked) -> Iterator[Fault]:
     """A method or a place of the grid that the comparison does not have."""
-    if statement.algorithm and not named(statement.algorithm, asked.methods):
+    if statement.algorithm and not labels_named(statement.algorithm, asked.methods):
         fix = nearest(statement.algorithm, names(asked.methods))
         yield Fault(f"{at}.algorithm", f"there is no method '{statement.algorithm}'", fix)
     axes = {axis.key: axis for axis in asked.axes}

@@ -9,10 +9,10 @@ from typing import Any
 from fedloom.compare import gpu
 from fedloom.compare.crew import Crew, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
-from fedloom.compare.folder import cells_of, clear_stale, held, refuse_another, state_of, storage_errors
+from fedloom.compare.folder import cells_of, clear_stale, locked, refuse_another, state_of, storage_errors
 from fedloom.compare.memory import default_jobs, on_gpu
 from fedloom.compare.plan import ComparisonPlan, plan
-from fedloom.compare.write import Comparison, write
+from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
@@ -40,13 +40,13 @@ def run(
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
     planned = equalised(planned, root)
-    with storage_errors(folder), held(folder):
+    with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
         with cells_of(planned, folder) as cells:
             planned = planned._replace(notes=(*planned.notes, *clear_stale(planned, cells)))
             failures = _run_missing(planned, folder, cells, root, jobs, watcher or Unwatched())
-            return write(planned, folder, cells, failures)
+            return write_results(planned, folder, cells, failures)
 
 
 def _find_data(planned: ComparisonPlan, root: Path) -> None:

@@ -72,7 +72,7 @@ class Comparison(NamedTuple):
         return {"folder": str(self.folder), **self.summary(), "failures": self.failures}
 
 
-def write(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
+def write_results(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
     """Read the cells, and write tables and curves into ``folder``."""
     results, damaged = read_results(planned, cells)
     comparison = drawn(planned, folder, cells, results, failures | damaged)

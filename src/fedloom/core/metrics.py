@@ -128,7 +128,7 @@ class Verdicts(NamedTuple):
         return Verdicts(ids, rows, correct, loss, areas)
 
 
-def summary(prefix: str, found: Verdicts, *, shared: bool = False) -> dict[str, float]:
+def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dict[str, float]:
     """Accuracy, loss and areas over the clients that have rows, under names that begin with ``prefix``.
 
     A client whose loss is not finite is left out of the loss and counted as ``diverged``; only if no

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# What has another name now, and would be looked for in vain, or found with another meaning.
+RENAMED = {("fedloom.models.net", "Model"): "NetSpec", ("fedloom.models.net", "NormedModel"): "NormedSpec"}
 
 
 def advice(error: ImportError) -> str:
@@ -31,10 +33,12 @@ def _stale(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedloom":
             for alias in node.names:
                 if alias.name != "*" and not _has(node.module or "", alias.name):
-                    yield f"{node.module} has no {alias.name}{_instead(alias.name)}"
+                    yield f"{node.module} has no {alias.name}{_instead(alias.name, node.module or '')}"
 
 
-def _instead(name: str) -> str:
+def _instead(name: str, module: str = "") -> str:
+    if (module, name) in RENAMED:
+        return f", write: from {module} import {RENAMED[module, name]}"
     homes = _homes(name)
     return f", write: {' or '.join(f'from {home} import {name}' for home in homes)}" if homes else " any more"
 

@@ -156,7 +156,7 @@ def rmsprop(
     return Optimizer(init, update)
 
 
-class Sums(NamedTuple):
+class AdagradMemory(NamedTuple):
     """The memory of AdaGrad."""
 
     step: Tensor  # [] steps so far
@@ -173,14 +173,14 @@ def adagrad(
 ) -> Optimizer:
     """AdaGrad: x <- x - lr / (1 + lr_decay t) g / (sqrt(s) + eps), where s <- s + g^2."""
 
-    def init(x: Any) -> Sums:
-        return Sums(no_steps(x), tree.tmap(lambda p: torch.full_like(p, initial_sum), x))
+    def init(x: Any) -> AdagradMemory:
+        return AdagradMemory(no_steps(x), tree.tmap(lambda p: torch.full_like(p, initial_sum), x))
 
-    def update(g: Any, memory: Sums, x: Any, lr: Tensor) -> tuple[Any, Sums]:
+    def update(g: Any, memory: AdagradMemory, x: Any, lr: Tensor) -> tuple[Any, AdagradMemory]:
         g = prepared(g, x, weight_decay, clip)
         s = tree.tmap(lambda s, d: torch.addcmul(s, d, d), memory.sum, g)
         d = tree.tmap(lambda d, s: d / (s.sqrt() + eps), g, s)
-        return moved(x, d, lr / (1 + lr_decay * memory.step)), Sums(memory.step + 1, s)
+        return moved(x, d, lr / (1 + lr_decay * memory.step)), AdagradMemory(memory.step + 1, s)
 
     return Optimizer(init, update)
 
@@ -262,7 +262,7 @@ def optimizers() -> Mapping[str, Maker]:
 def find_optimizer(name: str, at: str) -> Maker:
     """The function of settings that makes the optimiser of this name, fedloom's or the user's own."""
     if usercode.is_reference(name):
-        own: Maker = usercode.load(name, at)
+        own: Maker = usercode.load_code(name, at)
         if not usercode.is_written(own, name):
             what = f"'{name}' is not a function that returns a fedloom.core.optim.Optimizer"
             raise ConfigError([Fault(at, what, "a function that a .py file defines is needed, as file.py:function")])

@@ -78,7 +78,7 @@ class Under(NamedTuple):
         return f"{name} < {self.limit:g}"
 
 
-class Given(NamedTuple):
+class IsSet(NamedTuple):
     """The setting is neither unset nor empty."""
 
     def holds(self, value: Any) -> bool:
@@ -130,7 +130,7 @@ def under(limit: float) -> Under:
     return Under(limit)
 
 
-GIVEN = Given()
+GIVEN = IsSet()
 
 
 class Unseen(NamedTuple):

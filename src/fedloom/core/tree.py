@@ -32,14 +32,14 @@ def leaves(tree: Any) -> list[Tensor]:
     return [tree] if isinstance(tree, Tensor) else [leaf for kid in tree for leaf in leaves(kid)]
 
 
-def named(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The leaves with their path, such as ``memory.m`` or ``0``; a bare tensor is called ``value``."""
     if isinstance(tree, Tensor):
         yield prefix or "value", tree
         return
     fields = getattr(tree, "_fields", range(len(tree)))
     for field, kid in zip(fields, tree, strict=True):
-        yield from named(kid, f"{prefix}.{field}" if prefix else str(field))
+        yield from named_leaves(kid, f"{prefix}.{field}" if prefix else str(field))
 
 
 def unflatten(like: T, tensors: Iterable[Tensor]) -> T:
@@ -63,7 +63,7 @@ def take(tree: T, rows: Any) -> T:
     return tmap(lambda x: x[rows], tree)
 
 
-def moved(tree: T, device: torch.device) -> T:
+def on_device(tree: T, device: torch.device) -> T:
     """The tree on a device; a GPU fetches it when it has time, and nobody waits for that."""
 
     def one(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def adopt(reference: str) -> None:
     if is_reference(reference):
         vouch(reference)
         with suppress(ConfigError):  # what no module has cannot be found again: reported when it is looked for
-            load(reference, "")
+            load_code(reference, "")
 
 
 def refuse_all() -> None:
@@ -130,7 +130,7 @@ def is_reference(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None
 
 
-def load(reference: str, at: str) -> Any:
+def load_code(reference: str, at: str) -> Any:
     """What ``file.py:Name`` or ``package.module:Name`` refers to; whether it may be called, the caller has to judge."""
     found = _REFERENCE.fullmatch(reference)
     assert found is not None

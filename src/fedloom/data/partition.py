@@ -45,7 +45,7 @@ class Partition(Kind):
         raise NotImplementedError
 
 
-class Drawn(Partition):
+class RandomPartition(Partition):
     """A partition that is drawn from labels alone: faults first, then the draw, then the smallest size."""
 
     def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:  # noqa: ARG002
@@ -71,7 +71,7 @@ class Drawn(Partition):
         """The owners before any client is topped up, and the notes on them."""
 
 
-class Iid(Drawn):
+class Iid(RandomPartition):
     """Rows are shuffled and dealt in near-equal numbers, as in the IID setting of McMahan et al. (2017)."""
 
     kind: ClassVar[str] = "iid"
@@ -80,7 +80,7 @@ class Iid(Drawn):
         return _dealt(rng.permutation(len(y)), np.arange(self.clients), _near_equal(len(y), self.clients)), ()
 
 
-class Shards(Drawn):
+class Shards(RandomPartition):
     """Every client holds ``per_client`` classes, and a class is cut into near-equal shards for its holders.
 
     ``balanced_greedy`` (FLGo's diversity partitioner, as FedALR uses it): each client in turn takes, again and
@@ -114,7 +114,7 @@ class Shards(Drawn):
         return owner, _short_hands(y, owner, self.clients, self.per_client)
 
 
-class Dirichlet(Drawn):
+class Dirichlet(RandomPartition):
     """Label mixes drawn from a Dirichlet distribution; the smaller ``alpha``, the more one-sided the clients.
 
     ``per = "class"`` (Yurochkin et al. 2019, NIID-Bench, PFLlib): each class is cut over the clients in
@@ -180,7 +180,7 @@ class Dirichlet(Drawn):
         return shares
 
 
-class Pathological(Drawn):
+class Pathological(RandomPartition):
     """Every client holds ``per_client`` classes in blocks of neighbouring clients (PFLlib, as pFedALA uses it).
 
     Class by class, the first ceil(clients · per_client / classes) clients that still have room get the class. Unless
@@ -225,7 +225,7 @@ class Pathological(Drawn):
         return np.append(first, rows - first.sum())
 
 
-class Quantity(Drawn):
+class Quantity(RandomPartition):
     """Labels are IID, but sizes follow a power law, as in the synthetic data of FedProx (Li et al. 2020).
 
     Each client gets ``min_size`` rows; the others are shared in proportion to rank ** -exponent, where the
@@ -276,7 +276,7 @@ class Natural(Partition):
             raise ConfigError([Fault("partition.min_size", what, fix)])
 
 
-class Summary(NamedTuple):
+class PartitionSummary(NamedTuple):
     """How unequal a partition is; means over clients are plain, so a small client counts as much as a large one."""
 
     clients: int
@@ -295,7 +295,7 @@ class Summary(NamedTuple):
     heterogeneity: float  # mean total-variation distance of a client's label mix to that of all rows
 
 
-def split(owner: Ints, clients: int, holdout: float, seed: int) -> Bools:
+def held_out_rows(owner: Ints, clients: int, holdout: float, seed: int) -> Bools:
     """Which rows only test their client's model: ``holdout`` of each client's rows, rounded up, one row always left."""
     sizes = np.bincount(owner, minlength=clients)
     # 1 - 0.9 is a little less than 0.1 in binary, which must not cost a client of ten its only training row
@@ -315,7 +315,7 @@ def fingerprint(owner: Ints, held_out: Bools) -> str:
     return digest.hexdigest()
 
 
-def summary(y: Ints, owner: Ints, clients: int, classes: int) -> Summary:
+def summary(y: Ints, owner: Ints, clients: int, classes: int) -> PartitionSummary:
     """The numbers of a partition; clients without rows count for sizes only."""
     sizes = np.bincount(owner, minlength=clients)
     # Only the cells that hold rows exist: memory grows with the rows, not with clients × classes.
@@ -325,7 +325,7 @@ def summary(y: Ints, owner: Ints, clients: int, classes: int) -> Summary:
     excess = np.maximum(share - (np.bincount(y, minlength=classes) / len(y))[label], 0.0)
     starts = np.flatnonzero(np.diff(who, prepend=-1))
     kinds = np.diff(starts, append=len(who))
-    return Summary(
+    return PartitionSummary(
         clients=clients,
         rows=len(y),
         classes=classes,

@@ -175,7 +175,7 @@ class Synthetic(Source):
     def load(self, root: Path, seed: int) -> Arrays:
         a, b = (value if self.ab_as == "std" else value**0.5 for value in (self.a, self.b))
         shape = synthetic.Shape(self.devices, self.features, self.classes)
-        drawn = synthetic.draw(
+        drawn = synthetic.draw_examples(
             shape, a=a, b=b, sizes=self.sizes, u_mode=self.u_mode, iid=self.iid, split=self.split, seed=seed
         )
         test = self.test_rows(drawn, seed) & (not self.pool)

@@ -68,7 +68,9 @@ def variances(features: int) -> Floats:
     return np.arange(1, features + 1, dtype=np.float64) ** -1.2
 
 
-def draw(shape: Shape, *, a: float, b: float, sizes: Sizes, u_mode: Shift, iid: bool, split: float, seed: int) -> Rows:
+def draw_examples(
+    shape: Shape, *, a: float, b: float, sizes: Sizes, u_mode: Shift, iid: bool, split: float, seed: int
+) -> Rows:
     """The rows of all devices, one device after another, its training rows first; ``a``, ``b`` are deviations."""
     count = device_sizes(shape.devices, sizes, seed)
     per = shape.classes if u_mode == "per_class" else 1

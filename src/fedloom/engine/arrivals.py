@@ -29,7 +29,7 @@ from fedloom.engine.clock import Present
 from fedloom.engine.divergence import names_of, rate, refuse_divergence
 from fedloom.engine.exchange import Tally, add, inbox, keep_finite
 from fedloom.engine.lateness import client_work
-from fedloom.engine.plan import Address, Drawn, Group, amounts, draw, plans
+from fedloom.engine.plan import Address, Drawn, Group, amounts, draw_cohort, plans
 from fedloom.engine.state import ClientWork, Experiment, Round, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.engine.training import keep, train_all
@@ -61,7 +61,7 @@ class Traffic(NamedTuple):
 
 def first_sent(exp: Experiment, state: RunState) -> UnderWay:
     """The clients that are sent the first model; as many are at work from then on."""
-    ids = draw(exp.cohort, exp.federation.train.sizes, exp.seed, 0).ids
+    ids = draw_cohort(exp.cohort, exp.federation.train.sizes, exp.seed, 0).ids
     count = len(ids)
     none = torch.zeros(count, dtype=torch.int64)
     server, buffers = tree.tmap(lambda x: x.expand(count, *x.shape).clone(), (state.server, state.buffers))

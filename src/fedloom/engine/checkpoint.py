@@ -28,7 +28,7 @@ from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.state import RunState
-from fedloom.engine.store import ClientStore, Memo, is_on_disk, moved
+from fedloom.engine.store import ClientStore, Memo, is_on_disk, memo_for
 from fedloom.trust.accountant import Release
 from fedloom.trust.ledger import Ledger
 
@@ -88,7 +88,7 @@ def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor]
     _forget(final)
     os.replace(scratch, final)
     disk.sync(folder)
-    for old in rounds(folder)[:-KEEP]:
+    for old in saved_rounds(folder)[:-KEEP]:
         _forget(folder / f"{old:08d}")
 
 
@@ -100,14 +100,14 @@ def retell(folder: Path, round_: int, lengths: dict[str, Any]) -> None:
     disk.sync(home)
 
 
-def rounds(folder: Path) -> list[int]:
+def saved_rounds(folder: Path) -> list[int]:
     """The rounds of which there is a checkpoint, oldest first."""
     return sorted(int(p.name) for p in folder.glob("[0-9]" * 8) if p.is_dir())
 
 
-def chosen(folder: Path, at: int | None) -> int:
+def round_to_load(folder: Path, at: int | None) -> int:
     """The round ``at``, if there is a checkpoint of it, or the newest that there is."""
-    have = rounds(folder)
+    have = saved_rounds(folder)
     newest = max(have, default=0) if at is None else at
     if newest not in have:
         raise CheckpointError(f"{folder}: has no checkpoint of round {newest} (there are: {have or 'none'})")
@@ -117,7 +117,7 @@ def chosen(folder: Path, at: int | None) -> int:
 def readable(folder: Path) -> dict[int, dict[str, Any]]:
     """The records of the checkpoints that have a sound one, by round, oldest first."""
     found = {}
-    for round_ in rounds(folder):
+    for round_ in saved_rounds(folder):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
             found[round_] = _record(folder / f"{round_:08d}")
     return found
@@ -146,12 +146,12 @@ def load(
     Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint. They are
     moved where the checkpoint has them in another kind of store; ``blank`` is the state of one client, for its form.
     """
-    have, newest = rounds(folder), chosen(folder, at)
+    have, newest = saved_rounds(folder), round_to_load(folder, at)
     older = [r for r in have if r < newest]
     try:
         meta, tensors, clients = _read(folder / f"{newest:08d}", store)
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
-        memo, clients = moved(meta["store"], clients, store, folder.parent / "clients", blank)
+        memo, clients = memo_for(meta["store"], clients, store, folder.parent / "clients", blank)
         _refuse_other_clients(meta, clients, blank, folder / f"{newest:08d}")
         if ranks.size > 1 and clients:
             rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
@@ -169,14 +169,14 @@ def load(
 
 def forget_after(folder: Path, round_: int) -> None:
     """Delete the checkpoints of later rounds, the last one first: the user has asked to go on from this one."""
-    for newer in reversed([r for r in rounds(folder) if r > round_]):
+    for newer in reversed([r for r in saved_rounds(folder) if r > round_]):
         _forget(folder / f"{newer:08d}")
 
 
 def _tensors(state: RunState) -> dict[str, Tensor]:
-    server = {f"server.{name}": x for name, x in tree.named(state.server)}
-    nodes = {f"nodes.{name}": x for name, x in tree.named(state.nodes)}
-    under_way = {f"under_way.{name}": x for name, x in tree.named(state.under_way)}
+    server = {f"server.{name}": x for name, x in tree.named_leaves(state.server)}
+    nodes = {f"nodes.{name}": x for name, x in tree.named_leaves(state.nodes)}
+    under_way = {f"under_way.{name}": x for name, x in tree.named_leaves(state.under_way)}
     return {**server, "buffers": state.buffers, **nodes, **under_way}
 
 
@@ -247,9 +247,9 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
         if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
             found = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
             raise CheckpointError(f"checkpoint {folder}: '{name}' should be {tuple(x.shape)} {x.dtype}, it is {found}")
-    names = [f"server.{name}" for name, _ in tree.named(like.server)]
+    names = [f"server.{name}" for name, _ in tree.named_leaves(like.server)]
     server = tree.unflatten(like.server, [tensors[n].to(device) for n in names])
-    nodes = tree.unflatten(like.nodes, [tensors[f"nodes.{name}"] for name, _ in tree.named(like.nodes)])
+    nodes = tree.unflatten(like.nodes, [tensors[f"nodes.{name}"] for name, _ in tree.named_leaves(like.nodes)])
     return RunState(
         meta["round"],
         server,
@@ -261,7 +261,7 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
         nodes,
         _ledger(meta, folder),
         tree.unflatten(
-            like.under_way, [tensors[f"under_way.{name}"].to(x.device) for name, x in tree.named(like.under_way)]
+            like.under_way, [tensors[f"under_way.{name}"].to(x.device) for name, x in tree.named_leaves(like.under_way)]
         ),
     )
 

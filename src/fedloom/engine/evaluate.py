@@ -29,7 +29,7 @@ from torch.func import grad, grad_and_value, jvp
 
 from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
-from fedloom.core.metrics import Scores, Verdicts, auc, score, sum_by, summary
+from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, score, sum_by
 from fedloom.engine.curvature import training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
@@ -69,7 +69,7 @@ class ParticipantScores(NamedTuple):
         if not self.ids:
             return {}
         before, after = (across_ranks(exp, torch.cat(self.ids), Verdicts.cat(x)) for x in (self.before, self.after))
-        return summary("participants/pre_fit/test", before) | summary("participants/post_fit/test", after)
+        return client_metrics("participants/pre_fit/test", before) | client_metrics("participants/post_fit/test", after)
 
 
 class Answers(NamedTuple):
@@ -183,7 +183,7 @@ def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str,
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     found = each_client(exp, state, store)
-    return summary(f"personal/{exp.algorithm.traits.served}/test", found, shared=_is_shared(exp))
+    return client_metrics(f"personal/{exp.algorithm.traits.served}/test", found, shared=_is_shared(exp))
 
 
 def _is_shared(exp: Experiment) -> bool:
@@ -213,7 +213,7 @@ def evaluate_models(exp: Experiment, part: ClientModels) -> Verdicts:
     """Each client's model on the client's own held-out rows; clients without such rows are skipped.
 
     Nothing is read back from the device, so that groups can be evaluated one after another, joined by
-    ``Verdicts.cat`` and named by ``metrics.summary``.
+    ``Verdicts.cat`` and named by ``metrics.client_metrics``.
     """
     answers = _side_by_side if exp.task.lanes else _one_by_one
     found = []

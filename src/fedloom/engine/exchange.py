@@ -73,7 +73,7 @@ def unchecked(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
 
 
 def _summed(outcome: Outcome, times: Tensor) -> tuple[Tensor, Any]:
-    weights = outcome.weights.double() * tree.moved(times, outcome.weights.device)
+    weights = outcome.weights.double() * tree.on_device(times, outcome.weights.device)
     return weights, tree.mix(weights[None], (outcome.uploads, outcome.buffers))
 
 
@@ -104,11 +104,11 @@ def inbox(tally: Tally, sizes: Tensor, address: tuple[int, int] = (0, 0)) -> Inb
     uploads: Any = ()
     weights: Any = ()
     if tally.kept:
-        order = tree.moved(tally.ids().argsort(), tally.buffers.device)
+        order = tree.on_device(tally.ids().argsort(), tally.buffers.device)
         uploads = tree.take(tree.cat([u for _, u, _ in tally.kept]), order)
         weights = torch.cat([w for _, _, w in tally.kept])[order]
     device = tally.buffers.device
     numbers = torch.tensor([tally.senders, len(sizes), int(sizes.sum())], dtype=torch.float64)
-    senders, population, examples = tree.moved(numbers, device)
-    clients = tree.moved(torch.cat(tally.senders_ids).sort().values, device)
+    senders, population, examples = tree.on_device(numbers, device)
+    clients = tree.on_device(torch.cat(tally.senders_ids).sort().values, device)
     return Inbox(tally.total, tally.weight, senders, population, examples, uploads, weights, address, clients)

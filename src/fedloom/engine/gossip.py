@@ -36,7 +36,17 @@ from fedloom.data.arrays import Ints
 from fedloom.engine.divergence import names_of, rate
 from fedloom.engine.evaluate import ClientModels, ParticipantScores, everyones_models, nodes_scored, over_nodes
 from fedloom.engine.local import Outcome, mapped
-from fedloom.engine.mixing import WIDE, Consensus, columns_of, device_of, in_turn, is_dense, mix, product, sparse_rows
+from fedloom.engine.mixing import (
+    WIDE,
+    Consensus,
+    columns_of,
+    device_of,
+    in_turn,
+    is_dense,
+    mixed_rows,
+    product,
+    sparse_rows,
+)
 from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology.network import Moment, Topology, surviving, usable
@@ -132,7 +142,7 @@ def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mas
     whose, where = torch.from_numpy(asked), torch.from_numpy(rows).to(exp.device)
     models = torch.cat([part.w for part in everyones_models(exp, state, store, whose)])
     plain = Weights(len(offline), to, np.searchsorted(asked, by), 1.0 / heard[to])
-    taken = tree.take(mix(plain, (models, state.buffers[whose.to(exp.device)])), where)
+    taken = tree.take(mixed_rows(plain, (models, state.buffers[whose.to(exp.device)])), where)
     w, buffers = tree.tmap(
         lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server.w, state.buffers), taken
     )
@@ -182,7 +192,7 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
     scores, ok, excluded = ParticipantScores(), np.zeros(count, dtype=bool), []
     scored: list[tuple[Tensor, Tensor]] = []
     groups, pre_mix = groups_of(exp, state.round, present), due and exp.evaluate.pre_mix
-    rows = Rows(store, count)
+    rows = NodeRows(store, count)
     for part in train_all(exp, state, store, groups, watched=watched, models=pre_mix):
         ids = part.group.ids
         scores = scores.with_group(exp, part) if due and exp.evaluate.participants else scores
@@ -200,7 +210,7 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
     return Trained(rows.whole(), ok, tuple(sorted(excluded)), scores, before)
 
 
-class Rows:
+class NodeRows:
     """Rows of all nodes that are made some at a time, and lie where the store keeps what is large."""
 
     def __init__(self, store: ClientStore, count: int) -> None:
@@ -342,9 +352,9 @@ def _by_rows(
 ) -> tuple[Any, Consensus | None]:
     """Some nodes at a time."""
     weights, uploads, read, ok = mail
-    rows = Rows(store, weights.nodes)
+    rows = NodeRows(store, weights.nodes)
     for part in _parts(weights.nodes, exp.lanes):
-        heard = tree.take(read._replace(total=()), part)._replace(total=mix(weights, uploads, part))
+        heard = tree.take(read._replace(total=()), part)._replace(total=mixed_rows(weights, uploads, part))
         if apart is not None:
             apart = apart.seen(_means(heard), ok[part])
         old, keep_new = tree.take(state.server, part), torch.from_numpy(ok[part]).to(exp.device)
@@ -390,7 +400,7 @@ def _means(heard: Inbox[Any]) -> Any:
 def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any, mass: Any, ok: Mask) -> Any:
     """What nodes have under push-sum: their model times their mass, and their move; who did not train has none."""
     scale, moved = torch.from_numpy(mass).to(exp.device), torch.from_numpy(ok).to(exp.device)
-    rows = Rows(store, len(ok))
+    rows = NodeRows(store, len(ok))
     for part in _parts(len(ok), exp.lanes):
         down = mapped(exp.algorithm.send, (0,))(tree.take(state.server, part))
         sent = tree.take(uploads, part)
@@ -440,9 +450,9 @@ def _halfway(
     exp: Experiment, store: ClientStore, weights: Weights, uploads: Any, buffers: Tensor, mass: Any, *, push: bool
 ) -> tuple[Any, Tensor, Any]:
     """What nodes hold between two gossip steps."""
-    rows = Rows(store, weights.nodes)
+    rows = NodeRows(store, weights.nodes)
     for part in _parts(weights.nodes, exp.lanes):
-        total = mix(weights, uploads, part)
+        total = mixed_rows(weights, uploads, part)
         rows.write(torch.arange(part.start, part.stop), tree.tmap(lambda t, x: t.to(x.dtype), total, uploads))
     after = weights._replace(value=weights.value * mass[weights.by]).rows() if push else mass
     return rows.whole(), _statistics(exp, weights, buffers, push=push).to(buffers.dtype), after
@@ -450,7 +460,7 @@ def _halfway(
 
 def _statistics(exp: Experiment, weights: Weights, buffers: Tensor, *, push: bool) -> Tensor:
     """Running statistics after they were mixed: a mean also where models are not.  ``[N, Q]``"""
-    mixed = mix(weights, buffers)
+    mixed = mixed_rows(weights, buffers)
     return mixed / torch.from_numpy(weights.rows()).to(exp.device)[:, None] if push else mixed
 
 

@@ -117,8 +117,8 @@ def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
     world = _world(cls, cohort=Cohort(sampling="all"))
     server, clients = _after(world, 2)
     sizes = world.federation.train.sizes.double()
-    for (name, kept), (_, first) in zip(tree.named(server), tree.named(begin(world).server), strict=True):
-        for theirs, states in tree.named(clients):
+    for (name, kept), (_, first) in zip(tree.named_leaves(server), tree.named_leaves(begin(world).server), strict=True):
+        for theirs, states in tree.named_leaves(clients):
             if name == "w" or states.shape[1:] != kept.shape or torch.equal(kept, first):
                 continue
             means = (states.double().mean(0), torch.tensordot(sizes / sizes.sum(), states.double(), 1))
@@ -471,7 +471,7 @@ def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
 
 
 def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:
-    for (name, left), (_, right) in zip(tree.named(a), tree.named(b), strict=True):
+    for (name, left), (_, right) in zip(tree.named_leaves(a), tree.named_leaves(b), strict=True):
         if exactly and not torch.equal(left, right):
             raise BrokenLawError(f"{what} differ in '{name}' by up to {_gap(left, right):.3g}")
         if not torch.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE):
@@ -486,13 +486,13 @@ def _untouched(name: str, function: Callable[..., Any], *arguments: Any) -> None
     before = [tree.tmap(torch.clone, argument) for argument in arguments]
     function(*arguments)
     for place, (old, new) in enumerate(zip(before, arguments, strict=True)):
-        for (leaf, a), (_, b) in zip(tree.named(old), tree.named(new), strict=True):
+        for (leaf, a), (_, b) in zip(tree.named_leaves(old), tree.named_leaves(new), strict=True):
             if not torch.equal(a, b):
                 raise BrokenLawError(f"{name}() wrote into its argument {place + 1} ('{leaf}')")
 
 
 def _same_form(a: Any, b: Any, what: str) -> None:
-    old = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(a)]
-    new = [(name, tuple(x.shape), x.dtype) for name, x in tree.named(b)]
+    old = [(name, tuple(x.shape), x.dtype) for name, x in tree.named_leaves(a)]
+    new = [(name, tuple(x.shape), x.dtype) for name, x in tree.named_leaves(b)]
     if old != new:
         raise BrokenLawError(f"{what} changed its form: {old} became {new}")

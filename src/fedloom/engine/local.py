@@ -34,7 +34,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
-from fedloom.engine import graphs
+from fedloom.engine import cuda_graphs
 from fedloom.engine.plan import Group, again, once
 
 Executor: TypeAlias = Literal["loop", "lanes"]
@@ -168,7 +168,7 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
     memory = () if given.memory is None else now.at.memory
     ended = models(now.at)
     outcome = Outcome(upload, state, weight, now.buffers, group.work.steps, memory, begun, ended, now.gradients)
-    return outcome if alg.task.capture == "eager" else graphs.kept(alg.task, outcome)
+    return outcome if alg.task.capture == "eager" else cuda_graphs.kept(alg.task, outcome)
 
 
 def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple
         for phase in adaptation_of(alg):
             now = _run(alg, phase, fed, now, given)
     models = _over(alg.task)(lambda x, _: model_of(alg, x), (0, 0))(now.at.x, group.work)
-    return graphs.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
+    return cuda_graphs.kept(alg.task, models) if alg.task.capture != "eager" else models, now.buffers
 
 
 def _surveyed(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Group:
@@ -206,7 +206,7 @@ class Now(NamedTuple):
 
 def _passed(gradients: Tensor, each: float, batches: list[int]) -> Tensor:
     """The gradients [K] with these batches [K] at ``each`` gradients a batch."""
-    return gradients + each * tree.moved(torch.tensor(batches, dtype=torch.float64), gradients.device)
+    return gradients + each * tree.on_device(torch.tensor(batches, dtype=torch.float64), gradients.device)
 
 
 def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
@@ -299,7 +299,7 @@ def _descend(
         carries, buffers = _stacked(each)
         return carries, buffers
     if alg.task.capture != "eager":
-        there = graphs.descend(alg, phase, fed, group, at, given)
+        there = cuda_graphs.descend(alg, phase, fed, group, at, given)
         if there is not None:
             return there, given.buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])

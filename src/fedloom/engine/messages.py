@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Inbox
 from fedloom.core import tree
-from fedloom.engine.mixing import mix
+from fedloom.engine.mixing import mixed_rows
 from fedloom.engine.topology.weights import Weights
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def inbox_of(
     heard = [messages[sender] for sender in senders]
     bodies = tree.stack([(message.upload, message.buffers) for message in heard])
     mass = np.array([message.mass for message in heard])
-    total, buffers = tree.take(mix(row, bodies, slice(0, 1)), 0)
+    total, buffers = tree.take(mixed_rows(row, bodies, slice(0, 1)), 0)
     weight = (row._replace(value=value * mass) if push_sum else row).rows()[0]
     if push_sum:
         buffers = buffers / row.rows()[0]
@@ -56,6 +56,6 @@ def inbox_of(
     return Inbox(total, weight, senders_, population, rows, own=own), buffers
 
 
-def spread(inbox: Inbox[Any], upload: T) -> T:
+def next_upload(inbox: Inbox[Any], upload: T) -> T:
     """What a node sends in the next gossip step of the same round, instead of ``upload``."""
     return tree.tmap(lambda x, total: total.to(x.dtype), upload, inbox.total)

@@ -24,7 +24,7 @@ _NARROW = 128  # columns below which a block would be all overhead
 WIDE = 1 << 13  # columns that an algorithm is given at a time: their sums stay in the cache that cores share
 
 
-def mix(weights: Weights, values: T, rows: slice | None = None) -> T:
+def mixed_rows(weights: Weights, values: T, rows: slice | None = None) -> T:
     """These ``rows`` (all, if none are named) of the matrix times stacked ``values`` [N, ...], in float64.
 
     On a processor only entries that are not zero cost anything. The columns of the product are made block by block, so

@@ -79,7 +79,7 @@ class Group(NamedTuple):
 
     def to(self, device: torch.device) -> Group:
         """The same group where it will be trained."""
-        rows, mask, keys, work = tree.moved((self.rows, self.mask, self.keys, self.work), device)
+        rows, mask, keys, work = tree.on_device((self.rows, self.mask, self.keys, self.work), device)
         return self._replace(rows=rows, mask=mask, keys=keys, work=work)
 
     def pick(self, lanes: list[int], pass_: int | None = None) -> Group:
@@ -102,7 +102,7 @@ class Group(NamedTuple):
         return Group(self.ids[lanes], rows, mask, keys, steps, widths, per_epoch, work, self.plan)
 
 
-def draw(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
+def draw_cohort(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
     """The cohort of a round; a client without training data is never drawn."""
     able = np.flatnonzero(sizes.numpy() > 0)
     size = cohort.size if cohort.size is not None else min(10, len(able))

@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clock import Load, Present, System, Timetable, attend, speeds, timetable
 from fedloom.engine.fleet import Fleet
 from fedloom.engine.local import Executor, Given, mapped, plain_batch
-from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw
+from fedloom.engine.plan import Cohort, Drawn, Group, amounts, draw_cohort
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.store import ClientStore
@@ -191,7 +191,7 @@ class Experiment:
                 ids = ids[torch.from_numpy(~self.topology.resting(len(sizes), Moment(self.seed, round_)))]
             return Present(Drawn(ids, torch.ones(len(ids))), amounts(self.local, sizes[ids]).steps, len(ids))
         chance = self.seed if self.guard is None else self.guard.lottery(self.seed)
-        drawn = draw(self.cohort, sizes, chance, round_)
+        drawn = draw_cohort(self.cohort, sizes, chance, round_)
         amount = amounts(self.local, sizes[drawn.ids])
         epochs = self.local.epochs if self.local.steps is None else 1
         partial = self.algorithm.traits.partial_work

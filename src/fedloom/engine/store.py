@@ -60,7 +60,7 @@ def is_on_disk(memo: Memo) -> bool:
     return "lines" in memo
 
 
-def moved(
+def memo_for(
     memo: Memo, tensors: dict[str, Tensor], store: ClientStore, folder: Path, blank: Any
 ) -> tuple[Memo, dict[str, Tensor]]:
     """A committed point as ``store`` can go back to it: where it is on disk, in ``folder``, and is to be in memory.
@@ -77,7 +77,7 @@ def moved(
     source = DiskStore(folder, store.clients)
     source.restore(memo, [], {})
     target = RamStore(store.clients)
-    target.scatter(source.known(), source.gather(source.known(), tree.moved(blank, torch.device("cpu"))))
+    target.scatter(source.known(), source.gather(source.known(), tree.on_device(blank, torch.device("cpu"))))
     return target.commit(), target.tensors()
 
 

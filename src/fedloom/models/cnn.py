@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from fedloom.models.net import Model, Net, hidden, image
+from fedloom.models.net import Net, NetSpec, hidden, image
 
 Padding = Literal["valid", "same"]
 BORDERS: dict[Padding, tuple[int, int]] = {"valid": (0, 0), "same": (2, 2)}
 
 
-class FedAvgCNN(Model):
+class FedAvgCNN(NetSpec):
     """The CNN of FedAvg (McMahan et al., 2017) and of FedALA and pFedALA: 32 and 64 channels, then 512 features.
 
     McMahan's own net pads (``same``); the personalised methods were measured with the ``valid`` one.
@@ -31,7 +31,7 @@ class FedAvgCNN(Model):
         )
 
 
-class CNN64(Model):
+class CNN64(NetSpec):
     """The CNN of FedALR, and the "LeNet" of DFedGAM: twice 64 channels, then 384 and 192 features."""
 
     kind: ClassVar[str] = "cnn64"
@@ -40,7 +40,7 @@ class CNN64(Model):
         return conv_net(self.kind, shape, classes, channels=(64, 64), borders=(0, 0), widths=(384, 192))
 
 
-class LawCNN(Model):
+class LawCNN(NetSpec):
     """The CNN of LAW-AFL: 32 and 64 channels, then 1024 features."""
 
     kind: ClassVar[str] = "cnn_law"

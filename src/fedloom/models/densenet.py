@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from fedloom.models.net import GlobalMean, Net, image
-from fedloom.models.resnet import StemmedModel
+from fedloom.models.resnet import StemmedSpec
 
 
 class Dense(nn.Module):
@@ -23,7 +23,7 @@ class Dense(nn.Module):
         return torch.cat([x, self.path(x)], 1)
 
 
-class DenseNet121(StemmedModel):
+class DenseNet121(StemmedSpec):
     """DenseNet-121, a backbone of LAW-AFL: blocks of 6, 12, 24 and 16 layers, 1024 features at growth 32."""
 
     kind: ClassVar[str] = "densenet121"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedloom.models.cnn import conv_net
-from fedloom.models.net import Model, Net
+from fedloom.models.net import Net, NetSpec
 
 
-class LeNet5(Model):
+class LeNet5(NetSpec):
     """LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling: 6 and 16 channels, then 120 and 84 features.
 
     It was drawn for 32x32, so smaller images are padded by 2 on each side (28x28 becomes exactly that).
@@ -21,7 +21,7 @@ class LeNet5(Model):
         return conv_net(self.kind, shape, classes, channels=(6, 16), borders=(border, 0), widths=(120, 84))
 
 
-class LawLeNet(Model):
+class LawLeNet(NetSpec):
     """The LeNet of FedLAW: 16 and 32 padded channels, and no hidden layer."""
 
     kind: ClassVar[str] = "lenet_law"

@@ -8,10 +8,10 @@ from typing import ClassVar
 from pydantic import Field, PositiveInt
 from torch import nn
 
-from fedloom.models.net import Model, Net, hidden
+from fedloom.models.net import Net, NetSpec, hidden
 
 
-class Logistic(Model):
+class Logistic(NetSpec):
     """Multinomial logistic regression: one linear layer on the flattened input, convex in its parameters."""
 
     kind: ClassVar[str] = "logistic"
@@ -20,7 +20,7 @@ class Logistic(Model):
         return Net(nn.Flatten(), prod(shape), classes)
 
 
-class MLP(Model):
+class MLP(NetSpec):
     """Fully connected layers with ReLU; LAW-AFL's is ``widths = [512, 256]``, FedLAW's ``[200, 200]``."""
 
     kind: ClassVar[str] = "mlp"

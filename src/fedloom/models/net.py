@@ -31,7 +31,7 @@ class Net(nn.Module):
         return logits
 
 
-class Model(Kind):
+class NetSpec(Kind):
     """A net by name, with its settings; it fits itself to the shape of the data."""
 
     projection: NonNegativeInt = Field(
@@ -74,7 +74,7 @@ class Model(Kind):
         raise NotImplementedError
 
 
-class NormedModel(Model):
+class NormedSpec(NetSpec):
     """A deep net whose normalisation is a choice.
 
     ``group`` keeps no statistics, so clients share nothing but parameters; ``batch`` has running statistics, which

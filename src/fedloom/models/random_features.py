@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor, nn
 
 from fedloom.core import rng
-from fedloom.models.net import Model, Net
+from fedloom.models.net import Net, NetSpec
 
 
 class RandomFeatures(NamedTuple):
@@ -56,7 +56,7 @@ class RandomReLU(nn.Module):
         return relu_features(x.double(), RandomFeatures(self.weight, self.bias)).to(x.dtype)
 
 
-class RandomFeatureNet(Model):
+class RandomFeatureNet(NetSpec):
     """A linear layer on random ReLU features of the flattened input (Rahimi and Recht, 2007); only it is trained.
 
     All that know the seed have the same features, and more of them begin with the fewer. Inputs are standardised

@@ -9,9 +9,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedloom.core.schema import when
-from fedloom.models.net import GlobalMean, Net, NormedModel, image
+from fedloom.models.net import GlobalMean, Net, NormedSpec, image
 
-Block: TypeAlias = Callable[[NormedModel, int, int, int], nn.Module]
+Block: TypeAlias = Callable[[NormedSpec, int, int, int], nn.Module]
 
 
 class Residual(nn.Module):
@@ -28,7 +28,7 @@ class Residual(nn.Module):
         return out
 
 
-class StemmedModel(NormedModel):
+class StemmedSpec(NormedSpec):
     """A net made for ImageNet, whose first layers are a choice.
 
     ``cifar`` starts with one 3x3 convolution and keeps the size; ``imagenet`` divides it by four at once.
@@ -47,7 +47,7 @@ class StemmedModel(NormedModel):
         return nn.Sequential(self.unit(inputs, 64, 7, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
 
 
-class ResNet20(NormedModel):
+class ResNet20(NormedSpec):
     """ResNet-20 for small images: three stages of three basic blocks; LAW-AFL also uses ``width = 64``."""
 
     kind: ClassVar[str] = "resnet20"
@@ -60,7 +60,7 @@ class ResNet20(NormedModel):
         return _residual_net(self, stem, _basic, classes, width=self.width, outputs=self.width, depths=(3, 3, 3))
 
 
-class ResNet18(StemmedModel):
+class ResNet18(StemmedSpec):
     """ResNet-18, the backbone of AFL: four stages of two basic blocks, 512 features."""
 
     kind: ClassVar[str] = "resnet18"
@@ -70,7 +70,7 @@ class ResNet18(StemmedModel):
         return _residual_net(self, self.entry(channels), _basic, classes, width=64, outputs=64, depths=(2, 2, 2, 2))
 
 
-class ResNet50(StemmedModel):
+class ResNet50(StemmedSpec):
     """ResNet-50, the backbone of LAW-AFL: stages of 3, 4, 6 and 3 bottleneck blocks, 2048 features."""
 
     kind: ClassVar[str] = "resnet50"
@@ -83,7 +83,7 @@ class ResNet50(StemmedModel):
 
 
 def _residual_net(
-    model: NormedModel,
+    model: NormedSpec,
     stem: nn.Module,
     block: Block,
     classes: int,
@@ -111,12 +111,12 @@ def _residual_net(
     return Net(body, inputs, classes)
 
 
-def _basic(model: NormedModel, inputs: int, outputs: int, stride: int) -> Residual:
+def _basic(model: NormedSpec, inputs: int, outputs: int, stride: int) -> Residual:
     path = [model.unit(inputs, outputs, 3, stride), nn.ReLU(), model.unit(outputs, outputs, 3)]
     return _shortened(model, path, inputs, outputs, stride)
 
 
-def _bottleneck(model: NormedModel, inputs: int, outputs: int, stride: int) -> Residual:
+def _bottleneck(model: NormedSpec, inputs: int, outputs: int, stride: int) -> Residual:
     """The stride sits on the 3x3 convolution, as in torchvision, not on the first 1x1 as in the paper."""
     narrow = outputs // 4
     path = [
@@ -127,7 +127,7 @@ def _bottleneck(model: NormedModel, inputs: int, outputs: int, stride: int) -> R
     return _shortened(model, path, inputs, outputs, stride)
 
 
-def _shortened(model: NormedModel, path: list[nn.Module], inputs: int, outputs: int, stride: int) -> Residual:
+def _shortened(model: NormedSpec, path: list[nn.Module], inputs: int, outputs: int, stride: int) -> Residual:
     """The path with its shortcut: the identity, or a projection where that does not fit."""
     if model.norm == "none":  # nothing else keeps the variance from doubling with every block (Zhang et al., 2019)
         for parameter in path[-1].parameters():

@@ -34,13 +34,8 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     axes[1].set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     if path is not None:
-        write(path, rendered(figure, path.suffix or ".png"))
+        write(path, as_file(figure, path.suffix or ".png"))
     return figure
-
-
-def rendered(figure: Figure, suffix: str) -> bytes:
-    """A figure as a file of this kind."""
-    return as_file(figure, suffix)
 
 
 def _names(records: list[dict[str, Any]], leaf: str) -> list[str]:

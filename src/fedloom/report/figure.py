@@ -37,7 +37,7 @@ def canvas(width: float, height: float) -> Figure:
     return figure
 
 
-def drawn(make: Callable[[], Figure], suffix: str = ".png") -> bytes:
+def styled(make: Callable[[], Figure], suffix: str = ".png") -> bytes:
     """A figure, made in the style of the house, as a file of this kind."""
     import matplotlib
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.data.arrays import Ints
-from fedloom.data.partition import Summary
-from fedloom.report.figure import INK, canvas, drawn, plain_frame, suffix_of, write
+from fedloom.data.partition import PartitionSummary
+from fedloom.report.figure import INK, canvas, plain_frame, styled, suffix_of, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +29,10 @@ def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path
     """Write the picture of how many rows of each class every client holds; the suffix is ``.png`` or ``.svg``."""
     suffix, shown = suffix_of(path), _shown(clients)
     counts = _table(y, owner, clients, shown, len(labels))
-    write(path, drawn(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))
+    write(path, styled(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))
 
 
-def table(summary: Summary) -> list[tuple[str, str]]:
+def table(summary: PartitionSummary) -> list[tuple[str, str]]:
     """The names and values that describe a partition, ready to print."""
     s = summary
     return [
@@ -47,7 +47,7 @@ def table(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def lines(summary: Summary, notes: Sequence[str] = ()) -> list[str]:
+def summary_lines(summary: PartitionSummary, notes: Sequence[str] = ()) -> list[str]:
     """The table as aligned lines of text, followed by the notes."""
     pairs = table(summary)
     width = max(len(name) for name, _ in pairs)

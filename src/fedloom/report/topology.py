@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.data.arrays import Ints
-from fedloom.report.figure import INK, canvas, drawn, suffix_of, write
+from fedloom.report.figure import INK, canvas, styled, suffix_of, write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,16 +21,16 @@ _MOST_NAMED = 60
 
 def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool = False, rows: int = 0) -> None:
     """Write the picture of a graph; the suffix is ``.png`` or ``.svg``. ``rows``: of a grid, else a circle."""
-    write(path, rendered(edges, nodes, suffix_of(path), title=title, directed=directed, rows=rows))
+    write(path, as_picture(edges, nodes, suffix_of(path), title=title, directed=directed, rows=rows))
 
 
-def rendered(
+def as_picture(
     edges: Ints, nodes: int, suffix: str = ".png", *, title: str = "", directed: bool = False, rows: int = 0
 ) -> bytes:
     """The same picture as a file of this kind."""
     at = places(nodes, rows)
     lines = _around(at[edges]) if rows > 1 else at[edges]
-    return drawn(lambda: _figure(edges, at, lines, title, directed=directed), suffix)
+    return styled(lambda: _figure(edges, at, lines, title, directed=directed), suffix)
 
 
 def table(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from fedloom.core.task import Batch, Task
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Source
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model, Net
+from fedloom.models.net import Net, NetSpec
 from fedloom.runs.find import algorithms, find_algorithm, user_algorithms
 from fedloom.runs.settings import SECTIONS
 
@@ -62,7 +62,7 @@ class Page(NamedTuple):
 _FAMILIES: dict[str, tuple[type[Any], str]] = {
     "datasets": (Source, "fedloom.data.sources"),
     "partitions": (Partition, "fedloom.data.partition"),
-    "models": (Model, "fedloom.models"),
+    "models": (NetSpec, "fedloom.models"),
     "topologies": (Topology, "fedloom.engine.topology"),
 }
 

@@ -42,7 +42,7 @@ def enter(
         return state, records, notes
     loaded, place = checkpoint.Loaded(state, {}), path / "checkpoints"
     with exp.ranks.agreed():
-        if how.at is not None or checkpoint.rounds(place):
+        if how.at is not None or checkpoint.saved_rounds(place):
             loaded = checkpoint.load(place, state, store, at=how.at, ranks=exp.ranks, blank=blank_client(exp))
             refuse_other_ledger(path, exp, loaded.state)
         damage = folder.fault(loaded.lengths) if folder is not None else ""
@@ -70,7 +70,7 @@ def _accepted(
     if how.revised:
         write_text(folder.path / "config.toml", as_toml(prepared.config))
     if not (folder.path / "partition.json").is_file():  # the run was killed before its first round
-        lay_out(folder, prepared)
+        write_first_files(folder, prepared)
     elif how.revised:
         folder.write("environment.json", read_environment(folder.path) | {"config_hash": config_hash(prepared.config)})
         if prepared.experiment.guard is not None:
@@ -103,7 +103,7 @@ def blank_client(exp: Experiment) -> Any:
     return exp.blank(exp.algorithm.send(exp.algorithm.init(exp.task.w0)))
 
 
-def lay_out(folder: RunFolder, prepared: Prepared) -> None:
+def write_first_files(folder: RunFolder, prepared: Prepared) -> None:
     """What a run folder holds before the first round."""
     folder.write("environment.json", environment(prepared.experiment.device) | choices(prepared))
     shared, topology, exp = prepared.shared, prepared.config.topology, prepared.experiment

@@ -24,7 +24,7 @@ from fedloom.data.files import is_folder
 from fedloom.data.partition import Assignment, Partition
 from fedloom.data.sources import Source, from_arrays
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model
+from fedloom.models.net import NetSpec
 
 KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
 DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
@@ -67,7 +67,7 @@ def _only(module: ModuleType) -> type[AnyAlgorithm]:
 def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
     """The algorithm that a setting names: ``file.py:Class``, ``package.module:Class``, ``file.py`` or a bare name."""
     if usercode.is_reference(name):
-        thing = usercode.load(name, at)
+        thing = usercode.load_code(name, at)
         if not _is_kind_of(thing, Algorithm):
             raise ConfigError([Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm")])
         found: type[AnyAlgorithm] = thing
@@ -99,7 +99,7 @@ def _is_kind_of(thing: Any, base: type[Any]) -> bool:
 def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str], Any] | None) -> Callable[..., Any]:
     def find(name: str, at: str) -> Any:
         if usercode.is_reference(name):
-            thing = usercode.load(name, at)
+            thing = usercode.load_code(name, at)
             if _is_kind_of(thing, base):
                 return thing
             wrapped = wrap(thing, name) if wrap is not None else None
@@ -116,15 +116,15 @@ def _finder(base: type[Any], package: str, word: str, wrap: Callable[[Any, str],
 
 
 _FUNCTION = " or a function that a .py file defines, as file.py:function,"
-_OR: dict[type[Any], str] = {Source: _FUNCTION, Partition: _FUNCTION, Model: " or of torch.nn.Module"}
+_OR: dict[type[Any], str] = {Source: _FUNCTION, Partition: _FUNCTION, NetSpec: " or of torch.nn.Module"}
 
 
-def _wrap_module(thing: Any, name: str) -> type[Model] | None:
+def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
     """A user's ``nn.Module`` class as a model: its settings are the arguments of its constructor."""
     if not _is_kind_of(thing, nn.Module):
         return None
 
-    class Own(Model):
+    class Own(NetSpec):
         model_config = ConfigDict(extra="allow")
         kind: ClassVar[str] = name
         buffers: Literal["average", "local"] = "average"
@@ -191,7 +191,7 @@ def _call(thing: Any, settings: dict[str, Any], offered: dict[str, Any], section
 CHOOSE: dict[str, Callable[[str, str], Any]] = {
     "data": _finder(Source, "fedloom.data.sources", "data source", _wrap_source),
     "partition": _finder(Partition, "fedloom.data.partition", "partition", _wrap_partition),
-    "model": _finder(Model, "fedloom.models", "model", _wrap_module),
+    "model": _finder(NetSpec, "fedloom.models", "model", _wrap_module),
     "algorithm": find_algorithm,
     "topology": _finder(Topology, "fedloom.engine.topology", "topology", None),
 }

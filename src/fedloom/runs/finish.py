@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.engine import checkpoint, graphs
+from fedloom.engine import checkpoint, cuda_graphs
 from fedloom.engine.evaluate import ClientModels, each_client, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
@@ -61,7 +61,7 @@ def finish(
         )
         checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
     if exp.captures:
-        folder.write("steps.json", graphs.built(exp.task)._asdict())
+        folder.write("steps.json", cuda_graphs.built(exp.task)._asdict())
     shared = prepared.shared
     clients = client_table(shared.counts(), shared.clients, shared.arrays.labels, measured)
     write_text(folder.path / "clients.csv", csv_text(clients))

@@ -76,7 +76,7 @@ class RunFolder:
         except BlockingIOError as error:
             raise CheckpointError(f"{path}: another process is using this run folder") from error
         self._files: dict[str, BinaryIO] = {}
-        self._sums = Sums()  # of the metrics
+        self._sums = Checksums()  # of the metrics
         try:
             disk.refuse_links(path)
             for name in self._present(*_GROWING):
@@ -114,7 +114,7 @@ class RunFolder:
 
     def before_last(self) -> Lengths:
         """The lengths as they were before the last line of the metrics was written."""
-        return Sums(_lines(_bytes(self.path / METRICS))[:-1]).told()
+        return Checksums(_lines(_bytes(self.path / METRICS))[:-1]).told()
 
     def fault(self, lengths: Lengths) -> str:
         """What is wrong with the metrics of which a checkpoint says these lengths; nothing where they are whole."""
@@ -140,7 +140,7 @@ class RunFolder:
     def rewind(self, lengths: Lengths, done: int) -> None:
         """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
         keep = lengths.get(METRICS, 0)
-        self._sums = Sums(_lines(_bytes(self.path / METRICS)[:keep]))
+        self._sums = Checksums(_lines(_bytes(self.path / METRICS)[:keep]))
         # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
         self._cut(METRICS, keep)
         for name in _GROWING[1:]:
@@ -219,7 +219,7 @@ class RunFolder:
 Lengths = dict[str, Any]  # of the metrics, as a checkpoint remembers them
 
 
-class Sums:
+class Checksums:
     """How long the metrics are, and their checksums: of all, and of each line, so that a damaged one can be found."""
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:

@@ -8,7 +8,7 @@ import torch
 from fedloom.algorithm import Noise
 from fedloom.algorithm.capabilities import private_sums
 from fedloom.data.federation import Federation
-from fedloom.engine.plan import draw
+from fedloom.engine.plan import draw_cohort
 from fedloom.maths.private_sums import sensitivity
 from fedloom.runs.settings import Config
 from fedloom.trust import noise
@@ -21,7 +21,7 @@ from fedloom.trust.noise import Key
 def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     """Privacy as it is in this run: for its sampling, its rounds and its clients."""
     how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
-    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.drawn()
+    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
     if how.clip is None or cohort.sampling == "proportional":
@@ -38,7 +38,7 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
         taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
         sends = private_sums(config.algorithm)
         for r in range(rounds):
-            taken[r + 1, draw(cohort, sizes, seed, r).ids] = 1 if sends is None else sends.releases_in(r)
+            taken[r + 1, draw_cohort(cohort, sizes, seed, r).ids] = 1 if sends is None else sends.releases_in(r)
         uses = tuple(taken.cumsum(0).max(1).values.tolist())
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))

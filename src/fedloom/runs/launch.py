@@ -151,7 +151,7 @@ def follow_parent(world: Mapping[str, str] = os.environ) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     """What a rank on this machine is told; one thread for each, unless somebody has said otherwise."""
     from fedloom.engine.ranks import MEETING
 
@@ -172,7 +172,7 @@ def environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 def _started(words: list[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "fedloom", *words],  # no module of the working folder hides an installed one
-        env=environment(rank, ranks, folder),
+        env=rank_environment(rank, ranks, folder),
         stdin=subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         start_new_session=True,

@@ -15,7 +15,7 @@ from fedloom.core.errors import (
     DivergedError,
     LostRankError,
 )
-from fedloom.engine import checkpoint, graphs
+from fedloom.engine import checkpoint, cuda_graphs
 from fedloom.engine.ranks import Ranks
 from fedloom.engine.rounds import rounds
 from fedloom.engine.state import Experiment, Round, RunState
@@ -128,7 +128,7 @@ def _rounds(
             ends = exp.ranks.any_rank(stop.is_set()) or state.round == exp.rounds
             saved = _save(run, state, saved, ends=ends)
             clock.append(time.perf_counter())
-            noted = graphs.built(exp.task).notes
+            noted = cuda_graphs.built(exp.task).notes
             listener.advanced(_progress(run, done, newest, clock, noted[reported:]))
             reported = len(noted)
             if ends and state.round < exp.rounds:

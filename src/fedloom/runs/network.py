@@ -20,16 +20,16 @@ def described(topology: Topology, nodes: int, seed: int, sizes: Iterable[int] | 
 
 def draw_topology(topology: Topology, nodes: int, seed: int, path: Path) -> None:
     """The graph of the first round as a picture."""
-    from fedloom.report.topology import draw
+    from fedloom.report import topology as pictures
 
-    draw(topology.edges(nodes, Moment(seed)), nodes, path, **_shown(topology, nodes))
+    pictures.draw(topology.edges(nodes, Moment(seed)), nodes, path, **_shown(topology, nodes))
 
 
 def picture(topology: Topology, nodes: int, seed: int) -> bytes:
     """The same as a PNG file."""
-    from fedloom.report.topology import rendered
+    from fedloom.report import topology as pictures
 
-    return rendered(topology.edges(nodes, Moment(seed)), nodes, **_shown(topology, nodes))
+    return pictures.as_picture(topology.edges(nodes, Moment(seed)), nodes, **_shown(topology, nodes))
 
 
 def _shown(topology: Topology, nodes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
-from fedloom.data.partition import Natural, Summary, fingerprint, split, summary
+from fedloom.data.partition import Natural, PartitionSummary, fingerprint, held_out_rows, summary
 from fedloom.data.proxy import lacking, without
 from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
@@ -31,7 +31,7 @@ from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.topology.facts import faults as topology_faults
 from fedloom.engine.uploads import example_upload
-from fedloom.models.net import Model, Net
+from fedloom.models.net import Net, NetSpec
 from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
 from fedloom.trust import corruption, noise, robust
@@ -60,7 +60,7 @@ class Shared(NamedTuple):
     def labels(self) -> Ints:
         return self.arrays.y[~self.arrays.test]
 
-    def summary(self) -> Summary:
+    def summary(self) -> PartitionSummary:
         return summary(self.labels, self.owner, self.clients, self.arrays.classes)
 
     def counts(self) -> Ints:
@@ -107,7 +107,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     client = arrays.client[train] if arrays.client is not None else None
     chance = rng.stream(seed, "partition")
     found = partition.assign(arrays.y[train], arrays.classes, chance, client)
-    held_out = split(found.owner, found.clients, partition.holdout, seed)
+    held_out = held_out_rows(found.owner, found.clients, partition.holdout, seed)
     bad = config.corruption.bad(found.clients, seed)
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     if arrays.clients and not isinstance(partition, Natural):
@@ -275,7 +275,7 @@ def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, F
     return task.on_features(), fed._replace(x=seen, scale=one, shift=0 * one), held
 
 
-def initial_task(model: Model, arrays: Arrays, seed: int, *node: int) -> Task:
+def initial_task(model: NetSpec, arrays: Arrays, seed: int, *node: int) -> Task:
     """The net with the initial parameters of this seed, or of a node; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init", *node).integers(1 << 62)))
@@ -371,7 +371,7 @@ def prepare_on_ranks(config: Config, root: Path, arrays: Arrays | None, key: Key
     ranks = joined()
     if ranks.size == 1:
         return prepare(config, root, arrays, key)
-    key = noise.from_text(ranks.broadcast(noise.as_text(key or noise.drawn())))
+    key = noise.from_text(ranks.broadcast(noise.as_text(key or noise.fresh_key())))
     with ranks.agreed():
         take_device(pick_device(config.engine.device))
         prepared = prepare(config, root, arrays, key)

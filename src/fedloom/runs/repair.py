@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.engine import checkpoint
-from fedloom.runs.folder import DAMAGED, METRICS, RunFolder, Sums
+from fedloom.runs.folder import DAMAGED, METRICS, Checksums, RunFolder
 
 
 def ways_out(folder: RunFolder, done: int) -> str:
@@ -20,7 +20,7 @@ def repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.L
     A crash on the way leaves metrics and checkpoint at odds, which is again damage that can be repaired.
     """
     kept, all_of_them = folder.sound(loaded.lengths), len(loaded.lengths.get(f"{METRICS} lines", "")) // 8
-    lengths = Sums(kept).told()
+    lengths = Checksums(kept).told()
     checkpoint.retell(folder.checkpoints, loaded.state.round, lengths)
     folder.mend(kept)
     told = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {DAMAGED}"

@@ -77,15 +77,15 @@ class History(NamedTuple):
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The curves of accuracy and loss as a matplotlib figure, saved where ``path`` says."""
-        from fedloom.report.curves import draw
+        from fedloom.report import curves
 
-        return draw(self.records, title=self.algorithm, path=Path(path) if path is not None else None)
+        return curves.draw(self.records, title=self.algorithm, path=Path(path) if path is not None else None)
 
     def picture(self) -> bytes:
         """The same as a PNG file."""
-        from fedloom.report.curves import rendered
+        from fedloom.report.figure import as_file
 
-        return rendered(self.plot(), ".png")
+        return as_file(self.plot(), ".png")
 
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom run --json`` prints."""

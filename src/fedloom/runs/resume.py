@@ -84,7 +84,7 @@ def _resumed_config(
     notes = [changed] if edited else []
     notes += [f"{word}, so the rounds that follow may differ" for word in other_versions(path)]
     if at is not None:
-        checkpoint.chosen(path / "checkpoints", at)
+        checkpoint.round_to_load(path / "checkpoints", at)
     if forget:
         table["algorithm"]["forget"] = clients_to_forget(table, forget)
     if rounds is not None:
@@ -95,7 +95,7 @@ def _resumed_config(
         if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
             why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
             raise ConfigError([Fault("--rounds", why)])
-        if at is None and rounds < max(checkpoint.rounds(path / "checkpoints"), default=0):
+        if at is None and rounds < max(checkpoint.saved_rounds(path / "checkpoints"), default=0):
             raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
         table["rounds"] = rounds
     if not is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:

@@ -31,7 +31,7 @@ from fedloom.engine.clock import System
 from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.topology.network import Topology
-from fedloom.models.net import Model
+from fedloom.models.net import NetSpec
 from fedloom.runs.contradictions import contradictions
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, name_of
 from fedloom.runs.in_memory import InMemory
@@ -83,7 +83,7 @@ class Config(NamedTuple):
     basics: Basics
     data: Source
     partition: Partition
-    model: Model
+    model: NetSpec
     local: Local
     cohort: Cohort
     algorithm: AnyAlgorithm
@@ -292,7 +292,7 @@ def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> 
     return {**{k: v for k, v in own.items() if not without_effect(SECTIONS[section], {**own, **given}, [k])}, **given}
 
 
-def _suggested_model(model: Model, algorithm: AnyAlgorithm) -> Model:
+def _suggested_model(model: NetSpec, algorithm: AnyAlgorithm) -> NetSpec:
     """The model with what the algorithm's own definition says of it, where the user said nothing of it."""
     own = defaults_of(algorithm).get("model", {})
     return model.model_copy(

@@ -12,7 +12,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.engine.ranks import joined
-from fedloom.runs.entry import lay_out
+from fedloom.runs.entry import write_first_files
 from fedloom.runs.find import name_of
 from fedloom.runs.folder import RunFolder, create, held, storage, unused
 from fedloom.runs.in_memory import InMemory, as_arrays, is_handed_over
@@ -85,6 +85,6 @@ def start(
     with held(out, new, ranks) as folder:
         with ranks.agreed(), storage(out):
             if folder is not None:
-                lay_out(folder, prepared)
+                write_first_files(folder, prepared)
                 folder.seal()
         return drive(prepared, folder, None, listener or Silence())

@@ -149,13 +149,13 @@ class Waiting(Generic[T]):
     def _keep(self) -> None:
         if self._path is not None:
             notes = {"awaits": str(self._awaits), "epochs": str(self._held.epochs)}
-            checkpoint.save_model(self._path, dict(tree.named(self._held.mean)), notes)
+            checkpoint.save_model(self._path, dict(tree.named_leaves(self._held.mean)), notes)
             disk.sync(self._path.parent)
 
 
 def recall(path: Path, like: T) -> Recalled[T]:
     """The mean that was kept at ``path``, a tree such as ``like``."""
-    wanted = dict(tree.named(like))
+    wanted = dict(tree.named_leaves(like))
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping

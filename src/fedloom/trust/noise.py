@@ -36,7 +36,7 @@ class Key:
         return int.from_bytes(_stream(self, _BYTES, name), "big")
 
 
-def drawn() -> Key:
+def fresh_key() -> Key:
     """A key that nobody knows, from the operating system."""
     return Key(secrets.token_bytes(_BYTES))
 

@@ -209,7 +209,7 @@ def _measured(what: str, a: Tensor, b: Tensor, how: Geometry, columns: int, side
 _CHOSEN: dict[str, str] = {}
 
 
-def chosen() -> dict[str, str]:
+def chosen_kernels() -> dict[str, str]:
     """What computes each convolution that has been met so far, by its shape."""
     return dict(_CHOSEN)
 

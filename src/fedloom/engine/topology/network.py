@@ -18,7 +18,7 @@ from fedloom.core.errors import SplitError
 from fedloom.core.schema import GIVEN, Kind, over, under, when
 from fedloom.data.arrays import Ints
 from fedloom.engine.topology.graphs import components, no_edges, ordered
-from fedloom.engine.topology.weights import Mask, Weights, arcs_of, cut, split, weigh
+from fedloom.engine.topology.weights import Mask, Weights, arcs_of, cut, push_sum_weights, weigh
 
 LOOKED = 1000  # rounds after which a network that changes should have been connected
 DRAWS = 10  # graphs over which the contraction of one that is drawn anew is measured
@@ -158,7 +158,7 @@ class Topology(Kind):
         """The mixing matrix of this moment, before anything fails; ``sizes`` [N] are training examples."""
         arcs = arcs_of(self.edges(nodes, at), directed=self.directed)
         if self.mixing == "push_sum":
-            return split(nodes, arcs)
+            return push_sum_weights(nodes, arcs)
         return weigh(nodes, arcs, self.weights, lazy=self.lazy, sizes=sizes)
 
     def matrix(self, nodes: int, at: Moment = START, sizes: Ints | None = None) -> Tensor:

@@ -82,7 +82,7 @@ def weigh(nodes: int, arcs: Ints, rule: str, *, lazy: bool = False, sizes: Ints 
     return closed(nodes, arcs, value / 2 if lazy else value)
 
 
-def split(nodes: int, arcs: Ints) -> Weights:
+def push_sum_weights(nodes: int, arcs: Ints) -> Weights:
     """Push-sum: every sender splits what it has evenly among its receivers and itself, so that columns sum to one."""
     share = 1.0 / (1 + sums(arcs[:, 1], np.ones(len(arcs)), nodes))
     return _sorted(nodes, arcs, share[arcs[:, 1]], share)

@@ -155,7 +155,7 @@ def _interval(gaps: Sequence[float]) -> tuple[float | None, float | None]:
 _HEADER = ("verdict", "claim", "in the paper", "differences")
 
 
-def lines(question: Question, decided: Sequence[Decided]) -> list[list[str]]:
+def table_lines(question: Question, decided: Sequence[Decided]) -> list[list[str]]:
     """A line of words for each claim, as the header says."""
     return [
         [d.verdict, d.claim.says, d.claim.source, "; ".join(_shown(question, d.claim, each) for each in d.differences)]
@@ -177,13 +177,13 @@ def sentences(question: Question, decided: Sequence[Decided]) -> list[str]:
     """Each claim as one line of a terminal."""
     return [
         f"{verdict}: {says}{f' ({source})' if source else ''}. {differences}"
-        for verdict, says, source, differences in lines(question, decided)
+        for verdict, says, source, differences in table_lines(question, decided)
     ]
 
 
 def markdown(question: Question, decided: Sequence[Decided]) -> str:
     """The claims as a table of Markdown, with how they are decided."""
-    table = [_HEADER, [":--"] * len(_HEADER), *lines(question, decided)]
+    table = [_HEADER, [":--"] * len(_HEADER), *table_lines(question, decided)]
     rows = [f"| {' | '.join(word.replace('|', chr(92) + '|') for word in line)} |" for line in table]
     about = "Differences are paired by seed, positive as claimed, with 95 % confidence intervals; accuracies in points."
     return "\n".join(["### Claims of the paper\n", *rows, "", f"- {about}", ""])
@@ -191,7 +191,7 @@ def markdown(question: Question, decided: Sequence[Decided]) -> str:
 
 def latex(question: Question, decided: Sequence[Decided]) -> str:
     """The claims as a tabular."""
-    rows = [" & ".join(tex(word) for word in line) + " \\\\" for line in (_HEADER, *lines(question, decided))]
+    rows = [" & ".join(tex(word) for word in line) + " \\\\" for line in (_HEADER, *table_lines(question, decided))]
     head = ["% needs \\usepackage{booktabs}", "\\begin{tabular}{lp{5cm}lp{6cm}}", "\\toprule"]
     return "\n".join([*head, rows[0], "\\midrule", *rows[1:], "\\bottomrule", "\\end{tabular}", ""])
 

@@ -14,7 +14,7 @@ from fedloom.core import disk
 from fedloom.core.vocabulary import is_share, leaf
 from fedloom.report.comparison.question import Along, Place, Question, Result
 from fedloom.report.comparison.statistics import along, summary_of
-from fedloom.report.figure import COLOURS, INK, canvas, drawn, plain_frame
+from fedloom.report.figure import COLOURS, INK, canvas, plain_frame, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ _FAINT = "#e3e5e9"
 
 def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     """A panel for each place of the grid: of each method the mean over seeds, in a band of one deviation."""
-    disk.write_bytes(path, drawn(lambda: _figure(question, results), path.suffix))
+    disk.write_bytes(path, styled(lambda: _figure(question, results), path.suffix))
 
 
 def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
@@ -80,11 +80,11 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
     hidden = len(question.places) - _MOST_PANELS
-    figure.suptitle(headline(question, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
+    figure.suptitle(caption(question, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
     return figure
 
 
-def headline(question: Question, hidden: int) -> str:
+def caption(question: Question, hidden: int) -> str:
     """How to read the curves, and how many panels there are not."""
     count = len(question.seeds)
     text = (

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.core import disk
-from fedloom.report.comparison.curves import headline, panel
+from fedloom.report.comparison.curves import caption, panel
 from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.sheet import blocks_of, cell_of, values_of
 from fedloom.report.comparison.statistics import recorded_as
-from fedloom.report.figure import canvas, drawn
+from fedloom.report.figure import canvas, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ _MOST_HIGH, _MOST_WIDE = 14, 4  # panels of a picture
 
 def draw(question: Question, layout: TableLayout, results: Sequence[Result], path: Path) -> None:
     """A line for each row of the table, a panel for each column, one below the other for metrics and blocks."""
-    disk.write_bytes(path, drawn(lambda: _figure(question, layout, results), path.suffix))
+    disk.write_bytes(path, styled(lambda: _figure(question, layout, results), path.suffix))
 
 
 def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) -> Figure:
@@ -44,7 +44,7 @@ def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) 
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * wide), frameon=False)
     hidden = len(stripes) * len(columns) - high * wide
-    figure.suptitle(headline(question, hidden), x=0.01, ha="left", fontsize=9.5)
+    figure.suptitle(caption(question, hidden), x=0.01, ha="left", fontsize=9.5)
     return figure
 
 

@@ -9,7 +9,7 @@ from fedloom.core.vocabulary import is_share, leaf
 from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.notes import marks, reasons
 from fedloom.report.comparison.sheet import Block, Number, Sheet
-from fedloom.report.comparison.text import percent, spread
+from fedloom.report.comparison.text import mean_and_spread, percent
 
 _MARKS = {"below": "↓", "above": "↑", "": ""}
 _MOST_HIGH, _MOST_WIDE = 14, 4  # panels of a picture
@@ -57,7 +57,7 @@ def _ours(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
 def _word(part: CellPart, number: Number) -> Word:
     if number.value is None:
         return Word("-")
-    return Word(spread(number.value, lambda v: _digits(part, v)) + _MARKS[number.missed], number.best)
+    return Word(mean_and_spread(number.value, lambda v: _digits(part, v)) + _MARKS[number.missed], number.best)
 
 
 def _theirs(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
@@ -73,7 +73,7 @@ def _digits(part: CellPart, value: float) -> str:
     return f"{value:.4f}" if leaf(part.metric).startswith("auc") else f"{value:.4g}"
 
 
-def joined(words: Sequence[Word]) -> str:
+def joined_words(words: Sequence[Word]) -> str:
     """The numbers of a cell as the papers print them."""
     return " / ".join(word.text for word in words)
 
@@ -82,7 +82,7 @@ def across(header: Sequence[str], found: Sequence[Line], width: int) -> list[ran
     """Columns in groups that fit into this number of characters, each beside the labels of the lines."""
     first = max(len(line.label) + 2 for line in found)
     widths = [
-        max(*(len(w) for w in head.split("\n")), *(len(joined(line.cells[i])) for line in found))
+        max(*(len(w) for w in head.split("\n")), *(len(joined_words(line.cells[i])) for line in found))
         for i, head in enumerate(header)
     ]
     groups, start = [], 0

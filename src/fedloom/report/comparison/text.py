@@ -119,7 +119,7 @@ def _number(metric: str, value: float) -> str:
     return f"{100 * value:.2f}" if is_share(metric) else f"{value:.4g}"
 
 
-def spread(value: Mean, show: Callable[[float], str]) -> str:
+def mean_and_spread(value: Mean, show: Callable[[float], str]) -> str:
     """A mean and, if known, its deviation."""
     return show(value.mean) + (f" ± {show(value.std)}" if value.std is not None else "")
 
@@ -128,14 +128,14 @@ def _score(row: Row, value: Mean | None) -> str:
     lost = [f"{n} {word}" for n, word in ((row.diverged, "diverged"), (row.failed, "failed")) if n]
     if value is None:
         return "diverged" if row.diverged and not row.failed else "failed" if row.failed else "-"
-    return spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
+    return mean_and_spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
 
 
 def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str:
     of = row.seeds + row.diverged + row.failed
     if value is None or value.cost is None or value.seeds < of:
         return f"- ({value.seeds if value else 0}/{of} seeds)"
-    return spread(value.cost, show)
+    return mean_and_spread(value.cost, show)
 
 
 def _reported(question: Question, row: Row) -> str:

@@ -21,8 +21,8 @@ from fedloom.core import tree
 from fedloom.core.errors import DivergedError
 from fedloom.core.optim import Local
 from fedloom.core.task import Capture
-from fedloom.engine import graphs
-from fedloom.engine.graphs import pack, width_for
+from fedloom.engine import cuda_graphs
+from fedloom.engine.cuda_graphs import pack, width_for
 from fedloom.engine.local import capture_for, train
 from fedloom.engine.plan import Address, Cohort, plans
 from fedloom.engine.rounds import advance, begin, rounds
@@ -210,18 +210,18 @@ def test_clients_of_one_batch_each_are_all_counted_and_kept() -> None:
 @pytest.mark.slow
 def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise graphs._NotCapturableError("it asks the GPU for a number")
+        raise cuda_graphs._NotCapturableError("it asks the GPU for a number")
 
-    monkeypatch.setattr(graphs._Replay, "run", refuse)
+    monkeypatch.setattr(cuda_graphs._Replay, "run", refuse)
     exp = world()
     ((state, _), *_), ((plain, _), *_) = in_a_row(exp), in_a_row(world(capture="eager"))
     assert same(state.server, plain.server)
-    assert "cannot be recorded" in graphs.built(exp.task).notes[0]
+    assert "cannot be recorded" in cuda_graphs.built(exp.task).notes[0]
 
 
 @pytest.mark.slow
 def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, widths = graphs._Replay.run, []
+    run, widths = cuda_graphs._Replay.run, []
 
     def full(self: Any, group: Any, packed: Any) -> None:
         widths.append(packed.who.shape[1])
@@ -229,14 +229,14 @@ def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.Mo
             raise torch.OutOfMemoryError("full")
         run(self, group, packed)
 
-    monkeypatch.setattr(graphs._Replay, "run", full)
-    monkeypatch.setattr(graphs, "_TICK", 1 << 20)  # a tick costs so much that lanes are cheap
+    monkeypatch.setattr(cuda_graphs._Replay, "run", full)
+    monkeypatch.setattr(cuda_graphs, "_TICK", 1 << 20)  # a tick costs so much that lanes are cheap
     exp = world()
     ((state, _), *_), ((plain, _), *_) = in_a_row(exp), in_a_row(world(capture="eager"))
     assert widths[widths.index(4) + 1] == 2
     assert 4 not in widths[widths.index(4) + 1 :]
     assert torch.allclose(state.server.w, plain.server.w, atol=1e-6)
-    assert graphs.built(exp.task).notes == ("the GPU's memory is full: 2 lanes from here on",)
+    assert cuda_graphs.built(exp.task).notes == ("the GPU's memory is full: 2 lanes from here on",)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_a_compiled_step_is_the_step() -> None:
     exp = world(capture="compiled")
     for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-5)
-    assert graphs.built(exp.task).compiling > 0
+    assert cuda_graphs.built(exp.task).compiling > 0
 
 
 def test_how_much_is_made_ready_depends_on_how_long_a_run_is() -> None:

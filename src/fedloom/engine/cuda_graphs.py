@@ -105,7 +105,7 @@ class Built(NamedTuple):
 
 def built(task: Task) -> Built:
     """What was compiled and captured for this task so far."""
-    return _graphs(task).built._replace(convolutions=ops.chosen())
+    return _graphs(task).built._replace(convolutions=ops.chosen_kernels())
 
 
 def descend(
@@ -376,7 +376,7 @@ class _Replay:
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
         n, wide, device = len(group.ids), group.rows.shape[2], self._tick.device
-        who, when = tree.moved(packed, device)
+        who, when = tree.on_device(packed, device)
         client, real, ticks = who.clamp(max=n - 1), who < n, slice(0, packed.ticks)
         self._plan.who[ticks] = torch.where(real, who, self._tables.clients)
         self._plan.rows[ticks, :, :wide] = group.rows[client, when]
