@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import Federation, counted, federate
-from fedloom.data.partition import split
+from fedloom.data.partition import held_out_rows
 from fedloom.data.proxy import without
 from fedloom.engine.fleet import Fleet
 from fedloom.runs.prepare import Prepared, Shared, assembled, run_device
@@ -57,7 +57,7 @@ def rows_of_client(shared: Shared, client: int) -> OwnRows:
 def rows_of_node(arrays: Arrays, holdout: float, seed: int) -> OwnRows:
     """Data that is a node's own altogether, of which it holds some out."""
     owner = np.zeros(len(arrays.y), np.int64)
-    return OwnRows(arrays._replace(client=None), split(owner, 1, holdout, seed))
+    return OwnRows(arrays._replace(client=None), held_out_rows(owner, 1, holdout, seed))
 
 
 def server_end(config: Config, shared: Shared, population: Population, fleet: Fleet) -> Prepared:

@@ -58,7 +58,7 @@ def unpacked(data: bytes, limit: int) -> Envelope:
 
 def named(prefix: str, value: Any) -> dict[str, Tensor]:
     """The arrays of a tree under names that begin with ``prefix``."""
-    return {f"{prefix}.{name}": x for name, x in tree.named(value)}
+    return {f"{prefix}.{name}": x for name, x in tree.named_leaves(value)}
 
 
 def tree_of(like: T, prefix: str, tensors: Mapping[str, Tensor], *, shapes: bool = True) -> T:

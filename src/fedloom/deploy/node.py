@@ -171,7 +171,7 @@ class Node:
         """
         if exp.guard is None or exp.guard.key.public:
             return exp
-        key = noise.drawn()
+        key = noise.fresh_key()
         if exp.guard.sums is not None and exp.guard.features is None:
             write_key(self._place.folder, key)
             key = read_key(self._place.folder) or key
