@@ -30,31 +30,51 @@ def statistics_faults(
     constant 1; ``nonnegative``: features are, as after a ReLU; ``noise``: the deviation of the noise that was added
     for privacy, by which every bound is widened. Flipped labels pass: they are honest sums of wrong examples.
     """
-    gram, cross, counts = stats
     if not all(bool(x.isfinite().all()) for x in stats):
         return ["not all numbers are finite"]
-    d, n, trace = len(gram), float(counts.sum()), float(gram.trace())
-    slack = 6 * noise * math.sqrt(d + len(counts))
-    near = slack + tolerance * max(trace, 1.0)
+    slack = 6 * noise * math.sqrt(len(stats.gram) + len(stats.counts))
+    near = slack + tolerance * max(float(stats.gram.trace()), 1.0)
     found = []
-    if float((gram - gram.mT).abs().max()) > tolerance * max(1.0, float(gram.abs().max())):
+    if float((stats.gram - stats.gram.mT).abs().max()) > tolerance * max(1.0, float(stats.gram.abs().max())):
         found.append("G is not symmetric")
+    found += _count_faults(stats.counts, examples, slack, tolerance)
+    if norm is not None:
+        found += _norm_faults(stats, norm, near, near * (len(stats.gram) if noise else 1))
+    if not semidefinite(joint_gram(stats), near):
+        found.append("[[G, B], [B', diag(counts)]] is not positive semidefinite")
+    if bias is not None:
+        found += _bias_faults(stats, bias, near)
+    if nonnegative and bool((stats.cross < -near).any()):
+        found.append("B has negative entries, features have none")
+    return found
+
+
+def _count_faults(counts: Tensor, examples: float | None, slack: float, tolerance: float) -> list[str]:
+    found, n = [], float(counts.sum())
     if bool((counts < -slack).any()):
         found.append("a class has a negative count")
     if examples is not None and abs(n - examples) > slack + tolerance * max(1.0, examples):
         found.append(f"the classes have {n:g} examples together, {examples:g} were claimed")
-    if norm is not None and trace > n * norm**2 + near * (d if noise else 1):
-        found.append(f"tr(G) = {trace:g} is above n R^2 = {n * norm**2:g}")
-    if norm is not None and bool((cross.norm(dim=0) > counts * norm + near).any()):
+    return found
+
+
+def _norm_faults(stats: Statistics, norm: float, near: float, near_trace: float) -> list[str]:
+    """Bounds that follow from features no longer than ``norm``."""
+    found, most, trace = [], float(stats.counts.sum()) * norm**2, float(stats.gram.trace())
+    if trace > most + near_trace:
+        found.append(f"tr(G) = {trace:g} is above n R^2 = {most:g}")
+    if bool((stats.cross.norm(dim=0) > stats.counts * norm + near).any()):
         found.append("a column of B is longer than count times R")
-    if not semidefinite(joint_gram(stats), near):
-        found.append("[[G, B], [B', diag(counts)]] is not positive semidefinite")
-    if bias is not None and float((gram[:, bias] - cross.sum(1)).abs().max()) > near:
+    return found
+
+
+def _bias_faults(stats: Statistics, bias: int, near: float) -> list[str]:
+    """What a feature that is constant 1 implies."""
+    found, n, entry = [], float(stats.counts.sum()), float(stats.gram[bias, bias])
+    if float((stats.gram[:, bias] - stats.cross.sum(1)).abs().max()) > near:
         found.append("the bias column of G is not the sum of the columns of B")
-    if bias is not None and abs(float(gram[bias, bias]) - n) > near:
-        found.append(f"the bias entry of G is {float(gram[bias, bias]):g}, not n = {n:g}")
-    if nonnegative and bool((cross < -near).any()):
-        found.append("B has negative entries, features have none")
+    if abs(entry - n) > near:
+        found.append(f"the bias entry of G is {entry:g}, not n = {n:g}")
     return found
 
 

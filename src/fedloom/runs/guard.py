@@ -20,34 +20,37 @@ from fedloom.trust.noise import Key
 
 def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     """Privacy as it is in this run: for its sampling, its rounds and its clients."""
-    how, cohort, seed, rounds = config.privacy, config.cohort, config.basics.seed, config.basics.rounds
-    key = noise.seeded(seed) if how.noise_from == "seed" else key or noise.fresh_key()
+    how, cohort = config.privacy, config.cohort
+    key = noise.seeded(config.basics.seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
     if how.clip is None or cohort.sampling == "proportional":
         return None
-    sizes = fed.train.sizes
-    able = int((sizes > 0).sum())
+    able = int((fed.train.sizes > 0).sum())
     size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
     counts = np.zeros((fed.clients, fed.classes))
     np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
     charged = how.histogram_epsilon if how.asks_for_labels else 0.0
     release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
-    uses: tuple[int, ...] = tuple(range(rounds + 1))
-    if release.local:  # only the rounds in which a client takes part count for it
-        taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
-        sends = private_sums(config.algorithm)
-        for r in range(rounds):
-            taken[r + 1, draw_cohort(cohort, sizes, seed, r).ids] = 1 if sends is None else sends.releases_in(r)
-        uses = tuple(taken.cumsum(0).max(1).values.tolist())
+    uses = _local_uses(config, fed) if release.local else tuple(range(config.basics.rounds + 1))
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
-    # A sum over who happens to be there is only divided by a number that does not tell how many these are.
+    # A sum over a Poisson sample is divided by its expected size: the size that was drawn is not public.
     fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
     weight = float(size) if fixed else None
     sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
     noisier = noise_factors(how, counts, key)
     return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _local_uses(config: Config, fed: Federation) -> tuple[int, ...]:
+    """How often any one client has released something before each round; only rounds that it takes part in count."""
+    seed, rounds, sends = config.basics.seed, config.basics.rounds, private_sums(config.algorithm)
+    taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+    for r in range(rounds):
+        cohort = draw_cohort(config.cohort, fed.train.sizes, seed, r)
+        taken[r + 1, cohort.ids] = 1 if sends is None else sends.releases_in(r)
+    return tuple(taken.cumsum(0).max(1).values.tolist())
 
 
 def noise_of(guard: Guard, sums: HiddenSums) -> Noise:

@@ -33,6 +33,7 @@ def _taps(
 
     The taps are TH x TW of the kernel's KH x KW; row r of the product is written to row r * OUT + AT of y.
     """
+    # long: one GPU kernel, whose two loops share every index that is computed before them
     lane = tl.program_id(2).to(tl.int64)
     x += lane * x_lane
     w += lane * w_lane
