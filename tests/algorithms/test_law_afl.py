@@ -193,7 +193,7 @@ def test_a_warm_up_that_never_ends_is_doubted() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kind": "law_afl", "shrink_rule": "eq5"}, "only with schedule other than frozen"),
+        ({"kind": "law_afl", "shrink_rule": "eq5"}, "only if schedule is not frozen"),
         (
             {"kind": "law_afl", "shrink_rule": "eq5", "schedule": "per_round", "param": "fixed"},
             "both set gamma",
@@ -305,7 +305,7 @@ def test_clients_of_one_class_train_the_head_alone(laid_out) -> None:
     whole = laid_out({**shallow, "depth": "all"}, **table)
     assert rounds(whole, 2).gradients == state.gradients
     assert rounds(whole, 2).seconds > state.seconds  # by the bytes of the body
-    with pytest.raises(ConfigError, match=r"algorithm\.depth: has an effect only with schedule other than frozen"):
+    with pytest.raises(ConfigError, match=r"algorithm\.depth: has an effect only if schedule is not frozen"):
         laid_out({**QUICK, "depth": "entropy"})
 
 

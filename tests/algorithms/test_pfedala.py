@@ -455,7 +455,7 @@ def test_c1_one_centre_is_the_server(world) -> None:
     assert same(now.kept, plain.kept)
     assert (now.state.up, now.state.down) == (plain.state.up, plain.state.down)
     for settings in ({"topology": "sharded"}, {"fused": "root"}):
-        with pytest.raises(ConfigError, match="has an effect only with centres > 1"):
+        with pytest.raises(ConfigError, match="has an effect only if centres is above 1"):
             waits(world, algorithm=settings)
 
 

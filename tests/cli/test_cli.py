@@ -233,12 +233,12 @@ BAD = [
     (["partition.kind=iidd"], "partition.kind: .*did you mean 'iid'"),
     (["algorithm.kind=dpsgd", "topology.kind=rign"], "topology.kind: .*did you mean 'ring'"),
     # each is valid, and together they are not
-    (["local.steps=3", "local.epochs=2"], r"local\.epochs: has an effect only with steps unset, and steps is 3"),
+    (["local.steps=3", "local.epochs=2"], r"local\.epochs: has an effect only if steps is not set, but steps is 3"),
     (["local.nesterov=true"], r"local\.nesterov: .*momentum > 0, and .*momentum is 0\.0"),
     (["cohort.size=30"], r"cohort\.size: 30 of partition\.clients = 20"),
     (
         ["cohort.size=5", "cohort.sampling=all"],
-        r"cohort\.size: has an effect only with sampling other than all, and sampling is all \(got 5\)",
+        r"cohort\.size: has an effect only if sampling is not all, but sampling is all \(got 5\)",
     ),
     (["cohort.sampling=proportional"], "counts a client's data twice.*algorithm.weighting=uniform"),
     (["topology.kind=ring"], "topology: is only for algorithms without a server"),

@@ -225,7 +225,7 @@ def test_a_round_without_finite_work_ends_the_run(world: Callable[..., Experimen
         ({"evaluate": {"participants": True}}, "evaluate.participants"),
         (
             {"algorithm": {"kind": "async_sgd", "exponent": 2.0}},
-            "algorithm.exponent: .*only with discount = polynomial",
+            "algorithm.exponent: .*only if discount is polynomial",
         ),
     ],
 )

@@ -201,7 +201,7 @@ def test_methods_whose_subject_is_frozen_say_so() -> None:
 
 
 def test_a_part_of_a_file_needs_a_file() -> None:
-    with pytest.raises(ConfigError, match=r"model.weights_part: .*only with weights set"):
+    with pytest.raises(ConfigError, match=r"model.weights_part: .*only if weights is set, but weights is not set"):
         parse({"model": MODEL | {"weights_part": "body"}})
 
 

@@ -17,7 +17,7 @@ from fedloom.data.partition import Partition
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
 from fedloom.runs.catalogue import settings_of
-from fedloom.runs.overrides import idle, override
+from fedloom.runs.overrides import idle, override, read_pairs
 from fedloom.runs.resume import resume
 from fedloom.runs.settings import SECTIONS, as_table, as_toml, parse
 from fedloom.runs.start import run
@@ -39,16 +39,25 @@ class Sample(Spec):
     [
         ({}, []),
         ({"mode": "ema", "beta": 0.5}, []),
-        ({"beta": 0.9}, ["s.beta: has an effect only with mode = ema, and mode is last (got 0.9) (leave it out)"]),
+        ({"beta": 0.9}, ["s.beta: has an effect only if mode is ema, but mode is last (got 0.9) (leave it out)"]),
         ({"preset": "smooth", "beta": 0.5}, []),
         ({"preset": "smooth", "mode": "mean", "beta": 0.5}, ["s.preset: stands for mode = ema", "s.beta: has"]),
-        ({"mode": "ema", "slope": 2.0}, ["s.slope: has an effect only with beta > 0.95, and beta is 0.9 (got 2.0)"]),
+        (
+            {"mode": "ema", "slope": 2.0},
+            ["s.slope: has an effect only if beta is above 0.95, but beta is 0.9 (got 2.0)"],
+        ),
         ({"mode": "ema", "beta": 0.96, "slope": 2.0}, []),
-        ({"most": 1}, ["s.most: has an effect only with clip set, or with mode other than ema or last, and clip is"]),
+        (
+            {"most": 1},
+            [
+                "s.most: has an effect only if clip is set, or if mode is neither ema nor last, "
+                "but clip is not set and mode is last (got 1)"
+            ],
+        ),
         ({"most": 1, "clip": 1.0}, []),
         ({"most": 1, "mode": "mean"}, []),
         # One fault does not hide another, and does not make up one.
-        ({"clip": "x", "beta": 0.5}, ["s.clip: should be", "s.beta: has an effect only with"]),
+        ({"clip": "x", "beta": 0.5}, ["s.clip: should be", "s.beta: has an effect only if"]),
         ({"mode": "x", "beta": 0.5}, ["s.mode: should be"]),
     ],
 )
@@ -71,7 +80,7 @@ def test_a_condition_on_what_is_no_setting_is_an_error_of_the_class() -> None:
 
 
 def test_a_page_says_when_a_setting_has_an_effect() -> None:
-    assert {s.name: s.meaning for s in settings_of(Sample)}["beta"] == "memory; only with mode = ema"
+    assert {s.name: s.meaning for s in settings_of(Sample)}["beta"] == "memory; only if mode is ema"
 
 
 def test_a_complete_experiment_holds_only_what_has_an_effect() -> None:
@@ -87,11 +96,11 @@ def test_what_an_override_makes_useless_is_left_out_and_said_to_be() -> None:
     table, notes = override(file, ["local.optimizer=adam"])
     assert table["local"] == {"optimizer": "adam", "lr": 0.2}
     assert notes == [
-        "local.momentum has an effect only with optimizer = sgd or rmsprop, and optimizer is adam; it was left out"
+        "local.momentum has an effect only if optimizer is sgd or rmsprop, but optimizer is adam; it was left out"
     ]
     # Neither what was asked for just now nor what was useless before.
     for table, said in (({}, ["local.optimizer=adam", "local.momentum=0.9"]), ({"local": {"eps": 1.0}}, ["rounds=3"])):
-        with pytest.raises(ConfigError, match="has an effect only with optimizer"):
+        with pytest.raises(ConfigError, match="has an effect only if optimizer"):
             parse(*override(table, said))
 
 
@@ -103,8 +112,35 @@ def test_a_comparison_shares_what_has_an_effect_somewhere() -> None:
     compare = {"algorithms": ["fedavg"], "seeds": [0], "grid": {"local.optimizer": ["sgd", "adam"]}}
     planned = plan({"local": {"momentum": 0.9}, "compare": compare})
     assert [cell.config.local.momentum for cell in planned.cells] == [0.9, 0.0]
-    with pytest.raises(ConfigError, match=r"local\.eps: has an effect only with"):
+    with pytest.raises(ConfigError, match=r"local\.eps: has an effect only if"):
         plan({"local": {"eps": 0.9}, "compare": compare | {"grid": {"local.optimizer": ["sgd", "asgd"]}}})
+
+
+def test_what_a_method_has_in_other_sections_is_left_out_where_the_grid_makes_it_useless() -> None:
+    forging = {"kind": "law_afl", "quality": "report", "with": {"corruption.forge": True}}
+    compare: dict[str, Any] = {"algorithms": ["fedavg", forging], "seeds": [0], "grid": {"corruption.share": [0, 0.2]}}
+    planned = plan({"compare": compare})
+    assert [c.config.corruption.forge for c in planned.cells if c.method.kind == "law_afl"] == [False, True]
+    with pytest.raises(ConfigError, match=r"corruption\.forge: has an effect only if share is above 0"):
+        plan({"compare": compare | {"grid": {"corruption.share": [0]}}})
+
+
+def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"fresh_steps: is no setting of ring, but of matching, random, random_dir"):
+        parse({"algorithm": "dpsgd", "topology": {"kind": "ring", "fresh_steps": True}})
+
+
+def test_a_list_of_words_needs_no_quotes_which_a_shell_takes_away() -> None:
+    given = read_pairs(["evaluate.diagnostics=[updates, weights]", "a=[1, b]", 'b=["x", y]', "c=[]"])
+    assert list(given.values()) == [["updates", "weights"], [1, "b"], ["x", "y"], []]
+
+
+@pytest.mark.parametrize(
+    "given", [{"a": 1.0}, {"iid": True, "u_mode": "per_class"}, {"iid": True, "b": 1.0}, {"iid": True, "ab_as": "std"}]
+)
+def test_what_no_row_of_synthetic_data_depends_on_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{list(given)[-1]}: has an effect only if"):
+        parse({"data": {"source": "synthetic", **given}, "partition": "natural"})
 
 
 def test_a_run_of_a_version_that_wrote_every_setting_is_resumed(tmp_path: Path) -> None:
@@ -117,6 +153,7 @@ def test_a_run_of_a_version_that_wrote_every_setting_is_resumed(tmp_path: Path) 
 
 # -- every section ---------------------------------------------------------------------------------
 NETWORK = {"algorithm": {"kind": "dpsgd"}}
+LONELY = {"algorithm": {"kind": "local_only"}}
 # Each setting that is not always of use, in an experiment where it has no effect.
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "cohort.size": {"cohort": {"sampling": "all"}},
@@ -131,7 +168,12 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "local.wrap_last": {"local": {"batch": 0}},
     "local.momentum": {"local": {"optimizer": "adam"}},
     "system.policy": {},
-    "system.unit": {"system": {"stragglers": 0.1, "policy": "drop"}},
+    "system.unit": {"system": {"stragglers": 0.1, "policy": "partial"}},  # with one local epoch
+    "system.up": LONELY,
+    "system.down": LONELY,
+    "system.latency": LONELY,
+    "system.link_spread": LONELY,
+    "system.overlap_upload": {"algorithm": {"kind": "pfedala", "wait_mode": "fixed"}},
     "system.speed": {"system": {"speeds": [1.0] * 20}},
     "system.speed_spread": {"system": {"speeds": [1.0] * 20}},
     "proxy.balanced": {"proxy": {"size": 10, "imbalance": 0.5}},
@@ -150,14 +192,13 @@ ALWAYS = {
     "aggregation": {"rule"},
     "checkpoint": {"every"},
     "cohort": {"sampling"},
-    "corruption": {"share", "clients", "forge"},  # comparisons set forge for a method, and shares by the grid
+    "corruption": {"share", "clients"},
     "engine": {"device", "executor", "lanes", "store", "threads", "precision"},
     "evaluate": {"every", "personal", "work", "flatness", "auc", "participants"},
     "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
     "proxy": {"size"},
-    "system": {"stragglers", "dropout", "up", "down", "latency", "speeds", "slow", "jitter", "link_spread"}
-    | {"aggregation", "deadline"},
+    "system": {"stragglers", "dropout", "speeds", "slow", "jitter", "aggregation", "deadline"},
 }
 
 
@@ -184,7 +225,7 @@ def test_a_setting_without_effect_is_refused_in_every_section(name: str, kind: s
     default = cls.model_fields[key].get_default(call_default_factory=True)
     unset = 0.5 if section == "local" else 3
     own[key] = {"evaluate.diagnostics": ["updates"]}.get(name, unset if default is None else default)
-    with pytest.raises(ConfigError, match=f"{section}.{key}: has an effect only with"):
+    with pytest.raises(ConfigError, match=f"{section}.{key}: has an effect only if"):
         parse(table)
     del own[key]
     parse(table)
@@ -203,8 +244,12 @@ def test_every_setting_has_an_effect_always_or_says_when(section: str) -> None:
         {"evaluate": {"clients": 3, "train": True, "diagnostics": ["updates"]}},
         {"algorithm": "feddf", "proxy": {"source": "test", "balanced": False}},
         {"proxy": {"size": 50, "imbalance": 0.5}},
-        {"algorithm": "pfedala", "system": {"overlap_upload": False}},
-        {"system": {"stragglers": 0.5, "policy": "partial", "unit": "step", "slow": [1], "slow_factor": 2.0}},
+        {"algorithm": {"kind": "pfedala", "wait_mode": "clock"}, "system": {"overlap_upload": False}},
+        {"system": {"stragglers": 0.5, "policy": "partial", "unit": "step", "slow": [1]}, "local": {"epochs": 2}},
+        {"system": {"slow": [1], "slow_factor": 2.0, "up": 1.0, "link_spread": 0.5}},
+        {"algorithm": "fedprox", "system": {"stragglers": 0.5, "unit": "step"}, "local": {"epochs": 2}},
+        {"algorithm": "dpsgd", "topology": {"kind": "random", "gossip_steps": 2, "fresh_steps": True}},
+        {"data": {"source": "synthetic", "a": 1.0, "u_mode": "per_class"}, "partition": "natural"},
         {
             "algorithm": {"kind": "fedavg", "weighting": "uniform"},
             "privacy": {
@@ -217,6 +262,7 @@ def test_every_setting_has_an_effect_always_or_says_when(section: str) -> None:
             },
         },
         {"corruption": {"share": 0.2, "kind": "model_sign_flip", "kappa": 2.0}},
+        {"algorithm": {"kind": "law_afl", "quality": "report"}, "corruption": {"share": 0.2, "forge": True}},
         {"corruption": {"clients": [1], "kind": "feature_noise", "feature_std": 2.0}},
         {"aggregation": {"rule": "multi_krum", "bad": 0.2, "chosen": 3}},
         {"model": {"kind": "resnet20", "norm": "batch", "buffers": "local"}},

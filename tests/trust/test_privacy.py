@@ -308,7 +308,9 @@ def test_equation_24_hides_examples_too() -> None:
 
 @pytest.mark.parametrize("given", [{"heterogeneity": "alpha"}, {"mechanism": "local"}, {"delta": 1e-6}])
 def test_settings_that_protect_nothing_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"privacy.{next(iter(given))}: has an effect only with clip set"):
+    with pytest.raises(
+        ConfigError, match=f"privacy.{next(iter(given))}: has an effect only if clip is set, or if feature_clip is set"
+    ):
         parse({"privacy": given})
     assert not Privacy().on
 

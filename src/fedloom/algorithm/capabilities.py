@@ -84,6 +84,11 @@ class TrainsWhileWaiting:
         ``address`` is the seed and the round."""
         raise NotImplementedError
 
+    @property
+    def reads_waiting_time(self) -> bool:
+        """Whether these epochs depend on how long a client waits."""
+        return True
+
 
 class TrainsParts:
     """What is trained is more than one vector, of which the model is a part."""

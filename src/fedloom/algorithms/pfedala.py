@@ -147,6 +147,10 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         drawn = self.extra_min + (chance * (self.extra_max - self.extra_min + 1)).long()
         return torch.where(ids < self.slow_clients, 0, drawn)
 
+    @property
+    def reads_waiting_time(self) -> bool:
+        return self.wait_mode == "clock"
+
     def start(self, down: Model, mine: Mine, work: Work) -> Wait:  # type: ignore[override]
         walk = super().start(down, mine, work)
         return Wait(*walk, sent=walk.w, mean=walk.w, epochs=walk.passes)

@@ -81,8 +81,9 @@ def all_cells(base: Mapping[str, Any], asked: Asked) -> Laid:
 def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], point: Point) -> _Spot:
     """The experiment of a method at a place of the grid.
 
-    A value of the grid goes before a method's own setting, and that before what all methods share. One thread, so
-    that numbers do not depend on how many cells run side by side.
+    A value of the grid goes before a method's own setting, and that before what all methods share. What a method has
+    in other sections is left out where the place makes it useless. One thread, so that numbers do not depend on how
+    many cells run side by side.
     """
     chosen = point.settings | method.beside
     known = setting_names(method.kind)
@@ -94,7 +95,7 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     table["algorithm"] = {"kind": method.kind, **common, **method.settings, **axis}
     if isinstance(table.setdefault("engine", {}), Mapping):
         table["engine"] = {"threads": 1, **table["engine"]}
-    own = {*chosen, *(f"algorithm.{key}" for key in method.settings)}
+    own = {*point.settings, *(f"algorithm.{key}" for key in method.settings)}
     without_effect = {key: why for key, why in idle(table).items() if key not in own}
     config = parse(without_idle(table, keep=own)[0], left_out)
     pick_device(config.engine.device)
@@ -122,10 +123,18 @@ def _set_by(axes: Sequence[Axis]) -> list[str]:
 
 
 def _without_effect_anywhere(spots: Sequence[_Spot]) -> list[Fault]:
-    """Shared settings that have no effect in any cell."""
+    """Settings that have no effect in any cell, or that a method has in other sections and that never help it."""
+    found = _in_all(spots)
+    for label in dict.fromkeys(spot.method.label for spot in spots):
+        own = [spot for spot in spots if spot.method.label == label]
+        found |= {key: why for key, why in _in_all(own).items() if key in own[0].method.beside}
+    return [Fault(key, found[key], "leave it out") for key in sorted(found)]
+
+
+def _in_all(spots: Sequence[_Spot]) -> dict[str, str]:
+    """The settings that have no effect at any of these, and why."""
     each = [spot.without_effect for spot in spots]
-    everywhere = set(each[0]).intersection(*each) if each else set()
-    return [Fault(key, each[0][key], "leave it out") for key in sorted(everywhere)]
+    return {key: why for key, why in each[0].items() if all(key in other for other in each)} if each else {}
 
 
 def _with_places(fault: Fault, where: Sequence[str], everywhere: int) -> Fault:

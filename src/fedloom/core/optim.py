@@ -298,7 +298,7 @@ class Takes(NamedTuple):
 
     def words(self, name: str) -> str:
         *others, last = [owner for owner, make in optimizers().items() if self.setting in takes(make)]
-        return f"{name} = {', '.join(others)} or {last}" if others else f"{name} = {last}"
+        return f"{name} is {', '.join(others)} or {last}" if others else f"{name} is {last}"
 
 
 def of_optimizer(setting: str, **tests: Any) -> When:

@@ -39,7 +39,7 @@ class OneOf(NamedTuple):
         return value in self.values
 
     def words(self, name: str) -> str:
-        return f"{name} unset" if self.values in ((None,), ((),)) else f"{name} = {_listed(self.values)}"
+        return f"{name} is {_listed(self.values)}"
 
 
 class Other(NamedTuple):
@@ -51,7 +51,9 @@ class Other(NamedTuple):
         return value not in self.values
 
     def words(self, name: str) -> str:
-        return f"{name} other than {_listed(self.values)}"
+        if len(self.values) > 1:
+            return f"{name} is neither {_listed(self.values, 'nor')}"
+        return f"{name} is not {_listed(self.values)}"
 
 
 class Over(NamedTuple):
@@ -63,7 +65,7 @@ class Over(NamedTuple):
         return isinstance(value, int | float) and value > self.limit
 
     def words(self, name: str) -> str:
-        return f"{name} > {self.limit:g}"
+        return f"{name} is above {self.limit:g}"
 
 
 class Under(NamedTuple):
@@ -75,7 +77,7 @@ class Under(NamedTuple):
         return isinstance(value, int | float) and value < self.limit
 
     def words(self, name: str) -> str:
-        return f"{name} < {self.limit:g}"
+        return f"{name} is below {self.limit:g}"
 
 
 class IsSet(NamedTuple):
@@ -85,7 +87,21 @@ class IsSet(NamedTuple):
         return value is not None and value not in ((), "")
 
     def words(self, name: str) -> str:
-        return f"{name} set"
+        return f"{name} is set"
+
+
+class Said(NamedTuple):
+    """A test in words of its own: of what no setting has by its name, such as whether an algorithm has a server."""
+
+    test: Test
+    so: str  # where it holds
+    not_so: str  # where it does not
+
+    def holds(self, value: Any) -> bool:
+        return self.test.holds(value)
+
+    def words(self, name: str) -> str:  # noqa: ARG002
+        return self.so
 
 
 class When(NamedTuple):
@@ -104,16 +120,17 @@ class When(NamedTuple):
         return {name for tests in self.alternatives for name in tests}
 
     def words(self) -> str:
-        """The condition as a reader wants to know it, such as ``rule = adam or yogi``."""
+        """The condition as a reader wants to know it, such as ``rule is adam or yogi``."""
         each = [" and ".join(test.words(name) for name, test in tests.items()) for tests in self.alternatives]
-        return ", or with ".join(each)
+        return ", or if ".join(dict.fromkeys(each))
 
 
 def when(others: Mapping[str, Any] | None = None, /, **tests: Any) -> When:
     """The field has an effect only where each of these settings has its value, or one of a tuple of values.
 
-    Instead of a value there may be a test: ``other_than("none")``, ``over(0)``, ``under(0)`` or ``GIVEN``. ``others``
-    is for names with a dot. ``when(...) | when(...)`` holds where either does.
+    Instead of a value there may be a test: ``other_than("none")``, ``over(0)``, ``under(0)`` or ``GIVEN``, and
+    ``said(test, so, not_so)`` puts it in words. ``others`` is for names with a dot. ``when(...) | when(...)`` holds
+    where either does.
     """
     return When(({name: _test(asked) for name, asked in {**(others or {}), **tests}.items()},))
 
@@ -131,6 +148,11 @@ def under(limit: float) -> Under:
 
 
 GIVEN = IsSet()
+
+
+def said(asked: Any, so: str, not_so: str) -> Said:
+    """A value or a test, with the words for where it holds and for where it does not."""
+    return Said(_test(asked), so, not_so)
 
 
 class Unseen(NamedTuple):
@@ -155,9 +177,9 @@ def _test(asked: Any) -> Test:
     return OneOf(asked if isinstance(asked, tuple) else (asked,))
 
 
-def _listed(values: Iterable[Any]) -> str:
+def _listed(values: Iterable[Any], joint: str = "or") -> str:
     *most, last = [_shown(value) for value in values]
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {joint} {last}" if most else last
 
 
 Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyError where there is no telling
@@ -198,9 +220,9 @@ def conditions(cls: type[BaseModel]) -> Mapping[str, When]:
 
 
 def explained(field: FieldInfo, meaning: str = "") -> str:
-    """What a setting means, and with which others only."""
+    """What a setting means, and when only it has an effect."""
     said = [field.description or meaning]
-    return "; ".join([*said, *(f"only with {m.words()}" for m in field.metadata if isinstance(m, When))])
+    return "; ".join([*said, *(f"only if {m.words()}" for m in field.metadata if isinstance(m, When))])
 
 
 def meant(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,17 +264,26 @@ def without_effect(
         return any(all(holds(other, test) for other, test in tests.items()) for tests in alternatives)
 
     def reason(name: str) -> str:
-        asked = dict.fromkeys(other for tests in declared[name].alternatives for other in tests)
-        here = ", ".join(f"{other} is {_shown(value)}" for other in asked for value in known(other))
-        return f"has an effect only with {declared[name].words()}, and {here}"
+        """What is missing for an effect: of several ways to have one the nearest, or all that are as near."""
+        ways = [{o: t for o, t in tests.items() if not holds(o, t)} for tests in declared[name].alternatives]
+        least = [way for way in ways if len(way) == min(map(len, ways))]
+        here = dict.fromkeys(_instead(t, other, known(other)[0]) for way in least for other, t in way.items())
+        return f"has an effect only if {When(tuple(least)).words()}, but {' and '.join(here)}"
 
     asked = [name for name in names if name in declared and name not in doubtful]
     return {name: reason(name) for name in asked if not applies(name)}
 
 
+def _instead(test: Test, name: str, value: Any) -> str:
+    """How things are where a test fails."""
+    return test.not_so if isinstance(test, Said) else f"{name} is {_shown(value)}"
+
+
 def _shown(value: Any) -> str:
-    if value is None or value == ():
-        return "unset"
+    if value is None or value in ((), ""):
+        return "not set"
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Spec, other_than, when
+from fedloom.core.schema import Spec, other_than, said, when
 from fedloom.data.arrays import Arrays, Ints
 
-_SOME = other_than(None, 0)
-_USED = when({"algorithm.uses_proxy": True}) | when(size=_SOME)
+_SOME = said(other_than(None, 0), "size is set and not 0", "size is not set, or is 0")
+_USES = {"algorithm.uses_proxy": said(True, "the algorithm uses proxy rows", "this one uses no proxy rows")}
+_USED = when(_USES) | when(size=_SOME)
 
 
 class Proxy(Spec):
@@ -27,8 +28,8 @@ class Proxy(Spec):
     source: Annotated[Literal["train", "test"], _USED] = Field(
         "train", description="from which rows they are taken; test is what FedLAW's authors did, and flatters"
     )
-    balanced: Annotated[bool, when({"algorithm.uses_proxy": True}, imbalance=1.0) | when(size=_SOME, imbalance=1.0)] = (
-        Field(True, description="as many of each class, as far as there are; else as they come")
+    balanced: Annotated[bool, when(_USES, imbalance=1.0) | when(size=_SOME, imbalance=1.0)] = Field(
+        True, description="as many of each class, as far as there are; else as they come"
     )
     imbalance: Annotated[float, _USED] = Field(
         1.0, gt=0, le=1, description="rows of the last class by those of the first, in a geometric row between"

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from fedloom.core import rng
 from fedloom.core.errors import DataError
-from fedloom.core.schema import Kind
+from fedloom.core.schema import Kind, other_than, when
 from fedloom.data import synthetic
 from fedloom.data.arrays import Arrays, Ints, checked
 from fedloom.data.columns import (
@@ -149,8 +149,14 @@ class Synthetic(Source):
 
     kind: ClassVar[str] = "synthetic"
 
-    a: Annotated[float, Field(ge=0, description="how much the devices' models differ; see u_mode")] = 0.5
-    b: Annotated[float, Field(ge=0, description="how much the centres of the devices' inputs differ")] = 0.5
+    a: Annotated[
+        float,
+        Field(ge=0, description="how much the devices' models differ; see u_mode"),
+        when(u_mode=other_than("scalar"), iid=False),
+    ] = 0.5
+    b: Annotated[
+        float, Field(ge=0, description="how much the centres of the devices' inputs differ"), when(iid=False)
+    ] = 0.5
     devices: Annotated[int, Field(ge=1, description="how many devices there are")] = 30
     features: Annotated[int, Field(ge=1, description="numbers in a row")] = 60
     classes: Annotated[int, Field(ge=2, description="how many classes there are")] = 10
@@ -158,9 +164,13 @@ class Synthetic(Source):
         synthetic.Sizes, Field(description="rows of a device: lognormal(4, 2) + 50, or Pareto from 50 to 5000")
     ] = "lognormal"
     u_mode: Annotated[
-        synthetic.Shift, Field(description="scalar: as published; per_class, shared_plus: a has an effect")
+        synthetic.Shift,
+        Field(description="scalar: as published; per_class, shared_plus: a has an effect"),
+        when(iid=False),
     ] = "scalar"
-    ab_as: Annotated[Literal["std", "variance"], Field(description="what a and b are of their normal laws")] = "std"
+    ab_as: Annotated[
+        Literal["std", "variance"], Field(description="what a and b are of their normal laws"), when(iid=False)
+    ] = "std"
     iid: Annotated[bool, Field(description="one model and one distribution for all devices")] = False
     split: Annotated[float, Field(gt=0, le=1, description="share of a device's rows that it trains on")] = 0.8
 

@@ -14,10 +14,20 @@ from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import GIVEN, Spec, other_than, over, when
+from fedloom.core.schema import GIVEN, Spec, over, said, when
 from fedloom.engine.plan import Amount, Drawn
 
 _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
+
+
+_SENDS = when({"algorithm.communicates": said(True, "the algorithm sends something", "this one sends nothing")})
+_WAITS = when({"algorithm.reads_waiting_time": said(
+    True, "the algorithm trains as long as clients wait", "this one does not ask how long they wait"
+)})  # fmt: skip
+_IN_EPOCHS = {"local.steps": None, "local.epochs": over(1)}
+_USED_IN_PART = {"algorithm.partial_work": said(
+    True, "the algorithm uses what late clients have", "this one leaves late clients out"
+)}  # fmt: skip
 
 
 class System(Spec):
@@ -27,9 +37,11 @@ class System(Spec):
     policy: Annotated[Literal["auto", "drop", "partial"], when(stragglers=over(0))] = Field(
         "auto", description="late clients are left out, or send what they have; auto: as the algorithm's paper does"
     )
-    unit: Annotated[Literal["epoch", "step"], when(stragglers=over(0), policy=other_than("drop"))] = Field(
-        "epoch", description="in what a late client's part of the work is counted"
-    )
+    unit: Annotated[
+        Literal["epoch", "step"],
+        when(_IN_EPOCHS, stragglers=over(0), policy="partial")
+        | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
+    ] = Field("epoch", description="in what a late client's part of the work is counted")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
     speed: Annotated[PositiveFloat, when(speeds=((),))] = Field(
         1000.0, description="examples per second of the middle client"
@@ -37,9 +49,9 @@ class System(Spec):
     speed_spread: Annotated[NonNegativeFloat, when(speeds=((),))] = Field(
         0.0, description="spread of speeds: deviation of their logarithm"
     )
-    up: PositiveFloat = Field(10.0, description="megabits per second from a client")
-    down: PositiveFloat = Field(50.0, description="megabits per second to a client")
-    latency: NonNegativeFloat = Field(0.02, description="seconds of one round trip")
+    up: Annotated[PositiveFloat, _SENDS] = Field(10.0, description="megabits per second from a client")
+    down: Annotated[PositiveFloat, _SENDS] = Field(50.0, description="megabits per second to a client")
+    latency: Annotated[NonNegativeFloat, _SENDS] = Field(0.02, description="seconds of one round trip")
     speeds: tuple[PositiveFloat, ...] = Field(
         (), description="examples per second of every client, instead of speed and speed_spread; empty: not given"
     )
@@ -50,12 +62,14 @@ class System(Spec):
     jitter: float = Field(
         0.0, ge=0, lt=1, description="largest share by which a client's time of computing varies from round to round"
     )
-    link_spread: NonNegativeFloat = Field(0.0, description="spread of up and down: deviation of their logarithm")
+    link_spread: Annotated[NonNegativeFloat, _SENDS] = Field(
+        0.0, description="spread of up and down: deviation of their logarithm"
+    )
     aggregation: NonNegativeFloat = Field(0.0, description="seconds that the server takes to make the next model")
     deadline: PositiveFloat | None = Field(
         None, description="seconds of a round after which late clients are left out; unset: all are waited for"
     )
-    overlap_upload: Annotated[bool, when({"algorithm.trains_while_waiting": True})] = Field(
+    overlap_upload: Annotated[bool, _WAITS] = Field(
         True, description="a client that trains on while it waits also does so while it sends"
     )
 

@@ -7,13 +7,15 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedloom.core.metrics import Auc
-from fedloom.core.schema import Spec, other_than, when
+from fedloom.core.schema import Spec, other_than, said, when
 
 Diagnostic: TypeAlias = Literal[
     "updates", "gamma", "dissimilarity", "rho", "hessian", "hessian_weights", "variance", "weights"
 ]
 
-_FAMILY = "algorithm.family"
+_NETWORK = {"algorithm.family": said("gossip", "the algorithm has no server", "this one has a server")}
+_SERVER = {"algorithm.family": said(other_than("gossip"), "the algorithm has a server", "this one has none")}
+_GLOBAL = {"algorithm.has_global_model": said(True, "the server has a model", "there is none common to all clients")}
 
 
 class Evaluate(Spec):
@@ -21,14 +23,14 @@ class Evaluate(Spec):
 
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
     personal: bool = Field(True, description="evaluate each client's model on its own held-out rows, if it has any")
-    clients: Annotated[PositiveInt | None, when(personal=True) | when({_FAMILY: "gossip"}, nodes=None)] = Field(
+    clients: Annotated[PositiveInt | None, when(personal=True) | when(_NETWORK, nodes=None)] = Field(
         None, description="evaluate at most this many clients, the same in every round"
     )
-    diagnostics: Annotated[tuple[Diagnostic, ...], when({_FAMILY: other_than("gossip")})] = Field(
+    diagnostics: Annotated[tuple[Diagnostic, ...], when(_SERVER)] = Field(
         (), description="what else to measure in a round: see docs/diagnostics.md"
     )
     work: bool = Field(False, description="also write work.jsonl: the clients of each round and the work of each")
-    train: Annotated[bool, when({_FAMILY: other_than("gossip"), "algorithm.has_global_model": True})] = Field(
+    train: Annotated[bool, when(_SERVER | _GLOBAL)] = Field(
         False, description="also measure the server's model on all training rows"
     )
     flatness: PositiveFloat | None = Field(
@@ -38,10 +40,10 @@ class Evaluate(Spec):
     auc: tuple[Auc, ...] = Field(
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
-    nodes: Annotated[PositiveInt | None, when({_FAMILY: "gossip"})] = Field(
+    nodes: Annotated[PositiveInt | None, when(_NETWORK)] = Field(
         None, description="evaluate at most this many nodes of a network on the common test set; unset: as clients says"
     )
-    pre_mix: Annotated[bool, when({_FAMILY: "gossip"})] = Field(
+    pre_mix: Annotated[bool, when(_NETWORK)] = Field(
         True, description="also evaluate the nodes of a network before they mix, in rounds that are evaluated"
     )
     participants: bool = Field(

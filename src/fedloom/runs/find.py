@@ -188,13 +188,25 @@ def _call(thing: Any, settings: dict[str, Any], offered: dict[str, Any], section
     return thing(**given)
 
 
-CHOOSE: dict[str, Callable[[str, str], Any]] = {
-    "data": _finder(Source, "fedloom.data.sources", "data source", _wrap_source),
-    "partition": _finder(Partition, "fedloom.data.partition", "partition", _wrap_partition),
-    "model": _finder(NetSpec, "fedloom.models", "model", _wrap_module),
-    "algorithm": find_algorithm,
-    "topology": _finder(Topology, "fedloom.engine.topology", "topology", None),
+_HOMES: dict[str, tuple[type[Any], str]] = {
+    "data": (Source, "fedloom.data.sources"),
+    "partition": (Partition, "fedloom.data.partition"),
+    "model": (NetSpec, "fedloom.models"),
+    "topology": (Topology, "fedloom.engine.topology"),
 }
+CHOOSE: dict[str, Callable[[str, str], Any]] = {
+    "data": _finder(*_HOMES["data"], "data source", _wrap_source),
+    "partition": _finder(*_HOMES["partition"], "partition", _wrap_partition),
+    "model": _finder(*_HOMES["model"], "model", _wrap_module),
+    "algorithm": find_algorithm,
+    "topology": _finder(*_HOMES["topology"], "topology", None),
+}
+
+
+def kinds_with(section: str, setting: str) -> list[str]:
+    """The names of fedloom's own kinds of this section that have the setting."""
+    every = algorithms(own=False) if section == "algorithm" else kinds(*_HOMES[section])
+    return sorted(name for name, cls in every.items() if setting in cls.model_fields)
 
 
 def is_path(name: str) -> bool:

@@ -7,12 +7,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Lookup, Spec, as_python_has_it, meant, read, without_effect
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, find_algorithm
-from fedloom.runs.settings import SECTIONS, fact, toml_of
+from fedloom.runs.settings import SECTIONS, fact, toml_of, with_defaults
 
 
 def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -118,20 +118,29 @@ def _class_of(section: str, given: Mapping[str, Any]) -> type[Spec] | None:
 
 
 def _lookup(table: Mapping[str, Any]) -> Lookup:
-    """Settings of other sections as they are written, and what the algorithm says of itself."""
+    """Settings of other sections as they are written, and what the algorithm says of itself and of them."""
 
-    def value(name: str) -> Any:
-        section, _, key = name.partition(".")
+    def written(section: str) -> tuple[type[Spec], Mapping[str, Any]]:
         given = table.get(section, {})
         given = {KEYS[section]: given} if isinstance(given, str) and section in KEYS else given
         cls = _class_of(section, given) if isinstance(given, Mapping) else None
         if cls is None:
-            raise KeyError(name)
+            raise KeyError(section)
+        return cls, given
+
+    def algorithm() -> AnyAlgorithm:
+        cls, given = written("algorithm")
+        spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, "algorithm")
+        if not isinstance(spec, Algorithm):
+            raise KeyError("algorithm")
+        return spec
+
+    def value(name: str) -> Any:
+        section, _, key = name.partition(".")
         if section == "algorithm":
-            spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, section)
-            if not isinstance(spec, Algorithm):
-                raise KeyError(name)
-            return fact(spec, key)
+            return fact(algorithm(), key)
+        cls, given = written(section)
+        given = with_defaults(section, given, algorithm()) if section in SECTIONS else given
         return _read(cls, given).get(key, cls.model_fields[key].default)
 
     return value
@@ -166,6 +175,8 @@ def value_of(text: str) -> Any:
         pass
     except ValueError:  # a whole number beyond 64 bits, maybe in a list: whoever is given it says what is wrong
         return int(text) if re.fullmatch(r"[+-]?\d{1,4000}", text) else text
+    if text.startswith("[") and text.endswith("]") and not set("[]{}") & set(text[1:-1]):
+        return [value_of(word.strip()) for word in text[1:-1].split(",") if word.strip()]  # a shell takes quotes away
     try:
         return float(text)  # .5 is a number to everybody but TOML
     except ValueError:

@@ -33,7 +33,7 @@ from fedloom.engine.settings import Evaluate
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
 from fedloom.runs.contradictions import contradictions
-from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, name_of
+from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, kinds_with, name_of
 from fedloom.runs.in_memory import InMemory
 from fedloom.trust import corruption
 from fedloom.trust.corruption import Corruption
@@ -201,7 +201,7 @@ def _section(
     cls: type[Spec], section: str, table: Mapping[str, Any], algorithm: AnyAlgorithm | None
 ) -> tuple[Spec | None, list[Fault]]:
     """A section that is not chosen by name."""
-    given = _with_defaults(section, table.get(section, {}), algorithm)
+    given = with_defaults(section, table.get(section, {}), algorithm)
     if not isinstance(given, Mapping):
         return None, [Fault(section, f"should be a table of settings (got {given!r})")]
     return read(cls, given, section)
@@ -214,7 +214,12 @@ def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
         given = table.get(section, {})
         written = spec.model_fields_set if isinstance(given, Spec) else given if isinstance(given, Mapping) else {}
         for key, why in without_effect(type(spec), dict(spec), written, partial(_resolved, chosen)).items():
-            found.append(Fault(f"{section}.{key}", f"{why} (got {getattr(spec, key)!r})", "leave it out"))
+            got = getattr(spec, key)
+            found.append(
+                Fault(
+                    f"{section}.{key}", f"{why} (got {list(got) if isinstance(got, tuple) else got!r})", "leave it out"
+                )
+            )
     return found
 
 
@@ -229,7 +234,9 @@ def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
 # What conditions of settings ask of an algorithm, beside its own settings and its family.
 _FACTS: dict[str, Callable[[AnyAlgorithm], bool]] = {
     "has_global_model": lambda alg: alg.traits.communicates and alg.traits.has_global_model,
-    "trains_while_waiting": lambda alg: isinstance(alg, TrainsWhileWaiting),
+    "communicates": lambda alg: alg.traits.communicates,
+    "partial_work": lambda alg: alg.traits.partial_work,
+    "reads_waiting_time": lambda alg: isinstance(alg, TrainsWhileWaiting) and alg.reads_waiting_time,
     "uses_proxy": needs_proxy,
 }
 
@@ -268,7 +275,20 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     except DataError as error:
         return name, None, [Fault(f"{section}.{key}", str(error))]
     value, faults = read(cls, rest, section)
-    return name, value, faults
+    return name, value, [_of_another_kind(fault, section, name) for fault in faults]
+
+
+def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:
+    """The fault, in other words where the setting is not unknown but one of other kinds."""
+    owners = (
+        kinds_with(section, fault.where.removeprefix(f"{section}.")) if fault.what.startswith("unknown key") else []
+    )
+    if not owners:
+        return fault
+    named = ", ".join(owners[:4]) + (" and others" if len(owners) > 4 else "")
+    return fault._replace(
+        what=fault.what.replace("unknown key", f"is no setting of {name}, but of {named}"), fix="leave it out"
+    )
 
 
 def topology_of(given: Mapping[str, Any]) -> Topology:
@@ -280,7 +300,7 @@ def topology_of(given: Mapping[str, Any]) -> Topology:
     return value
 
 
-def _with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
+def with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
     """A section with what the algorithm's own definition says, where the user said nothing of it."""
     if not isinstance(given, Mapping) or algorithm is None:
         return given

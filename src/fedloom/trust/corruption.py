@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import GIVEN, Spec, When, over, when
+from fedloom.core.schema import GIVEN, Spec, When, other_than, over, when
 from fedloom.maths.ridge import features_in_upload
 
 CorruptionKind: TypeAlias = Literal[
@@ -75,7 +75,9 @@ class Corruption(Spec):
     model_std: Annotated[PositiveFloat, _bad(kind="model_gauss")] = Field(
         0.1, description="of model_gauss: deviation of the move that is sent"
     )
-    forge: bool = Field(False, description="bad clients also report perfect quality, where an algorithm asks for it")
+    forge: Annotated[bool, _bad(kind=other_than("quality_forge"))] = Field(
+        False, description="bad clients also report perfect quality, where an algorithm asks for it"
+    )
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Corruption:

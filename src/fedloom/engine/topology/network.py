@@ -51,9 +51,6 @@ class Topology(Kind):
     )
     lazy: bool = Field(False, description="every node keeps half of itself: W becomes (I + W) / 2")
     gossip_steps: PositiveInt = Field(1, description="how often nodes exchange and mix in a round")
-    fresh_steps: Annotated[bool, when(gossip_steps=over(1))] = Field(
-        False, description="each gossip step of a round draws its own graph, where one is drawn"
-    )
     comm_fraction: float = Field(
         1.0,
         gt=0,
@@ -210,6 +207,9 @@ class Redrawn(Topology):
     """A graph that is drawn at random, once or again and again."""
 
     refresh: NonNegativeInt = Field(1, description="rounds after which a new graph is drawn; 0: never")
+    fresh_steps: Annotated[bool, when(gossip_steps=over(1))] = Field(
+        False, description="each gossip step of a round draws its own graph"
+    )
 
     @property
     def redrawn(self) -> bool:
