@@ -1,12 +1,14 @@
-"""Writes docs/configuration.md and docs/algorithms.md from the classes that define them.
+"""Writes pages of the documentation: settings and algorithms from their classes, reproduction from results/.
 
-python docs/generate.py            write both pages
+python docs/generate.py            write the pages
 python docs/generate.py --check    say whether they are up to date, and exit with 1 if not
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from fedloom.algorithm.capabilities import Adapts, defaults_of
 from fedloom.compare.foreseen import has_common_model
+from fedloom.compare.pages import RecipeReport, recipes_in, report_of
 from fedloom.core.errors import ConfigError
 from fedloom.core.fields import default_words, toml_word, type_words
 from fedloom.core.schema import explained, kinds
@@ -28,7 +31,9 @@ from fedloom.runs.find import algorithms
 from fedloom.runs.settings import SECTIONS, Basics
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
 MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
+MEASURED = "<!-- Made by docs/generate.py from results/ and experiments/: collect results, then run it again. -->"
 
 # What keys mean that their classes do not explain themselves; a description in the class goes first.
 MEANING = {
@@ -275,7 +280,109 @@ def _dedented(text: str) -> list[str]:
     return [line[margin:].rstrip() for line in lines]
 
 
-PAGES = {"configuration.md": configuration, "algorithms.md": algorithm_page}
+# -- reproduction ----------------------------------------------------------------------------------
+PAPERS = {"fedalr": "FedALR", "pfedala": "pFedALA", "relaxation": "FedProx + Relaxation", "law_afl": "LAW-AFL",
+          "dfedgam": "DFedGAM"}  # fmt: skip
+VERDICTS = {"holds": "hold", "does not hold": "do not hold", "undecided": "are undecided", "not run": "are not run"}
+
+INDEX = """# What was measured
+
+{made}
+
+Results of ours beside the papers', with seeds, spread and a verdict on every claim, one page for each paper. A
+paper's number is a claim, not a target: nothing was tuned towards it. Tables, curves and verdicts are drawn from the
+results that [`fedloom collect`](compare.md#results-that-stay) keeps below `results/`; only the discussions are written
+by hand. A claim is decided by a 95 % confidence interval over seeds, so that one seed decides nothing.
+
+| paper | recipes with results | cells | claims: hold | do not hold | undecided | not run |
+|---|--:|--:|--:|--:|--:|--:|
+{papers}
+
+## The queue
+
+In this order recipes are run. `fedloom collect experiments/queue.txt --missing` names the missing cells, also where
+another recipe has the same cell.
+
+| recipe | about | cells | seeds |
+|---|---|--:|--:|
+{queue}
+"""
+
+PAPER = """# {paper}: what was measured
+
+{made}
+
+[All papers](../reproduction.md), [what to doubt](../papers.md#{anchor}),
+[recipes](../../experiments/README.md#{anchor}). Values are means ± sample standard deviations over seeds.
+
+Claims: {claims}.
+
+## Discussion
+
+{discussion}
+
+{sections}"""
+
+
+@cache
+def reports() -> tuple[RecipeReport, ...]:
+    """Every recipe in the order of the queue, with what has been measured of it."""
+    return tuple(
+        report_of(recipe, ROOT / "results" / recipe.parent.name / recipe.stem,
+                  f"../../results/{recipe.parent.name}/{recipe.stem}")
+        for recipe in recipes_in(ROOT / "experiments" / "queue.txt")
+    )  # fmt: skip
+
+
+def index_page() -> str:
+    """The page that leads to those of the papers, with the queue."""
+    papers = [_paper_row(key, name) for key, name in PAPERS.items()]
+    queue = [f"| [{r.name}](../experiments/{r.name}.toml) | {r.title} | {r.there} of {r.cells} "
+             f"| {r.seeds[0]} of {r.seeds[1]} |" for r in reports()]  # fmt: skip
+    return INDEX.format(made=MEASURED, papers="\n".join(papers), queue="\n".join(queue))
+
+
+def _paper_row(key: str, name: str) -> str:
+    mine = [r for r in reports() if r.name.startswith(f"{key}/")]
+    counts = _verdicts(mine)
+    ran, there, cells = sum(bool(r.text) for r in mine), sum(r.there for r in mine), sum(r.cells for r in mine)
+    numbers = [f"{ran} of {len(mine)}", f"{there} of {cells}", *(str(counts[verdict]) for verdict in VERDICTS)]
+    return f"| [{name}](reproduction/{_file(key)}) | {' | '.join(numbers)} |"
+
+
+def _verdicts(mine: list[RecipeReport]) -> Counter[str]:
+    return sum((Counter(r.verdicts) for r in mine), Counter())
+
+
+def _file(key: str) -> str:
+    return f"{key.replace('_', '-')}.md"
+
+
+def paper_page(key: str) -> str:
+    """The page of one paper."""
+    mine = [r for r in reports() if r.name.startswith(f"{key}/")]
+    counts = _verdicts(mine)
+    sections = [
+        f"## {r.name.partition('/')[2]}\n\n{r.title}\n\n[Recipe](../../experiments/{r.name}.toml).\n\n{r.text}"
+        for r in mine
+        if r.text
+    ]
+    waiting = [f"- [{r.name.partition('/')[2]}](../../experiments/{r.name}.toml): {r.title} {r.cells} cells."
+               for r in mine if not r.text]  # fmt: skip
+    sections += ["## Not run yet\n\n" + "\n".join(waiting) + "\n"] if waiting else []
+    return PAPER.format(
+        paper=PAPERS[key],
+        made=MEASURED,
+        anchor=PAPERS[key].lower().replace(" ", "-").replace("+", ""),
+        claims=", ".join(f"{counts[verdict]} {words}" for verdict, words in VERDICTS.items()),
+        discussion=_read(HERE / "reproduction" / "discussion" / _file(key)).strip(),
+        sections="\n".join(sections),
+    )
+
+
+PAGES = {"configuration.md": configuration, "algorithms.md": algorithm_page, "reproduction.md": index_page} | {
+    f"reproduction/{_file(key)}": partial(paper_page, key) for key in PAPERS
+}
 
 
 def main() -> int:
@@ -285,6 +392,7 @@ def main() -> int:
         for name in stale:
             print(f"docs/{name} is out of date: python docs/generate.py")
         return 1 if stale else 0
+    (HERE / "reproduction").mkdir(exist_ok=True)
     for name in stale:
         (HERE / name).write_text(PAGES[name](), encoding="utf-8")
         print(f"wrote docs/{name}")

@@ -231,6 +231,22 @@ def test_seeds_of_two_places_meet_by_one_command_for_many_recipes(tmp_path: Path
         assert [row["seeds"] for row in rows] == ["2", "2"]
 
 
+def test_a_folder_grows_seed_by_seed_and_a_list_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(_RECIPE.format(method="fedprox"))
+    (tmp_path / "queue.txt").write_text("# the order\n\na.toml  # first\n")
+    before = fedloom("collect", "queue.txt", "--missing", cwd=tmp_path)
+    assert before.out.splitlines() == [
+        "a.toml: 0 of 4 cells (seed 0: 0 of 2, seed 1: 0 of 2)",
+        "  next 2 cells: fedloom compare a.toml --seed 0",
+    ]
+    for seed in (1, 0):
+        assert fedloom("compare", "a.toml", "--seed", seed, "--jobs", 1, cwd=tmp_path).code == 0
+        assert fedloom("collect", "a.toml", cwd=tmp_path).code == 0
+        found = fedloom("collect", "queue.txt", "--missing", "--json", cwd=tmp_path)
+        left = ["fedavg · seed 0", "fedprox · seed 0"] if seed == 1 else []
+        assert found.json == {"a.toml": {"cells": 4, "there": 4 - len(left), "missing": left}}
+
+
 _RECIPE = """
 rounds = 2
 model = "logistic"

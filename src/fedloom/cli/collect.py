@@ -13,13 +13,14 @@ from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
     from fedloom.compare.collect import Collected
+    from fedloom.compare.plan import ComparisonPlan
     from fedloom.compare.sources import FinishedCells
 
 Words = Annotated[
     list[str],
     typer.Argument(
-        metavar="COMPARISON.toml|FOLDER... [KEY=VALUE]...",
-        help="Comparisons, or folders of them, and the settings that were changed when they ran.",
+        metavar="COMPARISON.toml|FOLDER|LIST.txt... [KEY=VALUE]...",
+        help="Comparisons, folders or lists of them, and the settings that were changed when they ran.",
     ),
 ]
 Out = Annotated[
@@ -41,6 +42,7 @@ def collect(
     out: Out = None,
     from_: From = None,
     replace: Annotated[bool, typer.Option("--replace", help="Take the newly found result where two differ.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Only say which cells are not there yet.")] = False,
     json_: JsonResult = False,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -56,6 +58,9 @@ def collect(
     refuse_user_code(no_user_code)
     recipes = _recipes([Path(word) for word in words if "=" not in word])
     settings = [word for word in words if "=" in word]
+    if missing:
+        _print_missing(recipes, settings, out or Path("results"), trust=trust, as_json=json_)
+        return
     sources = {path: look(path) for path in from_ or ()}
     many = len(recipes) > 1
     found = {}
@@ -75,11 +80,14 @@ def collect(
 
 def _recipes(paths: list[Path]) -> list[Path]:
     """The comparisons that these files and folders hold."""
+    from fedloom.compare.pages import recipes_in
     from fedloom.runs.settings import read_toml
 
     out = []
     for path in paths:
-        if path.is_dir():
+        if path.suffix == ".txt" and path.is_file():
+            out += recipes_in(path)
+        elif path.is_dir():
             out += [file for file in sorted(path.rglob("*.toml")) if "compare" in read_toml(file)]
         else:
             out.append(path)
@@ -105,21 +113,45 @@ def _collected(
     data_root: Path | None,
 ) -> Collected | None:
     from fedloom.compare.collect import collect as gather
-    from fedloom.compare.plan import plan
     from fedloom.compare.sources import look
-    from fedloom.core import usercode
     from fedloom.core.disk import as_name
+
+    planned = _planned(recipe, settings, trust=trust)
+    usual = Path("runs") / f"compare-{as_name(planned.base.get('name') or recipe.stem)}"
+    places = [place for place in (usual, Path(planned.spec.cells or usual)) if place.is_dir()]
+    found = list(sources.values()) or [look(place) for place in dict.fromkeys(places)]
+    return gather(planned, out, found, data_root=data_root, replace=replace)
+
+
+def _planned(recipe: Path, settings: list[str], *, trust: bool) -> ComparisonPlan:
+    from fedloom.compare.plan import plan
+    from fedloom.core import usercode
     from fedloom.runs.overrides import override
     from fedloom.runs.settings import read_toml
 
     table = read_toml(recipe)
     usercode.vouch(table if trust else {})
-    table, _ = override(table, settings)
-    planned = plan(table)
-    usual = Path("runs") / f"compare-{as_name(table.get('name') or recipe.stem)}"
-    places = [place for place in (usual, Path(planned.spec.cells or usual)) if place.is_dir()]
-    found = list(sources.values()) or [look(place) for place in dict.fromkeys(places)]
-    return gather(planned, out, found, data_root=data_root, replace=replace)
+    return plan(override(table, settings)[0])
+
+
+def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, trust: bool, as_json: bool) -> None:
+    """For each comparison the cells that no comparison's results have yet, and how to run the next ones."""
+    from rich.console import Console
+
+    from fedloom.compare.collect import missing_cells
+
+    found = {recipe: missing_cells(_planned(recipe, settings, trust=trust), results) for recipe in recipes}
+    if as_json:
+        print(json.dumps({str(recipe): each.as_json() for recipe, each in found.items()}))
+        return
+    screen = Console(highlight=False, soft_wrap=True)
+    for recipe, each in found.items():
+        by_seed = ", ".join(f"seed {seed}: {there} of {cells}" for seed, (there, cells) in each.seeds.items())
+        screen.print(f"{recipe}: {each.there} of {each.cells} cells ({by_seed})", markup=False)
+        if each.missing:
+            seed = each.missing[0].seed
+            left = sum(cell.seed == seed for cell in each.missing)
+            screen.print(f"  next {left} cells: fedloom compare {recipe} --seed {seed}", markup=False)
 
 
 def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:

@@ -24,7 +24,9 @@ Words = Annotated[
     ),
 ]
 Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
-Seed = Annotated[list[int] | None, typer.Option(min=0, help="Only this seed (may be repeated), as in --seed 2.")]
+Seed = Annotated[
+    list[int] | None, typer.Option(min=0, help="This seed (may be repeated), and those that the folder has.")
+]
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
 Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
 Metric = Annotated[str | None, typer.Option(help="The metric to compare by; by default the first accuracy.")]
@@ -81,11 +83,24 @@ def compare(
     table, name = _comparison(words or [], grid or [], given, trust=trust)
     planned = plan(table)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
+    if seed and (others := _seeds_in(folder) - set(seed)):
+        planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
     done = _shown(planned, folder, data_root, jobs, trust=trust, as_json=json_)
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:
         raise typer.Exit(1)
+
+
+def _seeds_in(folder: Path) -> set[int]:
+    """The seeds of the comparison that a folder holds."""
+    from fedloom.runs.settings import read_toml
+
+    if not (folder / "compare.toml").is_file():
+        return set()
+    found = read_toml(folder / "compare.toml").get("compare")
+    seeds = found.get("seeds") if isinstance(found, dict) else None
+    return {seed for seed in seeds if isinstance(seed, int)} if isinstance(seeds, list) else set()
 
 
 def _shown(

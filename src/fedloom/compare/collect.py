@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_of, terms_text
@@ -48,6 +48,35 @@ class KeptResults(NamedTuple):
     @property
     def cells(self) -> int:
         return len({cell.hash for cell in self.planned.cells})
+
+
+class Lacking(NamedTuple):
+    """Which cells of a comparison are not there yet."""
+
+    cells: int
+    there: int
+    seeds: dict[int, tuple[int, int]]  # of each seed: how many are there, of how many
+    missing: tuple[Cell, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"cells": self.cells, "there": self.there, "missing": [cell.name for cell in self.missing]}
+
+
+def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
+    """The cells that no folder below ``results`` keeps, whichever comparison they were collected for.
+
+    Methods on equal terms are counted with the rounds that were kept, and all as missing where none were.
+    """
+    if planned.spec.equal != "rounds":
+        terms = kept_terms(planned, [path.read_bytes() for path in results.rglob(TERMS)])
+        planned = on_terms(planned, terms) if terms is not None else planned
+    cells = {cell.hash: cell for cell in planned.cells}
+    kept = {path.stem for path in results.rglob("cells/*.json")} & set(cells)
+    seeds = {}
+    for seed in planned.spec.seeds:
+        own = {name for name, cell in cells.items() if cell.seed == seed}
+        seeds[seed] = (len(own & kept), len(own))
+    return Lacking(len(cells), len(kept), seeds, tuple(cell for name, cell in cells.items() if name not in kept))
 
 
 def collect(
@@ -119,7 +148,7 @@ def read_kept(planned: ComparisonPlan, out: Path) -> KeptResults:
 def _drawn(kept: KeptResults, out: Path) -> Comparison:
     """The tables of what is kept."""
     results = [kept_result(cell, kept.found.get(cell.hash)) for cell in kept.planned.cells]
-    remarks = [*_origins(kept.found.values()), *_incomplete(kept), *kept.remarks]
+    remarks = [*origin_words(kept), *missing_words(kept), *kept.remarks]
     return drawn(kept.planned, out, out / "cells", results, remarks=remarks)
 
 
@@ -138,21 +167,21 @@ def _merged(kept: KeptResults, others: Iterable[tuple[str, Document]], *, replac
 
 
 # -- what a reader must know of them ---------------------------------------------------------------
-def _origins(found: Iterable[Document]) -> list[str]:
+def origin_words(kept: KeptResults) -> list[str]:
     """With what the cells were run; several are all named, since numbers may differ between them."""
-    counts = Counter(origin_of(document) for document in found)
+    counts = Counter(origin_of(document) for document in kept.found.values())
     if not counts:
         return []
     if len(counts) == 1:
-        return [f"all cells were run with {next(iter(counts))}"]
+        return [f"All cells were run with {next(iter(counts))}"]
     listed = "; ".join(f"{count} with {origin}" for origin, count in sorted(counts.items()))
-    return [f"cells were run with different code or machines, so that numbers may differ for that reason: {listed}"]
+    return [f"Cells were run with different code or machines, so that numbers may differ for that reason: {listed}"]
 
 
 _NAMED = 12  # missing cells that a note names
 
 
-def _incomplete(kept: KeptResults) -> list[str]:
+def missing_words(kept: KeptResults) -> list[str]:
     """How many cells are missing, and which."""
     missing = kept.missing
     if not missing:

@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 FORMAT = 2
 _KINDS = {"hash": str, "seed": int, "state": str, "origin": dict, "settings": dict, "partition": str, "metrics": dict}
-_ORIGIN = ("code", "commit", "versions", "device", "gpu", "cpu", "precision")
+_ORIGIN = ("code", "changes", "commit", "versions", "device", "gpu", "cpu", "precision")
 _DIGITS = 7  # of a number: more than two machines agree on
 
 
@@ -146,4 +146,5 @@ def origin_of(document: Document) -> str:
     origin = document["origin"]
     where = origin.get("gpu") or origin.get("cpu") or origin.get("device", "an unknown device")
     torch = origin.get("versions", {}).get("torch", "?")
-    return f"code {origin.get('code') or 'unknown'}, torch {torch}, {where}, {origin.get('precision', '?')}"
+    begun = " (begun with other code or versions)" if origin.get("changes") else ""
+    return f"code {origin.get('code') or 'unknown'}{begun}, torch {torch}, {where}, {origin.get('precision', '?')}"

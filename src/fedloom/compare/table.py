@@ -93,6 +93,7 @@ class Compare(Spec):
     layout: TableLayout | None = None
     cells: str = ""
     notes: list[str] = Field(default_factory=list)
+    reductions: list[str] = Field(default_factory=list)
     paper: list[PaperEntry] = Field(default_factory=list)
     caveats: list[CaveatEntry] = Field(default_factory=list)
     claims: list[ClaimEntry] = Field(default_factory=list)

@@ -14,7 +14,7 @@ from fedloom.core.errors import (
     Fault,
 )
 from fedloom.engine.state import Experiment, RunState
-from fedloom.runs.environment import _recorded, files_of, other_versions, read_environment, versions
+from fedloom.runs.environment import _recorded, code_hash, files_of, other_versions, read_environment, versions
 from fedloom.runs.find import KEYS
 from fedloom.runs.folder import read_key
 from fedloom.runs.prepare import Prepared
@@ -45,6 +45,7 @@ def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str])
     return then | {
         "net_sha256": prepared.net_sha256,
         "versions": versions(),
+        "code": code_hash(),
         "files": files_of(prepared.config),
         "changes": [*before, *(f"after round {done}: {each}" for each in what)],
     }

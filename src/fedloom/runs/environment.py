@@ -145,5 +145,8 @@ def changed_files(path: Path) -> list[str]:
 def other_versions(path: Path) -> list[str]:
     """The programs that decide numbers and are not of the version with which a run began, in words."""
     then, now = _recorded(path, "versions"), versions()
+    code, mine = read_environment(path).get("code", ""), code_hash()
     differ = [name for name in ("fedloom", "torch", "numpy") if then.get(name, now[name]) != now[name]]
-    return [f"{name} was {then[name]} when the run began and is {now[name]} now" for name in differ]
+    words = [f"{name} was {then[name]} when the run began and is {now[name]} now" for name in differ]
+    other = f"the code of fedloom was {code} when the run began and is {mine} now"
+    return [*words, other] if code and code != mine else words

@@ -57,17 +57,18 @@ def _ours(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
 def _word(part: CellPart, number: Number) -> Word:
     if number.value is None:
         return Word("-")
-    return Word(mean_and_spread(number.value, lambda v: _digits(part, v)) + _MARKS[number.missed], number.best)
+    return Word(mean_and_spread(number.value, lambda v: digits(part, v)) + _MARKS[number.missed], number.best)
 
 
 def _theirs(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
     if all(n.paper is None for n in numbers):
         return [Word("-")]
     pairs = zip(layout.cell, numbers, strict=True)
-    return [Word("-" if n.paper is None else _digits(part, n.paper) + marks(n.caveats)) for part, n in pairs]
+    return [Word("-" if n.paper is None else digits(part, n.paper) + marks(n.caveats)) for part, n in pairs]
 
 
-def _digits(part: CellPart, value: float) -> str:
+def digits(part: CellPart, value: float) -> str:
+    """A number as tables have it."""
     if is_share(part.metric):
         return f"{100 * value:.2f}"
     return f"{value:.4f}" if leaf(part.metric).startswith("auc") else f"{value:.4g}"
