@@ -9,6 +9,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "run": "fedloom.runs.start",
     "resume": "fedloom.runs.resume",
+    "load": "fedloom.runs.load",
+    "Predictor": "fedloom.runs.load",
     "History": "fedloom.runs.result",
     "Algorithm": "fedloom.algorithm",
     "Inbox": "fedloom.algorithm",
@@ -28,3 +30,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

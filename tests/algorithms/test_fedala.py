@@ -337,7 +337,7 @@ def test_a5_w_comes_through_a_resume(world, tmp_path, where) -> None:
     (tmp_path / "saved").mkdir()
     checkpoint.save(tmp_path / "saved", state, clients, {})
     clients = store()
-    state = checkpoint.load(tmp_path / "saved", begin(exp), clients).state
+    state = checkpoint.load_state(tmp_path / "saved", begin(exp), clients).state
     now = Ran(exp, state, clients)
     assert (now.kept.W != 1).any()
     for _ in range(2):

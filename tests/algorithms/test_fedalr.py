@@ -222,7 +222,7 @@ def test_l16_m_and_t_restored_give_the_next_step_bit_for_bit(world, tmp_path) ->
     for _ in range(2):
         state, _ = advance(exp, state, store)
     checkpoint.save(tmp_path, state, store, {})
-    again = checkpoint.load(tmp_path, begin(exp), RamStore(3)).state
+    again = checkpoint.load_state(tmp_path, begin(exp), RamStore(3)).state
     assert again.server.t == 2
     assert again.server.m.abs().max() > 0
     ours, theirs = (advance(exp, s, RamStore(3))[0].server for s in (again, state))

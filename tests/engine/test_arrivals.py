@@ -171,7 +171,7 @@ def test_a_run_that_is_resumed_after_every_round_is_the_same(world: Callable[...
         state = advance_watched(exp, state, store).state
         checkpoint.save(tmp_path, state, store, {})
         store = RamStore(6)
-        state = checkpoint.load(tmp_path, begin(exp), store).state
+        state = checkpoint.load_state(tmp_path, begin(exp), store).state
         assert torch.equal(state.server.w, done.state.server.w)
         assert torch.equal(state.under_way.arrival, done.state.under_way.arrival)
         assert torch.equal(state.under_way.server.w, done.state.under_way.server.w)

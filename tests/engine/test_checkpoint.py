@@ -56,7 +56,7 @@ class Saved:
     def load(self, at: int | None = None) -> checkpoint.Loaded:
         """As after a crash: with a new store."""
         self.store = self.new_store()
-        loaded = checkpoint.load(self.checkpoints, begin(self.exp), self.store, at=at)
+        loaded = checkpoint.load_state(self.checkpoints, begin(self.exp), self.store, at=at)
         self.state = loaded.state
         return loaded
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_net_is_refused(saved: Saved, tmp_path: Path) ->
     ring = {"topology": Ring()} if kind.family == "gossip" else {}
     wider = experiment(federation(SIZES), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), kind, **ring)
     with pytest.raises(CheckpointError, match=r"'server\.w' should be"):
-        checkpoint.load(saved.checkpoints, begin(wider), saved.new_store())
+        checkpoint.load_state(saved.checkpoints, begin(wider), saved.new_store())
 
 
 # -- whole or not there ----------------------------------------------------------------------------

@@ -765,7 +765,7 @@ def test_a_resumed_network_is_the_one_that_never_stopped(topology: Topology, tmp
         state, _ = advance(exp, state, store)
         checkpoint.save(tmp_path, state, store, {})
         store = RamStore(16)
-        state = checkpoint.load(tmp_path, begin(exp), store).state
+        state = checkpoint.load_state(tmp_path, begin(exp), store).state
     assert torch.equal(state.server.w, whole.server.w)
     assert (state.gradients, state.up, state.busiest) == (whole.gradients, whole.up, whole.busiest)
     for a, b in zip(tree.leaves(state.nodes), tree.leaves(whole.nodes), strict=True):
@@ -787,7 +787,7 @@ def test_a_network_on_disk_is_resumed_bit_for_bit(
         state, _ = advance(exp, state, store)
         checkpoint.save(tmp_path, state, store, {})
         store = DiskStore(tmp_path / "clients", 16)
-        state = checkpoint.load(tmp_path, begin(exp), store).state
+        state = checkpoint.load_state(tmp_path, begin(exp), store).state
     assert torch.equal(state.server.w, whole.server.w)
     ends = [torch.cat([part.w for part in models_of(exp, state, s, torch.arange(16))]) for s in (store, ram)]
     assert torch.equal(*ends)

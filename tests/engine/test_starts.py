@@ -50,7 +50,7 @@ def test_every_method_begins_where_its_nodes_do_and_resumes_exactly(
     state, _ = advance(exp, state, store)
     checkpoint.save(tmp_path, state, store, {})
     other = RamStore(NODES)
-    again = checkpoint.load(tmp_path, begin(exp), other).state
+    again = checkpoint.load_state(tmp_path, begin(exp), other).state
     for _ in range(2):
         state, _ = advance(exp, state, store)
         again, _ = advance(exp, again, other)

@@ -11,7 +11,20 @@ import click
 import typer
 
 from fedloom import __version__
-from fedloom.cli import check, collect, compare, data, describe, doctor, partition, resume, run
+from fedloom.cli import (
+    check,
+    collect,
+    compare,
+    data,
+    describe,
+    doctor,
+    evaluate,
+    export,
+    partition,
+    predict,
+    resume,
+    run,
+)
 from fedloom.cli import list as listing
 from fedloom.cli.ranks import follows
 from fedloom.core.errors import FedloomError
@@ -26,6 +39,9 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(resume.resume)
+app.command()(predict.predict)
+app.command()(evaluate.evaluate)
+app.command()(export.export)
 app.command()(compare.compare)
 app.command()(collect.collect)
 app.command()(partition.partition)

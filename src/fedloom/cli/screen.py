@@ -250,14 +250,15 @@ def _next(history: History) -> list[str]:
     run = history.run_dir
     if run is None:
         return []
-    model = "model.safetensors" if (run / "model.safetensors").exists() else "personal.safetensors"
+    models = [name for name in ("model.safetensors", "personal.safetensors") if (run / name).exists()]
     further = [f"  fedloom resume {run} --rounds {2 * history.rounds}"]
     return [
         f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves",
-        f"{run}/{model}",
+        *(f"{run}/{name}" for name in models),
         "\nnext:",
         *(further if not (run / "privacy.json").exists() else []),  # noise may be calibrated for these rounds
         f"  fedloom run {run}/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
+        *([f"  fedloom predict {run} NEW.csv"] if (run / "columns.json").exists() else []),
         f"  fedloom describe {history.algorithm}",
     ]
 

@@ -322,6 +322,16 @@ class Task:
         flat = {**self._whole.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
         return {name: value.detach().clone().contiguous() for name, value in flat.items()}
 
+    @property
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the tensors that lie one after another in the vector of all parameters."""
+        return {name: tuple(shape) for name, shape in zip(self.names, self._shapes, strict=True)}
+
+    @property
+    def buffer_layout(self) -> dict[str, tuple[int, ...]]:
+        """The same for the vector of running statistics."""
+        return {name: tuple(shape) for name, shape in zip(self._buffer_names, self._buffer_shapes, strict=True)}
+
     def module(self, w: Tensor, buffers: Tensor) -> nn.Module:
         """A plain module in evaluation mode that holds these parameters."""
         net = copy.deepcopy(self._whole)

@@ -271,7 +271,7 @@ def read_npz(path: Path, limit: float = math.inf) -> Rows:
     ``client`` and ``test`` are optional, and so is ``labels``, the names of the classes 0, 1, 2, ... An archive of more
     than ``limit`` bytes, once unpacked, is not.
     """
-    found = _npz_arrays(path, limit)
+    found = npz_arrays(path, limit)
     for key in found:
         if key not in (*NPZ_KEYS, *NPZ_SPLIT_KEYS, "labels"):
             raise DataError(f"{path}: unknown array '{key}' ({nearest(key, (*NPZ_KEYS, *NPZ_SPLIT_KEYS, 'labels'))})")
@@ -287,7 +287,8 @@ def read_npz(path: Path, limit: float = math.inf) -> Rows:
     return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path))
 
 
-def _npz_arrays(path: Path, limit: float) -> dict[str, NDArray[Any]]:
+def npz_arrays(path: Path, limit: float = math.inf) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz file, whatever they are."""
     if not zipfile.is_zipfile(existing(path)):
         raise DataError(f"{path}: is not a whole npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
     with reading(path), zipfile.ZipFile(path) as archive:
@@ -410,6 +411,18 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
     return codes.reshape(-1).astype(np.int64), tuple(str(int(value)) for value in distinct.tolist())
 
 
+def coded_as(column: NDArray[Any], labels: Sequence[str], what: str, where: Place) -> Ints:
+    """The place of each value among these labels; a DataError for one that is not among them."""
+    codes, found = coded(column.reshape(-1), what, where)
+    places = {label: index for index, label in enumerate(labels)}
+    strangers = [name for name in found if name not in places]
+    if strangers:
+        row = int(np.argmax(codes == found.index(strangers[0])))
+        known = ", ".join(labels[:10])
+        raise DataError(f"{where(row)}: the {what} '{strangers[0]}' was not in training (there were: {known})")
+    return np.array([places[name] for name in found], np.int64)[codes]
+
+
 def words_of(values: Sequence[Any], what: str, where: Place) -> NDArray[Any]:
     """A column as an array; words with zero bytes at their end, which NumPy would cut off, are refused."""
     for row, word in enumerate(values):
@@ -497,6 +510,17 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     client, clients = coded(np.array([r[0] for r in inner]), "client folder", where) if has_clients else (None, ())
     test = np.array([parts[0] == "test" for parts in listed]) if divided and "test" in splits else None
     return Rows(pixels, y, labels, test, client, clients)
+
+
+def read_pictures(folder: Path, shape: tuple[int, ...]) -> tuple[list[str], Bytes]:
+    """The images below a folder, however deep, scaled to this shape, and their names."""
+    with reading(folder):
+        listed = [parts for parts in sorted(_files_below(folder)) if parts[-1].lower().endswith(SUFFIXES)]
+    if not listed:
+        raise DataError(f"{folder}: holds no images (looked for {', '.join(SUFFIXES)})")
+    channels, height, _ = shape
+    pixels = _stacked([folder.joinpath(*parts) for parts in listed], height, channels, math.inf, str(folder))
+    return ["/".join(parts) for parts in listed], pixels
 
 
 def _image_paths(folder: Path) -> list[tuple[str, ...]]:

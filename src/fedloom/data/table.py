@@ -60,20 +60,20 @@ class ColumnChoice(NamedTuple):
     features: tuple[str, ...] = ()  # empty: all others
     words: tuple[str, ...] = ()  # columns of words even where these look like numbers
     day_first: bool | None = None  # how to read dates such as 03/04/2024
-    optional: tuple[str, ...] = ()  # of the named columns, those that a table may lack
+    plain: bool = False  # the named columns may lack values, which are read as ''
 
 
 def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[str]:
     """The columns that are read as features; a DataError for names that there are not, or twice."""
     for index, name in enumerate(header):
-        if not name and index not in {i for i, n in enumerate(header) if n in wanted.drop}:
+        if not name:
             raise DataError(
                 f"{at}: column {index + 1} has no name (if it numbers the rows, leave it out: to_csv(..., index=False))"
             )
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise DataError(f"{at}: column '{twice[0]}' occurs twice")
-    asked = {"named": tuple(n for n in wanted.named if n not in wanted.optional)}
+    asked = {"named": wanted.named}
     asked |= {"drop": wanted.drop, "features": wanted.features, "words": wanted.words}
     lost = [(field, name) for field, names in asked.items() for name in names if name not in header]
     if lost:
@@ -117,6 +117,11 @@ def read_csv(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> RawTa
         if not turned:
             return read.table()
         words |= turned
+
+
+def csv_header(path: Path) -> list[str]:
+    """The names of the columns of a CSV file."""
+    return [name.strip() for name in next(_records(path, _dialect(existing(path))), (0, []))[1]]
 
 
 def _dialect(path: Path) -> Dialect:
@@ -170,7 +175,7 @@ class _Reader:
         self._features = feature_names(self._header, wanted, str(path))
         self._words = words
         self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in self._features}
-        self._named: dict[str, list[str]] = {name: [] for name in wanted.named if name in self._header}
+        self._named: dict[str, list[str]] = {name: [] for name in wanted.named}
         self._lines: list[int] = []
         self._turned: set[str] = set()  # columns in which a cell is not a number
 
@@ -325,6 +330,20 @@ def read_parquet(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> R
     return _of_arrow(table.select(names), str(path), wanted)
 
 
+def parquet_header(path: Path) -> list[str]:
+    """The names of the columns of a Parquet file."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        names = pq.read_schema(existing(path)).names
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    return [name for name in names if not name.startswith("__index_level_")]
+
+
 def table_of_frame(frame: Any, wanted: ColumnChoice, name: str = "DataFrame") -> RawTable:
     """The table that a pandas DataFrame holds."""
     where: Place = lambda row: f"{name}, row {row}"  # noqa: E731
@@ -335,8 +354,10 @@ def table_of_frame(frame: Any, wanted: ColumnChoice, name: str = "DataFrame") ->
     cells = {column: frame.iloc[:, index] for index, column in enumerate(header)}
     columns = {each: _frame_column(cells[each], where, each in wanted.words, wanted) for each in features}
     named = {}
-    for each in (each for each in wanted.named if each in cells):
-        if cells[each].isna().any():
+    for each in wanted.named:
+        if wanted.plain:
+            cells[each] = cells[each].astype(object).where(~cells[each].isna(), "")
+        elif cells[each].isna().any():
             row = int(np.argmax(cells[each].isna().to_numpy()))
             raise DataError(f"{where(row)}, column '{each}': is missing (fill it or drop the row)")
         named[each] = words_of(cells[each].tolist(), f"word in column '{each}'", where)
@@ -365,7 +386,7 @@ def _of_arrow(table: Any, at: str, wanted: ColumnChoice) -> RawTable:
         raise DataError(f"{at}: has no rows")
     where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
     columns = {name: _arrow_column(table[name], where, name in wanted.words, wanted) for name in features}
-    named = {name: _named(table[name], name, at, where) for name in wanted.named if name in table.column_names}
+    named = {name: _named(table[name], name, at, where, wanted.plain) for name in wanted.named}
     return RawTable(at, columns, named, where, table.num_rows)
 
 
@@ -393,8 +414,11 @@ def _floats(cells: Any) -> NDArray[np.float64]:
     return np.array([math.nan if cell is None else cell for cell in cells.to_pylist()], np.float64)
 
 
-def _named(cells: Any, name: str, at: str, where: Place) -> NDArray[Any]:
+def _named(cells: Any, name: str, at: str, where: Place, plain: bool) -> NDArray[Any]:
     import pyarrow as pa
+
+    if plain and cells.null_count:
+        return np.array(["" if cell is None else str(cell) for cell in cells.to_pylist()], dtype=object)
 
     if pa.types.is_nested(cells.type):
         raise DataError(f"{at}, column '{name}': must hold one value in each row (got {cells.type})")

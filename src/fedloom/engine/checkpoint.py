@@ -132,7 +132,7 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def load(
+def load_state(
     folder: Path,
     like: RunState,
     store: ClientStore,

@@ -137,7 +137,7 @@ def resumed_is_never_crashed(cls: type[AnyAlgorithm]) -> None:
             state, _ = advance(world, state, store)
             checkpoint.save(Path(folder), state, store, {})
             store = _store(world)
-            state = checkpoint.load(Path(folder), begin(world), store).state
+            state = checkpoint.load_state(Path(folder), begin(world), store).state
     _agree(whole, _everything(world, state, store), "the whole run and the resumed one", exactly=True)
 
 

@@ -43,7 +43,7 @@ def enter(
     loaded, place = checkpoint.Loaded(state, {}), path / "checkpoints"
     with exp.ranks.agreed():
         if how.at is not None or checkpoint.saved_rounds(place):
-            loaded = checkpoint.load(place, state, store, at=how.at, ranks=exp.ranks, blank=blank_client(exp))
+            loaded = checkpoint.load_state(place, state, store, at=how.at, ranks=exp.ranks, blank=blank_client(exp))
             refuse_other_ledger(path, exp, loaded.state)
         damage = folder.fault(loaded.lengths) if folder is not None else ""
         if damage and not how.repair:

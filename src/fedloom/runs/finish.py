@@ -1,20 +1,27 @@
-"""What a run folder holds after the last round: the model, the clients, the curves, the summary."""
+"""What a run folder holds after the last round: the models, the clients, the curves, the summary."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.engine import checkpoint, cuda_graphs
-from fedloom.engine.evaluate import ClientModels, each_client, everyones_models, living
+from fedloom.engine import cuda_graphs
+from fedloom.engine.evaluate import each_client, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.report.tables import client_table, csv_text, curve_table
 from fedloom.runs.folder import RunFolder, write_text
+from fedloom.runs.models import (
+    COMMON,
+    PERSONAL,
+    RECORD,
+    everyone,
+    record_of,
+    save_common,
+    save_personal,
+    wanted_personal,
+)
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import config_hash
@@ -31,10 +38,6 @@ def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[
     return exp.algorithm.global_model(state.server), state.buffers
 
 
-def _everyone(exp: Experiment, state: RunState, store: ClientStore) -> Iterator[ClientModels]:
-    return everyones_models(exp, state, store, torch.arange(exp.federation.clients))
-
-
 def finish(
     prepared: Prepared,
     folder: RunFolder | None,
@@ -45,21 +48,20 @@ def finish(
 ) -> None:
     """What a run folder holds after the last round; other ranks than 0 have a part in it, and write nothing."""
     exp = prepared.experiment
-    parts = list(_everyone(exp, state, store)) if model is None else []
+    notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
+    if wanted_personal(prepared):
+        parts = everyone(exp, state, store, model)
+        if folder is None:
+            for _ in parts:  # every rank hands over the models of its clients
+                pass
+        else:
+            save_personal(folder.path / PERSONAL, exp, parts, notes)
     measured = each_client(exp, state, store)
     if folder is None:
         return
-    notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
     if model is not None:
-        checkpoint.save_model(folder.path / "model.safetensors", exp.task.tensors(*model), notes)
-    else:
-        ids = torch.cat([p.ids for p in parts])
-        order = ids.argsort()
-        tensors = {"ids": ids[order], "w": torch.cat([p.w for p in parts])[order.to(exp.device)]}
-        layout = json.dumps(
-            {name: list(x.shape) for name, x in exp.task.tensors(exp.task.w0, exp.task.buffers0).items()}
-        )
-        checkpoint.save_model(folder.path / "personal.safetensors", tensors, notes | {"layout": layout})
+        save_common(folder.path / COMMON, exp, model, notes)
+    folder.write(RECORD, record_of(prepared).model_dump(mode="json"))
     if exp.captures:
         folder.write("steps.json", cuda_graphs.built(exp.task)._asdict())
     shared = prepared.shared

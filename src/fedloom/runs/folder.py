@@ -4,7 +4,7 @@ config.toml  environment.json  partition.safetensors  partition.json  columns.js
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
 timings.jsonl   how long rounds took; never the same twice, hence apart
 work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
-checkpoints/    model.safetensors  clients.csv  curves.csv  curves.png
+checkpoints/    model.json  model.safetensors  personal.safetensors  clients.csv  curves.csv  curves.png
 noise.key       of a private run, for its owner alone: who has it can subtract the noise
 manifest.json   the SHA-256 of these files, so that a changed one is noticed
 summary.json    written last: the run has ended
@@ -51,7 +51,7 @@ _GROWING = (METRICS, "timings.jsonl", "work.jsonl")  # written in place, line by
 # Written while a run lasts, or at its end.
 _RESULTS = (
     *(*_GROWING, DAMAGED),
-    *("model.safetensors", "personal.safetensors", "steps.json", "curves.png", "topology.png"),
+    *("model.json", "model.safetensors", "personal.safetensors", "steps.json", "curves.png", "topology.png"),
     *("clients.csv", "curves.csv"),
 )
 

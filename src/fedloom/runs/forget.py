@@ -49,7 +49,7 @@ def until_forgotten(
 ) -> Config:
     """The experiment with as many rounds as it takes until these clients have come once more."""
     folder, store = path / "checkpoints", RamStore(exp.federation.clients)
-    state = checkpoint.load(folder, begin(exp), store, at=at, blank=blank_client(exp)).state
+    state = checkpoint.load_state(folder, begin(exp), store, at=at, blank=blank_client(exp)).state
     assert isinstance(exp.algorithm, Forgets)
     if why := exp.algorithm.cannot_forget(state.server, forget):
         raise ConfigError([Fault("--forget", why)])

@@ -60,6 +60,23 @@ class Shared(NamedTuple):
     def labels(self) -> Ints:
         return self.arrays.y[~self.arrays.test]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the clients are called: as the data calls them, where each is one of the data's clients."""
+        numbers = tuple(str(k) for k in range(self.clients))
+        if not self.arrays.clients or self.arrays.client is None:
+            return numbers
+        pairs = np.unique(np.stack([self.owner, self.arrays.client[~self.arrays.test]]), axis=1)
+        if pairs.shape[1] != self.clients or len(np.unique(pairs[0])) != self.clients:
+            return numbers
+        return tuple(self.arrays.clients[k] for k in pairs[1])
+
+    def rescaling(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What inputs are multiplied by, for each channel, and what is subtracted then."""
+        unit = 255.0 if self.arrays.x.dtype == np.uint8 else 1.0
+        std, mean = np.array(self.arrays.std), np.array(self.arrays.mean)
+        return tuple((1.0 / (unit * std)).tolist()), tuple((mean / std).tolist())
+
     def summary(self) -> PartitionSummary:
         return summary(self.labels, self.owner, self.clients, self.arrays.classes)
 

@@ -75,6 +75,9 @@ class Checkpoints(Spec):
     """When a run is saved; it is also saved at its end and when it is interrupted."""
 
     every: PositiveInt = Field(10, description="rounds between checkpoints")
+    personal: Literal["auto", "all", "none"] = Field(
+        "auto", description="whether the clients' own models are saved at the end; auto: up to 1 GB of them"
+    )
 
 
 class Config(NamedTuple):
@@ -289,6 +292,15 @@ def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:
     return fault._replace(
         what=fault.what.replace("unknown key", f"is no setting of {name}, but of {named}"), fix="leave it out"
     )
+
+
+def net_spec_of(given: Mapping[str, Any]) -> NetSpec:
+    """The net that a table of settings describes, without an experiment around it."""
+    _, value, faults = _chosen("model", given)
+    if faults:
+        raise ConfigError(faults)
+    assert isinstance(value, NetSpec)
+    return value
 
 
 def topology_of(given: Mapping[str, Any]) -> Topology:

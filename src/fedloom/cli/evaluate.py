@@ -1,0 +1,54 @@
+"""``fedloom evaluate``: how the models of a finished run do on rows whose classes are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.cli.options import Json, NoUserCode, Trust, refuse_user_code
+from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client
+
+
+def evaluate(
+    run: Run,
+    data: Data,
+    client: Client = None,
+    by_client: ByClient = False,
+    json_: Json = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
+) -> None:
+    """Evaluate the models of a run on rows whose classes are known, in the column of the run's label."""
+    refuse_user_code(no_user_code)
+    models = chosen(run, client, by_client=by_client, trust=trust)
+    rows = models.rows(data)
+    found = models.evaluate(rows, by_client=each_by_its_client(models, rows, client, by_client))
+    if json_:
+        print(json.dumps({name: _finite(value) for name, value in found.items()}))
+        return
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in found.items():
+        if name != "confusion":
+            table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
+    console.print(table)
+    if "confusion" in found and len(models.labels) <= 20:
+        console.print("\ntrue class (line) and prediction (column)")
+        console.print(_confusion(models.labels, found["confusion"]))
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124
+
+
+def _confusion(labels: tuple[str, ...], counts: list[list[int]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for label in labels:
+        table.add_column(label, justify="right")
+    for label, line in zip(labels, counts, strict=True):
+        table.add_row(label, *(f"{count:,}" for count in line))
+    return table

@@ -1,0 +1,35 @@
+"""``fedloom export``: a model of a finished run for other programs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
+from fedloom.cli.predict import Client, Run, chosen
+
+
+def export(
+    run: Run,
+    format_: Annotated[
+        Literal["pt2", "onnx"], typer.Option("--format", help="torch.export's archive, or ONNX (an optional extra).")
+    ] = "pt2",
+    out: Annotated[Path | None, typer.Option(help="The file; by default model.pt2 or model.onnx in RUN.")] = None,
+    client: Client = None,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
+) -> None:
+    """Write a model as one file that needs no fedloom; it is loaded again, and its outputs are compared with ours."""
+    from fedloom.runs.export import export as write
+
+    refuse_user_code(no_user_code)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that no net here needs
+    models = chosen(run, client, by_client=False, trust=trust)
+    path = out or run / f"model.{format_}"
+    apart = write(models, path, format_)
+    takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
+    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: one for each of {', '.join(models.labels)}")
+    print(f"loaded again, its outputs differ from ours by {apart:.2g} at most")

@@ -1,0 +1,83 @@
+"""``fedloom predict``: the models of a finished run on new rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from fedloom.data.new_rows import NewRows
+    from fedloom.runs.load import Predictor
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
+Data = Annotated[Path, typer.Argument(metavar="DATA", help="A .csv, .parquet or .npz file, or a folder of images.")]
+Client = Annotated[str | None, typer.Option(help="Use the model of this client, by its name.")]
+ByClient = Annotated[
+    bool, typer.Option("--by-client", help="Each row by the model of the client that the table names for it.")
+]
+
+
+def predict(
+    run: Run,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Write the predictions here, as CSV.")] = Path("predictions.csv"),
+    client: Client = None,
+    by_client: ByClient = False,
+    trust: Trust = False,
+    no_user_code: NoUserCode = False,
+) -> None:
+    """Predict new rows with the models of a run: the class of each row, and the probability of every class.
+
+    The common model predicts, unless a client is chosen. Columns that are no features (such as patient numbers) are
+    copied in front.
+    """
+    refuse_user_code(no_user_code)
+    if out.resolve() == data.resolve():
+        raise ConfigError([Fault("--out", f"{out} is the file to predict", "choose another")])
+    models = chosen(run, client, by_client=by_client, trust=trust)
+    rows = models.rows(data)
+    by_client = each_by_its_client(models, rows, client, by_client)
+    lines = predicted_lines(models, rows, by_client=by_client)
+    disk.write_bytes(out, as_csv(lines).encode())
+    whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
+    print(f"{len(lines) - 1:,} rows predicted by {whose}: {out}")
+
+
+def chosen(run: Path, client: str | None, *, by_client: bool, trust: bool) -> Predictor:
+    """The models of a run, or the model of one client."""
+    from fedloom.runs.load import load
+
+    if client is not None and by_client:
+        raise ConfigError([Fault("--client", "is one model, --by-client is several", "choose one")])
+    models = load(run, trust=trust)
+    return models if client is None else models.client(client)
+
+
+def each_by_its_client(models: Predictor, rows: NewRows, client: str | None, asked: bool) -> bool:
+    """Whether rows are predicted client by client: on demand, or where there is no other way and the table says who."""
+    return asked or (client is None and not models.has_common_model and rows.clients is not None)
+
+
+def predicted_lines(models: Predictor, rows: NewRows, *, by_client: bool) -> list[list[Any]]:
+    """A header, and for each row what it is, its class, and the probability of every class."""
+    chances = models.predict_proba(rows, by_client=by_client)
+    words = models.predict(rows, by_client=by_client)
+    lines: list[list[Any]] = [["row", *rows.beside, "prediction", *(f"p({label})" for label in models.labels)]]
+    for index, (word, each) in enumerate(zip(words.tolist(), chances, strict=True)):
+        known = [cells[index] for cells in rows.beside.values()]
+        lines.append([index + 1, *known, word, *(f"{p:.6f}" for p in each)])
+    return lines
+
+
+def as_csv(lines: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,91 @@
+"""How good predictions are, beyond accuracy: for classes of unequal size, for probabilities, and for numbers."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# By the name under which ``evaluate.metrics`` asks for it, and under which it is recorded.
+ClassMeasure: TypeAlias = Literal["balanced_accuracy", "f1_macro", "auc", "brier", "ece"]
+NumberMeasure: TypeAlias = Literal["mae", "rmse", "r2"]
+_BINS = 15  # of the expected calibration error, as in Guo et al. (2017)
+
+
+def confusion(y: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """How many rows of each true class (row) were predicted as each class (column).  ``[C, C]``"""
+    return torch.bincount(y * classes + predicted, minlength=classes * classes).view(classes, classes)
+
+
+def balanced_accuracy(table: Tensor) -> float:
+    """The mean over classes that occur of the share of their rows that were recognised."""
+    there = table.sum(1) > 0
+    recall = table.diagonal()[there].double() / table.sum(1)[there].double()
+    return float(recall.mean())
+
+
+def f1_macro(table: Tensor) -> float:
+    """The mean over classes, of those that occur or were predicted, of the F1 score."""
+    hits, rows, columns = table.diagonal().double(), table.sum(1).double(), table.sum(0).double()
+    there = (rows + columns) > 0
+    return float((2 * hits[there] / (rows + columns)[there]).mean())
+
+
+def brier(probabilities: Tensor, y: Tensor) -> float:
+    """The mean squared distance of the probabilities from the truth, summed over classes (Brier, 1950)."""
+    truth = torch.nn.functional.one_hot(y, probabilities.shape[1]).double()
+    return float((probabilities.double() - truth).square().sum(1).mean())
+
+
+def ece(probabilities: Tensor, y: Tensor) -> float:
+    """The expected calibration error: how far the probability of the predicted class is from how often it is right."""
+    sure, predicted = probabilities.double().max(1)
+    bins = (sure * _BINS).ceil().long().clamp(1, _BINS) - 1
+    right = (predicted == y).double()
+    count = torch.bincount(bins, minlength=_BINS).double()
+    gap = torch.bincount(bins, sure - right, minlength=_BINS).abs()
+    return float((gap / count.sum()).sum())
+
+
+def auc_by_class(probabilities: Tensor, y: Tensor) -> float:
+    """The area under the ROC curve: of two classes, else the mean over classes against all others; NaN if undefined."""
+    scores, truth = probabilities.double().cpu().numpy(), y.cpu().numpy()
+    classes = [1] if scores.shape[1] == 2 else range(scores.shape[1])
+    areas = [_area(scores[:, c], truth == c) for c in classes]
+    known = [area for area in areas if not np.isnan(area)]
+    return float(np.mean(known)) if known else float("nan")
+
+
+def _area(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    from scipy.stats import rankdata
+
+    count, others = int(positive.sum()), int((~positive).sum())
+    if not count or not others:
+        return float("nan")
+    ranks = rankdata(scores)[positive].sum()
+    return float((ranks - count * (count + 1) / 2) / (count * others))
+
+
+def class_measures(logits: Tensor, y: Tensor) -> dict[str, float]:
+    """Every measure of classification, from the outputs of a net and the true classes."""
+    probabilities = logits.double().softmax(1)
+    table = confusion(y, probabilities.argmax(1), logits.shape[1])
+    return {
+        "balanced_accuracy": balanced_accuracy(table),
+        "f1_macro": f1_macro(table),
+        "auc": auc_by_class(probabilities, y),
+        "brier": brier(probabilities, y),
+        "ece": ece(probabilities, y),
+    }
+
+
+def number_measures(predicted: Tensor, y: Tensor) -> dict[str, float]:
+    """Every measure of regression: mean absolute error, root of the mean squared error, share of variance explained."""
+    gap, truth = (predicted.double() - y.double()), y.double()
+    spread = (truth - truth.mean()).square().sum()
+    left = gap.square().sum()
+    r2 = float(1 - left / spread) if float(spread) > 0 else float("nan")
+    return {"mae": float(gap.abs().mean()), "rmse": float(gap.square().mean().sqrt()), "r2": r2}

@@ -1,0 +1,81 @@
+"""A model of a run as a file that other programs run: torch.export's .pt2, or ONNX; checked by running it again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.runs.load import Predictor
+
+Format: TypeAlias = Literal["pt2", "onnx"]
+_CLOSE = 1e-4  # how far outputs of the exported net may be from ours
+
+
+def export(models: Predictor, path: Path, kind: Format) -> float:
+    """Write the model with the preparation of its inputs; returns how far its outputs are from ours at most."""
+    net = models.module
+    x = example_rows(models)
+    part = disk.new_part(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            said = _as_pt2(net, x, part) if kind == "pt2" else _as_onnx(net, x, part)
+        with torch.no_grad():
+            apart = float((torch.from_numpy(said) - net(x)).abs().max())
+        if not apart <= _CLOSE:
+            raise DataError(f"{path}: the exported net differs from ours by {apart:.3g}, so it was not written")
+        os.chmod(part, 0o600)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return apart
+
+
+def example_rows(models: Predictor) -> Tensor:
+    """Rows of the right shape, with a gap in one of them where the model takes a table."""
+    shape = models.record.shape
+    x = torch.linspace(0, 255 if models.record.images else 2, 3 * int(np.prod(shape))).view(3, *shape)
+    if models.inputs:
+        x[1, 0] = torch.nan
+    return x
+
+
+def _as_pt2(net: nn.Module, x: Tensor, path: Path) -> NDArray[np.float32]:
+    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    with path.open("wb") as file:
+        torch.export.save(program, file)
+    with path.open("rb") as file, torch.no_grad():
+        again: Tensor = torch.export.load(file).module()(x)
+    return again.numpy()
+
+
+def _as_onnx(net: nn.Module, x: Tensor, path: Path) -> NDArray[np.float32]:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        what = f"needs {error.name}, which is not installed"
+        raise ConfigError([Fault("--format", f"onnx {what}", "pip install 'fedloom[onnx]'")]) from error
+    torch.onnx.export(
+        net,
+        (x,),
+        str(path),
+        dynamo=True,
+        input_names=["rows"],
+        output_names=["outputs"],
+        dynamic_shapes=({0: torch.export.Dim("rows")},),
+        external_data=False,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found: NDArray[np.float32] = session.run(None, {"rows": x.numpy()})[0]
+    return found

@@ -1,0 +1,130 @@
+"""The models of a run, and all that is needed to predict with them: written at its end, as JSON and safetensors.
+
+model.json             classes, clients, the net's settings, how inputs are scaled (a table's columns: columns.json)
+model.safetensors      the common model
+personal.safetensors   one row for each client, where clients have models of their own
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from fedloom.algorithm.capabilities import adaptation_of
+from fedloom.core.slots import slots
+from fedloom.engine import checkpoint
+from fedloom.engine.evaluate import ClientModels, everyones_models
+from fedloom.engine.state import Experiment, RunState
+from fedloom.engine.store import ClientStore
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.settings import as_table
+
+RECORD, COMMON, PERSONAL, COLUMNS = "model.json", "model.safetensors", "personal.safetensors", "columns.json"
+_MOST_BYTES = 1 << 30  # of personal models that are saved without being asked for
+
+
+class ModelRecord(BaseModel):
+    """What a model is, and what it is fed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    algorithm: str
+    task: Literal["classification", "regression"] = "classification"
+    model: dict[str, Any]  # the settings of the net
+    shape: tuple[int, ...]  # of one input
+    labels: tuple[str, ...]  # the classes in order
+    clients: tuple[str, ...]  # in order
+    scale: tuple[float, ...]  # inputs are multiplied by it, for each channel
+    shift: tuple[float, ...]  # and this is subtracted
+    images: bool = False  # inputs are pixels of 0 to 255
+    layout: dict[str, tuple[int, ...]]  # of a row of personal models
+    buffer_layout: dict[str, tuple[int, ...]]
+    personal: bool  # whether clients have models of their own
+    data: str  # what the run learned from
+
+
+def record_of(prepared: Prepared) -> ModelRecord:
+    """What the models of a run are."""
+    exp, shared, config = prepared.experiment, prepared.shared, prepared.config
+    arrays = shared.arrays
+    scale, shift = shared.rescaling()
+    return ModelRecord(
+        algorithm=config.kinds["algorithm"],
+        model=as_table(config)["model"],
+        shape=arrays.shape,
+        labels=arrays.labels,
+        clients=shared.names,
+        scale=scale,
+        shift=shift,
+        images=arrays.x.dtype == "uint8",
+        layout=exp.task.layout,
+        buffer_layout=exp.task.buffer_layout,
+        personal=are_personal(exp),
+        data=arrays.name,
+    )
+
+
+def are_personal(exp: Experiment) -> bool:
+    """Whether clients predict with models of their own."""
+    shares = exp.algorithm.family in ("server", "closed_form") and not adaptation_of(exp.algorithm)
+    return not (shares and exp.buffers == "average")
+
+
+def wanted_personal(prepared: Prepared) -> bool:
+    """Whether the clients' own models are saved: on demand, or where they are not too many."""
+    exp, wish = prepared.experiment, prepared.config.checkpoint.personal
+    if wish == "none" or not are_personal(exp):
+        return False
+    row = exp.task.size + exp.task.buffers0.numel()
+    return wish == "all" or 4 * row * exp.federation.clients <= _MOST_BYTES
+
+
+def fixed_tensors(exp: Experiment) -> dict[str, Tensor]:
+    """The tensors of the net that no client trains."""
+    trained = {*exp.task.layout, *exp.task.buffer_layout}
+    whole = exp.task.tensors(exp.task.w0, exp.task.buffers0)
+    return {name: x for name, x in whole.items() if name not in trained}
+
+
+def everyone(
+    exp: Experiment, state: RunState, store: ClientStore, common: tuple[Tensor, Tensor] | None
+) -> Iterator[ClientModels]:
+    """The models of all clients, some at a time; one that nothing is known of has the common model."""
+    left = torch.ones(exp.federation.clients, dtype=torch.bool)
+    with torch.no_grad():
+        for part in everyones_models(exp, state, store, torch.arange(exp.federation.clients)):
+            left[part.ids.cpu()] = False
+            yield part
+    if common is not None:
+        for client in left.nonzero().squeeze(1):
+            yield ClientModels(client[None], common[0][None], common[1][None])
+
+
+def save_personal(path: Path, exp: Experiment, parts: Iterator[ClientModels], notes: Mapping[str, str]) -> None:
+    """One row for each client, in the order of the clients, and beside them what all of them share."""
+    clients, task = exp.federation.clients, exp.task
+    fixed = fixed_tensors(exp)
+    form: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "w": (torch.float32, (clients, task.size)),
+        "buffers": (torch.float32, (clients, task.buffers0.numel())),
+        **{f"fixed.{name}": (x.dtype, tuple(x.shape)) for name, x in fixed.items()},
+    }
+    with slots(path, form, json.dumps(dict(notes))) as file:
+        for name, x in fixed.items():
+            file.put(f"fixed.{name}", 0, x)
+        for part in parts:
+            for index, client in enumerate(part.ids.tolist()):
+                file.put("w", client, part.w[index].float())
+                file.put("buffers", client, part.buffers[index].float())
+
+
+def save_common(path: Path, exp: Experiment, model: tuple[Tensor, Tensor], notes: dict[str, str]) -> None:
+    """The common model under the names of the net's parameters."""
+    checkpoint.save_model(path, exp.task.tensors(*model), notes)

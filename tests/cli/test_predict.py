@@ -1,0 +1,62 @@
+"""From a table of six hospitals to predictions, on the command line."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from support.patients import patients
+from support.terminal import Quick
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Quick]:
+    server = Quick()
+    yield server
+    server.close()
+
+
+def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
+    patients(tmp_path)
+    words = ("data=patients.csv", "data.label=ill", "data.client=hospital", "data.drop=patient", "algorithm=ditto")
+    ran = quick("run", *words, "data.statistics=own", "rounds=1", "model.kind=logistic", "--out", "r", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    assert "fedloom predict r" in ran.out
+    for more in ((), ("--by-client",), ("--client", "Hospital B")):
+        told = quick("predict", "r", "new.csv", *more, "--out", "p.csv", cwd=tmp_path)
+        assert told.code == 0, told.err
+        lines = list(csv.DictReader((tmp_path / "p.csv").open()))
+        assert list(lines[0]) == ["row", "patient", "hospital", "prediction", "p(no)", "p(yes)"]
+        assert len(lines) == 30
+        assert all(float(line["p(no)"]) + float(line["p(yes)"]) == pytest.approx(1, abs=1e-5) for line in lines)
+        assert {line["prediction"] for line in lines} <= {"yes", "no"}
+    models = fedloom.load(tmp_path / "r")
+    mine = models.client("Hospital B")
+    assert not np.allclose(models.predict_proba(tmp_path / "new.csv"), mine.predict_proba(tmp_path / "new.csv"))
+    raw = mine.rows(tmp_path / "new.csv").x  # words as 0 and 1, gaps as NaN: what an ordinary module takes
+    with torch.no_grad():
+        said = mine.module(torch.from_numpy(raw)).double().softmax(1).numpy()
+    assert np.array_equal(said, mine.predict_proba(tmp_path / "new.csv"))
+    told = quick("evaluate", "r", "patients.csv", "--by-client", "--json", cwd=tmp_path)
+    assert '"balanced_accuracy"' in told.out
+    # what is wrong with new rows is told in one message
+    text = (tmp_path / "new.csv").read_text()
+    (tmp_path / "lacks.csv").write_text(text.replace("marker", "markers").replace(",age", ",years"))
+    told = quick("predict", "r", "lacks.csv", cwd=tmp_path)
+    assert told.code == 2
+    assert "'age'" in told.err
+    assert "did you mean 'markers'?" in told.err
+    assert quick("predict", "r", "new.csv", "--client", "Hospital X", cwd=tmp_path).code == 2
+    assert "nothing to compare with" in quick("evaluate", "r", "new.csv", cwd=tmp_path).err
+    strangers = text.replace("Hospital A", "Hospital Z").replace(",f,", ",unknown,")
+    (tmp_path / "odd.csv").write_text(strangers)
+    assert "Hospital Z" in quick("predict", "r", "odd.csv", "--by-client", cwd=tmp_path).err
+    assert len(models.predict(tmp_path / "odd.csv")) == 30  # unknown words are no obstacle

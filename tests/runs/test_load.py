@@ -1,0 +1,113 @@
+"""A finished run can be used: its models are loaded by name, and say what was recorded of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from fedloom.core.errors import CheckpointError, DataError
+from fedloom.data.arrays import Arrays
+from fedloom.data.new_rows import NewRows
+from fedloom.runs.export import export
+from fedloom.runs.find import algorithms
+from support.blobs import blobs
+from support.patients import patients
+
+pytestmark = pytest.mark.slow
+
+
+def named() -> Arrays:
+    """Three clients with names, each with training rows and 8 test rows of its own."""
+    a = blobs((12, 20, 15), test=24)
+    client = np.where(a.test, np.arange(len(a.y)) % 3, a.client)
+    return a._replace(client=client, clients=("north", "south", "west"))
+
+
+SMALL: dict[str, Any] = {
+    "rounds": 2,
+    "partition": {"kind": "natural", "holdout": 0},
+    "model": {"kind": "mlp", "widths": [5]},
+    "local": {"batch": 8},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(algorithms(own=False)))
+def test_loaded_models_say_what_was_recorded(kind: str, tmp_path: Path) -> None:
+    arrays = named()
+    done = fedloom.run(kind, data=arrays, out=tmp_path / "run", **SMALL)
+    models, last = fedloom.load(tmp_path / "run"), done.records[-1]
+    x, y = arrays.x[arrays.test], arrays.y[arrays.test]
+    assert arrays.client is not None
+    holders = tuple(arrays.clients[k] for k in arrays.client[arrays.test])
+    recorded = {name: value for name, value in last.items() if name.endswith("/test/accuracy")}
+    assert recorded
+    for name, value in recorded.items():
+        if name.startswith(("global", "consensus")):
+            found = models.evaluate(x, y=np.array(arrays.labels)[y])
+        elif name.startswith("personal"):
+            rows = NewRows("rows", x, str, np.array(arrays.labels)[y], holders)
+            found = models.evaluate(rows, by_client=True)
+        else:
+            continue
+        assert found["accuracy"] == pytest.approx(value, abs=1e-12), name
+        assert found["loss"] == pytest.approx(last[name.replace("accuracy", "loss")], rel=1e-4), name
+
+
+def test_buffers_and_frozen_parts_are_those_of_each_client(tmp_path: Path) -> None:
+    settings = SMALL | {
+        "model": {"kind": "support.ala:Normed", "buffers": "local"},
+        "local": {"batch": 4, "drop_last": True},
+    }
+    arrays = named()
+    done = fedloom.run("fedavg", data=arrays, out=tmp_path / "bn", **settings)
+    models = fedloom.load(tmp_path / "bn")
+    assert arrays.client is not None
+    holders = tuple(arrays.clients[k] for k in arrays.client[arrays.test])
+    rows = NewRows("rows", arrays.x[arrays.test], str, np.array(arrays.labels)[arrays.y[arrays.test]], holders)
+    found = models.evaluate(rows, by_client=True)["loss"]
+    assert found == pytest.approx(done.records[-1]["personal/pre_fit/test/loss"], rel=1e-4)
+    north, south = (models.client(name).module.net.get_buffer("norm.running_mean") for name in ("north", "south"))
+    assert not torch.equal(north, south)
+    frozen = SMALL | {"model": {"kind": "random_features", "width": 16}}
+    done = fedloom.run("local_only", data=arrays, out=tmp_path / "rf", **frozen)
+    rows = rows._replace(at="again")
+    found = fedloom.load(tmp_path / "rf").evaluate(rows, by_client=True)["accuracy"]
+    assert found == pytest.approx(done.records[-1]["personal/post_fit/test/accuracy"])
+
+
+def test_exported_nets_say_the_same(tmp_path: Path) -> None:
+    path = patients(tmp_path, 120)
+    data = {"source": "csv", "path": str(path), "label": "ill", "client": "hospital", "drop": ["patient"]}
+    fedloom.run("fedavg", data=data, rounds=1, model="logistic", out=tmp_path / "r")
+    models = fedloom.load(tmp_path / "r")
+    assert export(models, tmp_path / "m.pt2", "pt2") <= 1e-5
+    rows = torch.from_numpy(models.rows(path).x)
+    with torch.no_grad():
+        said = torch.export.load(tmp_path / "m.pt2").module()(rows)
+        assert torch.allclose(said, models.module(rows), atol=1e-5)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert export(models, tmp_path / "m.onnx", "onnx") <= 1e-4
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    assert np.allclose(session.run(None, {"rows": rows.numpy()})[0], said.numpy(), atol=1e-3)
+
+
+def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a run folder"):
+        fedloom.load(tmp_path)
+    few = SMALL | {"checkpoint": {"personal": "none"}, "rounds": 1}
+    fedloom.run("ditto", data=named(), out=tmp_path / "r", **few)
+    models = fedloom.load(tmp_path / "r")
+    assert models.predict(named().x).shape == (71,)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.personal=all"):
+        models.client("north")
+    with pytest.raises(DataError, match=r"each row must have the shape \(4,\)"):
+        models.predict(np.zeros((3, 5)))
+    text = (tmp_path / "r" / "model.json").read_text()
+    (tmp_path / "r" / "model.json").write_text(text.replace("north", "nord"))
+    with pytest.raises(CheckpointError, match="is not what the run wrote"):
+        fedloom.load(tmp_path / "r")
