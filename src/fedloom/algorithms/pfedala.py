@@ -8,9 +8,8 @@ Fu, Comparative Analysis of Optimizers in Federated Learning Algorithms under No
 
 The upload is always x_0: what is learned while waiting reaches the server only through the client's next start, and
 only on ALA's layers, since below them the server's model takes its place. Epochs are whole ones. ``wait_mode`` decides
-how many there are: ``fixed`` as in the paper's experiment (none for slow
-clients, 1 to 3 for the others), ``clock`` by the simulated time at which the slowest client is done (section
-``system``). On real devices ``fedloom.runs.waiting.Waiting`` trains on until the next model is there.
+how many there are: ``fixed`` as in the paper's experiment (none for slow clients, 1 to 3 for the others), ``clock`` by
+the simulated time at which the slowest client is done (section ``system``).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Wait(NamedTuple):
 class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     fedavg_when = {"w_init": 1.0, "eta": 0.0}
 
-    wait_mode: Literal["fixed", "clock", "wall"] = Field(
+    wait_mode: Literal["fixed", "clock"] = Field(
         "fixed", description="how the number of epochs is decided: see above"
     )
     slow_clients: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
@@ -105,10 +104,6 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> PFedALA:
-        if self.wait_mode == "wall":
-            raise ValueError(
-                "wait_mode = 'wall' needs real devices (fedloom.runs.waiting); simulate with fixed or clock"
-            )
         if self.extra_min > self.extra_max:
             raise ValueError(f"extra_min = {self.extra_min} is more than extra_max = {self.extra_max}")
         if isinstance(self.mix, tuple) and (len(self.mix) != self.centres or not sum(self.mix)):
