@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fedloom.core import tree
 from fedloom.core.optim import sgd
+from fedloom.maths.as_printed import printed_shrink
 from fedloom.maths.learned_weights import (
     OF_MODELS,
     SERVER_ADAM,
@@ -31,7 +32,6 @@ from fedloom.maths.learned_weights import (
     lean_gradient,
     learn_weights,
     of_kind,
-    printed_shrink,
     pulled_back,
     ratio_shrink,
     squares_of,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedloom.core import tree
+from fedloom.maths.as_printed import merge_as_printed
 from fedloom.maths.merging import coefficients, merge, merge_product, own_solution, remove_ridge, scaled
 from fedloom.maths.ridge import (
     no_statistics,
@@ -142,7 +143,7 @@ def test_printed_equations_are_wrong(printed) -> None:
 @pytest.mark.parametrize("printed", [eq_29, eq_32, eq_35], ids=lambda f: f.__name__)
 def test_printed_equations_are_forms_of_merging(printed) -> None:
     x, y, u, v = two_grams()
-    merged = merge_product(u, v, printed.__name__.replace("_", ""))
+    merged = merge_as_printed(u, v, printed.__name__.replace("_", ""))
     assert relative(merged.head, printed(u, v, x, y)) < 1e-9
     assert torch.equal(merged.gram, u.gram + v.gram)
 

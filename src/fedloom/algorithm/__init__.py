@@ -1,6 +1,5 @@
 """The contract of a federated algorithm: see ``contract`` first, then ``traits`` and ``capabilities``."""
 
-from fedloom.algorithm.averaging import Averaging
 from fedloom.algorithm.capabilities import (
     Adapts,
     Configures,
@@ -39,7 +38,6 @@ __all__ = [
     "Adapts",
     "Algorithm",
     "AnyAlgorithm",
-    "Averaging",
     "Carry",
     "Configures",
     "Contributes",

@@ -40,14 +40,14 @@ from torch import Tensor
 from fedloom.algorithm import renamed
 from fedloom.algorithm.capabilities import CAPABILITIES
 from fedloom.algorithm.traits import Family, Traits
-from fedloom.algorithm.values import C, Carry, Inbox, S, Setup, U, Work
+from fedloom.algorithm.values import C, Carry, Inbox, Model, S, Setup, U, Update, Work, like
 from fedloom.core.optim import Optimizer
 from fedloom.core.schema import Spec
 from fedloom.core.task import Batch, Task
 
 
 class Algorithm(Spec, Generic[S, C, U]):
-    """The base of all methods; the defaults of the client's part are those of FedAvg."""
+    """The base of all methods; what a method does not override is done as in FedAvg."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -65,15 +65,16 @@ class Algorithm(Spec, Generic[S, C, U]):
     # -- at the server, or at each node of a network without one ------------------------------------
     def init(self, w: Tensor) -> S:
         """The state before the first round, from the initial model ``w`` [P]."""
-        raise NotImplementedError
+        return cast(S, Model(w))
 
     def send(self, server: S) -> S:
         """The part of the state that clients are sent."""
         return server
 
     def update(self, server: S, inbox: Inbox[U]) -> S:
-        """The state after the round."""
-        raise NotImplementedError
+        """The state after the round; by default the mean move of the clients, times ``server_lr``, is added to w."""
+        mean = self.traits.server_lr * cast(Update, inbox.mean).dw
+        return cast(S, cast(Any, server)._replace(w=server.w + like(mean, server.w)))
 
     def global_model(self, server: S) -> Tensor:
         """The server's model as it is evaluated and saved, if it is not the one that is sent.  ``[P]``"""
@@ -102,8 +103,8 @@ class Algorithm(Spec, Generic[S, C, U]):
         return Carry(*self.optimizer.update(g, at.memory, at.x, batch.lr))
 
     def finish(self, x: Any, down: S, mine: C, work: Work) -> tuple[U, C]:
-        """What is uploaded, and what the client keeps."""
-        raise NotImplementedError
+        """What is uploaded, and what the client keeps; by default how far it moved, and what it had."""
+        return cast(U, Update(x - down.w)), mine
 
     def weight(self, upload: U, work: Work) -> Tensor:
         """How much this upload counts: by the client's examples, or all alike, as the traits say."""

@@ -74,6 +74,7 @@ from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import GIVEN, other_than, when
 from fedloom.core.task import Batch
+from fedloom.maths.as_printed import merge_as_printed
 from fedloom.maths.linear_head import body_features, check_head, feature_count, with_head
 from fedloom.maths.merging import Solution, merge, merge_product, own_solution, remove_ridge, scaled
 from fedloom.maths.private_sums import clipped_features, mixed_noise, noise_ridge, private_head
@@ -93,9 +94,9 @@ _NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
 _MERGES: dict[str, Callable[[Solution, Solution], Solution]] = {
     "aa": merge_product,
     "aa_simplified": merge,
-    "eq29": partial(merge_product, form="eq29"),
-    "eq32": partial(merge_product, form="eq32"),
-    "eq35": partial(merge_product, form="eq35"),
+    "eq29": partial(merge_as_printed, form="eq29"),
+    "eq32": partial(merge_as_printed, form="eq32"),
+    "eq35": partial(merge_as_printed, form="eq35"),
 }
 
 

@@ -29,7 +29,7 @@ where share is W_ii for ``direct``, and else 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -43,11 +43,9 @@ _QUANTISED = when(scheme=other_than("none"))
 _ROUNDED = when(scheme=other_than("none"), bits=other_than(32))
 
 
-class Shared(NamedTuple):
-    """What a node is left with in ``direct``: what it received, and how much of it was its own."""
-
-    w: Tensor  # [P]
-    share: Tensor  # [] W_ii
+class Node(NamedTuple):
+    w: Tensor  # [P] what it received
+    share: Any = ()  # [] W_ii, how much of the mean was its own, in ``direct``
 
 
 class Mine(NamedTuple):
@@ -55,7 +53,7 @@ class Mine(NamedTuple):
     v: Tensor  # [P] what its neighbours have received from it so far; [0] where nobody remembers
 
 
-class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
+class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
     family = "gossip"
 
     scheme: Literal["none", "direct", "compensated", "choco", "diff_literal"] = Field(
@@ -92,24 +90,25 @@ class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
     def remembers_neighbours(self) -> bool:
         return self.scheme == "choco"
 
-    def init(self, w: Tensor) -> Model:
-        return cast(Model, Shared(w, torch.ones_like(w[0]))) if self.scheme == "direct" else Model(w)
+    def init(self, w: Tensor) -> Node:
+        return Node(w, torch.ones_like(w[0])) if self.scheme == "direct" else Node(w)
 
-    def join(self, down: Model) -> Mine:
+    def join(self, down: Node) -> Mine:
         w0 = self.task.w0  # which everybody knows
         own = (1 - self.gamma) * down.w if self._keeps else w0[:0]
         return Mine(own, w0 if self.scheme == "choco" else w0[:0])
 
-    def start(self, down: Model, mine: Mine, work: Work) -> Tensor:
+    def start(self, down: Node, mine: Mine, work: Work) -> Tensor:
         return self.serve(down, mine)
 
-    def serve(self, down: Model, mine: Mine) -> Tensor:
+    def serve(self, down: Node, mine: Mine) -> Tensor:
         """x_i"""
         if self.scheme == "direct":
-            return down.w + cast(Shared, down).share * mine.own
+            own: Tensor = down.share * mine.own
+            return down.w + own
         return self.gamma * down.w + mine.own if self._keeps else down.w
 
-    def finish(self, x: Tensor, down: Model, mine: Mine, work: Work) -> tuple[Model, Mine]:
+    def finish(self, x: Tensor, down: Node, mine: Mine, work: Work) -> tuple[Model, Mine]:
         if self.scheme == "none":
             return Model(x), mine
         if self.scheme == "diff_literal":
@@ -120,11 +119,11 @@ class DFedAvgM(Algorithm[Model, Mine, Model], Configures, GossipFacts, Costs):
         v = mine.v + self.quantised(x - mine.v, work)
         return Model(v), Mine(x - self.gamma * v, v)
 
-    def update(self, server: Model, inbox: Inbox[Model]) -> Model:
+    def update(self, server: Node, inbox: Inbox[Model]) -> Node:
         received = like(inbox.mean.w, server.w)
         if self.scheme == "direct":
-            return cast(Model, Shared(received, like(inbox.own / inbox.weight, server.w)))
-        return Model(server.w + received if self.scheme == "diff_literal" else received)
+            return Node(received, like(inbox.own / inbox.weight, server.w))
+        return Node(server.w + received if self.scheme == "diff_literal" else received)
 
     def upload_bytes(self, uploads: Model) -> int:
         """What choco sends is Q(z - v), from which others know v; a quantised tensor has its step beside it."""

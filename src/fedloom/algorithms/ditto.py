@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Carry, Configures, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, Configures, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -33,7 +33,7 @@ class Both(NamedTuple):
     v: Any
 
 
-class Ditto(Averaging[Model, Mine], HasPhases, TrainsParts, Configures):
+class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts, Configures):
     family = "personal"
     fedavg_when = {}
 

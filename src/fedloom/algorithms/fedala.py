@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedloom.algorithm import (
     Adapts,
-    Averaging,
+    Algorithm,
     Carry,
     Configures,
     HasPhases,
@@ -64,7 +64,7 @@ class Walk(NamedTuple):
     passes: Tensor  # [] of ALA so far in this round
 
 
-class FedALA(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures):
+class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Configures):
     family = "personal"
     fedavg_when = {"w_init": 1.0, "eta": 0.0}
     presets = {"profile": {"paper": _PAPER}}

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Diagnoses, Inbox, Nothing, Traits, Update, like
+from fedloom.algorithm import Algorithm, Diagnoses, Inbox, Nothing, Traits, Update, like
 from fedloom.core import tree
 from fedloom.core.schema import other_than, when
 
@@ -54,7 +54,7 @@ class Received(NamedTuple):
     eta: Tensor  # [K]
 
 
-class FedALR(Averaging[Server, Nothing], Diagnoses):
+class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
     presets = {"preset": PRESETS}
 
     preset: Literal["literal", "fedavg_scale", "no_adapt", "raw"] = Field("literal", description="a named reading")

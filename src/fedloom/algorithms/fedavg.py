@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Inbox, Model, Nothing, Traits, Update
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Update, like
 
 
-class FedAvg(Averaging[Model, Nothing]):
+class FedAvg(Algorithm[Model, Nothing, Update]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
 
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
@@ -32,6 +32,9 @@ class FedAvg(Averaging[Model, Nothing]):
         return super().traits._replace(
             weighs_examples=self.weighting != "uniform", equal_if_private=False, server_lr=self.server_lr
         )
+
+    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+        return server._replace(w=server.w + like(self.server_lr * self.mean(inbox), server.w))
 
     def mean(self, inbox: Inbox[Update]) -> Tensor:
         """The clients' mean move under the chosen weighting."""

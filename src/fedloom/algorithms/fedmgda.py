@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Inbox, Nothing, Traits, Update, like
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Traits, Update, like
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ class Server(NamedTuple):
     t: Tensor  # [] rounds in which somebody moved
 
 
-class FedMGDA(Averaging[Server, Nothing]):
+class FedMGDA(Algorithm[Server, Nothing, Update]):
     eta: PositiveFloat = Field(1.0, description="the server's step along the common direction")
     decay: float = Field(1.0, gt=0, le=1, description="factor of eta per round")
     epsilon: float = Field(0.1, ge=0, le=1, description="how far a weight may be from the client's share of the data")

@@ -12,6 +12,7 @@ Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum 
       yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
 
 As in the paper's experiments, adagrad is without memory of the direction (beta1 = 0) unless it is given one.
+The optimisers of ``core/optim`` follow torch and cannot serve: the paper's rules start v at tau^2 and correct no bias.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Inbox, Nothing, Update, like
+from fedloom.algorithm import Algorithm, Inbox, Nothing, Update, like
 from fedloom.core.schema import other_than, when
 
 
@@ -32,7 +33,7 @@ class Server(NamedTuple):
     v: Tensor  # [P]
 
 
-class FedOpt(Averaging[Server, Nothing]):
+class FedOpt(Algorithm[Server, Nothing, Update]):
     fedavg_when = {"rule": "sgd"}
 
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")

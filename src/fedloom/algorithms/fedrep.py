@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fedloom.algorithm import (
     Adapts,
-    Averaging,
+    Algorithm,
     Carry,
     Configures,
     HasPhases,
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
     whole: Tensor  # [P] where each parameter lies in the two parts, one after the other
 
 
-class FedRep(Averaging[Model, Mine], HasPhases, Adapts, TrainsParts, Configures):
+class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Configures):
     family = "personal"
     presets = {"preset": PRESETS}
 

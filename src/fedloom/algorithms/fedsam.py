@@ -25,6 +25,8 @@ from fedloom.maths.sharpness import RhoSchedule, sam
 
 
 class Moving(NamedTuple):
+    """MoFedSAM's state. FedAvg, whose settings it has, is typed for its own: hence the casts."""
+
     w: Tensor  # [P]
     D: Tensor  # [P] how the clients moved in the last round, as a gradient
 

@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from fedloom.algorithm import Averaging, Model, Setup, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Model, Setup, Traits, Update, Work
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import over, when
 from fedloom.core.task import Batch
@@ -33,7 +33,7 @@ class Mine(NamedTuple):
     seen: Tensor  # [] 1 once there is one
 
 
-class Moon(Averaging[Model, Mine]):
+class Moon(Algorithm[Model, Mine, Update]):
     fedavg_when = {"mu": 0.0}
 
     mu: NonNegativeFloat = Field(0.1, description="weight of the contrastive term")

@@ -53,9 +53,7 @@ class Wait(NamedTuple):
 class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     fedavg_when = {"w_init": 1.0, "eta": 0.0}
 
-    wait_mode: Literal["fixed", "clock"] = Field(
-        "fixed", description="how the number of epochs is decided: see above"
-    )
+    wait_mode: Literal["fixed", "clock"] = Field("fixed", description="how the number of epochs is decided: see above")
     slow_clients: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
         1, description="this many clients, from the first on, have no time left"
     )

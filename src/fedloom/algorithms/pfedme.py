@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Averaging, Carry, Configures, Model, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, Configures, Model, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     theta: Tensor  # [P] its own
 
 
-class PFedMe(Averaging[Model, Mine], TrainsParts, Configures):
+class PFedMe(Algorithm[Model, Mine, Update], TrainsParts, Configures):
     family = "personal"
 
     lam: NonNegativeFloat = Field(15.0, description="lambda: how strongly a client's own model is held near the common")

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedloom.algorithm import (
-    Averaging,
+    Algorithm,
     Configures,
     Contributes,
     HasPhases,
@@ -34,7 +34,7 @@ from fedloom.maths.proxy_set import proxy_features
 from fedloom.maths.ridge import default_ridge, solve, statistics
 
 
-class ProxyRidge(Averaging[Model, Nothing], HasPhases, UsesProxy, OwnStatistics, Contributes, Configures):
+class ProxyRidge(Algorithm[Model, Nothing, Update], HasPhases, UsesProxy, OwnStatistics, Contributes, Configures):
     family = "closed_form"
 
     ridge: NonNegativeFloat = Field(1e-3, description="rho in units of the mean eigenvalue of X'X")

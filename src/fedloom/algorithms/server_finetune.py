@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fedloom.algorithm import Averaging, Inbox, Model, Nothing, Update, UsesProxy
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, UsesProxy
 from fedloom.core.optim import Optimizer, adam, sgd
 from fedloom.core.schema import over, when
 from fedloom.maths.proxy_set import proxy_gradients
@@ -21,7 +21,7 @@ from fedloom.maths.proxy_set import proxy_gradients
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 
 
-class ServerFinetune(Averaging[Model, Nothing], UsesProxy):
+class ServerFinetune(Algorithm[Model, Nothing, Update], UsesProxy):
     fedavg_when = {"server_epochs": 0}
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")

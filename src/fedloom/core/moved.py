@@ -12,7 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # What has another name now, and would be looked for in vain, or found with another meaning.
-RENAMED = {("fedloom.models.net", "Model"): "NetSpec", ("fedloom.models.net", "NormedModel"): "NormedSpec"}
+RENAMED = {
+    ("fedloom.algorithm", "Averaging"): "Algorithm",
+    ("fedloom.models.net", "Model"): "NetSpec",
+    ("fedloom.models.net", "NormedModel"): "NormedSpec",
+}
 
 
 def advice(error: ImportError) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedloom.core import tree
 from fedloom.core.optim import Optimizer, adam
+from fedloom.maths.as_printed import printed_shrink
 from fedloom.maths.proxy_set import Gradient
 from fedloom.maths.weighted_ridge import inner, off_mean, simplex_gradient
 
@@ -319,7 +320,7 @@ def grid_shrink(
 def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0.5) -> Tensor:
     """gamma = |w| / (|w| + kappa |g| v) in [low, 1], where g is the mean move and v how much moves disagree.  ``[]``
 
-    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It stands for LAW-AFL eq. 5: see ``printed_shrink``.
+    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It stands for LAW-AFL eq. 5: see ``as_printed``.
     """
     m = len(moves)
     length = tree.mix(torch.full((1, m), 1 / m, device=moves.device), moves)[0].norm()
@@ -328,14 +329,6 @@ def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0
     size = mean.double().norm()
     down = kappa * length * v
     return torch.where(down > 0, size / (size + down).clamp(min=1e-300), torch.ones_like(down)).clamp(low, 1.0)
-
-
-def printed_shrink(squares: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
-    """gamma = eta / (E |g_i|^2 + eps), LAW-AFL eq. 5 as printed, from the squares |g_i|^2 ``[m]``.  ``[]``
-
-    It has the unit of 1 / |g|^2, and grows without bound as training converges, where gamma is said to be in (0, 1].
-    """
-    return eta / (squares.double().mean() + smooth)
 
 
 def squares_of(moves: Tensor) -> Tensor:

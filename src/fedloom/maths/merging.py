@@ -5,7 +5,7 @@ W = K_u W_u + K_v W_v,    W_i = C_i^-1 B_i,  C_i = G_i + rho_loc I;   then the r
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,33 +39,28 @@ def scaled(one: Solution, weight: float) -> Solution:
     return Solution(one.head, weight * one.gram, weight * one.ridge)
 
 
-ProductForm: TypeAlias = Literal["published", "eq29", "eq32", "eq35"]
-
-
-def coefficients(c_u: Tensor, c_v: Tensor, form: ProductForm = "published") -> tuple[Tensor, Tensor]:
+def coefficients(c_u: Tensor, c_v: Tensor) -> tuple[Tensor, Tensor]:
     """The matrices of W = K_u W_u + K_v W_v in AFL's product form, with R = C^-1 and S = C_u + C_v:
 
-        K_u = I - R_u C_v + R_u C_v S^-1 C_v,    K_v = I - R_v C_u + R_v C_u S^-1 C_u
-
-    or in one of the three forms that LAW-AFL prints, all of them wrong: see ``algorithms.analytic``.
+    K_u = I - R_u C_v + R_u C_v S^-1 C_v,    K_v = I - R_v C_u + R_v C_u S^-1 C_u
     """
     s_inverse: Tensor = torch.linalg.inv(c_u + c_v)
 
     def one(own: Tensor, other: Tensor) -> Tensor:
         r_other: Tensor = torch.linalg.inv(own) @ other
-        last = r_other @ s_inverse
-        if form == "eq35":
-            return with_ridge(-last, 1.0)
-        last = last @ other
-        return with_ridge({"published": last - r_other, "eq29": -last, "eq32": -last - r_other}[form], 1.0)
+        return with_ridge(r_other @ s_inverse @ other - r_other, 1.0)
 
     return one(c_u, c_v), one(c_v, c_u)
 
 
-def merge_product(u: Solution, v: Solution, form: ProductForm = "published") -> Solution:
-    """Both parts' solution by the product form, as published: three inverses, and up to seven digits less exact."""
-    k_u, k_v = coefficients(u.gram, v.gram, form)
-    return Solution(k_u @ u.head + k_v @ v.head, u.gram + v.gram, u.ridge + v.ridge)
+def merged_by(k: tuple[Tensor, Tensor], u: Solution, v: Solution) -> Solution:
+    """The two heads, each times its coefficient."""
+    return Solution(k[0] @ u.head + k[1] @ v.head, u.gram + v.gram, u.ridge + v.ridge)
+
+
+def merge_product(u: Solution, v: Solution) -> Solution:
+    """Both parts' solution by the product form, as AFL publishes it: three inverses, up to seven digits less exact."""
+    return merged_by(coefficients(u.gram, v.gram), u, v)
 
 
 def merge(u: Solution, v: Solution) -> Solution:
