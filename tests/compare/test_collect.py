@@ -144,6 +144,25 @@ def test_results_of_other_settings_are_not_in_the_tables_and_that_is_said(whole:
     assert "4 kept results are of other settings" in " ".join(done.comparison.question.remarks)
 
 
+def test_results_of_an_earlier_version_are_found_by_their_settings(whole: Path, tmp_path: Path) -> None:
+    """A version that did not know a setting yet gave its cells other hashes; the default of the setting is meant."""
+    gathered(whole, tmp_path / "a", whole)
+    for k, file in enumerate(sorted((tmp_path / "a" / "cells").iterdir())):
+        kept = json.loads(file.read_text())
+        del kept["settings"]["local"]["momentum"]
+        kept["hash"] = f"{k:016x}"
+        (file.parent / f"{k:016x}.json").write_text(json.dumps(kept))
+        file.unlink()
+    done = gathered(whole, tmp_path / "b", tmp_path / "a")
+    assert (done.new, done.missing) == (12, ())
+    assert same_table(tmp_path / "b", whole)
+    assert {path.stem for path in (tmp_path / "b" / "cells").iterdir()} == {
+        path.name for path in (whole / "cells").iterdir()
+    }
+    assert gathered(whole, tmp_path / "a").missing == ()
+    assert len(list((tmp_path / "a" / "cells").iterdir())) == 12
+
+
 def test_equal_terms_are_kept_so_that_the_data_are_not_needed() -> None:
     """FedSAM takes two gradients a step, and so half of the rounds; where that was counted, it need not be again."""
     table = {

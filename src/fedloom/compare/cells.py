@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.compare.grid import Axis, Method, Point, points
 from fedloom.compare.rules import Asked, is_algorithm_setting
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, FedloomError
 from fedloom.report.comparison.question import Place
 from fedloom.runs.find import find_algorithm
 from fedloom.runs.overrides import assign, idle, without_idle
@@ -109,6 +109,17 @@ def _cell(spot: _Spot, seed: int) -> Cell:
 
 def _short(hashed: Mapping[str, Any]) -> str:
     return hash_of(hashed)[:16]
+
+
+def hash_of_settings(table: Mapping[str, Any]) -> str:
+    """The hash of the cell with these settings, as this version reads them; empty if it cannot.
+
+    An earlier version may have known fewer settings, all of which have a default, or some that have no effect now.
+    """
+    try:
+        return _short(as_hashed(parse(without_idle(table)[0])))
+    except FedloomError:
+        return ""
 
 
 def _unknown_settings(shared: Mapping[str, Any], asked: Asked) -> list[Fault]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_of, terms_text
 from fedloom.compare.folder import storage_errors
-from fedloom.compare.kept import Document, document_text, kept_result, origin_of, read_document
+from fedloom.compare.kept import Document, document_text, kept_result, origin_of
 from fedloom.compare.plan import ComparisonPlan
-from fedloom.compare.sources import TERMS, FinishedCells, documents
+from fedloom.compare.sources import TERMS, FinishedCells, documents, kept_documents, kept_files, superseded
 from fedloom.compare.write import Comparison, drawn, write_tables
 from fedloom.core import disk
 from fedloom.data.files import default_root
@@ -71,7 +71,9 @@ def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
         terms = kept_terms(planned, [path.read_bytes() for path in results.rglob(TERMS)])
         planned = on_terms(planned, terms) if terms is not None else planned
     cells = {cell.hash: cell for cell in planned.cells}
-    kept = {path.stem for path in results.rglob("cells/*.json")} & set(cells)
+    places = {path.parent for path in results.rglob("cells/*.json")}
+    files = [file for place in sorted(places) for file in kept_files(place, (path.name for path in place.iterdir()))]
+    kept = {name for name, _ in kept_documents(files, cells)}
     seeds = {}
     for seed in planned.spec.seeds:
         own = {name for name, cell in cells.items() if cell.seed == seed}
@@ -101,8 +103,10 @@ def collect(
         disk.make_folder(out)
         disk.make_folder(out / "cells")
         for name, document in merged.found.items():
-            if kept.found.get(name) is not document:
+            if kept.found.get(name) is not document or not (out / "cells" / f"{name}.json").is_file():
                 write_text(out / "cells" / f"{name}.json", document_text(document))
+        for path in superseded(out / "cells", merged.found):
+            path.unlink()
         if terms is not None:
             write_text(out / TERMS, terms_text(planned, terms))
         write_text(out / "compare.toml", planned.as_toml())
@@ -136,11 +140,9 @@ def _own_terms(out: Path) -> list[bytes]:
 
 def read_kept(planned: ComparisonPlan, out: Path) -> KeptResults:
     """The results of a comparison that a folder keeps; a damaged one is refused."""
-    found, files = {}, {path.stem: path for path in (out / "cells").glob("*.json")}
-    names = {cell.hash for cell in planned.cells}
-    for name in sorted(names & set(files)):
-        found[name] = read_document(files[name].read_bytes(), name, str(files[name]))
-    others = len(set(files) - names)
+    names = [path.name for path in (out / "cells").glob("*.json")]
+    found = dict(kept_documents(kept_files(out / "cells", names), {cell.hash: cell for cell in planned.cells}))
+    others = len(names) - len(found)
     remark = f"{others} kept results are of other settings than this comparison's, and are not in the tables"
     return KeptResults(planned, found, (remark,) if others else ())
 

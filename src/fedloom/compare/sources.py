@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fedloom.compare.cells import Cell
+from fedloom.compare.cells import Cell, hash_of_settings
 from fedloom.compare.folder import state_of
 from fedloom.compare.kept import Document, document_of, read_document
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.runs.settings import as_table
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _MOST = 64 << 20  # bytes of a file in an archive; a kept result has some thousand
 TERMS = "equal.json"
 
 
+_MAIN = (("algorithm", "kind"), ("data", "source"), ("model", "kind"))
+
+
+class KeptFile(NamedTuple):
+    """A kept result: a file, or one inside an archive."""
+
+    name: str  # the hash of the cell when it was kept
+    at: str
+    text: bytes | Path
+
+    @property
+    def content(self) -> bytes:
+        return self.text.read_bytes() if isinstance(self.text, Path) else self.text
+
+
 class FinishedCells(NamedTuple):
     """What a source holds, by the hash of the cell."""
 
     homes: tuple[tuple[str, Path], ...]  # run folders that ended
-    files: tuple[tuple[str, str, bytes | Path], ...]  # kept results: where, and the text or its file
+    files: tuple[KeptFile, ...]
     terms: tuple[bytes, ...] = ()  # files that say what methods may spend on equal terms
 
 
@@ -42,9 +59,44 @@ def documents(found: Sequence[FinishedCells], cells: Mapping[str, Cell]) -> Iter
         for name, home in each.homes:
             if name in cells:
                 yield name, document_of(cells[name], home)
-        for name, at, text in each.files:
-            if name in cells:
-                yield name, read_document(text.read_bytes() if isinstance(text, Path) else text, name, at)
+    yield from kept_documents([file for each in found for file in each.files], cells)
+
+
+def kept_documents(files: Sequence[KeptFile], cells: Mapping[str, Cell]) -> Iterator[tuple[str, Document]]:
+    """The kept results of these cells, also those whose settings had another hash in an earlier version."""
+    others = []
+    for file in files:
+        if file.name in cells:
+            yield file.name, read_document(file.content, file.name, file.at)
+        else:
+            others.append(file)
+    missing = {_main(as_table(cells[name].config)) for name in set(cells) - {file.name for file in files}}
+    for file in others:
+        settings = _settings(file)
+        if settings is not None and _main(settings) in missing and (now := hash_of_settings(settings)) in cells:
+            yield now, read_document(file.content, file.name, file.at) | {"hash": now}
+
+
+def superseded(folder: Path, found: Collection[str]) -> list[Path]:
+    """Kept results in this folder that have another hash now, under which they are there, too."""
+    files = [file for file in kept_files(folder, (path.name for path in folder.iterdir())) if file.name not in found]
+    pairs = [(folder / f"{file.name}.json", _settings(file)) for file in files]
+    return [path for path, settings in pairs if settings is not None and hash_of_settings(settings) in found]
+
+
+def _settings(file: KeptFile) -> dict[str, Any] | None:
+    """The settings of a kept result; what is damaged is of no comparison."""
+    try:
+        settings = json.loads(file.content)["settings"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def _main(settings: Mapping[str, Any]) -> str:
+    """The settings that no version leaves out: results that differ in these are not of one cell."""
+    kinds = [settings[part].get(key) for part, key in _MAIN if isinstance(settings.get(part), Mapping)]
+    return repr((settings.get("seed"), settings.get("rounds"), kinds))
 
 
 def _below(folder: Path) -> FinishedCells:
@@ -53,10 +105,15 @@ def _below(folder: Path) -> FinishedCells:
         here = Path(place)
         homes += [(name, here / name) for name in sorted(inner) if _HASH.fullmatch(name) and state_of(here / name)]
         inner[:] = sorted(name for name in inner if not _HASH.fullmatch(name))
-        kept = [name for name in sorted(names) if _is_kept(name)]
-        files += [(name.removesuffix(".json"), str(here / name), here / name) for name in kept]
+        files += kept_files(here, names)
         terms += [(here / name).read_bytes() for name in names if name == TERMS]
     return FinishedCells(tuple(homes), tuple(files), tuple(terms))
+
+
+def kept_files(folder: Path, names: Iterable[str]) -> list[KeptFile]:
+    """Those of these files that are kept results by their names."""
+    found = [name for name in sorted(names) if _is_kept(name)]
+    return [KeptFile(name.removesuffix(".json"), str(folder / name), folder / name) for name in found]
 
 
 def _inside(archive: Path) -> FinishedCells:
@@ -75,7 +132,7 @@ def _inside(archive: Path) -> FinishedCells:
                 if name == TERMS:
                     terms.append(text)
                 else:
-                    files.append((name.removesuffix(".json"), f"{archive}/{member.name}", text))
+                    files.append(KeptFile(name.removesuffix(".json"), f"{archive}/{member.name}", text))
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ConfigError([Fault("--from", f"{archive} is not a folder or tar archive: {error}")]) from error
     return FinishedCells((), tuple(files), tuple(terms))
