@@ -22,6 +22,7 @@ from fedloom.cli import (
     export,
     partition,
     predict,
+    report,
     resume,
     run,
 )
@@ -44,6 +45,7 @@ app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(compare.compare)
 app.command()(collect.collect)
+app.command()(report.report)
 app.command()(partition.partition)
 app.command("list")(listing.list_)
 app.command()(describe.describe)

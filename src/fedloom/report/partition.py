@@ -20,14 +20,14 @@ _MOST_BARS = 100
 _MOST_NAMED = 20
 _FAINT = "#d9dce1"
 # Ten colours that stay apart on paper and for colour-blind readers, dark and light in turn so that neighbours differ.
-_TEN = (
+TEN = (
     "#3b6fb6", "#f2a541", "#3a9d78", "#d1495b", "#8a63b8", "#e8d25c", "#7a5c45", "#6cc0e5", "#e38bb8", "#8a9299",
 )  # fmt: skip
 
 
 def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path, title: str = "") -> None:
     """Write the picture of how many rows of each class every client holds; the suffix is ``.png`` or ``.svg``."""
-    suffix, shown = suffix_of(path), _shown(clients)
+    suffix, shown = suffix_of(path), shown_clients(clients)
     counts = _table(y, owner, clients, shown, len(labels))
     write(path, styled(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))
 
@@ -54,7 +54,7 @@ def summary_lines(summary: PartitionSummary, notes: Sequence[str] = ()) -> list[
     return [*(f"{name:<{width}}  {value}" for name, value in pairs), *(f"note: {note}" for note in notes)]
 
 
-def _shown(clients: int) -> Ints:
+def shown_clients(clients: int) -> Ints:
     """The clients that get a bar: all of them, or evenly spaced ones."""
     return np.linspace(0, clients - 1, min(clients, _MOST_BARS)).round().astype(np.int64)
 
@@ -89,8 +89,8 @@ def _figure(shown: Ints, counts: Ints, labels: tuple[str, ...], headline: str) -
 def _colours(classes: int) -> list[Any]:
     import matplotlib
 
-    if classes <= len(_TEN):
-        return list(_TEN[:classes])
+    if classes <= len(TEN):
+        return list(TEN[:classes])
     if classes <= _MOST_NAMED:
         return [matplotlib.colormaps["tab20"](k) for k in range(classes)]
     return list(matplotlib.colormaps["turbo"](np.linspace(0.03, 0.97, classes)))
@@ -149,7 +149,7 @@ def _legend(axes: Axes, labels: tuple[str, ...], colours: list[Any]) -> None:
         frameon=False,
         handlelength=1.0,
         handleheight=1.0,
-        fontsize=8.5 if len(labels) <= len(_TEN) else 7.0,
+        fontsize=8.5 if len(labels) <= len(TEN) else 7.0,
         labelspacing=0.35,
     )
 

@@ -28,22 +28,24 @@ def curve_table(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: line.get(name, "") for name in names} for line in records if len(line) > 2]
 
 
-def client_table(counts: Ints, clients: int, labels: Sequence[str], measured: Verdicts) -> list[dict[str, Any]]:
+def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], measured: Verdicts) -> list[dict[str, Any]]:
     """Each client: its rows and classes, and how its own model does on its own held-out rows where that was measured.
 
     ``counts``: client, class, rows.  ``[k, 3]``
     """
+    clients = len(names)
     rows = np.bincount(counts[:, 0], counts[:, 2], minlength=clients).astype(np.int64)
     classes = np.bincount(counts[:, 0], minlength=clients)
     largest = dict(sorted(((int(c), (int(n), int(k))) for c, k, n in counts), key=lambda pair: pair[1][0]))
     scores = _scores(measured)
-    names = dict.fromkeys(name for each in scores.values() for name in each)
+    columns = dict.fromkeys(name for each in scores.values() for name in each)
     out = []
     for client in range(clients):
         most, label = largest.get(client, (0, 0))
-        line: dict[str, Any] = {"client": client, "rows": int(rows[client]), "classes": int(classes[client])}
+        line: dict[str, Any] = {"client": client, "name": names[client], "rows": int(rows[client])}
+        line["classes"] = int(classes[client])
         line |= {"largest_class": labels[label] if most else "", "largest_share": most / max(1, int(rows[client]))}
-        out.append(line | {name: scores.get(client, {}).get(name, "") for name in names})
+        out.append(line | {name: scores.get(client, {}).get(name, "") for name in columns})
     return out
 
 

@@ -65,7 +65,7 @@ def finish(
     if exp.captures:
         folder.write("steps.json", cuda_graphs.built(exp.task)._asdict())
     shared = prepared.shared
-    clients = client_table(shared.counts(), shared.clients, shared.arrays.labels, measured)
+    clients = client_table(shared.counts(), shared.names, shared.arrays.labels, measured)
     write_text(folder.path / "clients.csv", csv_text(clients))
     write_text(folder.path / "curves.csv", csv_text(curve_table(history.records)))
     disk.write_bytes(folder.path / "curves.png", history.picture())

@@ -1,0 +1,39 @@
+"""``fedloom report``: results as one page of HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="RUN|COMPARISON|FOLDER...", help="Runs, comparisons, or a folder of them.")
+]
+Language = Annotated[Literal["en", "zh"], typer.Option("--lang", help="The language of the page: English or Chinese.")]
+
+
+def report(
+    folders: Folders,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the folder, or in the current one.")
+    ] = None,
+    lang: Language = "en",
+) -> None:
+    """Write results as one HTML page that opens without a network: verdicts, curves, clients, partition, settings.
+
+    fedloom report runs/compare-demo --out demo.html
+    """
+    from fedloom.compare.look import look_at
+    from fedloom.core.errors import ConfigError, Fault
+    from fedloom.report.figure import write
+    from fedloom.report.page.render import page
+
+    path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError([Fault("--out", f"a page ends in .html (got {path.name})")])
+    if path.is_dir():
+        raise ConfigError([Fault("--out", f"{path} is a folder", f"write {path / 'report.html'}")])
+    text = page(look_at(folders), lang)
+    write(path, text.encode())
+    print(f"{path}   open it in a browser; it needs no network")

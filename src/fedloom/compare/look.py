@@ -1,0 +1,115 @@
+"""Comparisons, and folders of runs, as they are shown: read without a lock, also while they go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.report.view import AnyView, ComparisonView, FolderView, RunView
+from fedloom.runs.look import csv_lines, flattened, is_run, json_file, look_at_run
+from fedloom.runs.settings import read_toml
+
+_DEEPEST = 3  # folders below the one that is looked at
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether a folder is that of a comparison."""
+    return (folder / "compare.toml").is_file()
+
+
+def look_at(folders: Iterable[Path]) -> AnyView:
+    """What these folders show: one run, one comparison, or several of both."""
+    given = list(folders)
+    for folder in given:
+        if not folder.is_dir():
+            raise ConfigError([Fault(str(folder), "there is no such folder", "see fedloom show runs/")])
+    found = [each for folder in given for each in _below(folder, _DEEPEST)]
+    if not found:
+        where = ", ".join(map(str, given))
+        raise ConfigError([Fault(where, "holds neither a run nor a comparison", "start one with: fedloom run")])
+    if len(found) == 1:
+        return _one(found[0], found[0].resolve().name)
+    names = _names(found)
+    views = [_one(folder, name) for folder, name in zip(found, names, strict=True)]
+    runs = tuple(view for view in views if isinstance(view, RunView))
+    comparisons = tuple(view for view in views if isinstance(view, ComparisonView))
+    return FolderView(given[0].resolve().name if len(given) == 1 else "", runs, comparisons)
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    """The runs and comparisons in a folder, by name; cells belong to their comparison."""
+    if is_run(folder) or is_comparison(folder):
+        yield folder
+    elif depth:
+        for inner in sorted(folder.iterdir()):
+            if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
+                yield from _below(inner, depth - 1)
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The shortest ends of the paths by which all of them can be told apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError([Fault(str(folders[0]), "is named twice")])
+
+
+def _one(folder: Path, name: str) -> RunView | ComparisonView:
+    return look_at_run(folder, name) if is_run(folder) else comparison(folder, name)
+
+
+def comparison(folder: Path, name: str) -> ComparisonView:
+    """The comparison in a folder, with all of its cells that have begun."""
+    table = read_toml(folder / "compare.toml")
+    spec = table["compare"] if isinstance(table.get("compare"), Mapping) else {}
+    axes = tuple(flattened(_table(spec.get("grid"))))
+    lines = csv_lines(folder / "cells.csv", ("algorithm", "seed", "state", "folder"))
+    listed = {line["folder"]: line for line in lines}
+    cells = [_cell(folder, line, axes) for line in listed.values()]
+    cells += [_begun(home, axes) for home in _unlisted(folder, set(listed))]
+    planned = max(len(cells), _planned(spec))
+    return ComparisonView(name, str(folder), axes, tuple(cells), planned, json_file(folder / "summary.json"))
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _planned(spec: Mapping[str, Any]) -> int:
+    """How many cells a comparison is to have."""
+    counted = (spec.get("algorithms"), spec.get("seeds"), *flattened(_table(spec.get("grid"))).values())
+    return math.prod(len(values) for values in counted if isinstance(values, list))
+
+
+def _cell(folder: Path, line: Mapping[str, str], axes: tuple[str, ...]) -> RunView:
+    """A cell that the tables list; it may have gone on since, or be kept as a small file of results."""
+    place, method = tuple(line.get(axis, "") for axis in axes), line["algorithm"]
+    home, name = folder / line["folder"], f"{method}, seed {line['seed']}"
+    if is_run(home):
+        view = look_at_run(home, name, method, place)
+        return view._replace(state="failed") if line["state"] == "failed" and view.state == "unfinished" else view
+    kept = json_file(home.with_name(f"{home.name}.json"))
+    if kept:
+        settings, origin = flattened(_table(kept.get("settings"))), _table(kept.get("origin"))
+        state, records = line["state"], [each for each in kept.get("metrics", []) if isinstance(each, dict)]
+        return RunView(name, str(home), state, settings, records, (), origin, method=method, place=place)  # type: ignore[arg-type]
+    known = {"seed": int(line["seed"]), "algorithm.kind": line.get("kind", method)}
+    return RunView(name, str(home), "missing", known, method=method, place=place)
+
+
+def _unlisted(folder: Path, listed: set[str]) -> list[Path]:
+    """Run folders of cells that began after the tables were last written."""
+    own = folder / "cells"
+    homes = sorted(own.iterdir()) if own.is_dir() else []
+    return [home for home in homes if is_run(home) and f"cells/{home.name}" not in listed]
+
+
+def _begun(home: Path, axes: tuple[str, ...]) -> RunView:
+    view = look_at_run(home)
+    place = tuple(str(view.settings.get(axis, "")) for axis in axes)
+    return view._replace(name=f"{view.algorithm}, seed {view.seed}", method=view.algorithm, place=place)

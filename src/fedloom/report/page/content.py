@@ -1,0 +1,595 @@
+"""What the page says of a run, of a comparison, or of a folder of them: sections of cards, tables and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedloom.report import topology
+from fedloom.report.page.language import Language, Say, meaning_in, speaker
+from fedloom.report.page.parts import (
+    Card,
+    PageCell,
+    PageColumn,
+    PageLine,
+    PageTable,
+    number,
+    plain,
+    shown,
+    signed,
+    with_spread,
+)
+from fedloom.report.page.series import (
+    MOST_POINTS,
+    Curve,
+    class_counts,
+    first_links,
+    lines_for,
+    of_comparison,
+    of_run,
+    of_runs,
+)
+from fedloom.report.view import (
+    AnyView,
+    ComparisonView,
+    FolderView,
+    RunView,
+    as_setting,
+    client_name,
+    differing,
+    ranked_clients,
+    recorded_metrics,
+    standing_for,
+    summary_of_run,
+)
+from fedloom.report.words import as_bytes, span
+
+_MOST_CLIENTS, _MOST_SPLITS, _MOST_CLASSES = 500, 24, 30
+_MARKS = {"holds": "good", "does not hold": "bad", "undecided": "unsure"}
+
+
+class Split(NamedTuple):
+    """Who has what, and how each client does: of all runs that share this split."""
+
+    label: str
+    table: PageTable
+    counts: dict[str, Any]
+
+
+class Content(NamedTuple):
+    """Everything on the page, from top to bottom; what there is nothing to say about is empty."""
+
+    title: str
+    kind: str
+    facts: tuple[str, ...]
+    cards: tuple[Card, ...]
+    claims: PageTable | None
+    results: tuple[PageTable, ...]
+    notes: tuple[str, ...]
+    progress: tuple[Card, ...]
+    lines: list[dict[str, Any]]
+    banded: bool
+    thinned: bool
+    meanings: tuple[tuple[str, str], ...]
+    splits: tuple[Split, ...]
+    more_splits: bool
+    partition: PageTable | None
+    confusion: tuple[tuple[str, PageTable], ...]
+    topology: PageTable | None
+    links: dict[str, Any]
+    costs: PageTable
+    privacy: PageTable | None
+    settings_differ: PageTable | None
+    settings: PageTable
+    environment_differs: PageTable | None
+    environment: PageTable
+    log: tuple[str, ...]
+    several: bool
+
+
+class _Spoken(NamedTuple):
+    """What is shown, and in which language."""
+
+    say: Say
+    language: Language
+
+
+def content_of(view: AnyView, language: Language) -> Content:
+    """The page of a run, a comparison or a folder."""
+    words = _Spoken(speaker(language), language)
+    if isinstance(view, RunView):
+        return _run(view, words)
+    if isinstance(view, ComparisonView):
+        return _comparison(view, words)
+    return _folder(view, words)
+
+
+# -- one run ---------------------------------------------------------------------------------------
+def _run(run: RunView, words: _Spoken) -> Content:
+    metric = standing_for([run])
+    results = (_metrics(run, words),) if run.records else ()
+    blank = _blank([run], of_run(run), words)
+    return blank._replace(
+        title=run.name,
+        kind=words.say("Run"),
+        facts=_facts([run], words),
+        cards=_cards(run, metric, words),
+        results=results,
+        notes=tuple(str(note) for note in _list(run.partition.get("notes"))),
+        progress=_run_progress(run, words),
+        log=_log(run) if run.state == "unfinished" else (),
+    )
+
+
+def _facts(runs: Sequence[RunView], words: _Spoken) -> tuple[str, ...]:
+    """What all of the runs have in common, in a few words."""
+    one, say = runs[0], words.say
+    keys = {"data.source": "data", "model.kind": "model", "partition.kind": "Partition"}
+    same = [(label, key) for key, label in keys.items() if len({str(r.settings.get(key)) for r in runs}) == 1]
+    found = [f"{say(label)}: {one.settings[key]}" for label, key in same if key in one.settings]
+    clients = {r.partition.get("clients") for r in runs if r.partition}
+    if len(clients) == 1 and None not in clients:
+        found.append(f"{say('clients')}: {clients.pop():,}")
+    rounds = {r.rounds for r in runs}
+    return (*found, f"{say('rounds')}: {rounds.pop():,}") if len(rounds) == 1 else tuple(found)
+
+
+def _cards(run: RunView, metric: str, words: _Spoken) -> tuple[Card, ...]:
+    say, found = words.say, [Card(words.say("state"), words.say(run.state), mark=run.state)]
+    of = summary_of_run(run, metric) if metric else None
+    if of is not None:
+        hint = (
+            f"{say('best')} {shown(of.best, metric)} · {say('mean of the last ten')} {shown(of.mean_last_10, metric)}"
+        )
+        found.append(Card(metric, shown(of.last, metric), hint, "main"))
+    column, clients = ranked_clients(run)
+    if len(clients) > 1:
+        for label, each in (("Worst client", clients[0]), ("Best client", clients[-1])):
+            hint = f"{column} · {each.line['rows']} {say('rows')} · {each.line.get('classes', '?')} {say('classes')}"
+            found.append(Card(say(label), f"{each.client}: {shown(each.value, column)}", hint))
+    if run.last:
+        up, down = (float(run.last.get(f"bytes/{way}", 0)) for way in ("up", "down"))
+        found.append(Card(say("Uploaded"), as_bytes(up), f"{say('Downloaded')} {as_bytes(down)}"))
+    if run.timings:
+        found.append(Card(say("Time"), span(run.seconds), f"{run.round:,} {say('rounds')}"))
+    return tuple(found)
+
+
+def _metrics(run: RunView, words: _Spoken) -> PageTable:
+    """The last, best and mean of every metric."""
+    lines = []
+    for name in recorded_metrics([run]):
+        of = summary_of_run(run, name)
+        if of is not None and not name.startswith(("bytes/", "work/", "time/")):
+            lines.append(PageLine((PageCell(name), *(number(value, name) for value in of))))
+    heads = [PageColumn(words.say(head), True) for head in ("last", "best", "mean of the last ten")]
+    return PageTable((PageColumn(words.say("metric")), *heads), tuple(lines))
+
+
+def _run_progress(run: RunView, words: _Spoken) -> tuple[Card, ...]:
+    if run.state != "unfinished":
+        return ()
+    left = run.seconds_left
+    cards = [Card(words.say("round"), f"{run.round:,} / {run.rounds:,}")]
+    return (*cards, *([Card(words.say("time left"), span(left))] if left is not None else []))
+
+
+def _log(run: RunView, last: int = 40) -> tuple[str, ...]:
+    """The newest rounds, the last one first."""
+    took = {line["round"]: sum(float(line.get(k, 0)) for k in ("train", "evaluate", "record")) for line in run.timings}
+    metric, out = standing_for([run]), []
+    for line in reversed(run.records[-last:]):
+        parts = [f"{run.name}: " * bool(run.method) + f"{line['round']:,}/{run.rounds:,}"]
+        if isinstance(line.get(metric), int | float):
+            parts.append(f"{metric} {shown(float(line[metric]), metric)}")
+        if line["round"] in took:
+            parts.append(f"{took[line['round']]:.2f} s")
+        if line.get("excluded"):
+            parts.append(f"excluded: {line['excluded']}")
+        out.append("  ·  ".join(parts))
+    return tuple(out)
+
+
+# -- a comparison ----------------------------------------------------------------------------------
+def _comparison(view: ComparisonView, words: _Spoken) -> Content:
+    say, metric = words.say, str(view.summary.get("metric") or standing_for(view.cells))
+    blank = _blank(view.cells, of_comparison(view, metric), words)
+    decided = [each for each in _list(view.summary.get("claims")) if isinstance(each, Mapping)]
+    return blank._replace(
+        title=view.name,
+        kind=say("Comparison"),
+        facts=_facts(view.cells, words) if view.cells else (),
+        cards=_comparison_cards(view, metric, decided, words),
+        claims=_claims(decided, metric, words) if decided else None,
+        results=_results(view, words),
+        notes=tuple(str(note) for note in _list(view.summary.get("notes"))),
+        progress=_comparison_progress(view, words),
+        log=tuple(line for cell in view.cells if cell.state == "unfinished" for line in _log(cell, 5)),
+    )
+
+
+def _comparison_cards(
+    view: ComparisonView, metric: str, decided: Sequence[Mapping[str, Any]], words: _Spoken
+) -> tuple[Card, ...]:
+    say, found = words.say, []
+    rows = [row for row in _list(view.summary.get("table")) if isinstance(row, Mapping) and row.get("rank") == 1]
+    for row in rows[:4]:
+        where = ", ".join(f"{axis} = {row.get(axis)}" for axis in view.axes)
+        value = with_spread(row.get("mean_last_10"), row.get("mean_last_10_std"), str(row.get("metric"))).text
+        hint = " · ".join(part for part in (f"{say('mean of the last ten')} {value}", where) if part)
+        found.append(Card(f"{say('rank')} 1", str(row.get("algorithm")), hint, "main"))
+    for verdict, mark in _MARKS.items():
+        count = sum(each.get("verdict") == verdict for each in decided)
+        if count:
+            found.append(Card(say("Claims"), f"{count} {say(verdict)}", mark=mark))
+    done = sum(cell.state == "done" for cell in view.cells)
+    return (*found, Card(say("cells done"), f"{done:,} / {view.planned:,}", metric))
+
+
+def _claims(decided: Sequence[Mapping[str, Any]], metric: str, words: _Spoken) -> PageTable:
+    heads = tuple(PageColumn(words.say(head)) for head in ("verdict", "claim", "source", "differences"))
+    lines = []
+    for each in decided:
+        verdict = str(each.get("verdict"))
+        gaps = [
+            _difference(gap, metric, words.say) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)
+        ]
+        cells = (PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")), PageCell(str(each.get("claim"))))
+        lines.append(PageLine((*cells, PageCell(str(each.get("source", ""))), PageCell("; ".join(gaps)))))
+    return PageTable(heads, tuple(lines))
+
+
+def _difference(gap: Mapping[str, Any], metric: str, say: Say) -> str:
+    mean, low, high = (gap.get(key) for key in ("mean", "low", "high"))
+    if not isinstance(mean, int | float):
+        return f"{gap.get('what')}: {say('no seed finished')}"
+    scale = 100 if shown(0.5, metric).endswith("%") else 1
+    words = f"{gap.get('what')}: {scale * mean:+.3g}"
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return f"{words} ({say('one seed')})"
+    return f"{words} [{scale * low:+.3g}, {scale * high:+.3g}]"
+
+
+def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
+    """A table for each place of the grid."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in _list(view.summary.get("table")):
+        if isinstance(row, Mapping):
+            groups.setdefault(tuple(str(row.get(axis)) for axis in view.axes), []).append(row)
+    return tuple(_result(view, place, rows, words.say) for place, rows in groups.items())
+
+
+_MEANS = {"last": "last", "best": "best", "mean_last_10": "mean of the last ten"}
+_OPTIONAL = {"difference": "difference", "p": "p-value", "paper": "paper", "rounds_to_target": "rounds to target"}
+
+
+def _result(view: ComparisonView, place: Sequence[str], rows: Sequence[Mapping[str, Any]], say: Say) -> PageTable:
+    more = [key for key in _OPTIONAL if any(isinstance(row.get(key), int | float) for row in rows)]
+    columns = [
+        PageColumn(say("method")),
+        PageColumn(say("rank"), True),
+        *(PageColumn(say(head), True) for head in _MEANS.values()),
+    ]
+    columns += [PageColumn(say(_OPTIONAL[key]), True) for key in more] + [PageColumn(say("seeds"), True)]
+    lines = []
+    for row in rows:
+        metric, method = str(row.get("metric")), str(row.get("algorithm"))
+        tag = say("baseline") if method == view.summary.get("baseline") else ""
+        cells = [PageCell(method, tag=tag), number(row.get("rank"))]
+        cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
+        cells += [signed(row.get(key), metric) for key in more if key == "difference"]
+        cells += [number(row.get(key), metric * (key == "paper"), 2) for key in more if key != "difference"]
+        lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
+        cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
+        lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
+    caption = ", ".join(f"{axis} = {value}" for axis, value in zip(view.axes, place, strict=True))
+    return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
+
+
+def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ...]:
+    ended = sum(cell.state in ("done", "diverged", "failed") for cell in view.cells)
+    if ended >= view.planned:
+        return ()
+    cards = [Card(words.say("cells done"), f"{ended:,} / {view.planned:,}")]
+    busy = [cell for cell in view.cells if cell.state == "unfinished"]
+    cards += [Card(cell.name, f"{cell.round:,} / {cell.rounds:,}", ", ".join(cell.place)) for cell in busy[:8]]
+    each = [cell.seconds for cell in view.cells if cell.state == "done" and cell.seconds]
+    if each:
+        left = sum(each) / len(each) * (view.planned - ended) / max(1, len(busy))
+        cards.append(Card(words.say("time left"), span(left)))
+    return tuple(cards)
+
+
+# -- a folder --------------------------------------------------------------------------------------
+def _folder(view: FolderView, words: _Spoken) -> Content:
+    runs, say = view.runs, words.say
+    blank = _blank(runs, of_runs(runs), words)
+    tables = [_listed(runs, words)] if runs else []
+    tables += [_listed_comparisons(view.comparisons, words)] if view.comparisons else []
+    unfinished = [run for run in runs if run.state == "unfinished"]
+    return blank._replace(
+        title=view.name or " · ".join(run.name for run in runs),
+        kind=say("Overview of runs"),
+        facts=_facts(runs, words) if runs else (),
+        results=tuple(tables),
+        progress=tuple(card for run in unfinished for card in _run_progress(run, words)),
+        log=tuple(line for run in unfinished for line in _log(run, 5)),
+    )
+
+
+def _listed(runs: Sequence[RunView], words: _Spoken) -> PageTable:
+    metric, say = standing_for(runs), words.say
+    heads = [PageColumn(say("name")), PageColumn(say("algorithm")), PageColumn(say("data")), PageColumn(say("state"))]
+    heads += [PageColumn(say("seed"), True), PageColumn(say("rounds"), True), PageColumn(say("metric"))]
+    heads += [PageColumn(say(head), True) for head in _MEANS.values()]
+    lines = []
+    for run in runs:
+        own = metric if metric in run.last else standing_for([run])
+        of = summary_of_run(run, own) if own else None
+        cells = [PageCell(run.name), PageCell(run.algorithm), PageCell(str(run.settings.get("data.source", "?")))]
+        cells += [PageCell(say(run.state), mark=run.state), number(run.seed), number(run.round), PageCell(own or "–")]
+        lines.append(PageLine((*cells, *(number(value, own) for value in of or (None,) * 3))))
+    return PageTable(tuple(heads), tuple(lines), sortable=True)
+
+
+def _listed_comparisons(found: Sequence[ComparisonView], words: _Spoken) -> PageTable:
+    say, lines = words.say, []
+    for each in found:
+        methods = dict.fromkeys(cell.method for cell in each.cells)
+        done = sum(cell.state == "done" for cell in each.cells)
+        rows = [row for row in _list(each.summary.get("table")) if isinstance(row, Mapping) and row.get("rank") == 1]
+        first = ", ".join(dict.fromkeys(str(row.get("algorithm")) for row in rows))
+        cells = [PageCell(each.name), PageCell(", ".join(methods)), PageCell(f"{done:,} / {each.planned:,}", done)]
+        lines.append(PageLine((*cells, PageCell(str(each.summary.get("metric", "–"))), PageCell(first or "–"))))
+    heads = [say("Comparison"), say("method"), say("cells done"), say("metric"), f"{say('rank')} 1"]
+    return PageTable(tuple(map(PageColumn, heads)), tuple(lines), sortable=True)
+
+
+# -- what all pages have ---------------------------------------------------------------------------
+def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> Content:
+    """The parts that do not depend on the kind of page."""
+    lines, splits = lines_for(curves), _splits(runs, words)
+    first = next((run for run in runs if run.topology), None)
+    private = next((run for run in runs if run.privacy), None)
+    named = dict.fromkeys(curve.metric for curve in curves)
+    return Content(
+        title="",
+        kind="",
+        facts=(),
+        cards=(),
+        claims=None,
+        results=(),
+        notes=(),
+        progress=(),
+        lines=lines,
+        banded=any(line["sd"] for line in lines),
+        thinned=any(len(run.evaluations) > MOST_POINTS for run in runs),
+        meanings=tuple((name, said) for name in named if (said := meaning_in(words.language, name))),
+        splits=splits[:_MOST_SPLITS],
+        more_splits=len(splits) > _MOST_SPLITS,
+        partition=_partition(runs, words),
+        confusion=_confusions(runs, words),
+        topology=plain(
+            [(words.say(k), v) for k, v in topology.table(first.topology)], words.say("property"), words.say("value")
+        )
+        if first
+        else None,
+        links=first_links(first) if first else {},
+        costs=_costs(runs, words),
+        privacy=_privacy(private, words) if private else None,
+        settings_differ=_differ([(r, r.settings) for r in runs], differing(runs), words),
+        settings=_all([r.settings for r in runs], words),
+        environment_differs=_environment_differs(runs, words),
+        environment=_all([_flat(r.environment) for r in runs], words),
+        log=(),
+        several=len(runs) > 1,
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _splits(runs: Sequence[RunView], words: _Spoken) -> tuple[Split, ...]:
+    """The clients of each split: in a comparison all methods of a seed share one, else every run has its own."""
+    groups: dict[str, list[RunView]] = {}
+    for run in runs:
+        label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
+        if run.clients:
+            groups.setdefault(label, []).append(run)
+    return tuple(Split(label, _clients(group, words), class_counts(group[0])) for label, group in groups.items())
+
+
+def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
+    """A row for each client, the worst first: what it has, and how each method does on its own held-out rows."""
+    say, first = words.say, runs[0]
+    column, ranked = ranked_clients(first)
+    place = {each.line["client"]: k for k, each in enumerate(ranked)}
+    own = [{line["client"]: line for line in run.clients} for run in runs]
+    low = max(1, len(ranked) // 10) if len(ranked) > 1 else 0
+    heads = [
+        PageColumn(say("client")),
+        PageColumn(say("rows"), True),
+        PageColumn(say("classes"), True),
+        PageColumn(say("largest class")),
+    ]
+    heads += [PageColumn(run.method or say(column), True) for run in runs] if column else []
+    heads += (
+        [PageColumn(say("loss"), True)] if len(runs) == 1 and column != "loss" and "loss" in first.clients[0] else []
+    )
+    lines = []
+    for line in sorted(first.clients, key=lambda line: place.get(line["client"], len(ranked)))[:_MOST_CLIENTS]:
+        worst = place.get(line["client"], low) < low
+        share = _float(line.get("largest_share"))
+        cells = [_client_cell(line, say("lowest tenth") if worst else ""), *_numbers(line, "rows", "classes")]
+        cells.append(PageCell(f"{line.get('largest_class', '')} ({share:.0%})" if share else "–", share))
+        values = [_float(each.get(line["client"], {}).get(column)) for each in own] if column else []
+        cells += [number(value, column)._replace(bar=value if column == "accuracy" else None) for value in values]
+        cells += [number(_float(line.get("loss")))] if len(heads) > len(cells) else []
+        lines.append(PageLine(tuple(cells), "worst" if worst else ""))
+    return PageTable(tuple(heads), tuple(lines), sortable=True)
+
+
+def _client_cell(line: Mapping[str, str], tag: str) -> PageCell:
+    return PageCell(client_name(line), tag=tag)
+
+
+def _numbers(line: Mapping[str, str], *keys: str) -> list[PageCell]:
+    return [number(_float(line.get(key))) for key in keys]
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+_PARTITION = {
+    "clients": "{clients:,}",
+    "rows": "{rows:,}",
+    "rows per client": "{size_min:,} – {size_max:,} ({size_median:g})",
+    "inequality of sizes (Gini)": "{size_gini:.2f}",
+    "classes per client": "{classes_min} – {classes_max} / {classes} ({classes_mean:.1f})",
+    "effective classes per client": "{effective_classes:.2f}",
+    "share of the largest class": "{top_share:.0%}",
+    "heterogeneity (0 to 1)": "{heterogeneity:.2f}",
+}
+
+
+def _partition(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
+    """The numbers of every partition that there is among the runs."""
+    seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for run in runs:
+        label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
+        if run.partition:
+            seen.setdefault(label, (label, run.partition))
+    if not seen:
+        return None
+    chosen = list(seen.values())[:_MOST_SPLITS]
+    lines = [
+        PageLine((PageCell(words.say(k)), *(PageCell(_formatted(form, p)) for _, p in chosen)))
+        for k, form in _PARTITION.items()
+    ]
+    return PageTable(
+        (PageColumn(words.say("property")), *(PageColumn(label, True) for label, _ in chosen)), tuple(lines)
+    )
+
+
+def _formatted(form: str, values: Mapping[str, Any]) -> str:
+    try:
+        return form.format(**values)
+    except (KeyError, ValueError, TypeError):
+        return "–"
+
+
+def _confusions(runs: Sequence[RunView], words: _Spoken) -> tuple[tuple[str, PageTable], ...]:
+    """The confusion matrices that were recorded, each cell shaded by its share of the row."""
+    out = []
+    for run in runs[:_MOST_SPLITS]:
+        rows, labels = _list(run.confusion.get("counts")), [str(x) for x in _list(run.confusion.get("labels"))]
+        fits = 0 < len(rows) == len(labels) <= _MOST_CLASSES and all(len(_list(row)) == len(labels) for row in rows)
+        if fits:
+            heads = (
+                PageColumn(f"{words.say('true')} \\ {words.say('predicted')}"),
+                *(PageColumn(x, True) for x in labels),
+            )
+            lines = []
+            for label, row in zip(labels, rows, strict=True):
+                total = sum(n for n in row if isinstance(n, int | float)) or 1
+                shares = [
+                    number(n)._replace(bar=n / total if isinstance(n, int | float) else 0.0, mark="heat") for n in row
+                ]
+                lines.append(PageLine((PageCell(label), *shares)))
+            out.append((run.name, PageTable(heads, tuple(lines))))
+    return tuple(out)
+
+
+def _costs(runs: Sequence[RunView], words: _Spoken) -> PageTable:
+    """Bytes, computation and time of every run."""
+    say = words.say
+    keys = {"bytes/up": "sent", "bytes/down": "received", "bytes/busiest": "busiest end"}
+    times = {"train": "training", "evaluate": "evaluation", "record": "recording"}
+    heads = [
+        PageColumn(say("name")),
+        PageColumn(say("rounds"), True),
+        *(PageColumn(say(head), True) for head in keys.values()),
+    ]
+    heads += [PageColumn(say("gradients"), True), PageColumn(say("simulated time"), True)]
+    heads += [PageColumn(say(head), True) for head in times.values()]
+    lines = []
+    for run in runs:
+        end, where = run.last, ", ".join(run.place)
+        cells = [PageCell(run.name + (f" ({where})" if where else "")), number(run.round)]
+        cells += [_sized(end.get(key)) for key in keys] + [number(end.get("work/gradients"))]
+        cells.append(_timed(end.get("time/simulated")))
+        cells += [_timed(sum(float(line.get(k, 0.0)) for line in run.timings) if run.timings else None) for k in times]
+        lines.append(PageLine(tuple(cells)))
+    return PageTable(tuple(heads), tuple(lines), sortable=len(runs) > 1)
+
+
+def _sized(value: Any) -> PageCell:
+    return PageCell(as_bytes(value), float(value)) if isinstance(value, int | float) else PageCell("–")
+
+
+def _timed(value: Any) -> PageCell:
+    if not isinstance(value, int | float):
+        return PageCell("–")
+    return PageCell(f"{value:.2f} s" if value < 10 else span(value), float(value))
+
+
+def _privacy(run: RunView, words: _Spoken) -> PageTable:
+    spent = {name: value for name, value in run.last.items() if name.startswith("privacy/")}
+    rows = [(name, f"{value:.4g}") for name, value in spent.items()]
+    rows += [
+        (words.say(k), as_setting(run.privacy[k]))
+        for k in ("unit", "relation", "delta", "warning")
+        if run.privacy.get(k)
+    ]
+    return plain(rows, words.say("property"), words.say("value"))
+
+
+def _differ(
+    found: Sequence[tuple[RunView, Mapping[str, Any]]], keys: Sequence[str], words: _Spoken
+) -> PageTable | None:
+    """A row for each group of runs that are alike, and a column for each key in which groups differ."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for run, values in found:
+        name = run.method or run.name
+        mine = tuple(
+            as_setting(values[key]) if key in values else "–" for key in keys if not run.method or key != "seed"
+        )
+        if name not in groups.setdefault(mine, []):
+            groups[mine].append(name)
+    shown_keys = [key for key in keys if not (found and found[0][0].method and key == "seed")]
+    if not shown_keys or len(groups) < 2:
+        return None
+    lines = [PageLine((PageCell(", ".join(names)), *map(PageCell, values))) for values, names in groups.items()]
+    return PageTable((PageColumn(words.say("name")), *map(PageColumn, shown_keys)), tuple(lines))
+
+
+def _all(tables: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
+    """Every key with its value, or with all values where runs differ."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = []
+    for key in keys:
+        values = list(dict.fromkeys(as_setting(table[key]) for table in tables if key in table))
+        rows.append((key, " | ".join(values[:6]) + (" | …" if len(values) > 6 else "")))
+    return plain(rows, words.say("setting"), words.say("value"))
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        out |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return out
+
+
+def _environment_differs(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
+    tables = [(run, _flat(run.environment)) for run in runs if run.environment]
+    own = ("config_hash", "net_sha256", "message_bytes", "lanes", "executor", "steps", "parameters", "files")
+    keys = dict.fromkeys(key for _, table in tables for key in table)
+    apart = [
+        k for k in keys if not k.startswith(own) and len({as_setting(table.get(k, "")) for _, table in tables}) > 1
+    ]
+    return _differ(tables, apart, words)

@@ -1,0 +1,212 @@
+"""The words of the page, in English and in Chinese."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from fedloom.core.vocabulary import SPREAD, meaning
+
+Language = Literal["en", "zh"]
+Say = Callable[[str], str]
+
+# English on the left is also the key. What is not here (names, notes, settings) stays as it was written.
+_CHINESE = {
+    "fedloom report": "fedloom 报告",
+    "Run": "单次运行",
+    "Comparison": "方法对比",
+    "Overview of runs": "运行总览",
+    "Contents": "目录",
+    "Skip to the content": "跳到正文",
+    "Results": "结果",
+    "Claims": "论文结论核验",
+    "Curves": "训练曲线",
+    "Clients": "客户端",
+    "Partition": "数据划分",
+    "Confusion matrix": "混淆矩阵",
+    "Topology": "网络拓扑",
+    "Communication and time": "通信量与耗时",
+    "Privacy": "差分隐私",
+    "Settings": "参数设置",
+    "Environment": "运行环境",
+    "Progress": "进度",
+    "Log": "日志",
+    # states
+    "done": "已完成",
+    "diverged": "已发散",
+    "failed": "失败",
+    "missing": "未运行",
+    "unfinished": "未完成",
+    "state": "状态",
+    # headings of tables and cards
+    "name": "名称",
+    "algorithm": "算法",
+    "method": "方法",
+    "data": "数据集",
+    "clients": "客户端数",
+    "client": "客户端",
+    "model": "模型",
+    "rounds": "轮数",
+    "round": "轮次",
+    "seed": "随机种子",
+    "seeds": "随机种子数",
+    "metric": "指标",
+    "last": "最终值",
+    "best": "最优值",
+    "mean of the last ten": "最后十次均值",
+    "rank": "排名",
+    "difference": "与基线之差",
+    "p-value": "p 值",
+    "paper": "论文数值",
+    "baseline": "基线",
+    "rounds to target": "达到目标的轮数",
+    "verdict": "结论",
+    "claim": "论文说法",
+    "source": "出处",
+    "differences": "差值（95% 置信区间）",
+    "holds": "成立",
+    "does not hold": "不成立",
+    "undecided": "无法判定",
+    "no seed finished": "没有完成的种子",
+    "one seed": "仅一个种子",
+    "rows": "样本数",
+    "classes": "类别数",
+    "largest class": "最多的类别",
+    "lowest tenth": "最差 10%",
+    "accuracy": "准确率",
+    "loss": "损失",
+    "Worst client": "表现最差的客户端",
+    "Best client": "表现最好的客户端",
+    "Uploaded": "上传总量",
+    "Downloaded": "下发总量",
+    "sent": "上传",
+    "received": "下发",
+    "busiest end": "最繁忙节点",
+    "gradients": "梯度计算次数",
+    "simulated time": "模拟时间",
+    "training": "训练耗时",
+    "evaluation": "评估耗时",
+    "recording": "写入耗时",
+    "Time": "总耗时",
+    "setting": "参数",
+    "value": "取值",
+    "property": "属性",
+    "What differs": "不同之处",
+    "All settings": "全部参数",
+    "All values": "全部环境信息",
+    "No setting differs.": "各次运行的参数完全相同。",
+    "All runs were made in the same environment.": "所有运行的环境完全相同。",
+    "cells done": "已完成的实验",
+    "time left": "预计剩余时间",
+    # curves
+    "Metric": "指标",
+    "Grid": "网格位置",
+    "Against": "横轴",
+    "Smoothing": "平滑",
+    "Zero-based axis": "纵轴从零开始",
+    "Show all": "全部显示",
+    "Hide all": "全部隐藏",
+    "Lines": "曲线",
+    "Data as a table": "以表格查看数据",
+    "Split": "划分",
+    "MB sent": "累计通信量（MB）",
+    "simulated seconds": "模拟时间（秒）",
+    "gradients of a batch": "梯度计算次数",
+    "Bands show one standard deviation over seeds.": "阴影带表示各随机种子间的一个标准差。",
+    "Every line is drawn with at most 400 points; curves.csv has all of them.": (
+        "每条曲线最多绘制 400 个点，完整数据见 curves.csv。"
+    ),
+    "Use the arrow keys to move along the curves.": "可用方向键沿曲线移动。",
+    "Sort by a column with its button. The lowest tenth of the clients is marked.": (
+        "点击列名即可排序。表现最差的 10% 客户端已标出。"
+    ),
+    "Only the 500 worst clients are listed; clients.csv has all of them.": (
+        "此处只列出表现最差的 500 个客户端，全部数据见 clients.csv。"
+    ),
+    "Only the first 24 splits are listed.": "此处只列出前 24 种划分。",
+    "Only 100 of the clients are drawn, evenly spaced.": "图中均匀选取了 100 个客户端。",
+    "Each bar is a client; colours are classes.": "每根柱子代表一个客户端，颜色代表类别。",
+    "Rows are true classes, columns are predictions.": "行为真实类别，列为预测类别。",
+    "true": "真实",
+    "predicted": "预测",
+    "link": "连接",
+    "node": "节点",
+    "links": "连接数",
+    "Links of the first round.": "第一轮的连接。",
+    "Charts need JavaScript; the tables below do not.": "图表需要启用 JavaScript；下方的表格不需要。",
+    "What the numbers mean": "指标含义",
+    "Notes": "说明",
+    "This page is one file and needs no network.": "本页是单个文件，无需联网即可打开。",
+    "Made with": "生成工具：",
+    "Charts by Apache ECharts (Apache License 2.0).": "图表由 Apache ECharts 绘制（Apache License 2.0）。",
+    "Licences": "许可证",
+    "Live": "实时",
+    "connection lost": "连接已断开",
+    # partition and topology
+    "rows per client": "每个客户端的样本数",
+    "inequality of sizes (Gini)": "样本数不均衡度（基尼系数）",
+    "classes per client": "每个客户端的类别数",
+    "effective classes per client": "每个客户端的有效类别数",
+    "share of the largest class": "最多类别所占比例",
+    "heterogeneity (0 to 1)": "异质性（0 到 1）",
+    "nodes": "节点数",
+    "neighbours": "邻居数",
+    "connected": "是否连通",
+    "preserves the mean": "是否保持均值",
+    "psi": "psi（混合速度）",
+    "psi of one step": "单步 psi（混合速度）",
+    "spectral gap": "谱间隙",
+    # privacy
+    "unit": "保护单位",
+    "relation": "相邻关系",
+    "delta": "delta",
+    "warning": "警告",
+}
+_CHINESE_PLACES = {
+    "global/test": "服务器模型在公共测试集上",
+    "global/train": "服务器模型在全部训练样本上",
+    "global/flatness": "服务器模型附近的训练损失",
+    "personal/pre_fit/test": "各客户端的模型在自己的留出样本上（本地训练前）",
+    "personal/post_fit/test": "各客户端的模型在自己的留出样本上（本地训练后）",
+    "participants/pre_fit/test": "当轮客户端训练前，在自己的留出样本上",
+    "participants/post_fit/test": "当轮客户端训练后，在自己的留出样本上",
+    "consensus/test": "网络的平均模型在公共测试集上",
+    "consensus": "各节点模型之间的差异（混合后）",
+    "consensus/pre_mix": "各节点模型之间的差异（混合前）",
+    "nodes/test": "网络中各节点在公共测试集上",
+    "bytes": "通信",
+    "work": "计算",
+    "time": "模拟时钟",
+    "privacy": "差分隐私",
+}
+_CHINESE_MEASURES = {
+    "epsilon": "累计消耗的 epsilon",
+    "accuracy": "分类正确的比例",
+    "loss": "平均交叉熵",
+    "auc": "ROC 曲线下面积",
+    "up": "累计上传字节数",
+    "down": "累计下发字节数",
+    "busiest": "最繁忙节点的累计字节数",
+    "gradients": "累计梯度计算次数",
+    "simulated": "累计模拟秒数",
+    "distance": "各节点模型与平均模型的距离",
+    "relative": "该距离与平均模型长度之比",
+}
+_CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端的标准差", "_worst10": "最差 10% 客户端的均值"}
+
+
+def speaker(language: Language) -> Say:
+    """A function that says a phrase of the page in this language."""
+    if language == "en":
+        return lambda phrase: phrase
+    return lambda phrase: _CHINESE.get(phrase, phrase)
+
+
+def meaning_in(language: Language, metric: str) -> str:
+    """What a metric measures; empty for names that only an algorithm knows."""
+    place, _, end = metric.rpartition("/")
+    quantity = next((words for begins, words in _CHINESE_MEASURES.items() if end.startswith(begins)), "")
+    if language == "en" or place not in _CHINESE_PLACES or not quantity:
+        return meaning(metric)
+    spread = next((_CHINESE_SPREAD[ending] for ending in SPREAD if end.endswith(ending)), "")
+    return f"{_CHINESE_PLACES[place]}：{quantity}" + (f"，{spread}" if spread else "")

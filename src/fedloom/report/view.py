@@ -1,0 +1,158 @@
+"""What is shown of runs and comparisons: plain values, read from folders by ``runs.look`` and ``compare.look``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from fedloom.core.metrics import Summary, summarise
+from fedloom.core.vocabulary import accuracies, is_evaluation, lower_is_better
+from fedloom.data.arrays import Ints
+
+RunStatus = Literal["done", "diverged", "failed", "missing", "unfinished"]
+
+
+class RunView(NamedTuple):
+    """One run as its folder shows it; what is not there yet is empty."""
+
+    name: str
+    folder: str
+    state: RunStatus
+    settings: Mapping[str, Any]  # by dotted key
+    records: Sequence[Mapping[str, Any]] = ()  # of metrics.jsonl
+    timings: Sequence[Mapping[str, Any]] = ()
+    environment: Mapping[str, Any] = {}
+    partition: Mapping[str, Any] = {}
+    counts: Ints | None = None  # client, class, rows
+    clients: Sequence[Mapping[str, str]] = ()  # of clients.csv
+    topology: Mapping[str, Any] = {}
+    privacy: Mapping[str, Any] = {}
+    confusion: Mapping[str, Any] = {}
+    written: float | None = None  # when a file that grows was last written, in seconds since 1970
+    method: str = ""  # in a comparison
+    place: tuple[str, ...] = ()  # in the grid of a comparison
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.settings.get("algorithm.kind", "?"))
+
+    @property
+    def seed(self) -> int:
+        found = self.settings.get("seed", 0)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run is to have."""
+        found = self.settings.get("rounds", 0)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def round(self) -> int:
+        """The newest round that is known."""
+        ends = [line["round"] for line in (*self.records[-1:], *self.timings[-1:])]
+        return max(ends, default=0)
+
+    @property
+    def evaluations(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.records if is_evaluation(line)]
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest evaluation."""
+        return (self.evaluations or [{}])[-1]
+
+    @property
+    def seconds(self) -> float:
+        """How long the rounds took on this machine."""
+        return sum(float(line.get(part, 0.0)) for line in self.timings for part in ("train", "evaluate", "record"))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the other rounds will take if they are like the last twenty."""
+        recent = self.timings[-20:]
+        if self.state != "unfinished" or not recent:
+            return None
+        took = sum(float(line.get(part, 0.0)) for line in recent for part in ("train", "evaluate", "record"))
+        return took / len(recent) * max(0, self.rounds - self.round)
+
+
+class ComparisonView(NamedTuple):
+    """A comparison: its cells, and the tables as they were last written."""
+
+    name: str
+    folder: str
+    axes: tuple[str, ...]
+    cells: tuple[RunView, ...]
+    planned: int  # how many cells there are to be
+    summary: Mapping[str, Any]  # empty before the tables are first written
+
+
+class FolderView(NamedTuple):
+    """Several runs and comparisons side by side."""
+
+    name: str
+    runs: tuple[RunView, ...]
+    comparisons: tuple[ComparisonView, ...]
+
+
+AnyView = RunView | ComparisonView | FolderView
+
+
+def recorded_metrics(runs: Sequence[RunView]) -> list[str]:
+    """Every metric that any of the runs recorded, in order."""
+    found = dict.fromkeys(name for run in runs for line in run.evaluations for name in line)
+    return [name for name in found if "/" in name]
+
+
+def standing_for(runs: Sequence[RunView]) -> str:
+    """The metric that stands for these runs: the first accuracy that all have, else the first metric of the first."""
+    each = [recorded_metrics([run]) for run in runs if run.records]
+    if not each:
+        return ""
+    common = [name for name in each[0] if all(name in names for names in each)]
+    return next(iter([*accuracies(common), *accuracies(each[0]), *common, *each[0]]), "")
+
+
+def summary_of_run(run: RunView, metric: str) -> Summary | None:
+    """Last, best and mean of the last ten values, once training has begun."""
+    lines = [line for line in run.evaluations if isinstance(line.get(metric), int | float)]
+    values = [float(line[metric]) for line in lines if line["round"] > 0] or [float(line[metric]) for line in lines]
+    return summarise(metric, values) if values else None
+
+
+class ClientScore(NamedTuple):
+    """One client and how its model does."""
+
+    client: str
+    value: float
+    line: Mapping[str, str]
+
+
+def ranked_clients(run: RunView) -> tuple[str, list[ClientScore]]:
+    """The clients from worst to best, and by what: the first measured column that every run has."""
+    column = next(
+        (name for name in ("accuracy", "r2", "mae", "loss") if any(line.get(name) for line in run.clients)), ""
+    )
+    scores = [ClientScore(client_name(line), float(line[column]), line) for line in run.clients if line.get(column)]
+    return column, sorted(scores, key=lambda each: -each.value if lower_is_better(column) else each.value)
+
+
+def client_name(line: Mapping[str, str]) -> str:
+    """The name that the data gives a client, or its number."""
+    return line.get("name") or line["client"]
+
+
+def as_setting(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(as_setting(each) for each in value)}]"
+    return str(value)
+
+
+def differing(runs: Sequence[RunView], leave_out: Sequence[str] = ()) -> list[str]:
+    """The settings in which runs differ, in order."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    return [k for k in keys if k not in leave_out and len({as_setting(r.settings.get(k, "")) for r in runs}) > 1]

@@ -1,0 +1,130 @@
+"""A run folder as it is shown: read without a lock and without running anything, also while the run goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.data.arrays import Ints
+from fedloom.report.view import RunStatus, RunView
+from fedloom.runs.settings import read_toml
+
+_ENDED: dict[str, RunStatus] = {"summary.json": "done", "diverged.json": "diverged"}
+_GROWING = ("metrics.jsonl", "timings.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (folder / "config.toml").is_file()
+
+
+def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str, ...] = ()) -> RunView:
+    """What a run folder shows at this moment."""
+    if not is_run(folder):
+        raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
+    partition = json_file(folder / "partition.json")
+    return RunView(
+        name=name or folder.name,
+        folder=str(folder),
+        state=next((state for file, state in _ENDED.items() if (folder / file).is_file()), "unfinished"),
+        settings=flattened(read_toml(folder / "config.toml")),
+        records=json_lines(folder / "metrics.jsonl"),
+        timings=json_lines(folder / "timings.jsonl"),
+        environment=json_file(folder / "environment.json"),
+        partition=partition,
+        counts=_counts(folder / "partition.safetensors"),
+        clients=csv_lines(folder / "clients.csv", ("client", "rows")),
+        topology=json_file(folder / "topology.json"),
+        privacy=json_file(folder / "privacy.json"),
+        confusion=json_file(folder / "confusion.json"),
+        written=max(filter(None, (_written(folder / file) for file in _GROWING)), default=None),
+        method=method,
+        place=place,
+    )
+
+
+def flattened(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Settings by their dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        out |= flattened(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return out
+
+
+def json_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none yet."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is not what fedloom writes (it holds no object)")
+    return found
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that grows: a round and numbers in each; a line that is only half written is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    return [_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    found: Any = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    if not (isinstance(found, dict) and isinstance(found.get("round"), int) and all(map(_is_value, found.values()))):
+        raise CheckpointError(f"{path}: line {number} is not a record of a round")
+    return found
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, list) and all(isinstance(x, int) for x in value))
+
+
+def csv_lines(path: Path, needed: tuple[str, ...]) -> list[dict[str, str]]:
+    """The lines of a CSV file by the names of its columns, among which must be those ``needed``."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file, restval="", restkey=None))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, csv.Error) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if any(name not in line for line in lines[:1] for name in needed):
+        raise CheckpointError(f"{path}: is not what fedloom writes (it has no column '{needed[0]}')")
+    return [{str(k): str(v) for k, v in line.items() if k is not None} for line in lines]
+
+
+def _counts(path: Path) -> Ints | None:
+    """How many rows of each class a client has; runs of earlier versions did not say."""
+    if not path.is_file():
+        return None
+    try:
+        found = load_file(path).get("counts")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if found is not None and (found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind != "i" or (found < 0).any()):
+        raise CheckpointError(f"{path}: is not what fedloom writes (see 'counts')")
+    return found
+
+
+def _written(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

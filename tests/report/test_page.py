@@ -1,0 +1,156 @@
+"""The page of results as text: what it says, what it escapes, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from conftest import EVIL
+from fedloom.compare.look import look_at
+from fedloom.core.errors import CheckpointError, ConfigError
+from fedloom.report.page import language
+from fedloom.report.page.render import page
+from support.terminal import Quick
+
+HOME = Path(language.__file__).parent
+# dist/echarts.min.js of the npm package echarts 6.1.0, unchanged
+ECHARTS = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
+
+
+class Parsed(HTMLParser):
+    """The elements of a page, its visible text, and its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._raw, self.json = "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._raw = (dict(attrs).get("id") or tag) if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._raw = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._raw == "data":
+            self.json += data
+        elif not self._raw:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_names_from_files_are_never_markup(hostile_run: Path) -> None:
+    found = Parsed(page(look_at([hostile_run])))
+    assert "img" not in {tag for tag, _ in found.tags}
+    assert [tag for tag, _ in found.tags].count("script") == 3  # data, charts, glue
+    assert found.text.count(EVIL) >= 2  # the class and the client, as words
+    data = json.loads(found.json)
+    assert EVIL in data["splits"][0]["labels"]
+    assert data["splits"][0]["clients"] == [EVIL, "B & C"]
+    assert "<b>run" in found.text
+
+
+def test_a_page_needs_nothing_from_elsewhere(compared: Path) -> None:
+    found = Parsed(page(look_at([compared])))
+    assert not [attrs for _, attrs in found.tags if "src" in attrs]
+    assert {str(attrs["href"])[0] for _, attrs in found.tags if "href" in attrs} == {"#"}
+    policy = next(
+        a["content"] for t, a in found.tags if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    assert hashlib.sha256((HOME / "echarts.min.js").read_bytes()).hexdigest() == ECHARTS
+    assert "Apache License" in found.text
+    assert "Mike Bostock" in found.text  # whose licence is part of it
+
+
+def test_verdicts_and_ranks_come_first(compared: Path) -> None:
+    found = Parsed(page(look_at([compared]))).text
+    assert found.index("FedProx is <better>") < found.index("partition.alpha = 0.1 method") < found.index("Smoothing")
+    summary = json.loads((compared / "summary.json").read_text())
+    for row in summary["table"]:
+        assert f"{100 * row['mean_last_10']:.2f} ± {100 * row['mean_last_10_std']:.2f} %" in found
+    data = json.loads(Parsed(page(look_at([compared]))).json)
+    line = next(x for x in data["lines"] if x["name"] == "fedprox" and x["place"] == "1.0")
+    assert (len(line["y"]), len(line["sd"]), line["runs"]) == (4, 4, 2)
+    ends = [
+        json.loads((compared / row["folder"] / "metrics.jsonl").read_text().splitlines()[-1]) for row in cells(compared)
+    ]
+    mean = sum(end["global/test/accuracy"] for end in ends) / len(ends)
+    assert line["y"][-1] == pytest.approx(mean, rel=1e-5)
+
+
+def cells(folder: Path) -> list[dict[str, str]]:
+    """The cells of FedProx at alpha 1."""
+    head, *lines = [line.split(",") for line in (folder / "cells.csv").read_text().splitlines()]
+    found = [dict(zip(head, line, strict=True)) for line in lines]
+    return [line for line in found if line["algorithm"] == "fedprox" and line["partition.alpha"] == "1.0"]
+
+
+def test_the_worst_client_is_the_first(hostile_run: Path) -> None:
+    run = look_at([hostile_run])
+    rows = re.findall(r'<tr class="worst">.*?</tr>', page(run), re.DOTALL)
+    lines = (hostile_run / "clients.csv").read_text().splitlines()
+    place = lines[0].split(",").index("accuracy")
+    worst = min(float(line.rsplit(",", len(lines[0].split(",")) - place)[1]) for line in lines[1:])
+    assert len(rows) == 1
+    assert f"{100 * worst:.2f} %" in rows[0]
+
+
+def test_every_phrase_is_said_in_chinese(compared: Path) -> None:
+    say = language.speaker("zh")
+    used = {
+        p for name in ("page.html", "content.py") for p in re.findall(r'say\("([^"]+)"\)', (HOME / name).read_text())
+    }
+    assert len(used) > 50
+    assert [phrase for phrase in used if say(phrase) == phrase] == []
+    text = page(look_at([compared]), "zh")
+    assert '<html lang="zh-Hans">' in text
+    assert any(verdict in text for verdict in ("无法判定", "不成立", "成立"))
+
+
+def test_several_runs_are_listed_side_by_side(compared: Path, hostile_run: Path) -> None:
+    found = Parsed(page(look_at([compared.parent, hostile_run, *sorted((compared / "cells").iterdir())[:2]]))).text
+    assert "Overview of runs" in found
+    assert "two methods" in found
+    assert "data.label" in found  # what differs
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, expected in {
+        ("nowhere",): "there is no such folder",
+        ("empty",): "holds neither a run nor a comparison",
+        (str(hostile_run), "--out", "page.pdf"): "a page ends in .html",
+        (str(hostile_run), "--out", "empty"): "a page ends in .html",
+    }.items():
+        done = Quick()("report", *words, cwd=tmp_path)
+        assert (done.code, done.out) == (2, "")
+        assert expected in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("metrics.jsonl", "{}\n"), ("partition.json", "[1]"), ("clients.csv", "a\n1\n")]
+)
+def test_a_damaged_folder_is_refused_by_name(hostile_run: Path, tmp_path: Path, name: str, text: str) -> None:
+    for file in hostile_run.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(text)
+    with pytest.raises((CheckpointError, ConfigError), match=re.escape(name)):
+        look_at([tmp_path])
