@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.core.task import Batch, Task
 from fedloom.engine.evaluate import evaluate, models_of
+from fedloom.engine.forecast import forecast
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
@@ -280,6 +282,8 @@ def test_bytes_are_those_of_the_factors(world) -> None:
         assert state.down - before.down == 3 * 4 * sent[t]  # to all three, so that nobody falls behind
         assert 0 < state.up - before.up < 2 * 4 * P
     assert max(sent[1:]) < P
+    foreseen = next(islice(forecast(exp), 2, None)).bytes  # which only knows the most that it can be
+    assert state.up + state.down < foreseen == 3 * 4 * P * (3 + 2)
     uploads = Factored(torch.zeros(2, P), torch.tensor([10, 30]))
     assert exp.algorithm.upload_bytes(uploads) == 160
 

@@ -5,6 +5,7 @@ Every attack ends in the same question: is there a file ``marker``, which only t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 
 import fedloom as package
 from fedloom import FedAvg
-from fedloom.core import usercode
+from fedloom.core import moved, usercode
 from fedloom.core.disk import digest
 from fedloom.core.errors import CheckpointError, ConfigError
 from support.terminal import SMALL, Done, Quick, environment, files
@@ -568,6 +569,10 @@ def test_to_describe_code_is_not_to_trust_it_later(
         ("from fedloom.config import parse", "write: from fedloom.runs.settings import parse"),
         ("from fedloom.core.tree import grow", "fedloom.core.tree has no grow any more"),
         ("from fedloom.models.net import Model", "net has no Model, write: from fedloom.models.net import NetSpec"),
+        ("import fedloom.law", "no module fedloom.law, write: from fedloom.maths import learned_weights"),
+        ("import fedloom.engine.run", "no module fedloom.engine.run, write: from fedloom.engine import rounds"),
+        ("from fedloom.engine import run", "fedloom.engine has no run, write: from fedloom.engine import rounds"),
+        ("from fedloom.engine.run import advance", "run has no advance, write: from fedloom.engine.rounds import adva"),
     ],
 )
 def test_an_import_of_an_earlier_version_gets_the_new_name(tmp_path: Path, line: str, advice: str) -> None:
@@ -589,6 +594,21 @@ def test_all_imports_of_an_earlier_version_at_once_also_of_a_module_beside(
     for name in (f"{tmp_path / 'by_helper.py'}:Mine", "by_helper:Mine"):
         with pytest.raises(ConfigError, match=r"fedloom.core.rng import stream; .*fedloom.core.tree import tmap"):
             package.run(name, rounds=1)
+
+
+def test_every_module_that_had_another_name_is_there_under_its_own() -> None:
+    assert all(importlib.util.find_spec(f"fedloom.{now}") for now in moved.MODULES.values())
+    assert not [old for old in moved.MODULES if "." not in old and importlib.util.find_spec(f"fedloom.{old}")]
+
+
+def test_a_constant_without_a_type_in_a_class_gets_both_ways_to_write_it(tmp_path: Path) -> None:
+    own = tmp_path / "flags.py"
+    own.write_text("from fedloom import FedAvg\n\n\nclass Mine(FedAvg):\n    stateful = True\n")
+    with pytest.raises(ConfigError) as error:
+        package.run(f"{own}:Mine", rounds=1)
+    said = "'stateful = True' in a class has no type: write 'stateful: bool = True' for a setting"
+    assert f"{said}, or 'stateful: ClassVar = True' for a constant" in str(error.value)
+    assert "pydantic" not in str(error.value).lower()
 
 
 def test_another_failed_import_is_told_as_it_is(tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def test_clients_of_another_form_are_refused(tmp_path: Path) -> None:
     assert "it has 'state.009'" in refusal(run)
 
 
+@pytest.mark.parametrize("kept", ["disk", "ram"])  # as it was, and as it is now: the states are on disk
+def test_clients_of_another_form_on_disk_are_refused(tmp_path: Path, kept: str) -> None:
+    run = started(tmp_path / "run", "scaffold", engine={"store": "disk"})
+    rewritten(run, "state.safetensors", lambda t: None, lambda m: m["store"].update(form=["(3,) float32"]))
+    file = run / "config.toml"
+    file.write_text(file.read_text().replace('store = "disk"', f'store = "{kept}"'))
+    assert "it lacks 'state.000 (650,) float32' and has 'state.000 (3,) float32'" in refusal(run)
+
+
 def test_a_ledger_of_another_form_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path / "run", {"kind": "fedavg", "weighting": "uniform"}, privacy=PRIVATE)
     rewritten(run, "state.safetensors", lambda t: None, lambda m: m["ledger"]["release"].pop("size"))

@@ -125,6 +125,12 @@ def test_what_a_method_has_in_other_sections_is_left_out_where_the_grid_makes_it
         plan({"compare": compare | {"grid": {"corruption.share": [0]}}})
 
 
+def test_local_training_of_a_method_that_has_none_is_said_to_be_useless() -> None:
+    said = "clients of Analytic do not train, so that local.lr, local.batch has no effect"
+    assert said in parse({"algorithm": "analytic", "model": "logistic", "local": {"lr": 1.0, "batch": 5}}).notes
+    assert not [note for note in parse({"algorithm": "analytic", "model": "logistic"}).notes if "train" in note]
+
+
 def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
     with pytest.raises(ConfigError, match=r"fresh_steps: is no setting of ring, but of matching, random, random_dir"):
         parse({"algorithm": "dpsgd", "topology": {"kind": "ring", "fresh_steps": True}})

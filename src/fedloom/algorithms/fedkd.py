@@ -31,7 +31,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fedloom.algorithm import Algorithm, Carry, Costs, Inbox, Traits, Work, like
+from fedloom.algorithm import Algorithm, Carry, Costs, ForeseesUploads, Inbox, Traits, Work, like
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import Batch
 
@@ -60,7 +60,7 @@ class Factored(NamedTuple):
     numbers: Tensor  # [] how many they are
 
 
-class FedKD(Algorithm[Server, Mine, Factored], Costs):
+class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
     family = "personal"
 
     mentee_lr: PositiveFloat = Field(0.005, description="learning rate of the mentee, the same in all rounds")
@@ -87,6 +87,10 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs):
 
     def upload_bytes(self, uploads: Factored) -> int:
         return int(uploads.numbers.sum()) * uploads.dw.element_size()
+
+    def foresee_uploads(self, server: Server, ids: Tensor) -> tuple[int, Server]:
+        """The most that it can be: what is cut down is sent whole where factors would be longer."""
+        return len(ids) * server.w.numel() * server.w.element_size(), server
 
     def join(self, down: Server) -> Mine:
         return Mine(self.task.w0, torch.eye(self.features()).to(down.w))

@@ -37,7 +37,17 @@ def on_terms(planned: ComparisonPlan, terms: Terms) -> ComparisonPlan:
     """The comparison with these rounds."""
     rounds = terms.rounds
     cells = [cell.with_config(stretched(cell.config, rounds[cell.place, cell.method.label])) for cell in planned.cells]
-    return planned._replace(cells=tuple(cells), budgets=terms.budgets)
+    return planned._replace(
+        cells=tuple(cells), budgets=terms.budgets, notes=(*planned.notes, *_counted_at_most(planned))
+    )
+
+
+def _counted_at_most(planned: ComparisonPlan) -> list[str]:
+    """Which methods may spend less than they are allowed to, since only training tells how much they send."""
+    cut = [cell.method.label for cell in planned.cells if cell.config.algorithm.traits.size_varies]
+    if not cut or planned.spec.equal not in ("bytes", "busiest"):
+        return []
+    return [f"what {', '.join(dict.fromkeys(cut))} will send is counted at its most, and may turn out to be less"]
 
 
 def terms_of(planned: ComparisonPlan, root: Path) -> Terms:

@@ -18,6 +18,28 @@ RENAMED = {
     ("fedloom.models.net", "NormedModel"): "NormedSpec",
 }
 
+# Modules that had another name; those that only moved are found by theirs.
+MODULES = {
+    "api": "runs.start",
+    "budget": "compare.equal_terms",
+    "config": "runs.settings",
+    "experiment": "runs.prepare",
+    "history": "runs.result",
+    "law": "maths.learned_weights",
+    "record": "runs.folder",
+    "engine.captured": "engine.cuda_graphs",
+    "engine.graphs": "engine.cuda_graphs",
+    "engine.run": "engine.rounds",
+    "maths.analytic": "maths.ridge",
+    "maths.law": "maths.learned_weights",
+    "report.compare": "report.comparison",
+    "runs.api": "runs.start",
+    "runs.config": "runs.settings",
+    "runs.experiment": "runs.prepare",
+    "runs.history": "runs.result",
+    "runs.record": "runs.folder",
+}
+
 
 def advice(error: ImportError) -> str:
     """How the file whose import failed has to import fedloom's names instead; empty where these are not the reason."""
@@ -33,18 +55,35 @@ def _stale(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.startswith("fedloom.") and not _is_module(alias.name):
-                    yield f"there is no module {alias.name}{_instead(alias.name.rpartition('.')[2])}"
+                    yield f"there is no module {alias.name}{_module_instead(alias.name)}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedloom":
             for alias in node.names:
                 if alias.name != "*" and not _has(node.module or "", alias.name):
                     yield f"{node.module} has no {alias.name}{_instead(alias.name, node.module or '')}"
 
 
-def _instead(name: str, module: str = "") -> str:
+def _instead(name: str, module: str) -> str:
+    """What to write to have this name, which was in this module."""
     if (module, name) in RENAMED:
         return f", write: from {module} import {RENAMED[module, name]}"
-    homes = _homes(name)
-    return f", write: {' or '.join(f'from {home} import {name}' for home in homes)}" if homes else " any more"
+    if f"{module}.{name}".removeprefix("fedloom.") in MODULES:  # it was a module itself
+        return _module_instead(f"{module}.{name}")
+    now = f"fedloom.{MODULES.get(module.removeprefix('fedloom.'), '')}"
+    homes = [now] if not now.endswith(".") and _has(now, name) else _defining(name) or _packages(name)
+    return _written([f"from {home} import {name}" for home in homes])
+
+
+def _module_instead(module: str) -> str:
+    """What to write to have this module, which is elsewhere now."""
+    short = module.removeprefix("fedloom.")
+    found = [f"fedloom.{MODULES[short]}"] if short in MODULES else []
+    name = module.rpartition(".")[2]
+    found = found or [f"{home}.{name}" for home in _packages(name)]
+    return _written([f"from {each.rpartition('.')[0]} import {each.rpartition('.')[2]}" for each in found])
+
+
+def _written(lines: list[str]) -> str:
+    return f", write: {' or '.join(lines)}" if lines else " any more"
 
 
 def _is_module(name: str) -> bool:
@@ -59,16 +98,22 @@ def _has(module: str, name: str) -> bool:
     return hasattr(importlib.import_module(module), name) or _is_module(f"{module}.{name}")
 
 
-def _homes(name: str) -> list[str]:
-    """The modules of fedloom that define this name, or the packages that have a module of it."""
-    found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = ["fedloom", *path.relative_to(ROOT).with_suffix("").parts]
-        if parts[-1] == name:
-            found.append(".".join(parts[:-1]))
-        elif name in _defined(path.read_text(encoding="utf-8")):
-            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+def _defining(name: str) -> list[str]:
+    """The modules of fedloom that define this name, but for those of the command line."""
+    homes = {path: _named(path) for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "cli"}
+    return [home for path, home in homes.items() if name in _defined(path.read_text(encoding="utf-8"))]
+
+
+def _packages(name: str) -> list[str]:
+    """The packages of fedloom that have a module, or a package, of this name."""
+    homes = [_named(path) for path in sorted(ROOT.rglob("*.py"))]
+    return [home.rpartition(".")[0] for home in homes if home.rpartition(".")[2] == name]
+
+
+def _named(path: Path) -> str:
+    """The name of the module in this file."""
+    parts = ["fedloom", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _defined(source: str) -> Iterator[str]:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import PydanticUserError
+
 from fedloom.core import moved
 from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
@@ -195,7 +197,21 @@ def _failed(place: str, at: str, error: Exception) -> Fault:
     """What to say of code that raised an error when it was imported."""
     if isinstance(error, ImportError) and (advice := moved.advice(error)):
         return Fault(at, f"{place} imports what this version of fedloom has elsewhere: {advice}")
+    if isinstance(error, PydanticUserError) and error.code == "model-field-missing-annotation":
+        return Fault(at, f"{place} failed to load: {_without_type(str(error))}")
     return Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")
+
+
+def _without_type(said: str) -> str:
+    """What to do about an attribute of a class that has no type, from what pydantic says of it."""
+    found = re.search(r"`(\w+) = (.*?)`\.", said, re.DOTALL)
+    name, value = found.groups() if found else ("it", "...")
+    what = f"'{name} = {value}' in a class has no type"
+    try:
+        kind = type(ast.literal_eval(value)).__name__
+    except (ValueError, SyntaxError):
+        kind = "..."
+    return f"{what}: write '{name}: {kind} = {value}' for a setting, or '{name}: ClassVar = {value}' for a constant"
 
 
 def _found(top: str) -> Path | None:

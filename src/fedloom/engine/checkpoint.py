@@ -28,7 +28,7 @@ from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 from fedloom.engine.ranks import ALONE, Ranks
 from fedloom.engine.state import RunState
-from fedloom.engine.store import ClientStore, Memo, is_on_disk, memo_for
+from fedloom.engine.store import ClientStore, Memo, form_of, is_on_disk, memo_for
 from fedloom.trust.accountant import Release
 from fedloom.trust.ledger import Ledger
 
@@ -151,8 +151,8 @@ def load_state(
     try:
         meta, tensors, clients = _read(folder / f"{newest:08d}", store)
         state = _state(like, meta, tensors, folder / f"{newest:08d}")
-        memo, clients = memo_for(meta["store"], clients, store, folder.parent / "clients", blank)
         _refuse_other_clients(meta, clients, blank, folder / f"{newest:08d}")
+        memo, clients = memo_for(meta["store"], clients, store, folder.parent / "clients", blank)
         if ranks.size > 1 and clients:
             rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
             clients, memo = {name: x[rows] for name, x in clients.items()}, {"rows": len(rows)}
@@ -281,15 +281,17 @@ def _and_more(names: list[str]) -> str:
 
 def _refuse_other_clients(meta: dict[str, Any], clients: dict[str, Tensor], blank: Any, folder: Path) -> None:
     """Refuse clients' states that are not of the form of ``blank``, where that is known."""
-    expected = {f"state.{k:03d}": x for k, x in enumerate(tree.leaves(blank))}
-    found = {name: x for name, x in clients.items() if name.startswith("state.")}
+    expected = {f"state.{k:03d}": form_of(x) for k, x in enumerate(tree.leaves(blank))}
+    found = {name: form_of(x[0]) for name, x in clients.items() if name.startswith("state.") and len(x)}
+    if is_on_disk(meta["store"]):
+        found = {f"state.{k:03d}": form for k, form in enumerate(meta["store"].get("form", []))}
     if not expected or not found:
         return
     if set(found) != set(expected):
         raise _other_form(folder, meta, expected, found)
-    for name, x in expected.items():
-        if found[name].shape[1:] != x.shape or found[name].dtype != x.dtype:
-            raise _other_form(folder, meta, [f"{name} {tuple(x.shape)}"], [f"{name} {tuple(found[name].shape[1:])}"])
+    for name, form in expected.items():
+        if found[name] != form:
+            raise _other_form(folder, meta, [f"{name} {form}"], [f"{name} {found[name]}"])
 
 
 def _ledger(meta: dict[str, Any], folder: Path) -> Ledger | None:

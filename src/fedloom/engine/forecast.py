@@ -2,7 +2,8 @@
 
 The clients of a round, their steps and the links of a network follow from the settings and the seed, so that gradients
 and bytes can be counted beforehand. Of what only training decides, the most that the settings allow is counted for
-local steps that may end early, and one pass for phases that each client repeats until it stops.
+local steps that may end early and for messages that are cut short (FedKD), and one pass for phases that each client
+repeats until it stops.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 
-Memo = dict[str, int]
+Memo = dict[str, Any]
 _NOTHING: Memo = {"lines": 0, "crc": 0}  # what a store on disk remembers before anything is in it
 
 _LARGE = 1 << 20  # bytes from which on something is worth a file
@@ -189,6 +189,7 @@ class DiskStore:
         self._crc: NDArray[np.uint32] = np.zeros(self.clients, dtype=np.uint32)
         self._lines = 0  # in the journal
         self._sum = 0  # of the journal
+        self._form: list[str] = []  # of a row: the shape and the type of each of its tensors
         self._next = 0  # the first slot never used
         self._free: list[int] = []
         self._loose: set[int] = set()  # slots written since the last commit: no checkpoint knows them
@@ -217,6 +218,7 @@ class DiskStore:
         parts = [x.detach().cpu().contiguous() for x in tree.leaves(states)]
         if not parts:
             return
+        self._form = [form_of(x[0]) for x in parts] if len(ids) else self._form
         rows = np.concatenate([x.reshape(len(ids), -1).view(torch.uint8).numpy() for x in parts], axis=1)
         lines = np.empty(len(ids), dtype=self._LINE)
         for k, client in enumerate(ids.tolist()):
@@ -233,7 +235,7 @@ class DiskStore:
             os.fsync(file)
             if self._folder is not None:
                 disk.still_there(file, self._folder / name)
-        return {"lines": self._lines, "crc": self._sum}
+        return {"lines": self._lines, "crc": self._sum, "form": self._form}
 
     def release(self) -> None:
         self._free.extend(self._older)
@@ -256,6 +258,7 @@ class DiskStore:
         if self._sum != memo["crc"]:
             raise CheckpointError(f"{self._called('journal.bin')}: is damaged (its checksum is not the checkpoint's)")
         self._slot[upto["id"]], self._crc[upto["id"]] = upto["slot"], upto["crc"]
+        self._form = memo.get("form", [])  # versions before did not write it
         self._lines, self._next = memo["lines"], int(lines["slot"].max(initial=-1)) + 1
         needed = np.zeros(self._next, dtype=bool)
         needed[self._slot[self._slot >= 0]] = True
@@ -316,6 +319,11 @@ class DiskStore:
             slot, self._next = self._next, self._next + 1
         self._loose.add(slot)
         return slot
+
+
+def form_of(x: Tensor) -> str:
+    """The shape and the type of a tensor, in words."""
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def _raw(x: Tensor) -> bytes:

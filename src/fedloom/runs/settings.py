@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
-from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, warnings_of
+from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, phases_of, warnings_of
 from fedloom.core.errors import ConfigError, DataError, Fault, nearest
 from fedloom.core.optim import Local
 from fedloom.core.schema import Spec, other_than, read, when, without_effect
@@ -163,8 +163,17 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
     notes = [*notes, *warnings_of(algorithm, chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
-    notes += corruption.ineffective(chosen["corruption"], algorithm)
+    notes += corruption.ineffective(chosen["corruption"], algorithm) + _untrained(table, algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
+
+
+def _untrained(table: Mapping[str, Any], algorithm: AnyAlgorithm) -> list[str]:
+    """What was written of local training, where a method has none: experiments are shared by methods that train."""
+    written = table.get("local")
+    if algorithm.family != "closed_form" or phases_of(algorithm) or not isinstance(written, Mapping) or not written:
+        return []
+    named = ", ".join(f"local.{key}" for key in written)
+    return [f"clients of {type(algorithm).__name__} do not train, so that {named} has no effect"]
 
 
 def _basics(table: Mapping[str, Any]) -> tuple[Basics | None, list[Fault]]:
