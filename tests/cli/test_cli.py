@@ -625,13 +625,14 @@ def test_the_doctor_trains_a_little(tmp_path: Path) -> None:
 
 def test_version_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     script = """
-import sys
+import os, sys
 import fedloom.cli.main
 sys.argv = ["fedloom", "--version"]
 try:
     fedloom.cli.main.main()
 finally:
     assert "torch" not in sys.modules
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False

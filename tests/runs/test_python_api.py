@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fedloom import FedAvg, History, Model, Update
 from fedloom.algorithms.fedopt import FedOpt
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.sources import Digits, from_arrays
-from support.terminal import files
+from support.terminal import environment, files
 
 SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}
 
@@ -34,6 +36,17 @@ def blobs(n: int = 200, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 3, n)
     return (rng.normal(size=(n, 4)) + 2 * y[:, None]).astype(np.float32), y
+
+
+def test_a_short_run_imports_only_what_it_needs() -> None:
+    """Each of these takes longer to import than a round takes to compute, torch's compiler longer than the run."""
+    code = """
+import sys, fedloom
+fedloom.run(rounds=1, engine={"executor": "lanes"})
+print({"torch._dynamo", "networkx", "scipy", "sklearn", "pandas", "matplotlib"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 # -- what comes back -------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from fedloom.cli import (
 )
 from fedloom.cli import list as listing
 from fedloom.cli.ranks import follows
+from fedloom.cli.startup import wait_passively
 from fedloom.core.errors import FedloomError
 from fedloom.runs.launch import follow_parent
 
@@ -57,6 +58,7 @@ app.add_typer(data.app, name="data")
 def main() -> None:
     """Run the command line; every expected error is one message and an exit code, never a traceback."""
     follow_parent()
+    wait_passively()
     try:
         code = app(standalone_mode=False)
     except click.exceptions.Abort:

@@ -9,6 +9,7 @@ import typer
 
 from fedloom.cli.options import JsonResult, NoUserCode, Ranks, Root, Trust, refuse_user_code
 from fedloom.cli.ranks import launch_ranks
+from fedloom.cli.startup import importing
 
 Forget = Annotated[
     list[int] | None,
@@ -43,9 +44,10 @@ def resume(
 
     It may go on with another number of ranks.
     """
-    from fedloom.cli.screen import show_run
-    from fedloom.runs import resume as runs
-    from fedloom.runs.start import load_config
+    with importing():
+        from fedloom.cli.screen import show_run
+        from fedloom.runs import resume as runs
+        from fedloom.runs.start import load_config
 
     refuse_user_code(no_user_code)
     if ranks is not None and (run_dir / "config.toml").is_file():

@@ -18,6 +18,7 @@ from fedloom.cli.options import (
     refuse_user_code,
 )
 from fedloom.cli.ranks import follows, launch_ranks
+from fedloom.cli.startup import importing
 from fedloom.core.disk import as_name
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ def run(
     data_root: Root = None,
 ) -> None:
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
-    from fedloom.cli.screen import show_run
-    from fedloom.data.files import default_root
-    from fedloom.engine.ranks import joined
-    from fedloom.runs.settings import as_toml
-    from fedloom.runs.start import load_config, start
+    with importing():
+        from fedloom.cli.screen import show_run
+        from fedloom.data.files import default_root
+        from fedloom.engine.ranks import joined
+        from fedloom.runs.settings import as_toml
+        from fedloom.runs.start import load_config, start
 
     refuse_user_code(no_user_code)
     with joined().agreed():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from fedloom.core import tree
 from fedloom.engine.topology.weights import Mask, Weights
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 T = TypeVar("T")
 
@@ -52,6 +54,8 @@ def mixed_rows(weights: Weights, values: T, rows: slice | None = None) -> T:
 
 def sparse_rows(weights: Weights, rows: slice, columns: int) -> csr_array:
     """These rows of the matrix, for the processor."""
+    from scipy.sparse import csr_array
+
     start = np.searchsorted(weights.to, np.arange(rows.start, rows.stop + 1))
     entries = slice(start[0], start[-1])
     shape = (rows.stop - rows.start, columns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from fedloom.core.errors import ConfigError, Fault
@@ -88,6 +87,8 @@ def ordered(edges: Ints) -> Ints:
 
 def components(nodes: int, edges: Ints, *, directed: bool) -> list[list[int]]:
     """The parts into which a graph falls, the largest first; in a directed one all of a part can reach each other."""
+    import networkx as nx
+
     graph: Any = nx.DiGraph() if directed else nx.Graph()
     graph.add_nodes_from(range(nodes))
     graph.add_edges_from(edges.tolist())

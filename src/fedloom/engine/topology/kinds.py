@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import networkx as nx
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -21,6 +20,8 @@ class Ring(Topology):
     kind: ClassVar[str] = "ring"
 
     def drawn(self, nodes: int, at: Moment) -> Ints:  # noqa: ARG002
+        import networkx as nx
+
         return edges_of(nx.cycle_graph(nodes) if nodes > 2 else nx.path_graph(nodes))
 
 
@@ -42,6 +43,8 @@ class Star(Topology):
     kind: ClassVar[str] = "star"
 
     def drawn(self, nodes: int, at: Moment) -> Ints:  # noqa: ARG002
+        import networkx as nx
+
         return edges_of(nx.star_graph(nodes - 1))
 
 
@@ -53,6 +56,8 @@ class Grid(Topology):
     rows: PositiveInt | None = Field(None, description="unset: the largest divisor of the nodes up to their root")
 
     def drawn(self, nodes: int, at: Moment) -> Ints:  # noqa: ARG002
+        import networkx as nx
+
         rows, columns = shape_of(nodes, self.rows)
         return edges_of(nx.convert_node_labels_to_integers(nx.grid_2d_graph(rows, columns), ordering="sorted"))
 
@@ -63,6 +68,8 @@ class Torus(Grid):
     kind: ClassVar[str] = "torus"
 
     def drawn(self, nodes: int, at: Moment) -> Ints:  # noqa: ARG002
+        import networkx as nx
+
         rows, columns = shape_of(nodes, self.rows)
         graph = nx.grid_2d_graph(rows, columns, periodic=True)
         graph.remove_edges_from(list(nx.selfloop_edges(graph)))  # of a single row
@@ -89,6 +96,8 @@ class SymmetricExponential(Topology):
     kind: ClassVar[str] = "exp_sym"
 
     def drawn(self, nodes: int, at: Moment) -> Ints:  # noqa: ARG002
+        import networkx as nx
+
         return edges_of(nx.circulant_graph(nodes, hops(nodes)))
 
 
