@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "run": "fedloom.runs.start",
+    "run": "fedloom.cli.python",
+    "compare": "fedloom.cli.python",
     "resume": "fedloom.runs.resume",
     "load": "fedloom.runs.load",
     "Predictor": "fedloom.runs.load",
@@ -34,3 +37,22 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Comparisons(ModuleType):
+    """The package fedloom.compare, which is also what is called: ``fedloom.compare("fedavg", "fedprox")``."""
+
+    def __call__(self, *algorithms: str, **settings: Any) -> Any:
+        from fedloom.cli.python import compare
+
+        return compare(*algorithms, **settings)
+
+
+class _Fedloom(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "compare" and isinstance(value, ModuleType):
+            value.__class__ = _Comparisons
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Fedloom

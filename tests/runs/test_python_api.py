@@ -20,6 +20,7 @@ import fedloom
 from fedloom import FedAvg, History, Model, Update
 from fedloom.algorithms.fedopt import FedOpt
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
+from fedloom.data.handed import from_anything
 from fedloom.data.sources import Digits, from_arrays
 from support.terminal import environment, files
 
@@ -304,3 +305,118 @@ def test_public_names_are_there_and_others_are_not() -> None:
         assert getattr(fedloom, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         fedloom.nonsense  # noqa: B018
+
+
+# -- data and nets as Python has them ----------------------------------------------------------------
+def parts(clients: int = 3) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    return [blobs(40 + 10 * k, seed=k) for k in range(clients)]
+
+
+def as_set(part: tuple[Any, Any]) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(part[0]), torch.from_numpy(part[1]))
+
+
+def test_data_in_every_form_that_people_have() -> None:
+    x, y = (np.concatenate(column) for column in zip(*parts(), strict=True))
+    client = np.repeat(["0", "1", "2"], [40, 50, 60])
+    by_list = from_anything([as_set(part) for part in parts()])
+    for same in (
+        from_anything({str(k): part for k, part in enumerate(parts())}),
+        from_anything((x, y, client)),
+        from_anything({"x": x, "y": y, "client": client}),
+    ):
+        assert same.clients == by_list.clients == ("0", "1", "2")
+        assert np.array_equal(same.x, by_list.x)
+        assert np.array_equal(same.test, by_list.test)
+    train, test = parts(2)
+    split = from_anything((as_set(train), as_set(test)))
+    assert split.test.tolist() == [False] * 40 + [True] * 50
+    done = fedloom.run(data=parts(), rounds=1, model="logistic", cohort={"size": 3})
+    assert done.records[-1]["bytes/up"] > 0
+    with pytest.raises(DataError, match="unknown key 'clients'"):
+        from_anything({"x": x, "y": y, "clients": client})
+    far = from_anything((x * [1, 1, 1, 5000], y))
+    assert "standardise" in far.notes[0]
+    scaled = from_anything({"x": x * [1, 1, 1, 5000], "y": y, "standardise": True})
+    assert scaled.notes == ()
+    assert scaled.std[3] > 1000
+
+
+def test_a_frame_is_data() -> None:
+    pd = pytest.importorskip("pandas")
+    x, y = blobs(90)
+    frame = pd.DataFrame(x, columns=list("abcd")).assign(kind=y, site=np.repeat(["n", "s", "w"], 30))
+    data = {"frame": frame, "label": "kind", "client": "site"}
+    done = fedloom.run(data=data, rounds=1, model="logistic", out="runs/frame", cohort={"size": 3})
+    assert done.run_dir is not None
+    models = fedloom.load(done.run_dir)
+    assert models.clients == ("n", "s", "w")
+    assert set(models.predict(frame)) <= {0, 1, 2}
+    with pytest.raises(DataError, match="has no column 'label'"):
+        fedloom.run(data=frame, rounds=1)
+
+
+class TwoLayers(nn.Module):
+    """A net as a user writes it, whose sizes are its own."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def test_a_net_is_handed_over() -> None:
+    few = {"data": blobs(), "partition": {"clients": 4}, "cohort": {"size": 2}, "rounds": 2}
+    by_class = fedloom.run(model=TwoLayers, **few)
+    assert isinstance(by_class.model, TwoLayers)
+    net = TwoLayers()
+    before = net.layers[0].weight.detach().clone()
+    done = fedloom.run(model=net, out="runs/net", **few)
+    assert torch.equal(net.layers[0].weight, before)  # the user's net stays as it is
+    with pytest.raises(ConfigError, match=r"handed over in Python.*model=\.\.\."):
+        fedloom.load("runs/net")
+    assert done.model is not None
+    found = fedloom.load("runs/net", model=TwoLayers()).module.net
+    assert torch.equal(found.layers[0].weight, done.model.layers[0].weight)
+    longer = fedloom.resume("runs/net", data=few["data"], model=net, rounds=3)
+    assert longer.rounds == 3
+    with pytest.raises(ConfigError, match="the data needs 3"):
+        fedloom.run(model=TwoLayers(5), **few)
+    with pytest.raises(ConfigError, match="does not take inputs of shape"):
+        fedloom.run(model=nn.Linear(7, 3), **few)
+
+
+def test_functions_are_called_on_the_way() -> None:
+    seen: dict[str, list[Any]] = {"round": [], "evaluate": [], "end": []}
+    done = fedloom.run(
+        data=blobs(),
+        rounds=4,
+        evaluate={"every": 2},
+        on_round=lambda progress: seen["round"].append(progress.round),
+        on_evaluate=lambda number, metrics: seen["evaluate"].append((number, metrics["global/test/accuracy"])),
+        on_end=seen["end"].append,
+        progress=True,
+        **SMALL,
+    )
+    assert seen["round"] == [1, 2, 3, 4]
+    assert [number for number, _ in seen["evaluate"]] == [2, 4]
+    assert seen["end"] == [done]
+
+
+def test_long_tables_say_that_rows_are_left_out() -> None:
+    history = fedloom.run(data=blobs(), rounds=12, **SMALL)
+    assert "..." in repr(history.metrics)
+    assert "load" in dir(fedloom)
+
+
+@pytest.mark.slow
+def test_a_comparison_from_python(desk: Path) -> None:
+    x, y = blobs()
+    np.savez("mine.npz", x=x, y=y)
+    done = fedloom.compare("fedavg", "fedprox", seeds=1, data="mine.npz", rounds=1, jobs=1, out="c", **SMALL)
+    assert [row.method for row in done.rows] == ["fedavg", "fedprox"]
+    with pytest.raises(ConfigError, match=r"numpy\.savez"):
+        fedloom.compare("fedavg", data=(x, y))

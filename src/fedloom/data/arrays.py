@@ -51,7 +51,7 @@ def checked(arrays: Arrays) -> Arrays:
     if (train == train[0]).all():
         what = f"all {len(train)} training rows are of one class, '{arrays.labels[train[0]]}'"
         raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
-    channels = arrays.x.shape[1] if arrays.x.ndim == 4 else 1
+    channels = arrays.x.shape[1] if arrays.x.ndim in (2, 4) else 1
     for name, values in (("mean", arrays.mean), ("std", arrays.std)):
         if len(values) not in (1, channels):
             raise DataError(f"{at}: {name} must have 1 or {channels} entries (got {len(values)})")

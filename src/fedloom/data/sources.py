@@ -476,12 +476,13 @@ def from_arrays(
     name: str = "arrays",
     labels: Sequence[str] | None = None,
     test_fraction: float = TEST_SHARE,
+    standardise: bool = False,
     seed: int = 0,
 ) -> Arrays:
     """Data from NumPy arrays or torch tensors; if ``test`` is not given, ``test_fraction`` of each class is drawn.
 
     ``labels`` are the names of the classes 0, 1, 2, ...; without them, the distinct values of ``y`` are the
-    classes, in sorted order.
+    classes, in sorted order. ``standardise`` gives each feature mean 0 and std 1 over the training rows.
     """
     if not 0 <= test_fraction < 1:
         raise DataError(f"data '{name}': test_fraction must lie in [0, 1) (got {test_fraction})")
@@ -491,7 +492,13 @@ def from_arrays(
     rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'")
     kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
     mean, std = pixel_scale(rows.x, kept)
-    return checked(Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients))
+    if standardise and rows.x.ndim != 2:
+        raise DataError(f"data '{name}': standardise is for rows of numbers (got rows of shape {rows.x.shape[1:]})")
+    if standardise:
+        scale = rows.x[~kept].astype(np.float64)
+        mean, std = tuple(scale.mean(0).tolist()), tuple(np.where(scale.std(0) > 0, scale.std(0), 1.0).tolist())
+    found = Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients)
+    return checked(found._replace(notes=() if standardise else unequal_scales(rows.x, kept)))
 
 
 def from_torch(
@@ -506,6 +513,13 @@ def from_torch(
 
     The names of the classes are ``labels``, or else the data set's own ``classes``, where it has them.
     """
+    x, classes, own = examples_of(dataset, name)
+    labels = labels if labels is not None else own
+    return from_arrays(x, classes, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
+
+
+def examples_of(dataset: Dataset[Any], name: str) -> tuple[NDArray[Any], list[Any], list[str] | None]:
+    """The inputs and labels of a torch data set, and its class names where it has them."""
     examples: list[NDArray[Any]] = []
     classes: list[Any] = []
     for row, pair in enumerate(_pairs(dataset)):
@@ -522,9 +536,8 @@ def from_torch(
     if not examples:
         raise DataError(f"data '{name}': has no rows")
     own = getattr(dataset, "classes", None)
-    if labels is None and isinstance(own, (list, tuple)) and not isinstance(classes[0], str):
-        labels = [str(word) for word in own]
-    return from_arrays(np.stack(examples), classes, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
+    named = isinstance(own, (list, tuple)) and not isinstance(classes[0], str)
+    return np.stack(examples), classes, [str(word) for word in own] if named and own is not None else None
 
 
 def _pairs(dataset: Dataset[Any]) -> Iterable[Any]:
@@ -564,6 +577,20 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
     test = np.zeros(len(y), np.bool_)
     test[by_class] = rank < np.repeat(take, counts)
     return test
+
+
+def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
+    """That features have very different scales, in words, if they have: nets learn badly from such rows."""
+    if x.ndim != 2 or x.dtype != np.float32 or not (~test).any():
+        return ()
+    with np.errstate(over="ignore", invalid="ignore"):
+        spread = x[~test].std(0)
+        moving = spread[np.isfinite(spread) & (spread > 0)]
+        far = np.abs(x[~test].mean(0)).max()
+    if not len(moving) or (moving.max() < 100 * moving.min() and far < 100):
+        return ()
+    what = f"features have very different scales (std from {moving.min():.3g} to {moving.max():.3g})"
+    return (f"{what}: scale them, or pass data={{'x': x, 'y': y, 'standardise': True}}",)
 
 
 def pixel_scale(x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -172,6 +173,23 @@ def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
 
 def _size(x: Tensor) -> str:
     return "x".join(map(str, x.shape)) or "a number"
+
+
+def with_outputs(net: nn.Module, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The net, if it takes inputs of this shape and has an output for each class; else one fault that says so."""
+    training = net.training
+    try:
+        with torch.no_grad():
+            found = tuple(net.eval()(torch.zeros(2, *shape)).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        what = f"the net does not take inputs of shape {list(shape)}: {str(error).splitlines()[0]}"
+        raise ConfigError([Fault("model", what)]) from error
+    finally:
+        net.train(training)
+    if found != (2, classes):
+        what = f"the net gives outputs of shape {list(found[1:])} for each input, and the data needs {classes}"
+        raise ConfigError([Fault("model", what, f"let its last layer have {classes} outputs")])
+    return net
 
 
 def parameters(net: nn.Module) -> int:

@@ -21,8 +21,9 @@ from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import is_folder
+from fedloom.data.handed import from_anything
 from fedloom.data.partition import Assignment, Partition
-from fedloom.data.sources import Source, from_arrays
+from fedloom.data.sources import Source
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
 
@@ -159,7 +160,7 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
 
 
 def _wrap_source(thing: Any, name: str) -> type[Source] | None:
-    """A user's function as a data source: it returns ``Arrays``, or (x, y)."""
+    """A user's function as a data source: it returns data in any form that ``fedloom.run`` takes."""
     if not usercode.is_written(thing, name):
         return None
 
@@ -169,7 +170,7 @@ def _wrap_source(thing: Any, name: str) -> type[Source] | None:
 
         def load(self, root: Path, seed: int) -> Arrays:
             result = _call(thing, dict(self.__pydantic_extra__ or {}), {"root": root, "seed": seed}, "data")
-            return result if isinstance(result, Arrays) else from_arrays(*result, name=name, seed=seed)
+            return from_anything(result, name=name, seed=seed)
 
     return Own
 

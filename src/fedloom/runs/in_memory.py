@@ -1,16 +1,22 @@
-"""Data that is handed over in Python instead of being named."""
+"""Data and nets that are handed over in Python instead of being named."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from pydantic import PrivateAttr
+from torch import nn
 from torch.utils.data import Dataset
 
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Rows
-from fedloom.data.sources import Source, from_arrays, from_torch
+from fedloom.data.handed import from_anything, is_data, names_clients
+from fedloom.data.sources import Source
+from fedloom.models.net import NetSpec, with_outputs
 
 
 class InMemory(Source):
@@ -22,12 +28,38 @@ class InMemory(Source):
         raise DataError("the data of this experiment was handed over in Python: pass it again with data=...")
 
 
+class GivenNet(NetSpec):
+    """A net that was handed over in Python; training starts from the parameters that it has."""
+
+    kind: ClassVar[str] = "in-memory"
+    buffers: Literal["average", "local"] = "average"
+
+    _net: nn.Module | None = PrivateAttr(None)
+
+    @staticmethod
+    def of(net: nn.Module) -> GivenNet:
+        made = GivenNet()
+        made._net = net
+        return made
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        assert self._net is not None
+        return with_outputs(copy.deepcopy(self._net), shape, classes)
+
+
 def is_handed_over(data: Any) -> bool:
     """Whether ``data`` is the data itself, and not where to find it."""
-    return isinstance(data, Arrays | Dataset) or (isinstance(data, tuple) and len(data) == 2)
+    return isinstance(data, Arrays | Dataset) or is_data(data)
 
 
 def as_arrays(data: Any, seed: int) -> Arrays | None:
-    if isinstance(data, Arrays) or not is_handed_over(data):
-        return data if isinstance(data, Arrays) else None
-    return from_torch(data, seed=seed) if isinstance(data, Dataset) else from_arrays(*data, seed=seed)
+    """The data itself, where it was handed over."""
+    return from_anything(data, seed=seed) if is_handed_over(data) else None
+
+
+def section_of(data: Any, partition: Any) -> dict[str, Any]:
+    """The sections of an experiment that follow from data that was handed over."""
+    found: dict[str, Any] = {"data": {"source": InMemory.kind}}
+    if names_clients(data) and (partition is None or isinstance(partition, Mapping)):
+        found["partition"] = {"kind": "natural", **(partition or {})}
+    return found

@@ -49,6 +49,8 @@ class Frame:
         shown = [c for c in self.columns if not c.endswith(("_mean", "_std", "_worst10"))]
         lines = ["  ".join(f"{c:>12}" for c in shown)]
         for i in [*range(min(5, self._rows)), *range(max(5, self._rows - 5), self._rows)]:
+            if i == self._rows - 5 and self._rows > 10:
+                lines.append("  ".join(f"{'...':>{max(12, len(c))}}" for c in shown))
             lines.append("  ".join(f"{self._data[c][i]:>{max(12, len(c))}.6g}" for c in shown))
         return "\n".join([*lines, f"[{self._rows} rows x {len(self.columns)} columns]"])
 

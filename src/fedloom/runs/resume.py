@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fedloom.core import usercode
 from fedloom.core.errors import (
@@ -20,7 +22,7 @@ from fedloom.runs.entry import Resumption
 from fedloom.runs.environment import other_versions, read_environment
 from fedloom.runs.folder import held, opened
 from fedloom.runs.forget import clients_to_forget, until_forgotten
-from fedloom.runs.in_memory import InMemory, as_arrays, is_handed_over
+from fedloom.runs.in_memory import GivenNet, InMemory, as_arrays, is_handed_over
 from fedloom.runs.loop import Listener, Silence, drive
 from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare_on_ranks
@@ -32,6 +34,7 @@ def resume(
     run_dir: str | Path,
     *,
     data: Any = None,
+    model: nn.Module | None = None,
     data_root: str | Path | None = None,
     at: int | None = None,
     rounds: int | None = None,
@@ -43,16 +46,17 @@ def resume(
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
-    ``forget``: clients that a closed form is to unlearn, in the rounds in which they come next. ``repair``: go on
-    although metrics.jsonl is damaged, without the lines that are. ``trust``: code that the run folder names may run,
-    although you have not run it before. ``accept_changes``: go on although this code, or ``model.weights``, is not what
-    the run began with. A run that is refused is left as it was.
+    ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
+    to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
+    lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
+    ``accept_changes``: go on although this code, or ``model.weights``, is not what the run began with. A run that is
+    refused is left as it was.
     """
     path, ranks = Path(run_dir), joined()
     with held(path, opened, ranks) as folder:
         with ranks.agreed():
             changed = changes_since(path, accept_changes)
-            config = _resumed_config(path, data, at, rounds, forget, trust=trust)
+            config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)
             refuse_other_noise(path, config)
             key = key_of(path, config)
         root, arrays = Path(data_root) if data_root is not None else default_root(), as_arrays(data, config.basics.seed)
@@ -71,13 +75,20 @@ def resume(
 
 
 def _resumed_config(
-    path: Path, data: Any, at: int | None, rounds: int | None, forget: Sequence[int], *, trust: bool
+    path: Path,
+    handed: tuple[Any, nn.Module | None],
+    at: int | None,
+    rounds: int | None,
+    forget: Sequence[int],
+    *,
+    trust: bool,
 ) -> Config:
     """The experiment of a run folder, perhaps with more ``rounds``, and with clients to ``forget``."""
     given = read_toml(path / "config.toml")
     if trust:
         usercode.vouch(given)
     table, _ = without_idle(given)  # which older versions wrote, too
+    table |= {"model": GivenNet.of(handed[1])} if handed[1] is not None else {}
     began = read_environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
     changed = "config.toml has changed since the run began, or an earlier version wrote it; it is used as it is now"
@@ -88,16 +99,21 @@ def _resumed_config(
     if forget:
         table["algorithm"]["forget"] = clients_to_forget(table, forget)
     if rounds is not None:
-        if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
-            why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
-            raise ConfigError([Fault("--rounds", why)])
-        private = table.get("privacy", {})  # what is released of a closed form is released once
-        if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
-            why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
-            raise ConfigError([Fault("--rounds", why)])
-        if at is None and rounds < max(checkpoint.saved_rounds(path / "checkpoints"), default=0):
-            raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
+        _check_rounds(path, table, rounds, at)
         table["rounds"] = rounds
-    if not is_handed_over(data) and table.get("data", {}).get("source") == InMemory.kind:
+    if not is_handed_over(handed[0]) and table.get("data", {}).get("source") == InMemory.kind:
         raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
     return parse(table, notes)
+
+
+def _check_rounds(path: Path, table: Mapping[str, Any], rounds: int, at: int | None) -> None:
+    """Refuse another number of rounds where settings were made for the one that the run has."""
+    if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
+        why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
+        raise ConfigError([Fault("--rounds", why)])
+    private = table.get("privacy", {})  # what is released of a closed form is released once
+    if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
+        why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
+        raise ConfigError([Fault("--rounds", why)])
+    if at is None and rounds < max(checkpoint.saved_rounds(path / "checkpoints"), default=0):
+        raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])

@@ -34,7 +34,7 @@ from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
 from fedloom.runs.contradictions import contradictions
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, is_path, kinds_with, name_of
-from fedloom.runs.in_memory import InMemory
+from fedloom.runs.in_memory import GivenNet, InMemory
 from fedloom.trust import corruption
 from fedloom.trust.corruption import Corruption
 from fedloom.trust.privacy import Privacy
@@ -264,11 +264,15 @@ def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
     return ["every client counts alike, since weights would tell how much data it has"] if changed else []
 
 
+# What may be handed over in Python instead of being named.
+_HANDED: dict[str, type[Any]] = {"algorithm": Algorithm, "model": GivenNet}
+
+
 def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     """The name of what a section chooses, its settings, and what is wrong with them."""
     key = KEYS[section]
-    if isinstance(given, Algorithm) and section == "algorithm":  # handed over in Python
-        return name_of(type(given)), given, []
+    if section in _HANDED and isinstance(given, _HANDED[section]):
+        return name_of(type(given)) if isinstance(given, Algorithm) else GivenNet.kind, given, []
     table = {key: given} if isinstance(given, str) else given
     if not isinstance(table, Mapping):
         return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
@@ -280,14 +284,20 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
         if section == "data" and is_path(name):
             name, found = source_for_path(name)
             rest = found | rest
-        in_memory = section == "data" and name == InMemory.kind
-        cls = InMemory if in_memory else CHOOSE[section](name, f"{section}.{key}")
+        cls = _class_called(section, name, f"{section}.{key}")
     except ConfigError as error:
         return name, None, error.faults
     except DataError as error:
         return name, None, [Fault(f"{section}.{key}", str(error))]
     value, faults = read(cls, rest, section)
     return name, value, [_of_another_kind(fault, section, name) for fault in faults]
+
+
+def _class_called(section: str, name: str, at: str) -> Any:
+    """The class of this name; what was handed over in Python has none that could be found again."""
+    if section == "model" and name == GivenNet.kind:
+        raise ConfigError([Fault("model", "the net was handed over in Python", "pass it again with model=...")])
+    return InMemory if section == "data" and name == InMemory.kind else CHOOSE[section](name, at)
 
 
 def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
@@ -12,10 +14,11 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import default_root
 from fedloom.engine.ranks import joined
+from fedloom.runs.callbacks import Calling, OnEvaluate, OnRound
 from fedloom.runs.entry import write_first_files
 from fedloom.runs.find import name_of
 from fedloom.runs.folder import RunFolder, create, held, storage, unused
-from fedloom.runs.in_memory import InMemory, as_arrays, is_handed_over
+from fedloom.runs.in_memory import GivenNet, as_arrays, is_handed_over, section_of
 from fedloom.runs.loop import Listener, Silence, drive
 from fedloom.runs.overrides import override
 from fedloom.runs.prepare import prepare_on_ranks
@@ -30,30 +33,43 @@ def run(
     out: str | Path | None = None,
     data_root: str | Path | None = None,
     listener: Listener | None = None,
+    on_round: OnRound | None = None,
+    on_evaluate: OnEvaluate | None = None,
+    on_end: Callable[[History], object] | None = None,
     **settings: Any,
 ) -> History:
-    """Run one experiment and return its history.
-
-    ``algorithm`` is a name, a table such as ``{"kind": "fedprox", "mu": 0.1}``, or an Algorithm.
-    ``data`` is the name of a source, a path, a table of settings, ``(x, y)`` arrays, ``Arrays`` or a
-    torch Dataset. Other keywords are the sections and keys of an experiment file: ``rounds=20``,
-    ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless ``out`` names a folder.
-    """
+    """Run one experiment and return its history; ``fedloom.run`` is this with a display."""
     table: dict[str, Any] = dict(settings)
-    table["data"] = {"source": InMemory.kind} if is_handed_over(data) else data
+    table |= section_of(data, settings.get("partition")) if is_handed_over(data) else {"data": data}
+    if "model" in table:
+        table["model"] = handed_net(table["model"])
     table["algorithm"] = algorithm() if isinstance(algorithm, type) else algorithm
     usercode.vouch(table)
     if isinstance(table["algorithm"], Algorithm):
         usercode.adopt(name_of(type(table["algorithm"])))
     config, folder = parse(table), Path(out) if out is not None else None
     arrays = as_arrays(data, config.basics.seed)
-    return start(
+    history = start(
         config,
         out=folder,
         root=Path(data_root) if data_root is not None else default_root(),
         arrays=arrays,
-        listener=listener,
+        listener=Calling(listener or Silence(), on_round, on_evaluate),
     )
+    if on_end is not None:
+        on_end(history)
+    return history
+
+
+def handed_net(model: Any) -> Any:
+    """A net that was handed over in Python: a class by the name under which it is found again, a net as it is."""
+    if isinstance(model, nn.Module):
+        return GivenNet.of(model)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        reference = f"{model.__module__}:{model.__qualname__}"
+        usercode.adopt(reference)
+        return reference
+    return model
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = (), *, trust: bool = False) -> Config:
