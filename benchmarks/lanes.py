@@ -227,7 +227,7 @@ def pfedala(turns: int) -> dict[str, Any]:
     for name, shape in SHAPES.items():
         for clients in (10, 210):
             all_ = {"partition": {"kind": "iid", "clients": clients, "holdout": 0.0}, "model": "cnn_fedavg"}
-            own = all_ | {"local": {"lr": 0.005, "batch": 10}}
+            own = all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
             arrays = images(STEPS * 10 * clients, shape)
             found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **own)
     return found

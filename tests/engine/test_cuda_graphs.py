@@ -64,6 +64,15 @@ def test_one_long_client_does_not_let_nineteen_lanes_idle() -> None:
     assert width_for(steps, 64) == 5
 
 
+def test_cohorts_of_varying_size_share_a_few_widths() -> None:
+    """Twenty draws with replacement are 13 to 20 clients: each width of its own would be compiled by itself."""
+    assert {width_for([8] * n, 64, usual=20) for n in range(13, 21)} <= {5, 8, 10, 15, 20}
+    assert width_for([8] * 17, 64, usual=20) == 10
+    assert width_for([8] * 19, 64, usual=20) == 20
+    assert width_for([8] * 20, 64, usual=20) == 20
+    assert width_for([8] * 7, 64, usual=7) == 7
+
+
 def test_a_tick_is_never_wider_than_what_a_gpu_can_use() -> None:
     assert width_for([4] * 4096, 64) <= 128
 
@@ -132,6 +141,17 @@ def test_gradients_are_counted_in_rounds_that_are_measured_after_a_speculative_o
 @pytest.mark.slow
 def test_replayed_rounds_are_those_of_plain_lanes() -> None:
     for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+        assert a.gradients == b.gradients
+
+
+@pytest.mark.slow
+def test_lanes_without_a_client_change_nothing() -> None:
+    """Drawn with replacement, rounds have fewer clients than lanes."""
+    drawn = Cohort(size=4, sampling="proportional")
+    graph, eager = (dataclasses.replace(world(capture=c), cohort=drawn) for c in ("graph", "eager"))  # type: ignore[arg-type]
+    assert {len(graph.present(r).drawn.ids) for r in range(graph.rounds)} > {4}
+    for (a, _), (b, _) in zip(in_a_row(graph), in_a_row(eager), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
         assert a.gradients == b.gradients
 

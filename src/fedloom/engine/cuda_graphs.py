@@ -77,13 +77,16 @@ def pack(steps: tuple[int, ...], width: int) -> Packed:
     return Packed(who, then)
 
 
-def width_for(steps: list[int], batch: int) -> int:
+def width_for(steps: list[int], batch: int, usual: int = 0) -> int:
     """How many lanes serve these clients: as many as there are clients, or a half, a quarter, ... of that.
 
     Few widths, since each is compiled and captured by itself. More lanes than the longest client leaves work for
-    would idle.
+    would idle. Where another number of clients is ``usual``, theirs is rounded up to a quarter of it: cohorts drawn
+    with replacement have a different number of clients in nearly every round.
     """
-    most = max(1, min(len(steps), _EXAMPLES // max(batch, 1)))
+    quarter = -(-usual // 4)
+    clients = len(steps) if len(steps) == usual or not usual else -(-len(steps) // quarter) * quarter
+    most = max(1, min(clients, _EXAMPLES // max(batch, 1)))
     widths = [-(-most // (1 << halved)) for halved in range(most.bit_length())]
     total, longest = sum(steps), max(steps, default=0)
 
@@ -118,11 +121,11 @@ def descend(
     graphs, which = _graphs(alg.task), _which(alg, phase)
     if which in graphs.refused:
         return None
-    batch = _batch(group)
-    width = min(width_for(group.steps, batch), graphs.widest)
+    batch, room = _batch(group), max(len(group.ids), group.plan.usual)
+    width = min(width_for(group.steps, batch, group.plan.usual), graphs.widest)
     while True:
         try:
-            tables = graphs.tables((*which, batch), alg, phase, fed, at, given, len(group.ids))
+            tables = graphs.tables((*which, batch), alg, phase, fed, at, given, room)
             packed = pack(tuple(group.steps), width)
             replay = tables.replay(width, packed.ticks, straight=width == len(group.ids) and len(set(group.steps)) == 1)
             tables.load(at, given)
@@ -183,7 +186,7 @@ class _Graphs:
     def tables(
         self, key: Any, alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, at: Carry, given: Any, n: int
     ) -> _Tables:
-        """Those for a step, with room for this many clients."""
+        """Those for a step, with room for ``n`` clients."""
         sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
         key = (*key, given.shared, _layout(at), _layout(sent), _layout(given.mine))
         found = self.held.pop(key, None)

@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     ranges: Ranges
     address: Address
     lr: float
+    usual: int = 0  # clients of most groups; 0: unknown
 
 
 class Group(NamedTuple):
@@ -174,17 +175,19 @@ def plans(
     epochs: int | None = None,
     steps: Tensor | None = None,
     mixed: bool = False,
+    usual: int = 0,
 ) -> Iterator[Group]:
     """The groups of a round, one at a time, so that a large cohort's indices never exist all at once.
 
-    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done. ``mixed``: clients with less than a
+    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done. ``usual``: clients that most groups of
+    the run have. ``mixed``: clients with less than a
     batch need no group of their own. They take one step a pass, which on a GPU costs less than a group does.
     """
     amount = amounts(local, ranges.sizes[ids], epochs)
     amount = amount if steps is None else amount._replace(steps=steps)
     for part in groups(ids, amount, lanes, mixed=mixed and local.batch > 0):
         chosen = Amount(*(column[part] for column in amount))
-        yield _group(Plan(local, ranges, address, lr), ids[part], chosen)
+        yield _group(Plan(local, ranges, address, lr, usual), ids[part], chosen)
 
 
 def again(group: Group, phase: Phase, epochs: int | None = None) -> Group:

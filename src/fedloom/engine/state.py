@@ -124,6 +124,13 @@ class Experiment:
         return self.task.capture != "eager"
 
     @property
+    def usual_group(self) -> int:
+        """How many clients most groups have; with replacement, by chance or after dropouts a round has others."""
+        everybody = self.is_network or self.cohort.sampling == "all"
+        size = self.federation.clients if everybody else self.cohort.size or 10
+        return min(size, self.federation.clients, self.lanes)
+
+    @property
     def keeps_buffers(self) -> bool:
         """Whether running statistics stay with the clients."""
         return self.buffers == "local" and self.task.buffers0.numel() > 0

@@ -35,7 +35,8 @@ def groups_of(
     """The groups in which the clients of a round train."""
     lr, address = exp.local.lr_at(round_, exp.rounds), Address(exp.seed, round_)
     ids, steps = present.drawn.ids, present.steps
-    how: dict[str, Any] = {"lr": lr, "lanes": exp.lanes, "steps": steps, "mixed": exp.captures}
+    how: dict[str, Any] = {"lr": lr, "lanes": exp.lanes, "steps": steps}
+    how |= {"mixed": exp.captures, "usual": exp.usual_group}
     planned = exp.planned.get(round_)
     for group in plans(exp.local, exp.federation.train, ids, address, **how) if planned is None else planned.groups:
         if extra is None:
