@@ -64,7 +64,7 @@ def test_a_million_clients_are_drawn_as_a_hundred(tmp_path: Path) -> None:
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
     y, owner, labels = dealt(5, 2)
-    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
+    with pytest.raises(ConfigError, match=r"ends in \.png, \.svg or \.pdf"):
         draw(y, owner, 5, labels, tmp_path / "a.bmp")
 
 

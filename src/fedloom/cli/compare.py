@@ -136,6 +136,9 @@ def _comparison(
 
     files = [w for w in words if "=" not in w and w.endswith(".toml")]
     kinds = [w for w in words if is_name(w)]
+    if folders := [w for w in kinds if (Path(w) / "config.toml").is_file()]:
+        fix = f"to put runs side by side: fedloom show {' '.join(folders)}"
+        raise ConfigError([Fault(folders[0], "is a run folder, and compare starts new runs", fix)])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
     given = read_toml(Path(files[0])) if files else {}

@@ -22,7 +22,7 @@ def describe(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KIND KEY=VALUE...]", help="Only of the network: describe topology.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Draw the network here (.png or .svg).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the network here (.png, .svg or .pdf).")] = None,
     json_: Json = False,
     no_user_code: NoUserCode = False,
 ) -> None:

@@ -25,6 +25,7 @@ from fedloom.cli import (
     report,
     resume,
     run,
+    show,
 )
 from fedloom.cli import list as listing
 from fedloom.cli.ranks import follows
@@ -46,6 +47,7 @@ app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(compare.compare)
 app.command()(collect.collect)
+app.command()(show.show)
 app.command()(report.report)
 app.command()(partition.partition)
 app.command("list")(listing.list_)

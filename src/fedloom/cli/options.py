@@ -10,6 +10,9 @@ import typer
 from fedloom.core.errors import ConfigError, Fault
 
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where data sets lie (or set FEDLOOM_DATA).")]
+ResultFolders = Annotated[
+    list[Path], typer.Argument(metavar="RUN|COMPARISON|FOLDER...", help="Runs, comparisons, or a folder of them.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")]
 Ranks = Annotated[

@@ -12,12 +12,11 @@ from rich.table import Table
 
 from fedloom.cli.options import NoUserCode, Root, Settings, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault
 
 
 def partition(
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Draw the picture here (.png or .svg).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the picture here (.png, .svg or .pdf).")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -39,8 +38,6 @@ def partition(
     described = shared.described()
     picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
     title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
-    if picture.suffix not in (".png", ".svg"):
-        raise ConfigError([Fault("--out", f"a picture ends in .png or .svg (got {picture.name})")])
     report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
     if json_:
         print(json.dumps(described | {"picture": str(picture)}))

@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-Folders = Annotated[
-    list[Path], typer.Argument(metavar="RUN|COMPARISON|FOLDER...", help="Runs, comparisons, or a folder of them.")
-]
+from fedloom.cli.options import ResultFolders
+
 Language = Annotated[Literal["en", "zh"], typer.Option("--lang", help="The language of the page: English or Chinese.")]
 
 
 def report(
-    folders: Folders,
+    folders: ResultFolders,
     out: Annotated[
         Path | None, typer.Option(help="The page; by default report.html in the folder, or in the current one.")
     ] = None,

@@ -345,9 +345,10 @@ class ComparisonScreen:
             more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
             self.say(f"failed: {cells[0]}{more}: {why}")
         folder = done.folder
-        self.say(f"\n{folder}/table.md      every column; also as .csv and .tex\n{folder}/curves.png    also as .svg")
+        self.say(f"\n{folder}/table.md      every column; also as .csv and .tex")
+        self.say(f"{folder}/curves.png    also as .svg, .pdf and .csv")
         if done.sheet is not None:
-            self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png and .svg")
+            self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png, .svg and .pdf")
         pace = "" if self._pace is None else f" ({self._pace:,.0f} cells an hour)"
         self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv{pace}")
 

@@ -31,6 +31,7 @@ from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Caveat, Place, Question, Result
 from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.report.comparison.statistics import Row
+from fedloom.report.figure import PICTURES
 from fedloom.runs.folder import as_json, write_text
 
 
@@ -105,6 +106,7 @@ def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
         "table.md": text_table.markdown(question, rows),
         "table.tex": latex.latex(question, rows),
         "cells.csv": numbers.cells_csv(question, results, os.path.relpath(comparison.cells, folder)),
+        "curves.csv": numbers.curves_csv(question, results),
         "summary.json": as_json(comparison.summary(), indent=1) + "\n",
     }
     if decided := comparison.decided:
@@ -113,10 +115,10 @@ def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
     if sheet := comparison.sheet:
         texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
         texts |= {"layout.tex": sheet_latex.latex(sheet)}
-    for end in ("png", "svg"):
-        curves.draw(question, results, folder / f"curves.{end}")
+    for suffix in PICTURES:
+        curves.draw(question, results, folder / f"curves{suffix}")
         if planned.spec.layout is not None:
-            sheet_curves.draw(question, planned.spec.layout, results, folder / f"layout.{end}")
+            sheet_curves.draw(question, planned.spec.layout, results, folder / f"layout{suffix}")
     for name, text in texts.items():
         write_text(folder / name, text)
 

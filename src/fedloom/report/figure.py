@@ -24,7 +24,12 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a class or a label may be called "$"
 }
 # The same picture has the same bytes whenever it is drawn.
-_METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
+_METADATA: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+PICTURES = tuple(_METADATA)  # the kinds that every picture can be written as
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -59,7 +64,7 @@ def suffix_of(path: Path) -> str:
     """The kind of picture that a path names."""
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
-        raise ConfigError([Fault("path", f"a picture ends in .png or .svg (got '{path.name}')")])
+        raise ConfigError([Fault("path", f"a picture ends in .png, .svg or .pdf (got '{path.name}')")])
     return suffix
 
 

@@ -26,7 +26,7 @@ TEN = (
 
 
 def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path, title: str = "") -> None:
-    """Write the picture of how many rows of each class every client holds; the suffix is ``.png`` or ``.svg``."""
+    """Write the picture of how many rows of each class every client holds, as a .png, .svg or .pdf."""
     suffix, shown = suffix_of(path), shown_clients(clients)
     counts = _table(y, owner, clients, shown, len(labels))
     write(path, styled(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))

@@ -20,7 +20,7 @@ _MOST_NAMED = 60
 
 
 def draw(edges: Ints, nodes: int, path: Path, *, title: str = "", directed: bool = False, rows: int = 0) -> None:
-    """Write the picture of a graph; the suffix is ``.png`` or ``.svg``. ``rows``: of a grid, else a circle."""
+    """Write the picture of a graph as a .png, .svg or .pdf. ``rows``: of a grid, else a circle."""
     write(path, as_picture(edges, nodes, suffix_of(path), title=title, directed=directed, rows=rows))
 
 

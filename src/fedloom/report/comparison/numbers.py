@@ -9,7 +9,7 @@ from fedloom.core.metrics import Summary, rounds_to_convergence
 from fedloom.report.comparison.notes import caveats_about, gain_label
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.statistics import Cost, Row, gains, reached, series, summary_of
-from fedloom.report.tables import csv_text
+from fedloom.report.tables import csv_text, curve_table
 
 
 def as_dict(question: Question, row: Row) -> dict[str, Any]:
@@ -57,6 +57,17 @@ def table_csv(question: Question, table: Sequence[Row]) -> str:
 def cells_csv(question: Question, results: Sequence[Result], folder: str) -> str:
     """One line for each cell; their run folders lie in ``folder``."""
     return csv_text([_cell(question, result, folder) for result in results])
+
+
+def curves_csv(question: Question, results: Sequence[Result]) -> str:
+    """One line for each evaluation of each cell, with all of its metrics."""
+    lines = [
+        dict(zip(question.axes, result.place, strict=True)) | {"algorithm": result.method, "seed": result.seed} | line
+        for result in results
+        for line in curve_table(result.records)
+    ]
+    names = dict.fromkeys(name for line in lines for name in line)
+    return csv_text([{name: line.get(name, "") for name in names} for line in lines]) if lines else ""
 
 
 def _cell(question: Question, result: Result, folder: str) -> dict[str, Any]:

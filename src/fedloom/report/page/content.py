@@ -552,20 +552,19 @@ def _privacy(run: RunView, words: _Spoken) -> PageTable:
 def _differ(
     found: Sequence[tuple[RunView, Mapping[str, Any]]], keys: Sequence[str], words: _Spoken
 ) -> PageTable | None:
-    """A row for each group of runs that are alike, and a column for each key in which groups differ."""
+    """A row for each key in which runs differ, and a column for each group of runs that are alike."""
+    apart = [key for key in keys if key != "seed" or not any(run.method for run, _ in found)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for run, values in found:
-        name = run.method or run.name
-        mine = tuple(
-            as_setting(values[key]) if key in values else "–" for key in keys if not run.method or key != "seed"
-        )
-        if name not in groups.setdefault(mine, []):
-            groups[mine].append(name)
-    shown_keys = [key for key in keys if not (found and found[0][0].method and key == "seed")]
-    if not shown_keys or len(groups) < 2:
+        names = groups.setdefault(tuple(as_setting(values[key]) if key in values else "–" for key in apart), [])
+        name = " · ".join((run.method or run.name, *run.place))
+        if name not in names:
+            names.append(name)
+    if not apart or len(groups) < 2:
         return None
-    lines = [PageLine((PageCell(", ".join(names)), *map(PageCell, values))) for values, names in groups.items()]
-    return PageTable((PageColumn(words.say("name")), *map(PageColumn, shown_keys)), tuple(lines))
+    heads = [PageColumn(", ".join(names)) for names in groups.values()]
+    lines = [PageLine((PageCell(key), *(PageCell(values[k]) for values in groups))) for k, key in enumerate(apart)]
+    return PageTable((PageColumn(words.say("setting")), *heads), tuple(lines))
 
 
 def _all(tables: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:

@@ -1,0 +1,107 @@
+"""``fedloom show``: finished and running runs on the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedloom.cli.options import Json, ResultFolders
+
+if TYPE_CHECKING:
+    from fedloom.report.page.content import Content
+    from fedloom.report.page.parts import PageTable
+    from fedloom.report.view import AnyView
+
+_ENDS = 5  # of the worst and of the best clients
+
+
+def show(
+    folders: ResultFolders,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves here (.png, .svg or .pdf).")] = None,
+    json_: Json = False,
+) -> None:
+    """Show runs and comparisons: final numbers, the worst and best clients, bytes and time, what differs.
+
+    fedloom show runs/            an overview of all of them
+    fedloom show first second     two runs side by side
+    """
+    from fedloom.compare.look import look_at
+    from fedloom.report import side_by_side
+    from fedloom.report.figure import suffix_of
+    from fedloom.report.page.content import content_of
+    from fedloom.report.view import FolderView
+
+    if plot is not None:
+        suffix_of(plot)
+    view = look_at(folders)
+    if plot is not None:
+        side_by_side.draw(view, plot)
+    if json_:
+        print(json.dumps(_as_json(view)))
+        return
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=250)
+    content = content_of(view, "en")
+    _show(content._replace(splits=()) if isinstance(view, FolderView) else content, wide)
+    if plot is not None:
+        console.print(f"drawn in {plot}", markup=False)
+
+
+def _show(content: Content, console: Console) -> None:
+    """The parts of the page that fit a terminal."""
+    console.print(_safe("  ".join((f"{content.kind}: {content.title}", *content.facts))), soft_wrap=True)
+    for card in content.progress:
+        console.print(_safe(f"{card.label}: {card.value} {card.hint}".rstrip()), soft_wrap=True)
+    for table in (*content.results, content.claims):
+        if table is not None:
+            _print(table, console)
+    for note in content.notes:
+        console.print(_safe(note), style="dim", soft_wrap=True)
+    for split in content.splits[:1]:
+        lines = split.table.lines
+        worst, best = lines[:_ENDS], lines[_ENDS:][-_ENDS:]
+        more = f" of {len(lines)}: the worst and the best" if len(lines) > 2 * _ENDS else ""
+        _print(split.table._replace(lines=(*worst, *best), caption=f"clients{more} ({split.label})"), console)
+    _print(content.costs._replace(caption="communication and time"), console)
+    if content.settings_differ is not None:
+        _print(content.settings_differ._replace(caption="what differs"), console)
+
+
+def _print(table: PageTable, console: Console) -> None:
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        out.add_column(_safe(column.label), justify="right" if column.numeric else "left", overflow="fold")
+    for line in table.lines:
+        words = [_safe(f"{cell.text} ({cell.tag})" if cell.tag else cell.text) for cell in line.cells]
+        out.add_row(*words, style="bold" if line.mark == "first" else None)
+    console.print(_safe(f"\n{table.caption}" if table.caption else ""), style="bold", soft_wrap=True)
+    console.print(out)
+
+
+def _safe(text: str) -> Text:
+    """Text from files: neither markup nor commands to the terminal."""
+    return Text("".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text))
+
+
+def _as_json(view: AnyView) -> dict[str, Any]:
+    """Runs and comparisons with their summaries."""
+    from fedloom.report.view import ComparisonView, RunView, recorded_metrics, summary_of_run
+
+    def one(run: RunView) -> dict[str, Any]:
+        found = {name: summary_of_run(run, name) for name in recorded_metrics([run])}
+        metrics = {name: of._asdict() for name, of in found.items() if of is not None}
+        about = {"name": run.name, "folder": run.folder, "state": run.state, "algorithm": run.algorithm}
+        return about | {"seed": run.seed, "round": run.round, "rounds": run.rounds, "metrics": metrics}
+
+    if isinstance(view, RunView):
+        return {"runs": [one(view)], "comparisons": []}
+    comparisons = [view] if isinstance(view, ComparisonView) else view.comparisons
+    runs = () if isinstance(view, ComparisonView) else view.runs
+    about = [{"name": c.name, "folder": c.folder, "cells": [one(cell) for cell in c.cells]} for c in comparisons]
+    return {"runs": [one(run) for run in runs], "comparisons": about}

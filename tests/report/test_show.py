@@ -1,0 +1,70 @@
+"""``fedloom show``: runs and comparisons on the terminal, and their curves as pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedloom.compare.look import look_at
+from fedloom.report.side_by_side import draw
+from support.terminal import Quick
+
+pytestmark = pytest.mark.slow
+
+
+def test_runs_side_by_side(compared: Path, hostile_run: Path, tmp_path: Path) -> None:
+    quick, cells = Quick(), sorted((compared / "cells").iterdir())
+    one = quick("show", cells[0], cwd=tmp_path)
+    assert one.code == 0, one.err
+    summary = json.loads((cells[0] / "summary.json").read_text())["metrics"]["global/test/accuracy"]
+    assert f"{100 * summary['last']:.2f} %" in one.out
+    assert "(lowest tenth)" in one.out
+    both = quick("show", *cells[:2], "--plot", "both.pdf", cwd=tmp_path)
+    assert "what differs" in both.out
+    assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
+    found = quick("show", compared.parent, hostile_run, "--json", cwd=tmp_path).json
+    assert [run["state"] for run in found["runs"]] == ["done"]
+    assert [len(each["cells"]) for each in found["comparisons"]] == [8]
+
+
+def test_names_cannot_command_the_terminal(hostile_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(hostile_run, tmp_path / "run")
+    table = tmp_path / "run" / "clients.csv"
+    table.write_text(table.read_text().replace("B & C", "[red]\x1b[2J"))
+    done = Quick()("show", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.out
+    assert "[red]" in done.out
+
+
+def test_bad_words_are_one_clear_error(hostile_run: Path, tmp_path: Path) -> None:
+    for words, expected in {
+        ("show", "nowhere"): "there is no such folder",
+        ("show", hostile_run, "--plot", "x.bmp"): "a picture ends in .png, .svg or .pdf",
+        ("compare", hostile_run, "fedavg"): f"fedloom show {hostile_run}",
+    }.items():
+        done = Quick()(*words, cwd=tmp_path)
+        assert (done.code, done.out) == (2, "")
+        assert expected in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_are_the_same_whenever_they_are_drawn(compared: Path, hostile_run: Path, tmp_path: Path) -> None:
+    for place in (compared, hostile_run):
+        for name in ("a.pdf", "b.pdf"):
+            draw(look_at([place]), tmp_path / name)
+        assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
+    assert (compared / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_all_curves_of_a_comparison_are_in_one_table(compared: Path) -> None:
+    with open(compared / "curves.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 8 * 4  # cells and evaluations
+    line = next(x for x in lines if (x["algorithm"], x["seed"], x["partition.alpha"]) == ("fedprox", "1", "1.0"))
+    assert float(line["global/test/accuracy"]) >= 0
+    assert line["round"] == "0"
