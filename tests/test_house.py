@@ -296,7 +296,10 @@ def test_nothing_is_pickled() -> None:
 
 def test_frameworks_live_at_the_edge() -> None:
     for name in SOURCES:
-        assert modules(name) & {"flwr", "ray", "hydra", "torchvision"} == set(), name
+        assert modules(name) & {"ray", "hydra", "torchvision"} == set(), name
+        if top(name) == "deploy":  # which talks to other machines
+            continue
+        assert "flwr" not in modules(name), name
         if name != "data.download":
             assert modules(name) & {"urllib", "http", "socket", "requests", "ssl"} == set(), name  # to fetch data alone
         if top(name) != "report":

@@ -13,13 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract, write_contract
+from fedloom.deploy.ends import rows_of_client
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
-from fedloom.deploy.node import Node, Policy
+from fedloom.deploy.node import Node, Place, Policy
+from fedloom.deploy.own_data import own_rows
+from fedloom.deploy.site import Listens, initialise
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
-from support.federation import Federation, Tamper, config_of, same, simulated
+from fedloom.runs.prepare import share
+from fedloom.runs.start import start
+from support.federation import Federation, Here, Tamper, config_of, contract_of, same, simulated
 
 
 def changed(data: bytes, **tensors: torch.Tensor) -> bytes:
@@ -155,3 +162,84 @@ def test_noise_is_new_for_every_upload(tmp_path: Path) -> None:
 def test_a_message_is_never_code() -> None:
     with pytest.raises(MessageError, match="is no message"):
         unpacked(pickle.dumps(print), HEADER)
+
+
+def a_site(folder: Path, kind: str, **more: Any) -> Path:
+    names = ["Ada", "Bea", "Cem"]
+    initialise(config_of(kind, **more), names, Listens(), folder, Path())
+    return folder / "server"
+
+
+def here(home: Path) -> Here:
+    """The nodes of a site, in this process, each with its part of the experiment's data."""
+    contract = read_contract(home)
+    shared = share(contract.config, Path())
+    places = [
+        Place(read_contract(home.parent / name.lower()), k, rows_of_client(shared, k), home.parent / name.lower())
+        for k, name in enumerate(contract.nodes)
+    ]
+    return Here([Node(place) for place in places])
+
+
+def weights(folder: Path) -> tuple[torch.Tensor, ...]:
+    found = load((folder / "model.safetensors").read_bytes())
+    return tuple(found[name] for name in sorted(found))
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedala"])
+def test_a_run_folder_is_that_of_the_laboratory(kind: str, tmp_path: Path) -> None:
+    """Its metrics are the same, line by line; personal models stay with the nodes."""
+    home = a_site(tmp_path / "site", kind)
+    conduct(home, here(home), 1, print)
+    lab = start(read_contract(home).config, out=tmp_path / "lab", root=Path())
+    deployed = home / "runs" / "1"
+    assert (deployed / "metrics.jsonl").read_text() == (tmp_path / "lab" / "metrics.jsonl").read_text()
+    assert json.loads((home / "state.json").read_text()) == {"run": 1, "state": "completed"}
+    assert (deployed / "summary.json").is_file()
+    assert lab.model is not None
+    assert same(weights(deployed), weights(tmp_path / "lab"))
+    assert same(weights(tmp_path / "site" / "ada"), weights(tmp_path / "site" / "bea")) == (kind == "fedavg")
+
+
+def test_a_run_that_lost_its_nodes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", "scaffold")
+    broken = here(home)
+    broken.tamper = late_in({5}, 1)  # hello, evaluation, round 1, evaluation, round 2
+    with pytest.raises(LostNodesError, match="round 2: 2 of 3 nodes answered, 3 are needed; Bea: is late"):
+        conduct(home, broken, 1, print)
+    assert json.loads((home / "state.json").read_text())["state"] == "failed"
+    conduct(home, here(home), 1, print)
+    start(read_contract(home).config, out=tmp_path / "lab", root=Path())
+    same_bytes = [(at / "metrics.jsonl").read_bytes() for at in (home / "runs" / "1", tmp_path / "lab")]
+    assert same_bytes[0] == same_bytes[1]
+
+
+def test_bundles_hold_no_secret_of_others(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", "fedavg")
+    secrets = {path: path.read_bytes() for path in (tmp_path / "site").rglob("*.key")}
+    assert sorted(path.parent.name for path in secrets) == ["ada", "authority", "bea", "cem", "server"]
+    for path in (tmp_path / "site").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0 or path == tmp_path / "site"
+        inside = [key for key, secret in secrets.items() if path.is_file() and secret.strip() in path.read_bytes()]
+        assert inside == ([path] if path in secrets else [])
+    assert "network" not in (home / "experiment.toml").read_text()
+
+
+def test_a_node_reads_its_own_table_by_the_columns_of_the_contract(tmp_path: Path) -> None:
+    header, draw = "age,colour,outcome", np.random.default_rng(3)
+    rows = [f"{draw.normal(50, 9):.2f},{c},{o}" for c in ("red", "blue") for o in ("ill", "well") for _ in range(20)]
+    (tmp_path / "lab.csv").write_text("\n".join([header, *rows]))
+    data = {"source": str(tmp_path / "lab.csv"), "label": "outcome"}
+    config = config_of("fedavg", data=data, partition={"kind": "iid", "clients": 3})
+    contract = contract_of(config)
+    (tmp_path / "mine.csv").write_text("outcome,colour,age\nwell,blue,40\nill,green,\nill,red,61\n")
+    own = own_rows(contract, str(tmp_path / "mine.csv"))
+    assert own.arrays.labels == ("ill", "well")
+    assert own.arrays.y.tolist() == [1, 0, 0]
+    assert own.arrays.x[:, 1:].round(3).tolist()[0] != own.arrays.x[:, 1:].round(3).tolist()[2]
+    (tmp_path / "other.csv").write_text("outcome,colour,age\ndead,blue,40\nill,red,61\n")
+    with pytest.raises(DataError, match="has the class 'dead', which the contract does not know"):
+        own_rows(contract, str(tmp_path / "other.csv"))
+    (tmp_path / "short.csv").write_text("outcome,age\nwell,40\nill,61\n")
+    with pytest.raises((DataError, ConfigError), match="colour"):
+        own_rows(contract, str(tmp_path / "short.csv"))

@@ -26,7 +26,7 @@ class Here:
     def __init__(self, nodes: list[Node], tamper: Tamper | None = None) -> None:
         self.nodes, self.tamper, self.count = nodes, tamper, 0
 
-    def exchange(self, data: bytes, ids: list[int], seconds: float) -> dict[int, bytes | Failed]:
+    def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
         self.count += 1
         answers: dict[int, bytes | Failed] = {}
         for client in ids:

@@ -16,6 +16,7 @@ from fedloom.cli import (
     collect,
     compare,
     data,
+    deploy,
     describe,
     doctor,
     evaluate,
@@ -55,6 +56,7 @@ app.command()(describe.describe)
 app.command()(check.check)
 app.command()(doctor.doctor)
 app.add_typer(data.app, name="data")
+app.add_typer(deploy.app, name="deploy")
 
 
 def main() -> None:

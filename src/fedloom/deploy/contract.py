@@ -34,10 +34,13 @@ class Form(NamedTuple):
     dtype: str
     mean: tuple[float, ...]  # per channel, subtracted on use
     std: tuple[float, ...]
+    recipe: Any = None  # how a table became numbers: data.columns.Recipe as plain values
 
     @classmethod
     def of(cls, arrays: Arrays) -> Form:
-        return cls(arrays.labels, arrays.shape, str(arrays.x.dtype), tuple(arrays.mean), tuple(arrays.std))
+        recipe = None if arrays.recipe is None else arrays.recipe.model_dump(mode="json")
+        scale = tuple(arrays.mean), tuple(arrays.std)
+        return cls(arrays.labels, arrays.shape, str(arrays.x.dtype), *scale, recipe)
 
 
 class Contract(NamedTuple):

@@ -22,6 +22,7 @@ from fedloom.data.proxy import without
 from fedloom.engine.fleet import Fleet
 from fedloom.runs.prepare import Prepared, Shared, assembled, run_device
 from fedloom.runs.settings import Config
+from fedloom.trust.noise import Key
 
 
 class Population(NamedTuple):
@@ -60,7 +61,9 @@ def rows_of_node(arrays: Arrays, holdout: float, seed: int) -> OwnRows:
     return OwnRows(arrays._replace(client=None), held_out_rows(owner, 1, holdout, seed))
 
 
-def server_end(config: Config, shared: Shared, population: Population, fleet: Fleet) -> Prepared:
+def server_end(
+    config: Config, shared: Shared, population: Population, fleet: Fleet, key: Key | None = None
+) -> Prepared:
     """The server's experiment: of ``shared``, the data that it has itself, only test rows and the proxy are used."""
     device, clients = run_device(config), len(population.train)
     arrays = _tests_of(shared.arrays)
@@ -69,7 +72,7 @@ def server_end(config: Config, shared: Shared, population: Population, fleet: Fl
     blank = torch.zeros(1, dtype=torch.int64)
     fed = fed._replace(train=counted(blank, None, population.train), test=counted(blank, None, population.test))
     known = Shared(arrays, *_dealt(population), clients, (), shared.proxy, elsewhere=True)
-    prepared = assembled(config, known, fed, device, 1)
+    prepared = assembled(config, known, fed, device, 1, key)
     return prepared._replace(experiment=replace(prepared.experiment, fleet=fleet))
 
 

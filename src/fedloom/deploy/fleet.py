@@ -8,6 +8,7 @@ without it; with too few answers it is an error, and the last checkpoint stays a
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,8 +59,11 @@ class Failed(NamedTuple):
 class Transport(Protocol):
     """Carries messages to nodes, which are known by their numbers, and their answers back."""
 
-    def exchange(self, data: bytes, ids: list[int], seconds: float) -> dict[int, bytes | Failed]:
-        """The answers to one message; a node that has not answered by then is late."""
+    def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
+        """The answers to one message; a node that has not answered by then is late.
+
+        Nobody waits for nodes that are not connected, once ``needed`` have answered.
+        """
 
 
 class Heard(NamedTuple):
@@ -77,6 +81,7 @@ class RemoteNodes:
         self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
         self.population = Population((), ())
         self.run = 0
+        self._evaluated: tuple[tuple[int, tuple[int, ...]], Verdicts] | None = None
         self.say: Callable[[str], None] = lambda _: None
 
     # -- before the first round -------------------------------------------------------------------
@@ -84,7 +89,7 @@ class RemoteNodes:
         """Compare the contract with every node, and learn how many rows each has; all must be there."""
         ids = list(range(len(self._contract.nodes)))
         hello = packed(Envelope("hello", {"parts": self._contract.parts}, {}))
-        heard = self._ask(hello, ids, self._rules.join, self._welcome)
+        heard = self._ask(hello, ids, self._rules.join, self._welcome, len(ids))
         if heard.failed:
             raise LostNodesError(f"the federation is not complete; {self._told(heard.failed)}")
         train, test = zip(*(heard.good[client] for client in ids), strict=True)
@@ -114,20 +119,24 @@ class RemoteNodes:
             return outcome
 
         data = packed(Envelope("train", facts, order_tensors(exp, order)))
-        heard = self._ask(data, ids, self._rules.deadline, read)
+        needed = max(1, math.ceil(len(ids) * self._rules.quorum))
+        heard = self._ask(data, ids, self._rules.deadline, read, needed)
         self._log("train", order.round, ids, heard)
-        needed = max(1, -(-len(ids) * self._rules.quorum // 1))
         if len(heard.good) < needed:
-            what = f"round {order.round + 1}: {len(heard.good)} of {len(ids)} nodes answered, {needed:g} are needed"
+            what = f"round {order.round + 1}: {len(heard.good)} of {len(ids)} nodes answered, {needed} are needed"
             raise LostNodesError(f"{what}; {self._told(heard.failed)}")
         return heard.good
 
     def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
         """How the models of the nodes that answered do."""
+        asked = (inquiry.round, tuple(ids))
+        if self._evaluated is not None and self._evaluated[0] == asked:  # a finished run asks once more
+            return self._evaluated[1]
         data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
         heard = self._ask(data, ids, self._rules.deadline, lambda client, said: verdicts_of(exp, client, said))
         self._log("evaluate", inquiry.round, ids, heard)
-        return Verdicts.cat([heard.good[client] for client in sorted(heard.good)])
+        self._evaluated = asked, Verdicts.cat([heard.good[client] for client in sorted(heard.good)])
+        return self._evaluated[1]
 
     def finish(self, exp: Experiment, inquiry: Inquiry) -> dict[int, Failed]:
         """Let every node save the model with which it predicts; returns those that did not."""
@@ -142,11 +151,13 @@ class RemoteNodes:
         where = {"campaign": self._contract.campaign, "run": self.run, "round": round_}
         return where | {"population": [list(self.population.train), list(self.population.test)]}
 
-    def _ask(self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T]) -> Heard:
+    def _ask(
+        self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0
+    ) -> Heard:
         began = time.monotonic()
         good: dict[int, T] = {}
         failed: dict[int, Failed] = {}
-        for client, answer in self._transport.exchange(data, ids, seconds).items():
+        for client, answer in self._transport.exchange(data, ids, seconds, needed).items():
             if isinstance(answer, Failed):
                 failed[client] = answer
                 continue

@@ -10,14 +10,14 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeInt
 from safetensors.torch import load
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.core.errors import FedloomError
+from fedloom.core.errors import DataError, FedloomError
 from fedloom.core.schema import Spec
 from fedloom.deploy.contract import Contract, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
@@ -192,6 +192,14 @@ class Node:
         file = disk.open_own(self._place.folder / AUDIT, os.O_WRONLY | os.O_APPEND)
         with os.fdopen(file, "ab") as out:
             out.write(json.dumps(line).encode() + b"\n")
+
+
+def read_audit(folder: Path) -> list[dict[str, Any]]:
+    """What a node has sent, from its log."""
+    path = folder / AUDIT
+    if not path.is_file():
+        raise DataError(f"{path}: is not there: this is no node's folder, or it has sent nothing yet")
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def _unknown(_node: Node, message: Envelope) -> bytes:

@@ -45,6 +45,8 @@ def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], meas
         line: dict[str, Any] = {"client": client, "name": names[client], "rows": int(rows[client])}
         line["classes"] = int(classes[client])
         line |= {"largest_class": labels[label] if most else "", "largest_share": most / max(1, int(rows[client]))}
+        if label < 0:  # nobody but the client knows its classes
+            line |= dict.fromkeys(("classes", "largest_class", "largest_share"), "")
         out.append(line | {name: scores.get(client, {}).get(name, "") for name in columns})
     return out
 

@@ -80,7 +80,7 @@ def are_personal(exp: Experiment) -> bool:
 def wanted_personal(prepared: Prepared) -> bool:
     """Whether the clients' own models are saved: on demand, or where they are not too many."""
     exp, wish = prepared.experiment, prepared.config.checkpoint.personal
-    if wish == "none" or not are_personal(exp):
+    if wish == "none" or not are_personal(exp) or exp.fleet is not None:  # nodes save theirs, and send them to nobody
         return False
     row = exp.task.size + exp.task.buffers0.numel()
     return wish == "all" or 4 * row * exp.federation.clients <= _MOST_BYTES

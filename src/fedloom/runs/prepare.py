@@ -81,7 +81,13 @@ class Shared(NamedTuple):
         return summary(self.labels, self.owner, self.clients, self.arrays.classes)
 
     def counts(self) -> Ints:
-        """How many rows of which class each client holds, where it holds any: client, class, rows.  ``[k, 3]``"""
+        """How many rows of which class each client holds, where it holds any: client, class, rows.  ``[k, 3]``
+
+        The class is -1 where nobody but the client knows it.
+        """
+        if self.elsewhere:
+            clients, rows = np.unique(self.owner, return_counts=True)
+            return np.stack([clients, np.full_like(clients, -1), rows], axis=1)
         classes = self.arrays.classes
         cells, rows = np.unique(self.owner * classes + self.labels, return_counts=True)
         return np.stack([cells // classes, cells % classes, rows], axis=1)

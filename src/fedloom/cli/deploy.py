@@ -1,0 +1,220 @@
+"""``fedloom deploy``: the same experiment between real machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
+from fedloom.core.errors import ConfigError, Fault
+
+app = typer.Typer(
+    help="Run an experiment between real machines, with Flower.", no_args_is_help=True, rich_markup_mode=None
+)
+Site = Annotated[Path, typer.Argument(metavar="SITE", help="The folder that `fedloom deploy init` made.")]
+_UNDER_WAY = ("idle", "starting", "running", "completed", "stopped")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _root(given: Path | None) -> Path:
+    from fedloom.data.files import default_root
+
+    return given or default_root()
+
+
+def _ready() -> None:
+    from fedloom.deploy.flower import refuse_missing
+
+    refuse_missing()
+
+
+@app.command()
+def init(
+    settings: Settings = None,
+    nodes: Annotated[str, typer.Option(help="The names of the nodes, separated by commas.")] = "",
+    host: Annotated[str, typer.Option(help="The name or address under which nodes reach the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port on which nodes are served.")] = 9443,
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("site"),
+    trust: Trust = False,
+    data_root: Root = None,
+) -> None:
+    """Make the folders of a federation: the contract, an authority, certificates, and a bundle for each node."""
+    _ready()
+    from fedloom.deploy.site import Listens, initialise
+    from fedloom.runs.start import load_config
+
+    config = load_config(*file_and_overrides(settings or []), trust=trust)
+    names = [name.strip() for name in nodes.split(",") if name.strip()]
+    bind = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+    listens = Listens(host=host, bind=bind, port=port)
+    slugs = initialise(config, names, listens, out, _root(data_root))
+    print(f"{out}/server: stays with the coordinator")
+    for slug in slugs:
+        print(f"{out}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
+    print(f"{out}/authority: signs certificates; keep it offline")
+
+
+@app.command()
+def server(site: Site, data_root: Root = None) -> None:
+    """Serve a federation until stopped: the SuperLink, and the gate through which nodes reach it."""
+    _ready()
+    import os
+
+    from fedloom.deploy.serve import serve
+
+    if data_root is not None:
+        os.environ["FEDLOOM_DATA"] = str(data_root)
+    serve(site, _say)
+
+
+@app.command()
+def node(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
+    ] = None,
+    data_root: Root = None,
+) -> None:
+    """Take part in a federation with one's own data, until stopped."""
+    _ready()
+    from fedloom.deploy.take_part import take_part
+
+    data = ""
+    for word in settings or []:
+        key, equals, value = word.partition("=")
+        if key != "data" or not equals or not value:
+            raise ConfigError([Fault(word, "is not understood", "data=FILE")])
+        data = value
+    take_part(folder, data, _root(data_root), _say)
+
+
+@app.command()
+def start(site: Site) -> None:
+    """Start a run; it goes on without this command."""
+    _ready()
+    from fedloom.deploy.serve import start_run
+
+    print(f"run {start_run(site)} has started: fedloom deploy status {site}")
+
+
+@app.command()
+def resume(site: Site) -> None:
+    """Go on with the last run from its last checkpoint."""
+    _ready()
+    from fedloom.deploy.serve import resume_run
+
+    print(f"run {resume_run(site)} goes on: fedloom deploy status {site}")
+
+
+@app.command()
+def stop(
+    site: Site,
+    now: Annotated[bool, typer.Option("--now", help="At once; the round in hand is lost.")] = False,
+) -> None:
+    """Stop the run under way after its round."""
+    _ready()
+    from fedloom.deploy.serve import stop_run
+
+    stop_run(site, now=now)
+    print("stopped" if now else "the run will stop after the round in hand")
+
+
+@app.command()
+def status(site: Site, json_: Json = False) -> None:
+    """Show how a federation is doing; exit code 5 if its last run has failed."""
+    _ready()
+    from fedloom.deploy.serve import status_of
+
+    found = status_of(site)
+    if json_:
+        print(json.dumps(found))
+    else:
+        _print_status(found)
+    if found["state"] not in _UNDER_WAY:
+        raise typer.Exit(5)
+
+
+def _print_status(found: dict[str, Any]) -> None:
+    print(f"server  {found['server']}")
+    for name, state in found["nodes"].items():
+        print(f"node    {name}: {state}")
+    print(f"run     {found['state']}, round {found['round']} of {found['rounds']}")
+    last = found.get("last_round", {})
+    for name in last.get("late", []):
+        print(f"        {name} was late")
+    for name, why in last.get("failed", {}).items():
+        print(f"        {name}: {why}")
+    if found.get("why"):
+        print(f"why     {found['why']}")
+    if found.get("run_dir"):
+        print(f"folder  {found['run_dir']}")
+
+
+@app.command()
+def logs(site: Site) -> None:
+    """Print what the last run has said so far."""
+    _ready()
+    from fedloom.deploy.serve import log_text
+
+    print(log_text(site), end="")
+
+
+@app.command()
+def revoke(site: Site, name: Annotated[str, typer.Argument(help="The node's name.")]) -> None:
+    """Take a node's right to connect; its key can never be used again."""
+    _ready()
+    from fedloom.deploy.serve import revoke as revoked
+
+    revoked(site, name)
+    print(f"{name}: its key opens nothing any more")
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A node's folder.")], json_: Json = False
+) -> None:
+    """List what a node has sent: when, for which round, which arrays, and how many bytes."""
+    from fedloom.deploy.node import read_audit
+
+    lines = read_audit(folder)
+    if json_:
+        print(json.dumps(lines))
+        return
+    for line in lines:
+        arrays = ", ".join(f"{name} {shape} {kind}" for name, (shape, kind) in line["arrays"].items())
+        round_ = "" if line["round"] is None else f" round {line['round']}"
+        print(f"{line['time']}  {line['sent']}{round_}  {line['bytes']} bytes  {arrays}{line['why']}")
+
+
+@app.command()
+def local(
+    settings: Settings = None,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="The folder to make; by default a new one below runs/.")] = None,
+    json_: JsonResult = False,
+    trust: Trust = False,
+    data_root: Root = None,
+) -> None:
+    """Run a whole federation on this machine: real processes, real keys, real certificates."""
+    _ready()
+    from fedloom.deploy.local import run_local
+    from fedloom.runs.folder import unused
+    from fedloom.runs.start import load_config
+
+    config = load_config(*file_and_overrides(settings or []), trust=trust)
+    folder = out or unused(Path("runs") / f"deploy-{config.kinds['algorithm']}")
+    found = run_local(config, nodes, folder, _root(data_root), _say)
+    if json_:
+        print(json.dumps(found))
+    else:
+        _print_status(found)
+    if found["state"] != "completed":
+        raise typer.Exit(5)

@@ -1,0 +1,22 @@
+"""What Flower starts at a node for each message: it hands the message to the node's own process, and its answer back.
+
+Flower starts a new process for every message. The node's data and net are in a process that stays, so this one imports
+no more than it must.
+"""
+
+from __future__ import annotations
+
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedloom.deploy.wire import RECORD, SOCKET, ask
+
+app = ClientApp()
+
+
+@app.query()  # type: ignore[untyped-decorator]
+def relay(message: Message, context: Context) -> Message:
+    """The node's answer to one message."""
+    answer = ask(str(context.node_config[SOCKET]), message.content[RECORD][RECORD].data)
+    array = Array(dtype="uint8", shape=(len(answer),), stype=RECORD, data=answer)
+    return Message(RecordDict({RECORD: ArrayRecord({RECORD: array})}), reply_to=message)

@@ -1,0 +1,97 @@
+"""One run of a federation, at the server: the run folder, the loop and its result, as in a simulation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from fedloom.core.errors import FedloomError
+from fedloom.data.files import default_root
+from fedloom.deploy.contract import read_contract
+from fedloom.deploy.ends import server_end
+from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry
+from fedloom.deploy.site import RUNS, conducted, read_rules, write_state
+from fedloom.engine import checkpoint
+from fedloom.engine.ranks import ALONE
+from fedloom.engine.rounds import begin
+from fedloom.engine.store import RamStore
+from fedloom.runs.changes import refuse_other_data
+from fedloom.runs.entry import Resumption, write_first_files
+from fedloom.runs.folder import create, held, opened, read_key, storage
+from fedloom.runs.loop import InterruptedRun, Progress, drive
+from fedloom.runs.prepare import Prepared, share
+from fedloom.runs.result import History
+from fedloom.runs.settings import Checkpoints, as_toml
+
+Say = Callable[[str], None]
+
+
+class Lines:
+    """A listener that says a line for each round."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:
+        self._say(
+            f"{prepared.config.kinds['algorithm']} in {folder}: {done} of {prepared.experiment.rounds} rounds done"
+        )
+
+    def advanced(self, progress: Progress) -> None:
+        shown = {k: v for k, v in progress.metrics.items() if k.endswith(("test/accuracy", "test/loss"))}
+        words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        self._say(f"round {progress.round} of {progress.rounds}  {progress.seconds:.1f} s  {words}")
+
+    def stopping(self) -> None:
+        self._say("stopping after this round")
+
+
+def conduct(home: Path, transport: Transport, run: int, say: Say) -> History | None:
+    """Run number ``run`` of the server whose folder is ``home``, from its first round or its last checkpoint.
+
+    How it ended is written down beside it. A run that was asked to stop has no history yet.
+    """
+    with conducted(home):
+        return _told(home, transport, run, say)
+
+
+def _told(home: Path, transport: Transport, run: int, say: Say) -> History | None:
+    """The same, with what became of it written down."""
+    write_state(home, run, "running", process=os.getpid())
+    try:
+        history = _conducted(home, transport, run, say)
+    except InterruptedRun as stop:
+        write_state(home, run, "stopped", why=str(stop))
+        return None
+    except BaseException as error:
+        why = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
+        write_state(home, run, "failed", why=why)
+        raise
+    write_state(home, run, "completed")
+    return history
+
+
+def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
+    contract, path = read_contract(home), home / RUNS / str(run)
+    config = contract.config._replace(checkpoint=Checkpoints(every=1))  # a node keeps no more than two rounds
+    nodes = RemoteNodes(contract, transport, home, read_rules(home))
+    nodes.run, nodes.say = run, say
+    population = nodes.greet()
+    begun = (path / "config.toml").is_file()
+    key = read_key(path) if begun else None
+    prepared = server_end(config, share(config, default_root()), population, nodes, key)
+    with held(path, opened if begun else lambda at: create(at, as_toml(config)), ALONE) as folder:
+        assert folder is not None
+        with storage(path):
+            if not begun:
+                write_first_files(folder, prepared)
+                folder.seal()
+            elif (path / "partition.json").is_file():
+                refuse_other_data(path, prepared)
+        history = drive(prepared, folder, Resumption() if begun else None, Lines(say))
+    exp = prepared.experiment
+    state = checkpoint.load(path / "checkpoints", begin(exp), RamStore(exp.federation.clients)).state
+    for client, failed in nodes.finish(exp, last_inquiry(exp, state)).items():
+        say(f"{contract.nodes[client]}: has not saved its model: {failed.why}")
+    return history

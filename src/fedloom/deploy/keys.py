@@ -1,0 +1,92 @@
+"""The keys of a federation: an authority of its own, the server's certificate, and a key for each node.
+
+Nothing here is ever printed, and private keys are readable by their owner alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from typing import Any, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_DAYS = {"authority": 3650, "server": 365}
+
+
+class Pair(NamedTuple):
+    """A private key, and what may be shown of it."""
+
+    private: bytes
+    public: bytes
+
+
+def new_authority(name: str) -> tuple[Pair, Any, Any]:
+    """An authority that signs the server's certificate: its key and certificate as files, and as objects."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _certificate(name, name, key, _DAYS["authority"])
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
+    return Pair(_private(key), certificate.public_bytes(serialization.Encoding.PEM)), key, certificate
+
+
+def new_server(hosts: list[str], authority: Any, certificate: Any, days: int = _DAYS["server"]) -> Pair:
+    """The server's key and certificate, for the names and addresses under which nodes reach it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+    names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+    builder = _certificate("fedloom server", issuer, key, days).add_extension(names, critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    known = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    signed = builder.add_extension(known, critical=False).sign(authority, hashes.SHA256())
+    return Pair(_private(key), signed.public_bytes(serialization.Encoding.PEM))
+
+
+def new_node() -> Pair:
+    """A node's key, in the form that SuperNodes read."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return Pair(private, public + b"\n")
+
+
+def valid_until(certificate: bytes) -> datetime.datetime:
+    """When a certificate ends."""
+    found: datetime.datetime = x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+    return found
+
+
+def _certificate(name: str, issuer: str, key: Any, days: int) -> Any:
+    now = datetime.datetime.now(datetime.UTC)
+    subject, by = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word[:64])]) for word in (name, issuer))
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(by)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _general_name(host: str) -> Any:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _private(key: Any) -> bytes:
+    found: bytes = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return found

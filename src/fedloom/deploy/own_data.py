@@ -1,0 +1,64 @@
+"""A node's own file as the contract wants it: the same columns and classes, prepared as the contract says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.core.errors import DataError
+from fedloom.data.arrays import Arrays, checked
+from fedloom.data.columns import Recipe, encoded, filled_and_scaled, refuse_other_kinds, with_kinds
+from fedloom.data.files import Rows
+from fedloom.data.sources import Source, Table, source_for_path
+from fedloom.deploy.contract import Contract, Form
+from fedloom.deploy.ends import OwnRows, rows_of_node
+from fedloom.runs.find import CHOOSE
+from fedloom.runs.settings import Config
+
+
+def own_rows(contract: Contract, path: str) -> OwnRows:
+    """The rows of a node's own file; what does not fit the contract is refused."""
+    config, form = contract.config, contract.form
+    kind, settings = source_for_path(path)
+    if form.recipe is not None:
+        if not issubclass(CHOOSE["data"](kind, "data.source"), Table):
+            raise DataError(f"{path}: is no table, and the contract is about one (.csv or .parquet)")
+        asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first")}
+        rows = _table_rows(CHOOSE["data"](kind, "data.source")(**settings, **asked), Recipe.model_validate(form.recipe))
+    else:
+        rows = _file(config, kind, settings).read(Path())
+    arrays = _fitted(rows, form, path)
+    return rows_of_node(arrays, config.partition.holdout, config.basics.seed)
+
+
+def _file(config: Config, kind: str, settings: dict[str, str]) -> Source:
+    """How a file is read: as the contract says where it is of the contract's kind."""
+    cls = CHOOSE["data"](kind, "data.source")
+    if issubclass(cls, Table):
+        raise DataError(f"{settings['path']}: is a table, and the contract is about '{config.kinds['data']}'")
+    found: Source = config.data.model_copy(update=settings) if isinstance(config.data, cls) else cls(**settings)
+    return found
+
+
+def _table_rows(source: Table, recipe: Recipe) -> Rows:
+    names = tuple(feature.name for feature in recipe.features)
+    own = source.model_copy(update={"features": names})
+    table = own.table()
+    refuse_other_kinds(recipe, table)
+    x = filled_and_scaled(encoded(with_kinds(recipe, table), recipe.features), recipe, None)
+    return own.rows_of(table)._replace(x=x)
+
+
+def _fitted(rows: Rows, form: Form, path: str) -> Arrays:
+    """The rows with the contract's classes and scale; refused where their shape or a class is another."""
+    if tuple(rows.x.shape[1:]) != form.shape or str(rows.x.dtype) != form.dtype:
+        here = f"{list(rows.x.shape[1:])} {rows.x.dtype}"
+        raise DataError(f"{path}: an example has the form {here}, in the contract {list(form.shape)} {form.dtype}")
+    strangers = sorted(set(rows.labels) - set(form.labels))
+    if strangers:
+        known = ", ".join(form.labels[:20])
+        raise DataError(f"{path}: has the class '{strangers[0]}', which the contract does not know (known: {known})")
+    numbers = np.array([form.labels.index(label) for label in rows.labels], dtype=np.int64)
+    test = np.zeros(len(rows.y), np.bool_)
+    return checked(Arrays(path, rows.x, numbers[rows.y], test, form.labels, form.mean, form.std))

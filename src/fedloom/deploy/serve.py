@@ -1,0 +1,242 @@
+"""The server's side as processes: the SuperLink, the gate, and the nodes that may come in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.deploy import flower, keys
+from fedloom.deploy.contract import read_contract
+from fedloom.deploy.fleet import STOP, read_rounds
+from fedloom.deploy.site import (
+    NODES,
+    RUNS,
+    SERVER,
+    folder_name,
+    is_conducted,
+    read_listens,
+    read_state,
+    write_state,
+)
+from fedloom.deploy.waits import until_stopped
+
+ENDED = ("completed", "failed", "stopped")  # states of a run
+_FLOWER = "flower.json"  # Flower's number of the last run
+
+
+def serve(site: Path, say: Callable[[str], None]) -> None:
+    """Run the server of a federation until it is stopped."""
+    home = site / SERVER
+    contract, listens = read_contract(home), read_listens(home)
+    _refuse_expired(home)
+    lock = _locked(home)
+    inner = flower.free_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    with until_stopped() as stop:
+        try:
+            log = home / "superlink.log"
+            processes.append(flower.started(_superlink(home, inner), home, log))
+            flower.wait_for_port(inner, processes[0], log)
+            flower.write_connection(home, inner)
+            _register(home, contract.nodes)
+            words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home.absolute()), listens.bind]
+            processes.append(flower.started([*words, str(listens.port), str(inner)], home, home / "gate.log"))
+            reached = "127.0.0.1" if listens.bind == "0.0.0.0" else listens.bind
+            flower.wait_for_port(listens.port, processes[1], home / "gate.log", reached)
+            say(f"ready for nodes on {listens.host}:{listens.port}; start a run: fedloom deploy start {site}")
+            while not stop.wait(0.5):
+                for process, log in zip(processes, (home / "superlink.log", home / "gate.log"), strict=True):
+                    if process.poll() is not None:
+                        raise flower.FlowerError(f"{log.stem} has ended: {flower.last_words(log)}")
+        finally:
+            flower.ended(processes)
+            os.close(lock)
+
+
+def _locked(home: Path) -> int:
+    try:
+        return disk.lock(home / ".server.lock")
+    except BlockingIOError as error:
+        raise CheckpointError(f"{home}: another process serves this federation") from error
+
+
+def _superlink(home: Path, port: int) -> list[str]:
+    at = home.absolute()
+    return [
+        *("flower-superlink", "--host", "127.0.0.1", "--port", str(port)),
+        *("--database", str(at / "flower.db"), "--enable-supernode-auth"),
+        *("--ssl-ca-certfile", str(at / "ca.crt")),
+        *("--ssl-certfile", str(at / "server.pem"), "--ssl-keyfile", str(at / "server.key")),
+        "--disable-runtime-dependency-installation",
+    ]
+
+
+def _refuse_expired(home: Path) -> None:
+    """Refuse to start with a certificate that nodes will refuse."""
+    end = keys.valid_until((home / "server.pem").read_bytes())
+    if end <= datetime.datetime.now(datetime.UTC):
+        what = f"has ended on {end:%Y-%m-%d}, and nodes refuse it"
+        raise ConfigError([Fault(str(home / "server.pem"), what, "make a new one with the key in authority/")])
+
+
+def registered(home: Path) -> dict[str, str]:
+    """Flower's number of each node whose key is registered, by name."""
+    path = home / NODES
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
+
+
+def _register(home: Path, names: tuple[str, ...]) -> None:
+    """Let the SuperLink know the keys of nodes that it does not know yet."""
+    known = registered(home)
+    for name in names:
+        if name not in known:
+            key = home.absolute() / f"{folder_name(name)}.pub"
+            said = flower.call(home, "supernode", "register", str(key))
+            known[name] = str(said["node-id"])
+            disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+    if not (home / NODES).exists():
+        disk.write_bytes(home / NODES, b"{}")
+
+
+# -- runs -----------------------------------------------------------------------------------------
+def _last_run(home: Path) -> int:
+    return max((int(p.name) for p in (home / RUNS).glob("*") if p.name.isdecimal()), default=0)
+
+
+def _is_done(home: Path, run: int) -> bool:
+    return (home / RUNS / str(run) / "summary.json").is_file()
+
+
+def start_run(site: Path) -> int:
+    """Start a new run; its number."""
+    home = site / SERVER
+    read_contract(home)
+    last = _last_run(home)
+    _refuse_running(home, site)
+    if last and not _is_done(home, last):
+        raise CheckpointError(f"{home / RUNS / str(last)}: has not ended; go on with: fedloom deploy resume {site}")
+    return _begun(home, last + 1)
+
+
+def resume_run(site: Path) -> int:
+    """Go on with the last run from its last checkpoint, as a new run of Flower's; its number."""
+    home = site / SERVER
+    read_contract(home)
+    last = _last_run(home) or int(read_state(home).get("run", 0))
+    if not last:
+        raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
+    if _is_done(home, last):
+        raise CheckpointError(f"{home / RUNS / str(last)}: has ended; a new one: fedloom deploy start {site}")
+    _refuse_running(home, site)
+    return _begun(home, last)
+
+
+def _refuse_running(home: Path, site: Path) -> None:
+    if is_conducted(home):
+        raise CheckpointError(f"{home}: a run is under way; stop it with: fedloom deploy stop {site}")
+
+
+def _begun(home: Path, run: int) -> int:
+    disk.make_folder(home / RUNS)
+    (home / STOP).unlink(missing_ok=True)
+    write_state(home, run, "starting")
+    number = flower.run_app(home, run)
+    disk.write_bytes(home / _FLOWER, json.dumps({"run": run, "id": number}).encode())
+    return run
+
+
+def stop_run(site: Path, *, now: bool) -> None:
+    """Let the run under way end after its round, or at once."""
+    home = site / SERVER
+    read_contract(home)
+    if not is_conducted(home):
+        raise CheckpointError(f"{home}: no run is under way")
+    if now:
+        flower.call(home, "stop", _flower_id(home))
+    else:
+        disk.write_bytes(home / STOP, b"")
+
+
+def revoke(site: Path, name: str) -> None:
+    """Let a node's key open nothing any more; the key can never be registered again."""
+    home, known = site / SERVER, registered(site / SERVER)
+    if name not in known:
+        raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(known) or 'none'}")])
+    flower.call(home, "supernode", "unregister", known.pop(name))
+    disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+
+
+def _flower_id(home: Path) -> str:
+    try:
+        return str(json.loads((home / _FLOWER).read_bytes())["id"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def log_text(site: Path) -> str:
+    """What the last run has said so far."""
+    home = site / SERVER
+    read_contract(home)
+    number = _flower_id(home)
+    if not number:
+        raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
+    return flower.log_of(home, number)
+
+
+def status_of(site: Path) -> dict[str, Any]:
+    """How the federation is doing: its server, its nodes, its last run."""
+    home = site / SERVER
+    contract, told, number = read_contract(home), read_state(home), _flower_id(home)
+    found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
+    said: dict[str, Any] = {}
+    try:
+        listed = flower.call(home, "supernode", "list")
+        by_id = {str(node["node-id"]): str(node["status"]) for node in listed["nodes"]}
+        known = registered(home)
+        found["nodes"] = {name: by_id.get(known.get(name, ""), "no key") for name in contract.nodes}
+        said = _flower_run(home, number) if number else {}
+    except flower.FlowerError as error:
+        found |= {"server": "not running", "why": str(error)}
+    state, why = _truth(told, is_conducted(home), said)
+    lines = [line for line in read_rounds(home) if line["run"] == told.get("run")]
+    trained = [line for line in lines if line["kind"] == "train"]
+    rounds = {line["round"] + 1: line for line in trained}
+    done = max(rounds, default=0)
+    found |= {"state": state, "run": told.get("run"), "round": done, "rounds": contract.config.basics.rounds}
+    if why:
+        found["why"] = why
+    if done:
+        found["last_round"] = {key: rounds[done][key] for key in ("heard", "late", "failed", "seconds")}
+    if told.get("run"):
+        found["run_dir"] = str(home / RUNS / str(told["run"]))
+    return found
+
+
+def _flower_run(home: Path, number: str) -> dict[str, Any]:
+    runs = flower.call(home, "list", "--run-id", number)["runs"]
+    return dict(runs[0]) if runs else {}
+
+
+def _truth(told: dict[str, Any], conducted: bool, said: dict[str, Any]) -> tuple[str, str]:
+    """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says."""
+    own, flowers, details = told.get("state", "idle"), said.get("status", ""), said.get("status-details", "")
+    found, why = "failed", "the process of the run is gone; its last checkpoint stays: fedloom deploy resume"
+    if own in ENDED or own == "idle":
+        found, why = own, str(told.get("why", ""))
+    elif conducted:
+        found, why = "running", ""
+    elif own == "starting" and flowers in ("pending", "starting", "running"):
+        found, why = "starting", ""
+    elif flowers == "finished:stopped":
+        found, why = "stopped", ""
+    elif details not in ("", "N/A"):
+        why = f"{why} ({details})"
+    return found, why

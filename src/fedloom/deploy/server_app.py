@@ -1,0 +1,98 @@
+"""What Flower starts at the server for a run: the loop over rounds, with nodes reached through its grid."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from fedloom.deploy.conduct import conduct
+from fedloom.deploy.contract import read_contract
+from fedloom.deploy.fleet import Failed
+from fedloom.deploy.site import NODES
+from fedloom.deploy.wire import RECORD
+
+_LOOK = 0.5  # seconds between two looks for answers
+_UNAVAILABLE = 5  # Flower's code for a node that has left
+
+app = ServerApp()
+
+
+@app.main()  # type: ignore[untyped-decorator]
+def main(grid: Grid, context: Context) -> None:
+    """One run, from its first round or from its last checkpoint."""
+    told = context.run_config
+    home = Path(str(told["home"]))
+    names, known = read_contract(home).nodes, json.loads((home / NODES).read_bytes())
+    transport = FlowerTransport(grid, {k: int(known[name]) for k, name in enumerate(names) if name in known})
+    conduct(home, transport, int(told["run"]), partial(print, flush=True))  # into the log of the run
+
+
+class FlowerTransport:
+    """Messages through a SuperLink; ``ids``: under which number Flower knows each node."""
+
+    def __init__(self, grid: Grid, ids: dict[int, int]) -> None:
+        self._grid, self._ids = grid, ids
+
+    def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
+        """Send to every node as soon as it is there, and wait until all have answered or the time is over.
+
+        Once ``needed`` nodes have answered, nobody waits for nodes that are not there.
+        """
+        until = time.monotonic() + seconds
+        waiting = {client for client in ids if client in self._ids}
+        found: dict[int, bytes | Failed] = {k: Failed("has no key that is registered") for k in set(ids) - waiting}
+        sent: dict[str, int] = {}
+        while waiting and time.monotonic() < until:
+            there = set(self._grid.get_node_ids())
+            here = [client for client in waiting - set(sent.values()) if self._ids[client] in there]
+            sent |= self._sent(data, here, max(1.0, until - time.monotonic()))
+            for name, answer in self._answers(sent):
+                client = sent.pop(name)
+                if answer is not None:
+                    found[client] = answer
+                    waiting.discard(client)
+            if not sent and sum(isinstance(x, bytes) for x in found.values()) >= needed:
+                break
+            time.sleep(_LOOK)
+        over = time.monotonic() >= until
+        for client in waiting:
+            away = client not in sent.values()
+            found[client] = Failed("is not connected" if away else f"is late (no answer in {seconds:g} s)", over)
+        return found
+
+    def _sent(self, data: bytes, clients: list[int], ttl: float) -> dict[str, int]:
+        """Send one message to each of these nodes; the names that Flower gives to them."""
+        array = Array(dtype="uint8", shape=(len(data),), stype=RECORD, data=data)
+        sent = {}
+        for client in clients:
+            content = RecordDict({RECORD: ArrayRecord({RECORD: array})})
+            message = Message(content, self._ids[client], "query", ttl=ttl)
+            for name in self._grid.push_messages([message]):
+                if name is not None:
+                    sent[str(name)] = client
+        return sent
+
+    def _answers(self, sent: dict[str, int]) -> list[tuple[str, bytes | Failed | None]]:
+        """What has come back; None for a node that has left, and may come again."""
+        found: list[tuple[str, bytes | Failed | None]] = []
+        for reply in self._grid.pull_messages(list(sent)) if sent else []:
+            name = reply.metadata.reply_to_message_id
+            if name in sent:
+                found.append((name, _content(reply)))
+        return found
+
+
+def _content(reply: Any) -> bytes | Failed | None:
+    if reply.has_error():
+        gone = reply.error.code == _UNAVAILABLE
+        return None if gone else Failed(f"failed: {str(reply.error.reason)[:500]}")
+    try:
+        return bytes(reply.content[RECORD][RECORD].data)
+    except (KeyError, AttributeError, TypeError):
+        return Failed("sent something else than was asked for")

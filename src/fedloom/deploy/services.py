@@ -1,0 +1,71 @@
+"""Files for those who run services: systemd units, a Compose file and a reverse proxy, as a start to be adapted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_UNIT = """[Unit]
+Description=fedloom {what}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+User=fedloom
+UMask=0077
+WorkingDirectory={folder}
+ExecStart=fedloom deploy {command}
+Restart=always
+RestartSec=10
+KillSignal=SIGTERM
+TimeoutStopSec=60
+NoNewPrivileges=true
+PrivateTmp=true
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_COMPOSE = """# An image with `pip install 'fedloom[deploy]'` is yours to build; here it is called fedloom.
+services:
+  server:
+    image: fedloom
+    command: ["fedloom", "deploy", "server", "/srv/site"]
+    ports: ["{port}:{port}"]
+    volumes: ["./:/srv/site/server"]
+    restart: always
+"""
+
+_PROXY = """# Instead of fedloom's own gate: nodes reach the Fleet API, and nothing else of the SuperLink.
+# Bind fedloom's gate to 127.0.0.1 (server.toml) and let nginx face the nodes.
+server {{
+    listen {port} ssl;
+    server_name {host};
+    ssl_certificate     {home}/server.pem;
+    ssl_certificate_key {home}/server.key;
+    client_max_body_size 64m;
+    location /v1/fleet/ {{
+        proxy_pass https://127.0.0.1:{port};
+        proxy_ssl_trusted_certificate {home}/ca.crt;
+        proxy_ssl_verify on;
+        proxy_ssl_name localhost;
+        proxy_read_timeout 600s;
+    }}
+    location / {{ return 403; }}
+}}
+"""
+
+
+def server_files(home: Path, host: str, port: int) -> dict[str, bytes]:
+    """The files for a server's services, by name."""
+    unit = _UNIT.format(what="server", folder=home.parent, command=f"server {home.parent}")
+    return {
+        "fedloom-server.service": unit.encode(),
+        "compose.yaml": _COMPOSE.format(port=port).encode(),
+        "nginx.conf": _PROXY.format(port=port, host=host, home=home).encode(),
+    }
+
+
+def unit_of_node(slug: str) -> bytes:
+    """The systemd unit of a node whose folder lies in /srv."""
+    return _UNIT.format(what=f"node {slug}", folder=f"/srv/{slug}", command=f"node /srv/{slug}").encode()

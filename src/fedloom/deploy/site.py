@@ -1,0 +1,187 @@
+"""The folders of a federation: one for the server, one to hand to each node, and the authority's key apart.
+
+site/authority/    ca.key: signs certificates; keep it offline
+site/server/       the contract, the server's certificate and key, the nodes' public keys; later runs and logs
+site/hospital-a/   the contract, ca.crt, this node's key and node.toml: all that a node needs, and no secret of another
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tomli_w
+from pydantic import Field
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault
+from fedloom.core.schema import Spec, read
+from fedloom.deploy.contract import Contract, Form, refuse_undeployable, write_contract
+from fedloom.deploy.fleet import Rules
+from fedloom.deploy.node import Policy
+from fedloom.deploy.services import server_files, unit_of_node
+from fedloom.runs.prepare import share
+from fedloom.runs.settings import Config
+
+SERVER, AUTHORITY = "server", "authority"
+NODES, RUNS, STATE = "nodes.json", "runs", "state.json"
+_LOCK = ".run.lock"
+SERVER_TOML, NODE_TOML = "server.toml", "node.toml"
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+class Listens(Spec):
+    """Where the server listens; in ``[server]`` of server.toml."""
+
+    host: str = Field("127.0.0.1", description="the name or address under which nodes reach the server")
+    bind: str = Field("0.0.0.0", description="the address on which nodes are served")
+    port: int = Field(9443, ge=1, le=65535, description="the port on which nodes are served")
+
+
+class Who(Spec):
+    """Which node this is; in ``[node]`` of node.toml."""
+
+    name: str = Field(description="its name in the contract")
+    server: str = Field(description="host:port of the server")
+    data: str = Field("", description="its file of data; empty: its part of the experiment's own data")
+
+
+class NodeSettings(NamedTuple):
+    who: Who
+    policy: Policy
+
+
+def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, root: Path) -> list[str]:
+    """Make the folders of a federation; returns the names of the nodes' folders."""
+    from fedloom.deploy import keys
+
+    refuse_undeployable(config)
+    slugs = _slugs(nodes)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
+    config = config._replace(partition=with_clients(config, len(nodes)))
+    shared = share(config, root)
+    contract = Contract(config, Form.of(shared.arrays), tuple(nodes), secrets.token_hex(8))
+    authority, key, certificate = keys.new_authority(f"fedloom {contract.campaign}")
+    hosts = dict.fromkeys([listens.host, "localhost", "127.0.0.1"])
+    server = keys.new_server(list(hosts), key, certificate)
+    for name in (AUTHORITY, SERVER, *slugs):
+        disk.make_folder(out / name)
+    disk.write_bytes(out / AUTHORITY / "ca.key", authority.private)
+    home = out / SERVER
+    files = {"server.key": server.private, "server.pem": server.public, "ca.crt": authority.public}
+    files[SERVER_TOML] = tomli_w.dumps({"server": dict(listens), "rules": dict(Rules())}).encode()
+    for slug, name in zip(slugs, nodes, strict=True):
+        pair = keys.new_node()
+        files[f"{slug}.pub"] = pair.public
+        _write_bundle(out / slug, contract, name, pair.private, authority.public, f"{listens.host}:{listens.port}")
+    for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
+        disk.write_bytes(home / name, data)
+    write_contract(home, contract)
+    return slugs
+
+
+def _write_bundle(folder: Path, contract: Contract, name: str, key: bytes, ca: bytes, server: str) -> None:
+    who = Who(name=name, server=server)
+    table = {"node": dict(who), "policy": dict(Policy())}
+    disk.write_bytes(folder / "node.key", key)
+    disk.write_bytes(folder / "ca.crt", ca)
+    disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
+    disk.write_bytes(folder / "fedloom-node.service", unit_of_node(folder.name))
+    write_contract(folder, contract)
+
+
+def with_clients(config: Config, count: int) -> Any:
+    """The partition with as many clients as there are nodes, where it can be said."""
+    if "clients" not in type(config.partition).model_fields:
+        return config.partition
+    return config.partition.model_copy(update={"clients": count})
+
+
+def folder_name(name: str) -> str:
+    """The name of a node as that of a folder."""
+    return disk.as_name(name.strip().lower().replace(" ", "-"))
+
+
+def _slugs(names: list[str]) -> list[str]:
+    """The names of the nodes' folders."""
+    slugs = [folder_name(name) for name in names]
+    faults = []
+    if len(names) < 2:
+        faults.append(Fault("--nodes", f"a federation has at least two nodes (got {len(names)})"))
+    for name, slug in zip(names, slugs, strict=True):
+        if slug in (SERVER, AUTHORITY, "run") or slugs.count(slug) > 1 or not name.strip():
+            faults.append(Fault("--nodes", f"'{name}' is empty, taken twice or reserved", "choose another name"))
+    if faults:
+        raise ConfigError(faults)
+    return slugs
+
+
+def read_rules(home: Path) -> Rules:
+    return _section(home / SERVER_TOML, Rules, "rules")
+
+
+def read_listens(home: Path) -> Listens:
+    return _section(home / SERVER_TOML, Listens, "server")
+
+
+def read_node(folder: Path) -> NodeSettings:
+    path = folder / NODE_TOML
+    return NodeSettings(_section(path, Who, "node"), _section(path, Policy, "policy"))
+
+
+def _section(path: Path, cls: type[SpecT], section: str) -> SpecT:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing, so this is no folder of a federation") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
+    value, faults = read(cls, table.get(section, {}), section)
+    if faults or value is None:
+        raise ConfigError([fault._replace(where=f"{path}, {fault.where}") for fault in faults])
+    return value
+
+
+def read_state(home: Path) -> dict[str, Any]:
+    """How the last run is doing, as the run itself has written down; nothing before the first."""
+    try:
+        found: dict[str, Any] = json.loads((home / STATE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def write_state(home: Path, run: int, state: str, **more: Any) -> None:
+    """Write down how a run is doing."""
+    disk.write_bytes(home / STATE, json.dumps({"run": run, "state": state, **more}).encode() + b"\n")
+
+
+@contextmanager
+def conducted(home: Path) -> Iterator[None]:
+    """Hold the right to conduct a run of this server, as one process at a time can."""
+    try:
+        lock = disk.lock(home / _LOCK)
+    except BlockingIOError as error:
+        raise CheckpointError(f"{home}: another process conducts a run here") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def is_conducted(home: Path) -> bool:
+    """Whether a process conducts a run of this server now."""
+    try:
+        os.close(disk.lock(home / _LOCK))
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,121 @@
+"""A node's side as processes: this one, which has the data, and a SuperNode, which talks to the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.deploy import flower, wire
+from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
+from fedloom.deploy.ends import OwnRows, rows_of_client
+from fedloom.deploy.node import Node, Place
+from fedloom.deploy.own_data import own_rows
+from fedloom.deploy.site import NodeSettings, read_node
+from fedloom.deploy.waits import until_stopped
+from fedloom.runs.prepare import share
+
+EXPERIMENT_DATA = "experiment"  # instead of a file: the node's part of the experiment's own data
+_AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
+_REFUSED = 120.0  # seconds for which the server may refuse a key: after a crash it does so for a minute
+
+
+def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None]) -> None:
+    """Take part in a federation as the node whose folder this is, until stopped."""
+    contract, settings = read_contract(folder), read_node(folder)
+    refuse_undeployable(contract.config)
+    if settings.who.name not in contract.nodes:
+        raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.who.name}' is not in the contract")])
+    _refuse_open_key(folder / "node.key")
+    client = contract.nodes.index(settings.who.name)
+    own = _rows(contract, client, data or settings.who.data, root)
+    try:
+        lock = disk.lock(folder / ".node.lock")
+    except BlockingIOError as error:
+        raise CheckpointError(f"{folder}: another process is this node") from error
+    place = Place(contract, client, own, folder, settings.policy)
+    say(f"{settings.who.name}: {own.train} training rows and {own.test} test rows, server {settings.who.server}")
+    meeting = Path(tempfile.mkdtemp(prefix="fedloom-node-"))  # mode 0700; a short name, as sockets need
+    try:
+        _serve(folder, settings, Node(place), str(meeting / "socket"), say)
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)
+        os.close(lock)
+
+
+def _rows(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
+    if not data:
+        fix = f"fedloom deploy node FOLDER data=FILE; data={EXPERIMENT_DATA} is a part of the experiment's own data"
+        raise ConfigError([Fault("data", "where are this node's rows?", fix)])
+    if data == EXPERIMENT_DATA:
+        return rows_of_client(share(contract.config, root), client)
+    return own_rows(contract, data)
+
+
+def _refuse_open_key(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError([Fault(str(path), "is missing", "the bundle from fedloom deploy init has it")]) from error
+    if mode & 0o077:
+        raise ConfigError([Fault(str(path), "can be read by others than its owner", f"chmod 600 {path}")])
+
+
+def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Callable[[str], None]) -> None:
+    listener = wire.listen(path)
+    port = flower.free_port()
+    log = folder / "supernode.log"
+    with until_stopped() as stop:
+        process = flower.started(_supernode(folder, settings, path, port), folder, log)
+        # A daemon: a message that is being answered does not keep the process from ending.
+        threading.Thread(target=_answer_all, args=(listener, node), daemon=True).start()
+        refused = 0.0
+        try:
+            while not stop.wait(0.5):
+                if process.poll() is None:
+                    continue
+                refused = refused or time.monotonic()
+                _give_up_if_hopeless(settings, log, time.monotonic() - refused)
+                say(f"the connection has ended ({flower.last_words(log, 1)}); trying again")
+                if stop.wait(_AGAIN):
+                    break
+                process = flower.started(_supernode(folder, settings, path, port), folder, log)
+        finally:
+            flower.ended([process])
+            listener.close()
+
+
+def _answer_all(listener: object, node: Node) -> None:
+    while True:
+        try:
+            wire.answer_one(listener, node.answer)  # type: ignore[arg-type]
+        except OSError:  # the listener is closed
+            return
+
+
+def _give_up_if_hopeless(settings: NodeSettings, log: Path, seconds: float) -> None:
+    """An error that says what to do, where trying again does not help."""
+    words = flower.last_words(log, 30)
+    if "CERTIFICATE_VERIFY_FAILED" in words or "CERTIFICATE_EXPIRED" in words:
+        what = "the server's certificate is not the federation's, or has expired"
+        raise flower.FlowerError(f"{settings.who.server}: {what}; see {log}")
+    if seconds > _REFUSED:
+        what = "the server refuses this node's key: it is not registered, was revoked, or is in use elsewhere"
+        raise flower.FlowerError(f"{settings.who.server}: {what}; see {log}")
+
+
+def _supernode(folder: Path, settings: NodeSettings, path: str, port: int) -> list[str]:
+    at = folder.absolute()
+    return [
+        *("flower-supernode", "--superlink", settings.who.server),
+        *("--root-certificates", str(at / "ca.crt"), "--auth-supernode-private-key", str(at / "node.key")),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--node-config", f"{wire.SOCKET}={json.dumps(path)}"),
+    ]

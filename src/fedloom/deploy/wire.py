@@ -1,0 +1,57 @@
+"""Between the two processes of a node: one question and one answer for each connection to a local socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+RECORD = "fedloom"  # the name of what Flower carries
+SOCKET = "socket"  # where a node listens, in the configuration of its SuperNode
+_LENGTH = 8  # bytes
+
+
+def ask(path: str, data: bytes) -> bytes:
+    """The answer to ``data`` of whoever listens at ``path``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        _send(connection, data)
+        return _receive(connection)
+
+
+def listen(path: str) -> socket.socket:
+    """A local socket; whoever can open its folder can connect."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(8)
+    return listener
+
+
+def answer_one(listener: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+    """Wait for one connection, and answer it; one that breaks off is no fault."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(None)
+        try:
+            _send(connection, answer(_receive(connection)))
+        except OSError:
+            return
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(len(data).to_bytes(_LENGTH, "big"))
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    size = int.from_bytes(_exactly(connection, _LENGTH), "big")
+    return bytes(_exactly(connection, size))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(min(1 << 20, size - len(found)))
+        if not part:
+            raise ConnectionError("the other end has closed the connection")
+        found += part
+    return found
