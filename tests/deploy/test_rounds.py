@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+import fedloom
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract, write_contract
@@ -165,6 +166,7 @@ def test_a_message_is_never_code() -> None:
 
 
 def a_site(folder: Path, kind: str, **more: Any) -> Path:
+    pytest.importorskip("cryptography")
     names = ["Ada", "Bea", "Cem"]
     initialise(config_of(kind, **more), names, Listens(), folder, Path())
     return folder / "server"
@@ -199,6 +201,9 @@ def test_a_run_folder_is_that_of_the_laboratory(kind: str, tmp_path: Path) -> No
     assert lab.model is not None
     assert same(weights(deployed), weights(tmp_path / "lab"))
     assert same(weights(tmp_path / "site" / "ada"), weights(tmp_path / "site" / "bea")) == (kind == "fedavg")
+    digits = share(read_contract(home).config, Path()).arrays.x[:5]
+    for folder in (deployed, tmp_path / "site" / "ada"):
+        assert len(fedloom.load(folder).predict(digits)) == 5
 
 
 def test_a_run_that_lost_its_nodes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

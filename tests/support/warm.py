@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 FRESH = subprocess.Popen
+_FLOWER = ("client_app", "server_app", "gate", "keys", "serve", "local")
 _lock = threading.Lock()
 _address: list[str] = []  # of the server, once there is one
 _processes: list[subprocess.Popen[bytes]] = []
@@ -210,8 +211,10 @@ def _import_all() -> None:
     import fedloom
     from fedloom.runs.settings import parse
 
+    # Kernels are for a GPU; what needs Flower, an optional extra, is imported by those who need it.
+    others = ("fedloom.__main__", "fedloom.core.lanes.", *(f"fedloom.deploy.{name}" for name in _FLOWER))
     for module in pkgutil.walk_packages(fedloom.__path__, "fedloom."):
-        if not module.name.startswith(("fedloom.__main__", "fedloom.core.lanes.")):  # kernels are for a GPU
+        if not module.name.startswith(others):
             import_module(module.name)
     parse({})
     torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 2))

@@ -91,7 +91,7 @@ def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
                 refuse_other_data(path, prepared)
         history = drive(prepared, folder, Resumption() if begun else None, Lines(say))
     exp = prepared.experiment
-    state = checkpoint.load(path / "checkpoints", begin(exp), RamStore(exp.federation.clients)).state
+    state = checkpoint.load_state(path / "checkpoints", begin(exp), RamStore(exp.federation.clients)).state
     for client, failed in nodes.finish(exp, last_inquiry(exp, state)).items():
         say(f"{contract.nodes[client]}: has not saved its model: {failed.why}")
     return history

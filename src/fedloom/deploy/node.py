@@ -36,6 +36,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.client import evaluate_client, own_model, train_client
 from fedloom.engine.state import Experiment
 from fedloom.runs.folder import read_key, write_key
+from fedloom.runs.models import COLUMNS, COMMON, RECORD, record_of
 from fedloom.trust import noise
 
 AUDIT = "audit.jsonl"
@@ -74,6 +75,7 @@ class Node:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._built: tuple[tuple[Population, int], Experiment, Memory] | None = None
+        self._record: Any = None  # of the model
         self._limit = HEADER
         disk.make_folder(place.folder)
 
@@ -117,7 +119,7 @@ class Node:
         return packed_verdicts(found, {"round": inquiry.round, "name": self._name})
 
     def _finish(self, message: Envelope) -> bytes:
-        """Save the model with which this node predicts; nothing of it is sent."""
+        """Save the model with which this node predicts, so that ``fedloom predict`` finds it; nothing of it is sent."""
         exp, memory = self._end(message)
         inquiry = inquiry_of(exp, message)
         memory.go_to(inquiry.round)
@@ -127,7 +129,12 @@ class Node:
             own = own_model(exp, inquiry, self._place.client, memory.store)
             tensors = exp.task.tensors(own.w[0], own.buffers[0])
         notes = {"algorithm": self._place.contract.config.kinds["algorithm"], "round": str(inquiry.round)}
-        checkpoint.save_model(self._place.folder / "model.safetensors", tensors, notes)
+        folder, recipe = self._place.folder, self._place.contract.form.recipe
+        checkpoint.save_model(folder / COMMON, tensors, notes)
+        record = self._record.model_copy(update={"personal": False, "clients": (self._name,)})
+        disk.write_bytes(folder / RECORD, record.model_dump_json(indent=1).encode())
+        if recipe is not None:
+            disk.write_bytes(folder / COLUMNS, json.dumps(recipe, indent=1).encode())
         return packed(Envelope("finished", {"round": inquiry.round, "name": self._name}, {}))
 
     _kinds = {"hello": _hello, "train": _train, "evaluate": _evaluate, "finish": _finish}  # noqa: RUF012
@@ -149,7 +156,8 @@ class Node:
             raise MessageError(f"'population' should have {len(place.contract.nodes)} nodes")
         run = whole(facts, "run")
         if self._built is None or self._built[0] != (population, run):
-            exp = node_end(place.contract.config, place.own, place.client, population).experiment
+            prepared = node_end(place.contract.config, place.own, place.client, population)
+            exp, self._record = prepared.experiment, record_of(prepared)
             self._limit = order_limit(exp)
             memory = Memory(place.folder / "runs" / str(run), len(population.train))
             self._built = (population, run), exp, memory
