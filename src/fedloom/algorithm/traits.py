@@ -30,6 +30,8 @@ class Traits(NamedTuple):
     distinct: bool = False  # a client must not be drawn twice in a round
     proximal: float = 0.0  # the weight mu of a proximal term in what clients minimise
 
+    classes_only: str = ""  # why the method learns classes and no numbers, after its name; empty: it learns both
+
     # -- what a round costs
     gradients_per_step: float = 1.0  # gradients of one net on one batch; a Hessian-vector product counts as two
     # It is what ``work/gradients`` counts and what a step takes in simulated time. A gradient on a part of a batch

@@ -84,7 +84,7 @@ class FedBE(FedAvg, UsesProxy):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(each_upload=True)
+        return super().traits._replace(each_upload=True, classes_only="averages probabilities of classes")
 
     def bind(self, setup: Setup) -> Self:
         refuse_statistics(setup.task)

@@ -55,7 +55,7 @@ class FedDF(FedAvg, UsesProxy):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(each_upload=True)
+        return super().traits._replace(each_upload=True, classes_only="distils probabilities of classes")
 
     def bind(self, setup: Setup) -> Self:
         refuse_statistics(setup.task)

@@ -71,6 +71,7 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
     @property
     def traits(self) -> Traits:
         return super().traits._replace(
+            classes_only="lets mentor and mentee agree on probabilities of classes",
             served="post_fit",
             distinct=True,
             weighs_examples=False,

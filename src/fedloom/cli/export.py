@@ -31,5 +31,5 @@ def export(
     path = out or run / f"model.{format_}"
     apart = write(models, path, format_)
     takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
-    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: one for each of {', '.join(models.labels)}")
+    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {', '.join(models.labels) or 'the number'}")
     print(f"loaded again, its outputs differ from ours by {apart:.2g} at most")

@@ -68,8 +68,8 @@ def each_by_its_client(models: Predictor, rows: NewRows, client: str | None, ask
 
 def predicted_lines(models: Predictor, rows: NewRows, *, by_client: bool) -> list[list[Any]]:
     """A header, and for each row what it is, its class, and the probability of every class."""
-    chances = models.predict_proba(rows, by_client=by_client)
     words = models.predict(rows, by_client=by_client)
+    chances = [()] * len(words) if models.is_regression else models.predict_proba(rows, by_client=by_client)
     lines: list[list[Any]] = [["row", *rows.beside, "prediction", *(f"p({label})" for label in models.labels)]]
     for index, (word, each) in enumerate(zip(words.tolist(), chances, strict=True)):
         known = [cells[index] for cells in rows.beside.values()]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fedloom import __version__
 from fedloom.cli.ranks import follows
-from fedloom.core.vocabulary import accuracies, headline, is_summarised
+from fedloom.core.vocabulary import accuracies, headline, is_share, is_summarised
 from fedloom.report.words import as_bytes, brief, short, span
 
 if TYPE_CHECKING:
@@ -211,9 +211,14 @@ def _data(prepared: Prepared) -> str:
     parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
     return (
         f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
-        f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} classes each · heterogeneity "
+        f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} {_kinds(prepared)} each · heterogeneity "
         f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
     )
+
+
+def _kinds(prepared: Prepared) -> str:
+    """What rows are told apart by in the partition."""
+    return "classes" if prepared.shared.arrays.target is None else "bins of the target"
 
 
 def _columns(prepared: Prepared) -> list[str]:
@@ -228,7 +233,7 @@ def _sketch(history: History) -> list[str]:
     """The course of the first accuracy in one line of text."""
     frame = history.metrics
     names = accuracies(frame)
-    if not names or len(frame) < 3:
+    if not names or len(frame) < 3 or not is_share(names[0]):
         return []
     values = [v for v in frame[names[0]].tolist() if not math.isnan(v)]
     picked = [values[round(i * (len(values) - 1) / 49)] for i in range(50)] if len(values) > 50 else values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedloom.core.objective import CLASSES, Criterion, row_cross_entropy
 from fedloom.core.vocabulary import lower_is_better
 
 # What is ranked: every score of every class at once, as it is or after a softmax, or each class by itself.
@@ -22,15 +23,19 @@ _RANKED = 1 << 20
 class Scores(NamedTuple):
     """How a model did on some examples, one by one."""
 
-    correct: Tensor  # [B] 1.0 or 0.0; a row of scores that is not finite counts as wrong
+    correct: Tensor  # [B] 1.0 or 0.0; a row of scores that is not finite counts as wrong; of numbers, the error
     loss: Tensor  # [B]
 
 
-def score(logits: Tensor, y: Tensor) -> Scores:
-    """Accuracy and cross-entropy of each example."""
+def score(logits: Tensor, y: Tensor, criterion: Criterion = CLASSES) -> Scores:
+    """Accuracy and loss of each example; of a number that is learned, its absolute error in place of accuracy."""
+    if criterion.regression:
+        error = (logits.squeeze(-1).double() - y.double()).abs() * criterion.unit
+        return Scores(error, criterion.each(logits.double(), y.double()))
     right = (logits.argmax(-1) == y) & logits.isfinite().all(-1)
-    loss = nn.functional.cross_entropy(logits.double(), y, reduction="none")
-    return Scores(right.double(), loss)
+    if criterion.each is row_cross_entropy:
+        return Scores(right.double(), nn.functional.cross_entropy(logits.double(), y, reduction="none"))
+    return Scores(right.double(), criterion.each(logits.double(), y))
 
 
 def auc(variant: Auc, logits: Tensor, y: Tensor, *, owner: Tensor, clients: int) -> Tensor:
@@ -114,7 +119,8 @@ class Verdicts(NamedTuple):
     rows: Tensor  # [K] how many the client has
     correct: Tensor  # [K] how many of them its model got right
     loss: Tensor  # [K] the sum of their losses
-    auc: dict[str, Tensor]  # [K] by variant, NaN where there is none
+    auc: dict[str, Tensor]  # [K] areas by variant and further measures by name, NaN where there is none
+    first: str = "accuracy"  # what ``correct`` sums up: "mae" where numbers are learned
 
     @staticmethod
     def cat(parts: Sequence[Verdicts]) -> Verdicts:
@@ -125,7 +131,7 @@ class Verdicts(NamedTuple):
             return Verdicts(none.long(), none, none, none, {})
         ids, rows, correct, loss = (torch.cat(column) for column in zip(*(part[:4] for part in some), strict=True))
         areas = {name: torch.cat([part.auc[name] for part in some]) for name in some[0].auc}
-        return Verdicts(ids, rows, correct, loss, areas)
+        return Verdicts(ids, rows, correct, loss, areas, some[0].first)
 
 
 def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dict[str, float]:
@@ -144,13 +150,19 @@ def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dic
     each, rows = measured[:, rows > 0], rows[rows > 0]
     accuracy, loss = each[0] / rows, each[1] / rows
     counts = np.isfinite(loss) | shared
-    named = _named(f"{prefix}/accuracy", spread(accuracy, rows, low_is_bad=True))
+    named = _named(f"{prefix}/{found.first}", spread(accuracy, rows, low_is_bad=found.first == "accuracy"))
     named |= _named(f"{prefix}/loss", spread(loss, rows * counts, low_is_bad=False))
     for variant, area in zip(found.auc, each[2:], strict=True):
         known = ~np.isnan(area)
         if known.any():
-            named |= _named(f"{prefix}/auc_{variant}", spread(area, rows * known, low_is_bad=True))
+            name = f"{prefix}/{measure_name(variant)}"
+            named |= _named(name, spread(area, rows * known, low_is_bad=not lower_is_better(name)))
     return named | ({} if counts.all() else {f"{prefix}/diverged": float((~counts).sum())})
+
+
+def measure_name(variant: str) -> str:
+    """The name of a measure beyond accuracy and loss: the variants of AUC are told apart."""
+    return f"auc_{variant}" if variant in get_args(Auc) else variant
 
 
 def _named(name: str, of: Spread) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -89,3 +89,30 @@ def number_measures(predicted: Tensor, y: Tensor) -> dict[str, float]:
     left = gap.square().sum()
     r2 = float(1 - left / spread) if float(spread) > 0 else float("nan")
     return {"mae": float(gap.abs().mean()), "rmse": float(gap.square().mean().sqrt()), "r2": r2}
+
+
+def measured(name: str, outputs: Tensor, y: Tensor, unit: float = 1.0) -> float:
+    """One measure by its name; NaN where it is not defined. ``unit``: of numbers that are learned."""
+    if name in get_args(NumberMeasure):
+        found = number_measures(outputs.squeeze(-1), y)[name]
+        return found if name == "r2" else unit * found
+    probabilities = outputs.double().softmax(1)
+    if name == "auc":
+        return auc_by_class(probabilities, y)
+    if name in ("brier", "ece"):
+        return brier(probabilities, y) if name == "brier" else ece(probabilities, y)
+    table = confusion(y, probabilities.argmax(1), outputs.shape[1])
+    return balanced_accuracy(table) if name == "balanced_accuracy" else f1_macro(table)
+
+
+def measured_by_owner(
+    name: str, outputs: Tensor, y: Tensor, *, owner: Tensor, clients: int, unit: float = 1.0
+) -> Tensor:
+    """A measure of each client, whose rows may lie in any order; NaN where there is none.  ``[clients]``"""
+    out = torch.full((clients,), float("nan"), dtype=torch.float64, device=outputs.device)
+    order = owner.argsort(stable=True)
+    sizes = torch.bincount(owner, minlength=clients).tolist()
+    for client, rows in enumerate(torch.split(order, sizes)):
+        if len(rows) and bool(outputs[rows].isfinite().all()):
+            out[client] = measured(name, outputs[rows], y[rows], unit)
+    return out

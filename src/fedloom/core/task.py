@@ -17,6 +17,7 @@ from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
+from fedloom.core.objective import CLASSES, Criterion
 
 X = TypeVar("X")
 # All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
@@ -81,6 +82,7 @@ class Task:
         _refuse_hidden_state(net)
         _freeze(net, frozen)
         self.lanes, self._shape = lanes, shape
+        self.criterion = CLASSES
         self.precision: Precision = "fp32"
         self.capture: Capture = "eager"
         self._shares: dict[int, float] = {}
@@ -148,6 +150,7 @@ class Task:
         other._train, other._eval = copy.deepcopy(self._train).to(device), copy.deepcopy(self._eval).to(device)
         other._whole = other._eval if self._whole is self._eval else self._whole
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
+        other.criterion = _on(self.criterion, device)
         for name, layer in other._train.named_modules():
             # BatchNorm takes inputs of 16 bits with statistics of 32, which then its parameters have to be, too.
             if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -176,6 +179,12 @@ class Task:
         other._shape, other._shares = (self.linear_head.in_features,), {}
         return other
 
+    def learning(self, criterion: Criterion) -> Task:
+        """The same task with another loss."""
+        other = copy.copy(self)
+        other.criterion = criterion
+        return other
+
     def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
         """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
         out: Tensor = functional_call(self._eval, {**self._unflat(w), **self._unflat_buffers(buffers)}, (x,))
@@ -186,10 +195,9 @@ class Task:
         return self._forward(w, batch)[0]
 
     def loss(self, w: Weights, batch: Batch, *, training: bool = True) -> Tensor:
-        """The mean cross-entropy over the real examples of ``batch``, in training or in evaluation mode."""
+        """The mean loss of the real examples of ``batch``, in training or in evaluation mode."""
         logits = self.logits(w, batch) if training else self.apply(w, batch.x, batch.buffers)
-        # The same as nn.functional.cross_entropy, which vmap takes apart into many more small operations.
-        each = -nn.functional.log_softmax(logits, -1).gather(-1, batch.y[:, None]).squeeze(-1)
+        each = self.criterion.weighted(self.criterion.each(logits, batch.y), batch.y)
         return (each * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
     def loss_and_encoding(self, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -384,6 +392,10 @@ class Task:
             return {}
         parts = zip(self._buffer_names, torch.split(buffers, self._buffer_sizes), self._buffer_shapes, strict=True)
         return {name: part.view(shape) for name, part, shape in parts}
+
+
+def _on(criterion: Criterion, device: torch.device) -> Criterion:
+    return criterion if criterion.weights is None else criterion._replace(weights=criterion.weights.to(device))
 
 
 def _flat(tensors: Any) -> Tensor:

@@ -25,6 +25,14 @@ MEASURES = (
     Measure("auc_micro_logits", "area under the ROC curve of all classes together, scores as they are"),
     Measure("auc_micro_softmax", "the same, scores after a softmax"),
     Measure("auc_macro_present", "mean of the areas under the ROC curves of the classes that a client has"),
+    Measure("auc", "area under the ROC curve, of several classes the mean of each against all others"),
+    Measure("balanced_accuracy", "mean over classes of the share of their rows that are recognised"),
+    Measure("f1_macro", "mean over classes of the F1 score"),
+    Measure("brier", "mean squared distance of the probabilities from the truth", lower=True),
+    Measure("ece", "expected calibration error, in 15 bins", lower=True),
+    Measure("mae", "mean absolute error, in the unit of the target", lower=True),
+    Measure("rmse", "root of the mean squared error, in the unit of the target", lower=True),
+    Measure("r2", "share of the target's variance that is explained"),
     Measure("diverged", "clients whose loss is not finite", lower=True),
     Measure("up", "bytes sent to the server, or by nodes to each other, so far", lower=True),
     Measure("down", "bytes sent by the server so far", lower=True),
@@ -72,6 +80,7 @@ PLACES: Mapping[str, str] = {
 
 SPREAD = {"_mean": "plain mean over clients", "_std": "standard deviation over clients",
           "_worst10": "mean of the worst tenth of the clients"}  # fmt: skip
+_EXTRA = frozenset({"balanced_accuracy", "f1_macro", "auc", "brier", "ece", "mae", "rmse", "r2"})
 _ROOTS = frozenset(place.partition("/")[0] for place in PLACES)
 
 
@@ -108,8 +117,11 @@ def meaning(name: str) -> str:
 
 # -- which ones stand for a run --------------------------------------------------------------------
 def accuracies(names: Iterable[str]) -> list[str]:
-    """The accuracies among these names, in order; the first one stands for the run."""
-    return [name for name in names if leaf(name) == "accuracy" and "/" in name]
+    """The accuracies among these names, in order, or the shares of variance explained, where numbers are learned; the
+    first one stands for the run."""
+    known = [name for name in names if "/" in name]
+    found = [name for name in known if leaf(name) == "accuracy"]
+    return found or [name for name in known if leaf(name) == "r2"]
 
 
 def headline(names: Iterable[str]) -> list[str]:
@@ -117,13 +129,20 @@ def headline(names: Iterable[str]) -> list[str]:
     known = list(names)
     places = [name.rpartition("/")[0] for name in known if name.endswith(("/loss", "/accuracy"))]
     spent = [name for name in known if name.startswith("privacy/")]
-    wanted = [f"{places[0]}/loss", f"{places[0]}/accuracy", *spent] if places else spent
+    first = [f"{places[0]}/{end}" for end in ("loss", "accuracy", "mae", "r2")] if places else []
+    wanted = [*first, *spent]
     return [name for name in wanted if name in known]
 
 
 def is_summarised(name: str) -> bool:
     """Whether the table at the end of a run shows this metric."""
-    return name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/distance"))
+    return name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/mae_worst10", "/distance")) or is_extra(name)
+
+
+def is_extra(name: str) -> bool:
+    """Whether this is a measure that somebody asked for beside accuracy and loss, over all clients."""
+    end = leaf(name)
+    return "/" in name and (end in _EXTRA or (end.startswith("auc_") and not end.endswith(tuple(SPREAD))))
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

@@ -26,10 +26,17 @@ class Arrays(NamedTuple):
     clients: tuple[str, ...] = ()  # the names of these clients
     recipe: Any = None  # data.columns.Recipe: how a table became x
     notes: tuple[str, ...] = ()  # what a user should know about the data
+    target: NDArray[Any] | None = None  # [n] the numbers that are learned, where y are only their bins
+    unit: tuple[float, float] = (0.0, 1.0)  # mean and deviation of the target, by which it was scaled
 
     @property
     def classes(self) -> int:
         return len(self.labels)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs a net needs."""
+        return self.classes if self.target is None else 1
 
     @property
     def shape(self) -> tuple[int, ...]:

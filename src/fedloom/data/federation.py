@@ -83,10 +83,10 @@ def federate(
     std, mean = torch.tensor(arrays.std, dtype=torch.float64), torch.tensor(arrays.mean, dtype=torch.float64)
     return Federation(
         x=torch.from_numpy(np.ascontiguousarray(arrays.x)).to(device),
-        y=torch.from_numpy(arrays.y).to(device),
+        y=torch.from_numpy(arrays.y if arrays.target is None else arrays.target).to(device),
         scale=(1.0 / (unit * std)).float().view(-1, *trailing).to(device),
         shift=(mean / std).float().view(-1, *trailing).to(device),
-        classes=arrays.classes,
+        classes=arrays.outputs,
         train=train,
         test=test,
         common=torch.from_numpy(common).to(device),

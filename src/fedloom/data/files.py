@@ -35,6 +35,11 @@ class Rows(NamedTuple):
     test: NDArray[np.bool_] | None = None  # None: the files do not say
     client: Ints | None = None
     clients: tuple[str, ...] = ()  # their names
+    target: NDArray[np.float64] | None = None  # the labels as numbers, where these are learned
+
+
+# From labels to classes, their names, and the numbers that are learned.
+Decode: TypeAlias = Callable[[NDArray[Any], str, Place], tuple[Ints, tuple[str, ...], NDArray[np.float64] | None]]
 
 
 def default_root() -> Path:
@@ -265,7 +270,7 @@ NPZ_KEYS = ("x", "y", "client", "test")
 NPZ_SPLIT_KEYS = tuple(f"{key}_{split}" for key in ("x", "y", "client") for split in ("train", "test"))
 
 
-def read_npz(path: Path, limit: float = math.inf) -> Rows:
+def read_npz(path: Path, limit: float = math.inf, decode: Decode | None = None) -> Rows:
     """The rows of an npz file: x, y, client, test; or x_train, y_train, x_test, y_test, client_train, client_test.
 
     ``client`` and ``test`` are optional, and so is ``labels``, the names of the classes 0, 1, 2, ... An archive of more
@@ -284,7 +289,7 @@ def read_npz(path: Path, limit: float = math.inf) -> Rows:
         if key not in found:
             raise DataError(f"{path}: has no array '{key}' (it holds {', '.join(found) or 'nothing'})")
     labels = tuple(str(name) for name in np.atleast_1d(found["labels"]).tolist()) if "labels" in found else None
-    return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path))
+    return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path), decode)
 
 
 def npz_arrays(path: Path, limit: float = math.inf) -> dict[str, NDArray[Any]]:
@@ -346,8 +351,12 @@ def rows_of_arrays(
     test: NDArray[Any] | None,
     labels: Sequence[str] | None,
     at: str,
+    decode: Decode | None = None,
 ) -> Rows:
-    """Arrays as a user holds them, as rows; a DataError, placed by ``at``, for what cannot be that."""
+    """Arrays as a user holds them, as rows; a DataError, placed by ``at``, for what cannot be that.
+
+    ``decode`` makes classes of labels, and perhaps numbers, in place of ``coded``.
+    """
     where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
     if x.ndim == 0:
         raise DataError(f"{at}: x must have at least two dimensions [rows, features] (got the single value {x})")
@@ -358,7 +367,10 @@ def rows_of_arrays(
             raise DataError(
                 f"{at}: {name} must have one entry for each of the {len(x)} rows of x (got shape {column.shape}){hint}"
             )
-    if labels is None:
+    target = None
+    if decode is not None:
+        codes, names, target = decode(y.reshape(-1), "label", where)
+    elif labels is None:
         codes, names = coded(y.reshape(-1), "label", where)
     else:
         column, names = _whole_numbers(y.reshape(-1), "label", where), tuple(labels)
@@ -368,7 +380,8 @@ def rows_of_arrays(
             raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {column[row]})")
         codes = column.astype(np.int64)
     holders, clients = (None, ()) if client is None else coded(client.reshape(-1), "client", where)
-    return Rows(examples, codes, names, None if test is None else _flags(test.reshape(-1), where), holders, clients)
+    marked = None if test is None else _flags(test.reshape(-1), where)
+    return Rows(examples, codes, names, marked, holders, clients, target)
 
 
 def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:

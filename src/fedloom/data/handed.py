@@ -54,33 +54,33 @@ def names_clients(data: Any) -> bool:
     return isinstance(data, list) or (isinstance(data, tuple) and len(data) == 3)
 
 
-def from_anything(data: Any, *, name: str = "data", seed: int = 0) -> Arrays:
+def from_anything(data: Any, *, name: str = "data", seed: int = 0, numbers: bool = False) -> Arrays:
     """Data in any of the known forms."""
     if isinstance(data, Arrays):
         return data
     if is_frame(data) or (isinstance(data, Mapping) and "frame" in data):
-        return _from_frame({"frame": data} if is_frame(data) else dict(data), seed)
+        return _from_frame({"frame": data} if is_frame(data) else dict(data), seed, numbers)
     if isinstance(data, Mapping) and {"x", "y"} <= set(data):
-        return _from_keywords(dict(data), name, seed)
+        return _from_keywords(dict(data) | {"numbers": numbers}, name, seed)
     if isinstance(data, Dataset):
-        return from_torch(data, seed=seed)
+        return from_torch(data, seed=seed, numbers=numbers)
     if isinstance(data, tuple) and len(data) in (2, 3):
-        return _from_tuple(data, name, seed)
+        return _from_tuple(data, name, seed, numbers)
     if isinstance(data, Mapping | list) and is_data(data):
         parts = data if isinstance(data, Mapping) else {str(k): part for k, part in enumerate(data)}
-        return _joined(parts, name, seed, split=False)
+        return _joined(parts, name, seed, numbers, split=False)
     raise DataError(f"data '{name}': has the form {type(data).__name__}, and should be one of {FORMS}")
 
 
-def _from_tuple(data: tuple[Any, ...], name: str, seed: int) -> Arrays:
+def _from_tuple(data: tuple[Any, ...], name: str, seed: int, numbers: bool) -> Arrays:
     if len(data) == 2 and all(isinstance(part, Dataset) for part in data):
-        return _joined({"train": data[0], "test": data[1]}, name, seed, split=True)
+        return _joined({"train": data[0], "test": data[1]}, name, seed, numbers, split=True)
     x, y, *client = data
     called = "arrays" if name == "data" else name
-    return from_arrays(x, y, client=client[0] if client else None, name=called, seed=seed)
+    return from_arrays(x, y, client=client[0] if client else None, name=called, seed=seed, numbers=numbers)
 
 
-def _from_frame(given: dict[str, Any], seed: int) -> Arrays:
+def _from_frame(given: dict[str, Any], seed: int, numbers: bool) -> Arrays:
     from fedloom.core.errors import ConfigError
     from fedloom.core.schema import read
 
@@ -88,18 +88,19 @@ def _from_frame(given: dict[str, Any], seed: int) -> Arrays:
     source, faults = read(FrameTable, given, "data")
     if source is None:
         raise ConfigError(faults)
+    source = source.with_numbers() if numbers else source
     return source.arrays_of(table_of_frame(frame, source.wanted), seed)
 
 
 def _from_keywords(given: dict[str, Any], name: str, seed: int) -> Arrays:
-    known = ("x", "y", "client", "test", "labels", "test_fraction", "name", "standardise")
+    known = ("x", "y", "client", "test", "labels", "test_fraction", "name", "standardise", "numbers")
     strangers = [key for key in given if key not in known]
     if strangers:
         raise DataError(f"data '{name}': unknown key '{strangers[0]}' (known: {', '.join(known)})")
     return from_arrays(**{"seed": seed, **given})
 
 
-def _joined(parts: Mapping[str, Any], name: str, seed: int, *, split: bool) -> Arrays:
+def _joined(parts: Mapping[str, Any], name: str, seed: int, numbers: bool, *, split: bool) -> Arrays:
     """Several data sets as one that remembers whose rows are whose: those of clients, or training and test rows."""
     xs: list[NDArray[Any]] = []
     ys: list[Any] = []
@@ -117,7 +118,7 @@ def _joined(parts: Mapping[str, Any], name: str, seed: int, *, split: bool) -> A
         sizes.append(len(x))
     holder = np.repeat(np.array(list(parts)), sizes)
     told: dict[str, Any] = {"test": holder == "test"} if split else {"client": holder}
-    return from_arrays(np.concatenate(xs), ys, name=name, labels=labels, seed=seed, **told)
+    return from_arrays(np.concatenate(xs), ys, name=name, labels=labels, seed=seed, numbers=numbers, **told)
 
 
 def _arrays(part: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -69,7 +69,9 @@ def without(arrays: Arrays, rows: NDArray[np.bool_]) -> Arrays:
     if not rows.any():
         return arrays
     client = None if arrays.client is None else arrays.client[~rows]
-    return arrays._replace(x=arrays.x[~rows], y=arrays.y[~rows], test=arrays.test[~rows], client=client)
+    target = None if arrays.target is None else arrays.target[~rows]
+    rest = arrays._replace(x=arrays.x[~rows], y=arrays.y[~rows], test=arrays.test[~rows])
+    return rest._replace(client=client, target=target)
 
 
 def lacking(proxy: Arrays, rest: Arrays) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
@@ -32,6 +32,7 @@ from fedloom.data.columns import (
 )
 from fedloom.data.files import (
     LAYOUTS,
+    Decode,
     Layout,
     Rows,
     coded,
@@ -48,6 +49,7 @@ from fedloom.data.files import (
 )
 from fedloom.data.published import refuse_changed
 from fedloom.data.table import ColumnChoice, RawTable, read_csv, read_parquet
+from fedloom.data.targets import decoded
 
 TEST_SHARE = 0.2
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # the mean and the std of each channel
@@ -64,6 +66,14 @@ class Source(Kind):
         Literal["default", "half"],
         Field(description="default: the set's own mean and deviation; half: from [0, 1] to [-1, 1]"),
     ] = "default"
+
+    _decode: Decode | None = PrivateAttr(None)
+
+    def with_numbers(self) -> Self:
+        """The same source, whose labels are numbers to be learned."""
+        other = self.model_copy()
+        other._decode = decoded
+        return other
 
     @property
     def name(self) -> str:
@@ -97,7 +107,8 @@ class Source(Kind):
             mean, std = ((0.5,) * rows.x.shape[1],) * 2
         else:
             mean, std = self.scale(rows.x, test)
-        return checked(Arrays(self.name, rows.x, rows.y, test, rows.labels, mean, std, rows.client, rows.clients))
+        found = Arrays(self.name, rows.x, rows.y, test, rows.labels, mean, std, rows.client, rows.clients)
+        return checked(found._replace(target=rows.target))
 
 
 class Undivided(Source):
@@ -280,7 +291,7 @@ class Npz(File):
 
     @override
     def read(self, root: Path) -> Rows:
-        return read_npz(self.place, self.limit)
+        return read_npz(self.place, self.limit, self._decode)
 
 
 class Images(File):
@@ -374,7 +385,8 @@ class Table(File):
     def rows_of(self, table: RawTable) -> Rows:
         """What the named columns say; the features are left to ``arrays_of``."""
         where = table.where
-        y, labels = coded(table.named[self.label], f"label (column '{self.label}')", where)
+        decode = self._decode or (lambda *of: (*coded(*of), None))
+        y, labels, target = decode(table.named[self.label], f"label (column '{self.label}')", where)
         client: Ints | None = None
         clients: tuple[str, ...] = ()
         test = None
@@ -388,7 +400,7 @@ class Table(File):
                 what = f"must be train or test (got {str(parts[row])!r})"
                 raise DataError(f"{where(row)}, column '{self.split}': {what}")
             test = parts == "test"
-        return Rows(np.empty((table.rows, 0), np.float32), y, labels, test, client, clients)
+        return Rows(np.empty((table.rows, 0), np.float32), y, labels, test, client, clients, target)
 
     def arrays_of(self, table: RawTable, seed: int) -> Arrays:
         """The table as a net sees it, prepared by what its training rows teach."""
@@ -400,7 +412,7 @@ class Table(File):
         notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table))
         x = filled_and_scaled(x, recipe, holders)
         found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
-        return checked(found._replace(recipe=recipe, notes=notes))
+        return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
 
     def prepared(self, table: RawTable, rows: Rows, train: NDArray[np.bool_]) -> tuple[Recipe, NDArray[np.float32]]:
         """What becomes of each column, and the features as numbers, before they are filled and scaled."""
@@ -477,19 +489,22 @@ def from_arrays(
     labels: Sequence[str] | None = None,
     test_fraction: float = TEST_SHARE,
     standardise: bool = False,
+    numbers: bool = False,
     seed: int = 0,
 ) -> Arrays:
     """Data from NumPy arrays or torch tensors; if ``test`` is not given, ``test_fraction`` of each class is drawn.
 
     ``labels`` are the names of the classes 0, 1, 2, ...; without them, the distinct values of ``y`` are the
     classes, in sorted order. ``standardise`` gives each feature mean 0 and std 1 over the training rows.
+    ``numbers``: y are numbers to be learned.
     """
     if not 0 <= test_fraction < 1:
         raise DataError(f"data '{name}': test_fraction must lie in [0, 1) (got {test_fraction})")
     holder, marked = (None if column is None else _numpy(column) for column in (client, test))
     if isinstance(y, list | tuple):
         y = words_of(y, "label", lambda row: f"data '{name}', row {row}")
-    rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'")
+    decode = decoded if numbers else None
+    rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'", decode)
     kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
     mean, std = pixel_scale(rows.x, kept)
     if standardise and rows.x.ndim != 2:
@@ -498,7 +513,8 @@ def from_arrays(
         scale = rows.x[~kept].astype(np.float64)
         mean, std = tuple(scale.mean(0).tolist()), tuple(np.where(scale.std(0) > 0, scale.std(0), 1.0).tolist())
     found = Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients)
-    return checked(found._replace(notes=() if standardise else unequal_scales(rows.x, kept)))
+    notes = () if standardise else unequal_scales(rows.x, kept)
+    return checked(found._replace(notes=notes, target=rows.target))
 
 
 def from_torch(
@@ -507,6 +523,7 @@ def from_torch(
     name: str = "dataset",
     labels: Sequence[str] | None = None,
     test_fraction: float = TEST_SHARE,
+    numbers: bool = False,
     seed: int = 0,
 ) -> Arrays:
     """Data from one pass through a torch data set of (x, y) pairs: x a tensor, an array or a PIL image.
@@ -515,7 +532,8 @@ def from_torch(
     """
     x, classes, own = examples_of(dataset, name)
     labels = labels if labels is not None else own
-    return from_arrays(x, classes, name=name, labels=labels, test_fraction=test_fraction, seed=seed)
+    fraction: Any = {"test_fraction": test_fraction, "numbers": numbers}
+    return from_arrays(x, classes, name=name, labels=labels, seed=seed, **fraction)
 
 
 def examples_of(dataset: Dataset[Any], name: str) -> tuple[NDArray[Any], list[Any], list[str] | None]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.core.objective import Objective
 from fedloom.data.arrays import Arrays
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
@@ -109,6 +110,8 @@ def undeployable(config: Config) -> list[Fault]:
         faults.append(Fault("algorithm.kind", "is a method without a server, which `fedloom deploy` does not start"))
     elif not config.algorithm.traits.synchronous:
         faults.append(Fault("algorithm.kind", "has an asynchronous server, of which only simulations exist"))
+    if config.task != Objective():
+        faults.append(Fault("task", "only classification by plain cross-entropy is deployed so far", "leave it out"))
     if not config.algorithm.traits.communicates:
         faults.append(Fault("algorithm.kind", "sends nothing, so there is nothing to deploy", "use fedloom run"))
     if config.system != System():

@@ -29,7 +29,9 @@ from torch.func import grad, grad_and_value, jvp
 
 from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
-from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, score, sum_by
+from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, measure_name, score, sum_by
+from fedloom.core.objective import Criterion
+from fedloom.core.quality import measured_by_owner
 from fedloom.engine.curvature import training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
@@ -99,7 +101,7 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
     found = _common("global/test", exp, model, state.buffers)
     if exp.evaluate.train:
         rows = exp.federation.train.rows.to(exp.device)
-        found |= _means("global/train", rows_scored(exp, model, state.buffers, rows, together=True))
+        found |= _means(exp, "global/train", rows_scored(exp, model, state.buffers, rows, together=True))
     return found | _flatness("global", exp, model, state.buffers)
 
 
@@ -128,7 +130,7 @@ def _flatness(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[st
 
 def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool = False) -> Scores:
     """One model on these rows of the data, chunk by chunk; ``together``: every rank asks the same, and does a part."""
-    return tree.cat([score(*said) for said in _answers(exp, w, buffers, rows, together=together)])
+    return tree.cat([score(*said, exp.task.criterion) for said in _answers(exp, w, buffers, rows, together=together)])
 
 
 def _answers(
@@ -165,10 +167,10 @@ def _chunk(exp: Experiment) -> int:
     return 256 if exp.device.type == "cpu" else 4096
 
 
-def _means(name: str, scores: Scores) -> dict[str, float]:
+def _means(exp: Experiment, name: str, scores: Scores) -> dict[str, float]:
     if not len(scores.loss):
         return {}
-    return {f"{name}/accuracy": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
+    return {f"{name}/{_first(exp)}": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
 
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
@@ -176,9 +178,12 @@ def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str,
     if not len(exp.federation.common):
         return {}
     answers = _answers(exp, w, buffers, exp.federation.common, together=True)
-    owner, scores, said = _scored(exp, (Answers(torch.zeros_like(y), logits, y) for logits, y in answers))
-    areas = {variant: float(auc(variant, *said, owner=owner, clients=1)) for variant in exp.evaluate.auc}
-    return _means(name, scores) | {f"{name}/auc_{v}": area for v, area in areas.items() if not math.isnan(area)}
+    owner, scores, said = _scored(
+        exp, (Answers(torch.zeros_like(y, dtype=torch.int64), logits, y) for logits, y in answers)
+    )
+    more = {measure_name(each): float(_measured(exp, each, said, owner, 1)) for each in exp.measures}
+    found = _means(exp, name, scores)
+    return found | {f"{name}/{each}": value for each, value in more.items() if not math.isnan(value)}
 
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
@@ -228,7 +233,7 @@ def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     if exp.ranks.size == 1:
         return found
     ids = ids.sort().values
-    place, names = torch.searchsorted(ids, found.ids), exp.evaluate.auc
+    place, names = torch.searchsorted(ids, found.ids), exp.measures
     table = torch.zeros(3 + len(names), len(ids), dtype=torch.float64)
     if len(found.ids):
         columns = [torch.ones(len(found.ids)), found.correct, found.loss, *(found.auc[name] for name in names)]
@@ -237,7 +242,9 @@ def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     there = table[0] > 0
     _, correct, loss, *areas = table[:, there]
     ids = ids[there]
-    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)))
+    return Verdicts(
+        ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)), _first(exp)
+    )
 
 
 def evaluate_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) -> Verdicts:
@@ -261,14 +268,26 @@ def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdi
     """The sums of each client, and its areas under the ROC curve where they are asked for."""
     owner, scores, said = _scored(exp, answers)
     correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
-    areas: dict[str, Tensor] = {v: auc(v, *said, owner=owner, clients=len(ids)) for v in exp.evaluate.auc}
-    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas)
+    areas = {name: _measured(exp, name, said, owner, len(ids)) for name in exp.measures}
+    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas, _first(exp))
+
+
+def _first(exp: Experiment) -> str:
+    """What stands in the place of accuracy."""
+    return "mae" if exp.task.criterion.regression else "accuracy"
+
+
+def _measured(exp: Experiment, name: str, said: tuple[Tensor, Tensor], owner: Tensor, clients: int) -> Tensor:
+    """A measure of each client from the answers for its rows.  ``[clients]``"""
+    if name in exp.evaluate.auc:
+        return auc(name, *said, owner=owner, clients=clients)
+    return measured_by_owner(name, *said, owner=owner, clients=clients, unit=exp.task.criterion.unit)
 
 
 def _scored(exp: Experiment, answers: Iterable[Answers]) -> tuple[Tensor, Scores, Any]:
     """The owners of rows and their scores; logits and true classes only where an AUC needs them."""
-    held = bool(exp.evaluate.auc)
-    return tree.cat([(a.owner, score(a.logits, a.y), (a.logits, a.y) if held else ()) for a in answers])
+    held, loss = bool(exp.measures), exp.task.criterion
+    return tree.cat([(a.owner, score(a.logits, a.y, loss), (a.logits, a.y) if held else ()) for a in answers])
 
 
 def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, together: bool = False) -> Iterator[Answers]:
@@ -372,7 +391,7 @@ def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, 
     distance = (float(apart) / len(everyone)) ** 0.5
     buffers = state.buffers[everyone.to(exp.device)].mean(0)
     found = _common("consensus/test", exp, mean.float(), buffers)
-    found |= over_nodes("nodes/test", *tree.cat(scored))
+    found |= over_nodes("nodes/test", exp.task.criterion, *tree.cat(scored))
     found |= {"consensus/distance": distance, "consensus/relative": distance / max(float(mean.norm()), 1e-12)}
     return found | _flatness("consensus", exp, mean.float(), buffers)
 
@@ -399,11 +418,12 @@ def nodes_scored(exp: Experiment, part: ClientModels) -> tuple[Tensor, Tensor]:
     return accuracy, loss
 
 
-def over_nodes(name: str, accuracy: Tensor, loss: Tensor) -> dict[str, float]:
-    """Accuracy and loss over nodes: the mean, and of the accuracy also the lowest and the spread."""
+def over_nodes(name: str, criterion: Criterion, accuracy: Tensor, loss: Tensor) -> dict[str, float]:
+    """Accuracy (or error) and loss over nodes: the mean, and of the accuracy also the lowest and the spread."""
+    first, worst = ("mae", accuracy.max()) if criterion.regression else ("accuracy", accuracy.min())
     return {
-        f"{name}/accuracy": float(accuracy.mean()),
-        f"{name}/accuracy_min": float(accuracy.min()),
-        f"{name}/accuracy_std": float(accuracy.std(correction=0)),
+        f"{name}/{first}": float(accuracy.mean()),
+        f"{name}/{first}_{'max' if criterion.regression else 'min'}": float(worst),
+        f"{name}/{first}_std": float(accuracy.std(correction=0)),
         f"{name}/loss": float(loss.mean()),
     }

@@ -106,7 +106,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         nodes=Nodes(state.nodes.traffic + torch.from_numpy(traffic), away, mixed.mass, mixed.past),
     )
     did = tuple(ClientWork(i, steps[i], 0, late=False) for i in present.drawn.ids.tolist())
-    found = done.scores.named(exp) | _pre_mix(done) | mixed.found | _absent(exp, after.round, offline, dead, away)
+    found = done.scores.named(exp) | _pre_mix(exp, done) | mixed.found | _absent(exp, after.round, offline, dead, away)
     return Round(after, done.excluded, found, did)
 
 
@@ -237,12 +237,12 @@ class NodeRows:
         return self._all
 
 
-def _pre_mix(done: Trained) -> dict[str, float]:
+def _pre_mix(exp: Experiment, done: Trained) -> dict[str, float]:
     """The nodes before they mix."""
     accuracy, loss = done.scored
     if not len(accuracy):
         return {}
-    return over_nodes("nodes/pre_mix/test", accuracy, loss)
+    return over_nodes("nodes/pre_mix/test", exp.task.criterion, accuracy, loss)
 
 
 # -- the exchange ----------------------------------------------------------------------------------

@@ -131,6 +131,12 @@ class Experiment:
         return min(size, self.federation.clients, self.lanes)
 
     @property
+    def measures(self) -> tuple[str, ...]:
+        """What is measured beside accuracy (or error) and loss: variants of AUC, and others by name."""
+        always = ("rmse", "r2") if self.task.criterion.regression else ()
+        return (*self.evaluate.auc, *dict.fromkeys((*always, *self.evaluate.metrics)))
+
+    @property
     def keeps_buffers(self) -> bool:
         """Whether running statistics stay with the clients."""
         return self.buffers == "local" and self.task.buffers0.numel() > 0

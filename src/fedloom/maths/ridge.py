@@ -1,6 +1,6 @@
 """Ridge regression from sums that clients can add up: the statistics, their wire form, and the solve.
 
-Features X come from a frozen body that all clients share; Y are one-hot labels.
+Features X come from a frozen body that all clients share; Y are one-hot labels, or one column of numbers.
 
     client i:  G_i = X_i' X_i,   B_i = X_i' Y_i                     one pass, no gradient
     server:    W = (sum_i G_i + rho I)^-1 sum_i B_i                 the same for every partition, number and order
@@ -39,14 +39,19 @@ class Statistics(NamedTuple):
 
 
 def statistics(x: Tensor, y: Tensor, classes: int, mask: Tensor | None = None) -> Statistics:
-    """The sums of some examples: x ``[..., B, d]``, y ``[..., B]``; rows where ``mask`` is 0 are padding."""
-    labels = torch.arange(classes, device=y.device)
-    onehot = (y[..., None] == labels).double()
+    """The sums of some examples: x ``[..., B, d]``, y ``[..., B]``; rows where ``mask`` is 0 are padding.
+
+    Where y are numbers and not classes, Y is the one column of them, and ``counts`` the number of examples.
+    """
+    if y.is_floating_point():
+        targets, ones = y[..., None].double(), torch.ones_like(y[..., None], dtype=torch.float64)
+    else:
+        targets = ones = (y[..., None] == torch.arange(classes, device=y.device)).double()
     x = x.double()
     if mask is not None:
         padding = (mask == 0)[..., None]
-        x, onehot = x.masked_fill(padding, 0.0), onehot.masked_fill(padding, 0.0)
-    return Statistics(x.mT @ x, x.mT @ onehot, onehot.sum(-2))
+        x, targets, ones = (part.masked_fill(padding, 0.0) for part in (x, targets, ones))
+    return Statistics(x.mT @ x, x.mT @ targets, ones.sum(-2))
 
 
 def no_statistics(features: int, classes: int) -> Statistics:

@@ -45,12 +45,15 @@ class Rescale(nn.Module):
 
 
 class ReadyNet(nn.Module):
-    """``net`` behind the preparation of its inputs: rows of a table as numbers, or images of 0 to 255."""
+    """``net`` behind the preparation of its inputs: rows of a table as numbers, or images of 0 to 255.
 
-    def __init__(self, prepare: nn.Module, net: nn.Module) -> None:
+    ``unit``: the mean and deviation of a number that is learned, in which it is given back.
+    """
+
+    def __init__(self, prepare: nn.Module, net: nn.Module, unit: tuple[float, float] | None = None) -> None:
         super().__init__()
-        self.prepare, self.net = prepare, net
+        self.prepare, self.net, self.unit = prepare, net, unit
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.net(self.prepare(x))
-        return outputs
+        return outputs if self.unit is None else outputs * self.unit[1] + self.unit[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.core.metrics import Verdicts
+from fedloom.core.metrics import Verdicts, measure_name
 from fedloom.data.arrays import Ints
 
 
@@ -54,9 +54,9 @@ def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], meas
 def _scores(measured: Verdicts) -> dict[int, dict[str, float]]:
     """What was measured of each client, by its number."""
     ids, rows, correct, loss = (column.double().cpu().tolist() for column in measured[:4])
-    areas = {f"auc_{name}": area.double().cpu().tolist() for name, area in measured.auc.items()}
+    areas = {measure_name(name): area.double().cpu().tolist() for name, area in measured.auc.items()}
     return {
-        int(client): {"test_rows": int(rows[k]), "accuracy": correct[k] / rows[k], "loss": loss[k] / rows[k]}
+        int(client): {"test_rows": int(rows[k]), measured.first: correct[k] / rows[k], "loss": loss[k] / rows[k]}
         | {name: column[k] for name, column in areas.items()}
         for k, client in enumerate(ids)
         if rows[k]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core.errors import Fault
+from fedloom.core.objective import Objective, loss_faults
 from fedloom.core.optim import Local
+from fedloom.core.quality import NumberMeasure
 from fedloom.core.schema import Spec
 from fedloom.data.partition import Natural, Partition
 from fedloom.engine.clock import System, never_trains
@@ -172,6 +174,32 @@ def some_model_is_evaluated(algorithm: AnyAlgorithm, partition: Partition) -> It
         yield Fault("partition.holdout", why, "set partition.holdout=0.2")
 
 
+def loss_fits(task: Objective) -> Iterable[Fault]:
+    return loss_faults(task)
+
+
+def numbers_can_be_learned(
+    task: Objective, algorithm: AnyAlgorithm, evaluate: Evaluate, corruption: Corruption, privacy: Privacy
+) -> Iterator[Fault]:
+    wrong = [name for name in evaluate.metrics if (name in get_args(NumberMeasure)) != task.is_regression]
+    if wrong:
+        yield Fault("evaluate.metrics", f"'{wrong[0]}' is not a measure of {task.kind}", "leave it out")
+    if not task.is_regression:
+        return
+    if algorithm.traits.classes_only:
+        yield Fault("task.kind", f"{_called(algorithm)} {algorithm.traits.classes_only}", "take another algorithm")
+    if evaluate.auc:
+        yield Fault("evaluate.auc", "is a measure of classes, and numbers are learned", "leave it out")
+    if {"rho", "hessian", "hessian_weights"} & {*evaluate.diagnostics}:
+        yield Fault(
+            "evaluate.diagnostics", f"are about cross-entropy (got {list(evaluate.diagnostics)})", "leave it out"
+        )
+    if corruption != Corruption() and corruption.spoils == "y":
+        yield Fault("corruption.kind", f"'{corruption.kind}' changes classes, and numbers are learned", "take another")
+    if privacy.feature_clip is not None:
+        yield Fault("privacy.feature_clip", "bounds sums over classes, and numbers are learned", "leave it out")
+
+
 # -- trust -----------------------------------------------------------------------------------------
 def corruption_fits(algorithm: AnyAlgorithm, corruption: Corruption) -> Iterable[Fault]:
     return corruption_conflicts(corruption, algorithm)
@@ -219,4 +247,6 @@ RULES: tuple[Callable[..., Iterable[Fault]], ...] = (
     messages_fit_the_network,
     no_topology_with_a_server,
     some_model_is_evaluated,
+    loss_fits,
+    numbers_can_be_learned,
 )

@@ -170,7 +170,7 @@ def _wrap_source(thing: Any, name: str) -> type[Source] | None:
 
         def load(self, root: Path, seed: int) -> Arrays:
             result = _call(thing, dict(self.__pydantic_extra__ or {}), {"root": root, "seed": seed}, "data")
-            return from_anything(result, name=name, seed=seed)
+            return from_anything(result, name=name, seed=seed, numbers=self._decode is not None)
 
     return Own
 

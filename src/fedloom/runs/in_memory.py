@@ -52,9 +52,9 @@ def is_handed_over(data: Any) -> bool:
     return isinstance(data, Arrays | Dataset) or is_data(data)
 
 
-def as_arrays(data: Any, seed: int) -> Arrays | None:
-    """The data itself, where it was handed over."""
-    return from_anything(data, seed=seed) if is_handed_over(data) else None
+def as_arrays(data: Any, seed: int, *, numbers: bool = False) -> Arrays | None:
+    """The data itself, where it was handed over; ``numbers``: its labels are numbers to be learned."""
+    return from_anything(data, seed=seed, numbers=numbers) if is_handed_over(data) else None
 
 
 def section_of(data: Any, partition: Any) -> dict[str, Any]:

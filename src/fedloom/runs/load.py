@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault, nearest
-from fedloom.core.quality import class_measures, confusion
+from fedloom.core.quality import class_measures, confusion, number_measures
 from fedloom.data.columns import Recipe
 from fedloom.data.files import coded_as
 from fedloom.data.new_rows import NewRows, new_rows
+from fedloom.data.targets import numbers_in
 from fedloom.models.net import NetSpec
 from fedloom.models.ready import FillAndScale, ReadyNet, Rescale
 from fedloom.runs.folder import verify
@@ -58,6 +59,11 @@ class Predictor:
     def labels(self) -> tuple[str, ...]:
         """The classes, in the order of the probabilities."""
         return self._record.labels
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the run learned a number."""
+        return self._record.task == "regression"
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -101,17 +107,25 @@ class Predictor:
 
     def __repr__(self) -> str:
         whose = f"client '{self._chosen}'" if self._chosen is not None else "the common model"
-        what = f"{len(self.labels)} classes, {len(self.clients)} clients"
+        what = f"{'a number' if self.is_regression else f'{len(self.labels)} classes'}, {len(self.clients)} clients"
         return f"<Predictor of {whose}: {self._record.algorithm} on {self._record.data}, {what}>"
 
     # -- predicting ------------------------------------------------------------------------------
     def predict(self, data: Any, *, by_client: bool = False) -> NDArray[Any]:
-        """The class of each row; numbers where all classes are whole numbers. ``by_client``: as the table says."""
+        """The class of each row; numbers where all classes are whole numbers. ``by_client``: as the table says.
+
+        Where the run learned a number, that number.
+        """
+        if self.is_regression:
+            values: NDArray[np.float64] = self.outputs(self.rows(data), by_client=by_client).squeeze(1).double().numpy()
+            return values
         best = self.outputs(self.rows(data), by_client=by_client).argmax(1).numpy()
         return _as_values(self.labels).take(best)
 
     def predict_proba(self, data: Any, *, by_client: bool = False) -> NDArray[np.float64]:
         """The probability of each class in each row.  ``[rows, classes]``"""
+        if self.is_regression:
+            raise DataError("the run learned a number, which has no probabilities (use predict)")
         chances: NDArray[np.float64] = self.outputs(self.rows(data), by_client=by_client).double().softmax(1).numpy()
         return chances
 
@@ -120,6 +134,8 @@ class Predictor:
         rows = self.rows(data)
         truth = self._truth(rows, y)
         logits = self.outputs(rows, by_client=by_client)
+        if self.is_regression:
+            return {"rows": len(truth), **number_measures(logits.squeeze(1), truth)}
         predicted = logits.argmax(1)
         found: dict[str, Any] = {
             "rows": len(truth),
@@ -145,7 +161,7 @@ class Predictor:
         strangers = sorted({name for name in rows.clients if name not in self.clients})
         if strangers:
             raise DataError(f"{rows.at}: clients that the run does not know: {', '.join(strangers[:10])}")
-        out = torch.empty(len(x), len(self.labels))
+        out = torch.empty(len(x), len(self.labels) or 1)
         holders = np.array(rows.clients, dtype=object)
         for name in dict.fromkeys(rows.clients):
             mine = torch.from_numpy(holders == name)
@@ -161,13 +177,15 @@ class Predictor:
     def _forward(self, net: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             parts = [net(part) for part in torch.split(x, _CHUNK)]
-        return torch.cat(parts) if parts else torch.zeros(0, len(self.labels))
+        return torch.cat(parts) if parts else torch.zeros(0, len(self.labels) or 1)
 
     def _truth(self, rows: NewRows, y: Any) -> Tensor:
         given = np.asarray(y) if y is not None else rows.y
         if given is None:
             column = f"no column '{self._recipe.label}'" if self._recipe is not None else "no array 'y'"
             raise DataError(f"{rows.at}: has {column}, so there is nothing to compare with")
+        if self.is_regression:
+            return torch.from_numpy(numbers_in(given.reshape(-1), "label", rows.where))
         return torch.from_numpy(coded_as(given, self.labels, "label", rows.where))
 
     # -- nets ------------------------------------------------------------------------------------
@@ -175,7 +193,9 @@ class Predictor:
         if name not in self._made:
             net = copy.deepcopy(self._net)
             _fill(net, self._tensors(name))
-            self._made = {name: ReadyNet(self._preparation(name), net).eval()}  # one at a time: there may be many
+            self._made = {
+                name: ReadyNet(self._preparation(name), net, self._record.unit).eval()
+            }  # one at a time: there may be many
         return self._made[name]
 
     def _preparation(self, name: str | None) -> nn.Module:
@@ -275,6 +295,6 @@ def _net(record: ModelRecord, *, trust: bool) -> nn.Module:
     if trust:
         usercode.vouch(table)
     model: NetSpec = net_spec_of(table)
-    if not record.labels:
+    if not record.labels and record.task == "classification":
         raise ConfigError([Fault(RECORD, "names no classes")])
-    return model.model_copy(update={"weights": ""}).net(record.shape, len(record.labels))
+    return model.model_copy(update={"weights": ""}).net(record.shape, len(record.labels) or 1)

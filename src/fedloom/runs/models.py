@@ -39,7 +39,8 @@ class ModelRecord(BaseModel):
     task: Literal["classification", "regression"] = "classification"
     model: dict[str, Any]  # the settings of the net
     shape: tuple[int, ...]  # of one input
-    labels: tuple[str, ...]  # the classes in order
+    labels: tuple[str, ...]  # the classes in order; none where a number is learned
+    unit: tuple[float, float] | None = None  # of a number that is learned: its mean and deviation
     clients: tuple[str, ...]  # in order
     scale: tuple[float, ...]  # inputs are multiplied by it, for each channel
     shift: tuple[float, ...]  # and this is subtracted
@@ -59,7 +60,9 @@ def record_of(prepared: Prepared) -> ModelRecord:
         algorithm=config.kinds["algorithm"],
         model=as_table(config)["model"],
         shape=arrays.shape,
-        labels=arrays.labels,
+        task=config.task.kind,
+        labels=arrays.labels if arrays.target is None else (),
+        unit=None if arrays.target is None else arrays.unit,
         clients=shared.names,
         scale=scale,
         shift=shift,

@@ -18,11 +18,13 @@ from fedloom.algorithm.capabilities import lane_size, needs_proxy
 from fedloom.algorithm.contract import AnyAlgorithm
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.core.objective import criterion_of
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
 from fedloom.data.partition import Natural, PartitionSummary, fingerprint, held_out_rows, summary
 from fedloom.data.proxy import lacking, without
+from fedloom.data.targets import looks_like_numbers, with_unit
 from fedloom.engine.clock import check_clients
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
 from fedloom.engine.plan import amounts
@@ -94,9 +96,10 @@ class Shared(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """What a run folder says of its partition."""
+        a = self.arrays
         return {
             "sha256": fingerprint(self.owner, self.held_out),
-            "data_sha256": _digest((self.arrays.x, self.arrays.y, self.arrays.test)),
+            "data_sha256": _digest((a.x, a.y, a.test, *([] if a.target is None else [a.target]))),
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
             **({"clients": self.clients, "rows": len(self.owner)} if self.elsewhere else self.summary()._asdict()),
@@ -123,7 +126,8 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     """Load the data (unless it is given) and partition it."""
     seed, partition = config.basics.seed, config.partition
     if arrays is None:
-        arrays = config.data.load(root, seed)
+        arrays = (config.data.with_numbers() if config.task.is_regression else config.data).load(root, seed)
+    arrays = _of_the_task(config, arrays)
     own = config.proxy.rows(arrays, needs_proxy(config.algorithm), rng.stream(seed, "proxy"))
     proxy, arrays = without(arrays, ~own), without(arrays, own)
     train = ~arrays.test
@@ -147,6 +151,20 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
         bad,
         config.corruption.kind if bad else "",
     )
+
+
+def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
+    """The data as the task needs it: numbers to be learned in their unit, or classes that are classes."""
+    if config.task.is_regression:
+        if arrays.target is None:
+            what = f"'{arrays.name}' has classes, and no numbers to be learned"
+            raise ConfigError([Fault("task.kind", what, "leave it at classification")])
+        return with_unit(arrays)
+    why = "" if "kind" in config.task.model_fields_set else looks_like_numbers(arrays)
+    if why:
+        fix = "to learn numbers: task=regression; if they are classes: task=classification"
+        raise ConfigError([Fault("data", f"'{arrays.name}': {why}", fix)])
+    return arrays
 
 
 def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
@@ -230,7 +248,10 @@ def run_device(config: Config) -> torch.device:
 
 def _world(config: Config, shared: Shared, federation: Federation) -> World:
     """Data and net; of a net whose body is frozen the head alone, and features instead of examples."""
-    task, held = initial_task(config.model, shared.arrays, config.basics.seed), _held(shared.proxy, federation)
+    arrays = shared.arrays
+    loss = criterion_of(config.task, shared.labels, arrays.outputs, arrays.unit[1])
+    task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
+    held = _held(shared.proxy, federation)
     if not has_fixed_features(task, federation):
         return World(task, federation, held, [])
     wide = task.linear_head.in_features
@@ -271,7 +292,8 @@ def _held(proxy: Arrays, federation: Federation) -> Held | None:
     """The server's own examples, as clients' are: normalised, on the device."""
     if not len(proxy.y):
         return None
-    x, y = torch.from_numpy(proxy.x).to(federation.x.device), torch.from_numpy(proxy.y).to(federation.x.device)
+    device, truth = federation.x.device, proxy.y if proxy.target is None else proxy.target
+    x, y = torch.from_numpy(proxy.x).to(device), torch.from_numpy(truth).to(device)
     return Held(*federation._replace(x=x, y=y).examples(torch.arange(len(y), device=x.device)))
 
 
@@ -302,7 +324,7 @@ def initial_task(model: NetSpec, arrays: Arrays, seed: int, *node: int) -> Task:
     """The net with the initial parameters of this seed, or of a node; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init", *node).integers(1 << 62)))
-        return model.task(arrays.shape, arrays.classes)
+        return model.task(arrays.shape, arrays.outputs)
 
 
 def pick_device(name: str) -> torch.device:

@@ -59,7 +59,8 @@ def resume(
             config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)
             refuse_other_noise(path, config)
             key = key_of(path, config)
-        root, arrays = Path(data_root) if data_root is not None else default_root(), as_arrays(data, config.basics.seed)
+        root = Path(data_root) if data_root is not None else default_root()
+        arrays = as_arrays(data, config.basics.seed, numbers=config.task.is_regression)
         prepared = prepare_on_ranks(config, root, arrays, key)
         if forget:
             with ranks.agreed():

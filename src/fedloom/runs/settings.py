@@ -21,6 +21,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, phases_of, warnings_of
 from fedloom.core.errors import ConfigError, DataError, Fault, nearest
+from fedloom.core.objective import Objective
 from fedloom.core.optim import Local
 from fedloom.core.schema import Spec, other_than, read, when, without_effect
 from fedloom.core.task import Precision
@@ -98,6 +99,7 @@ class Config(NamedTuple):
     corruption: Corruption
     aggregation: Aggregation
     privacy: Privacy
+    task: Objective
     topology: Topology | None
     kinds: dict[str, str]  # the name by which each chosen thing was called
     notes: tuple[str, ...] = ()  # what was left out, in words
@@ -114,6 +116,7 @@ SECTIONS: dict[str, type[Spec]] = {
     "corruption": Corruption,
     "aggregation": Aggregation,
     "privacy": Privacy,
+    "task": Objective,
 }
 
 
@@ -214,6 +217,7 @@ def _section(
 ) -> tuple[Spec | None, list[Fault]]:
     """A section that is not chosen by name."""
     given = with_defaults(section, table.get(section, {}), algorithm)
+    given = {"kind": given} if section == "task" and isinstance(given, str) else given
     if not isinstance(given, Mapping):
         return None, [Fault(section, f"should be a table of settings (got {given!r})")]
     return read(cls, given, section)
@@ -419,9 +423,11 @@ def as_hashed(config: Config) -> dict[str, Any]:
     table = as_table(config)
     for section in ("checkpoint", "name"):
         table.pop(section, None)
-    for section in ("corruption", "aggregation", "privacy"):  # which do nothing unless they are asked to
+    for section in ("corruption", "aggregation", "privacy", "task"):  # which do nothing unless they are asked to
         if getattr(config, section) == SECTIONS[section]():
             table.pop(section, None)
     table["engine"].pop("store")
+    if not config.evaluate.metrics:  # which came later: what was computed before keeps its name
+        table["evaluate"].pop("metrics", None)
     table["data"].pop("limit_gb", None)
     return table

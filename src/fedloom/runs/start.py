@@ -48,7 +48,7 @@ def run(
     if isinstance(table["algorithm"], Algorithm):
         usercode.adopt(name_of(type(table["algorithm"])))
     config, folder = parse(table), Path(out) if out is not None else None
-    arrays = as_arrays(data, config.basics.seed)
+    arrays = as_arrays(data, config.basics.seed, numbers=config.task.is_regression)
     history = start(
         config,
         out=folder,

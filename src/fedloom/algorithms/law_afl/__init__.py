@@ -263,7 +263,9 @@ class LawAFL(
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(each_upload=True, distinct=True)
+        return super().traits._replace(
+            each_upload=True, distinct=True, classes_only="weighs clients by how well they tell classes apart"
+        )
 
     def bind(self, setup: Setup) -> Self:
         bound, task = super().bind(setup), setup.task

@@ -1,0 +1,117 @@
+"""What is learned: the section [task], and the loss of each row that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+from torch.nn.functional import huber_loss, log_softmax
+
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import Spec, when
+
+RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (outputs [B, C], y [B]) -> [B]
+LOSSES = {"classification": ("cross_entropy",), "regression": ("mse", "huber")}
+
+
+class Objective(Spec):
+    """What is learned from the data, and what training makes small."""
+
+    kind: Literal["classification", "regression"] = Field(
+        "classification", description="classification: the label is a class; regression: it is a number"
+    )
+    loss: str = Field(
+        "auto",
+        description="cross_entropy for classes, mse or huber for numbers, or your own as file.py:function, which is "
+        "given outputs [B, C] and y [B] and returns the loss of each row [B]; auto: the first of these",
+    )
+    delta: Annotated[PositiveFloat, when(loss="huber")] = Field(
+        1.0, description="errors above it, in deviations of the target, count linearly"
+    )
+    class_weights: Annotated[Literal["none", "balanced"], when(kind="classification")] = Field(
+        "none",
+        description="balanced: the loss of a row counts by how rare its class is among all training rows: n / (C n_c)",
+    )
+
+    @property
+    def is_regression(self) -> bool:
+        return self.kind == "regression"
+
+
+class Criterion(NamedTuple):
+    """The loss of rows, and what is needed to read the outputs of a net."""
+
+    each: RowLoss
+    weights: Tensor | None = None  # [C] how much a row of each class counts in training
+    regression: bool = False
+    unit: float = 1.0  # of a number that is learned: its deviation over the training rows
+
+    def weighted(self, loss: Tensor, y: Tensor) -> Tensor:
+        """The losses of rows as they count in training.  ``[B]``"""
+        return loss if self.weights is None else loss * self.weights[y]
+
+
+def row_cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    """The same as nn.functional.cross_entropy, which vmap takes apart into many more small operations.  ``[B]``"""
+    return -log_softmax(outputs, -1).gather(-1, y[:, None]).squeeze(-1)
+
+
+def row_squared_error(outputs: Tensor, y: Tensor) -> Tensor:
+    """``[B]``"""
+    return (outputs.squeeze(-1) - y).square()
+
+
+CLASSES = Criterion(row_cross_entropy)
+
+
+def criterion_of(task: Objective, y: NDArray[np.int64], classes: int, unit: float = 1.0) -> Criterion:
+    """The loss that the settings ask for; ``y``: the classes of all training rows."""
+    weights = None
+    if task.class_weights == "balanced" and not task.is_regression:
+        counts = np.bincount(y, minlength=classes)
+        weights = torch.tensor(len(y) / (max(1, (counts > 0).sum()) * np.maximum(counts, 1)), dtype=torch.float32)
+    return Criterion(_row_loss(task, classes), weights, task.is_regression, unit)
+
+
+def _row_loss(task: Objective, outputs: int) -> RowLoss:
+    name = LOSSES[task.kind][0] if task.loss == "auto" else task.loss
+    if name == "cross_entropy":
+        return row_cross_entropy
+    if name == "mse":
+        return row_squared_error
+    if name == "huber":
+        return lambda out, y: huber_loss(out.squeeze(-1), y, reduction="none", delta=task.delta)
+    return _own_loss(name, outputs, regression=task.is_regression)
+
+
+def _own_loss(name: str, outputs: int, *, regression: bool) -> RowLoss:
+    """The user's function, once it has turned out to give a loss for each row."""
+    found = usercode.load_code(name, "task.loss")
+    y = torch.zeros(2) if regression else torch.zeros(2, dtype=torch.int64)
+    try:
+        shape = tuple(found(torch.zeros(2, outputs), y).shape)
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            [Fault("task.loss", f"'{name}' fails on outputs [2, {outputs}] and y [2]: {first}")]
+        ) from error
+    if shape != (2,):
+        what = f"'{name}' should return one loss for each row (got the shape {list(shape)} for 2 rows)"
+        raise ConfigError([Fault("task.loss", what, "leave out the mean, as with reduction='none'")])
+    own: RowLoss = found
+    return own
+
+
+def loss_faults(task: Objective) -> list[Fault]:
+    """What is wrong with the name of the loss."""
+    if task.loss in ("auto", *LOSSES[task.kind]) or usercode.is_reference(task.loss):
+        return []
+    other = next((kind for kind, names in LOSSES.items() if task.loss in names), None)
+    fix = f"it is for {other}" if other else f"one of {', '.join(LOSSES[task.kind])}, or file.py:function"
+    return [Fault("task.loss", f"there is no loss '{task.loss}' for {task.kind}", fix)]

@@ -1,0 +1,112 @@
+"""What is learned: numbers, classes that are rare, and losses of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.runs.find import algorithms
+from fedloom.runs.settings import as_hashed, parse
+
+pytestmark = pytest.mark.slow
+
+FEW: dict[str, Any] = {"rounds": 2, "partition": {"clients": 4}, "model": {"kind": "mlp", "widths": [4]}}
+
+
+def numbers(n: int = 120) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A number that is nearly linear in the features, far from 0 and in a unit of its own."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, 5)).astype(np.float32)
+    return x, 300 + 40 * (x @ [1.0, -2.0, 0.5, 0.0, 1.0]) + rng.normal(size=n)
+
+
+@pytest.mark.parametrize("kind", sorted(algorithms(own=False)))
+def test_every_method_learns_numbers_or_says_why_not(kind: str, tmp_path: Path) -> None:
+    data = numbers()
+    if kind in ("fedkd", "fedbe", "feddf", "law_afl"):
+        with pytest.raises(ConfigError, match=r"task\.kind: .* classes"):
+            fedloom.run(kind, data=data, task="regression", **FEW)
+        return
+    done = fedloom.run(kind, data=data, task="regression", out=tmp_path / "r", **FEW)
+    last = done.records[-1]
+    place = next(name.removesuffix("/r2") for name in last if name.endswith("/r2"))
+    assert last[f"{place}/rmse"] >= last[f"{place}/mae"] > 0
+    assert not [name for name in last if "accuracy" in name]
+    models = fedloom.load(tmp_path / "r")
+    said = models.client("0") if not models.has_common_model else models
+    assert 0 < said.predict(data[0]).mean() < 600  # in the unit of the target
+
+
+def test_a_linear_number_is_learned_in_its_unit(tmp_path: Path) -> None:
+    x, y = numbers(400)
+    settings = {"partition": {"clients": 4}, "model": "logistic", "rounds": 1, "task": "regression"}
+    exact = fedloom.run("analytic", data=(x, y), cohort={"sampling": "all"}, out=tmp_path / "a", **settings)
+    assert exact.records[-1]["global/test/r2"] > 0.99  # all but the ridge
+    models = fedloom.load(tmp_path / "a")
+    assert np.abs(models.predict(x) - y).mean() < 0.1 * y.std()
+    assert models.evaluate(x, y)["r2"] > 0.99
+    with torch.no_grad():
+        assert np.allclose(models.module(torch.from_numpy(x)).squeeze(1), models.predict(x))
+    with pytest.raises(DataError, match="no probabilities"):
+        models.predict_proba(x)
+    huber = fedloom.run(data=(x, y), **{**settings, "rounds": 15, "task": {"kind": "regression", "loss": "huber"}})
+    assert huber.records[-1]["global/test/r2"] > 0.9
+
+
+def test_numbers_that_look_like_classes_are_refused() -> None:
+    x, y = numbers()
+    with pytest.raises(ConfigError, match=r"different numbers in 120 rows.*task=regression"):
+        fedloom.run(data=(x, y.round()), **FEW)
+    with pytest.raises(ConfigError, match="has classes, and no numbers"):
+        fedloom.run(task="regression", **FEW)
+    wrong = {"task": {"kind": "regression", "loss": "cross_entropy"}, "evaluate": {"auc": ["macro_present"]}}
+    with pytest.raises(ConfigError) as error:
+        fedloom.run(data=(x, y), **FEW, **wrong)
+    assert "it is for classification" in str(error.value)
+    assert "evaluate.auc" in str(error.value)
+    assert as_hashed(parse({})) == as_hashed(parse({"task": "classification"}))  # old results keep their names
+
+
+def rare(n: int = 600) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    y = (rng.random(n) < 0.08).astype(int)
+    return (rng.normal(size=(n, 3)) + 1.2 * y[:, None]).astype(np.float32), y
+
+
+def test_weights_help_rare_classes_and_what_was_asked_for_is_shown(tmp_path: Path) -> None:
+    asked = ["balanced_accuracy", "f1_macro", "auc", "brier", "ece"]
+    few = {"rounds": 8, "partition": {"kind": "iid", "clients": 4}, "model": "logistic", "local": {"lr": 0.1}}
+    few |= {"data": rare(), "evaluate": {"metrics": asked}}
+    plain = fedloom.run(**few, out=tmp_path / "p")
+    even = fedloom.run(task={"class_weights": "balanced"}, **few)
+    for place in ("global/test", "personal/pre_fit/test"):
+        assert {f"{place}/{name}" for name in asked} <= set(plain.records[-1])
+    name = "global/test/balanced_accuracy"
+    assert even.records[-1][name] > plain.records[-1][name] + 0.1
+    x, y = rare()
+    found = fedloom.load(tmp_path / "p").evaluate(x, y)
+    assert np.array(found["confusion"]).sum() == len(y)
+    assert "auc" in (tmp_path / "p" / "clients.csv").read_text().splitlines()[0]
+    assert len(plain.plot().axes) == 6
+
+
+def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "import torch\n\ndef focal(outputs, y):\n"
+        "    p = torch.log_softmax(outputs, -1).gather(-1, y[:, None]).squeeze(-1)\n"
+        "    return -((1 - p.exp()) ** 2) * p\n\ndef mean(outputs, y):\n    return focal(outputs, y).mean()\n"
+    )
+    few = {"rounds": 2, "partition": {"clients": 4}, "model": "logistic", "data": rare()}
+    own, plain = fedloom.run(task={"loss": "mine.py:focal"}, **few), fedloom.run(**few)
+    assert own.records[-1]["global/test/loss"] < plain.records[-1]["global/test/loss"]
+    with pytest.raises(ConfigError, match="one loss for each row"):
+        fedloom.run(task={"loss": "mine.py:mean"}, **few)
+    with pytest.raises(ConfigError, match="there is no loss 'focal'"):
+        fedloom.run(task={"loss": "focal"}, **few)
