@@ -1,4 +1,4 @@
-"""Names of an earlier contract, and what they are now: an algorithm of one's own must not be ignored in silence."""
+"""Names of an earlier contract, and what they are now: an algorithm of one's own must not be ignored silently."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def check(
     json_: Json = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Put an algorithm, yours or ours, to the laws that every algorithm here obeys."""
+    """Test an algorithm against the laws that every method obeys."""
     from fedloom.core import usercode
     from fedloom.engine import laws
     from fedloom.runs.find import find_algorithm

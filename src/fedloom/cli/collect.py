@@ -48,10 +48,10 @@ def collect(
     no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
-    """Gather the finished cells of comparisons as small JSON files, and draw tables and curves from them.
+    """Keep finished cells as small files; make tables from them.
 
-    Nothing is trained. Cells of several machines and days meet by the hash of their settings. Without --out the results
-    of experiments/PAPER/RECIPE.toml go to results/PAPER/RECIPE.
+    Nothing is trained. Cells of several machines and days are matched by the hash of their settings. Without
+    --out the results of experiments/PAPER/RECIPE.toml go to results/PAPER/RECIPE.
     """
     from fedloom.compare.sources import look
 

@@ -64,7 +64,9 @@ def compare(
     no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
-    """Compare algorithms over seeds, and over a grid of settings; the same command goes on after an interruption.
+    """Compare algorithms over seeds and a grid of settings.
+
+    After an interruption, repeat the command to resume.
 
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
     """

@@ -32,8 +32,11 @@ def list_(data_root: Root = None, json_: Json = False) -> None:
 
 
 @app.command("get")
-def get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
-    """Download a data set from its publisher, checked, and resumed where it broke off."""
+def get(name: Annotated[str, typer.Argument(help="As fedloom data list has it.")], data_root: Root = None) -> None:
+    """Download a data set from its publisher, and verify it.
+
+    A download that was interrupted is resumed.
+    """
     from fedloom.data import download
     from fedloom.data.files import default_root
 
@@ -56,11 +59,11 @@ def get(name: Annotated[str, typer.Argument()], data_root: Root = None) -> None:
 
 @app.command("import")
 def import_(
-    name: Annotated[str, typer.Argument()],
+    name: Annotated[str, typer.Argument(help="As fedloom data list has it.")],
     directory: Annotated[Path, typer.Argument(help="The folder with the publisher's files.")],
     data_root: Root = None,
 ) -> None:
-    """Take a data set from files that are already on this machine."""
+    """Import a data set from files on this machine."""
     from fedloom.data import download
     from fedloom.data.files import default_root
 

@@ -26,7 +26,9 @@ def describe(
     json_: Json = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Say what something is: its paper and pseudo-code, its settings with bounds and defaults, what it costs.
+    """Show paper, pseudo-code, settings and costs of a method.
+
+    Data sets, models, partitions and so on have pages, too.
 
     The word topology and a kind measure a network: fedloom describe topology ring nodes=16 --out ring.png
     """

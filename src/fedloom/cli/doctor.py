@@ -15,7 +15,7 @@ from fedloom import __version__
 
 
 def doctor() -> None:
-    """Check this machine: versions, devices, data, and one real round of training."""
+    """Check this machine: versions, devices, data, a short run."""
     failed = 0
     for finding in findings():
         failed += not finding.ok

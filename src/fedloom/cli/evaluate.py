@@ -21,7 +21,10 @@ def evaluate(
     trust: Trust = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Evaluate the models of a run on rows whose classes are known, in the column of the run's label."""
+    """Evaluate the models of a run on labelled rows.
+
+    The labels are in the column that the run was trained on.
+    """
     refuse_user_code(no_user_code)
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)

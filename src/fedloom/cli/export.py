@@ -22,7 +22,10 @@ def export(
     trust: Trust = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Write a model as one file that needs no fedloom; it is loaded again, and its outputs are compared with ours."""
+    """Export a model as one file that needs no fedloom.
+
+    The file is loaded again, and its outputs are compared with ours.
+    """
     from fedloom.runs.export import export as write
 
     refuse_user_code(no_user_code)

@@ -14,11 +14,14 @@ from fedloom.cli.options import Json
 
 def list_(
     family: Annotated[
-        Literal["algorithms", "optimizers", "datasets", "partitions", "models", "topologies"], typer.Argument()
+        Literal["algorithms", "optimizers", "datasets", "partitions", "models", "topologies"],
+        typer.Argument(
+            metavar="FAMILY", help="One of: algorithms, optimizers, datasets, partitions, models, topologies."
+        ),
     ],
     json_: Json = False,
 ) -> None:
-    """List what there is: algorithms, optimizers, datasets, partitions, models or topologies."""
+    """List algorithms, data sets, models and more by name."""
     from fedloom.runs import catalogue
 
     found = catalogue.entries(family)

@@ -29,17 +29,19 @@ from fedloom.cli import (
     show,
 )
 from fedloom.cli import list as listing
+from fedloom.cli.help import repair
 from fedloom.cli.ranks import follows
 from fedloom.cli.startup import wait_passively
 from fedloom.core.errors import FedloomError
 from fedloom.runs.launch import follow_parent
 
+repair()
 app = typer.Typer(
     name="fedloom",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.command()(run.run)
 app.command()(resume.resume)
@@ -69,6 +71,8 @@ def main() -> None:
         sys.exit(130)
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption):
+            _advise_setting(error.option_name)
         sys.exit(error.exit_code)
     except FedloomError as error:
         if not follows():  # rank 0 speaks for all
@@ -88,6 +92,18 @@ def main() -> None:
         print(_advice(error), file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _advise_setting(option: str) -> None:
+    """Say how a setting is written that was given as an option, such as ``--rounds 5``."""
+    from fedloom.runs.settings import full_name
+
+    meant = full_name(option.lstrip("-").replace("-", "_"))
+    if meant:
+        words = [*sys.argv, "VALUE"]
+        at = next(i for i, word in enumerate(words) if word.startswith(option))
+        value = words[at].partition("=")[2] or words[at + 1]
+        print(f"settings are written KEY=VALUE, as in {meant}={value}", file=sys.stderr)
 
 
 def _advice(error: Exception) -> str:

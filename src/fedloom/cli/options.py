@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from fedloom.core.errors import ConfigError, Fault
 
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where data sets lie (or set FEDLOOM_DATA).")]
+Root = Annotated[Path | None, typer.Option("--data-root", help="The folder of data sets (or set FEDLOOM_DATA).")]
 ResultFolders = Annotated[
     list[Path], typer.Argument(metavar="RUN|COMPARISON|FOLDER...", help="Runs, comparisons, or a folder of them.")
 ]
@@ -20,11 +21,11 @@ Ranks = Annotated[
     typer.Option(
         "--ranks",
         metavar="N|auto",
-        help="Share out the clients over N processes on this machine; auto: one for each core, or GPU.",
+        help="Split the clients of a round among N processes on this machine; auto: one for each core, or GPU.",
     ),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code that the file or folder names, though you have not run it before.")
+    bool, typer.Option("--trust", help="Run code that the file or folder names, even if you have not run it before.")
 ]
 NoUserCode = Annotated[
     bool, typer.Option("--no-user-code", help="Refuse all code but fedloom's own (or set FEDLOOM_NO_USER_CODE=1).")
@@ -47,10 +48,24 @@ def refuse_user_code(wanted: bool) -> None:
 
 def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     """The experiment file among the words of a command line, and the settings."""
+    together = re.sub(r" *= *", "=", " ".join(words))
+    if any(word.startswith("=") for word in words[1:]):
+        raise ConfigError([Fault(" ".join(words), "settings are written without spaces", f"write {together}")])
     files = [w for w in words if "=" not in w]
+    for word in files:
+        if not word.endswith(".toml") and not Path(word).exists():
+            raise ConfigError([Fault(word, "no such experiment file", _setting_meant(word))])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second experiment file", "settings are written key=value")])
     return (Path(files[0]) if files else None), [w for w in words if "=" in w]
+
+
+def _setting_meant(word: str) -> str:
+    """A hint at the setting that a bare word may be the value of."""
+    from fedloom.runs.find import choices_named
+
+    found = choices_named(word)
+    return f"did you mean {' or '.join(found)}?" if found else "settings are written key=value"
 
 
 def is_name(word: str) -> bool:

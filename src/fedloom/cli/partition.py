@@ -1,4 +1,4 @@
-"""``fedloom partition``: share out a data set and look at the clients."""
+"""``fedloom partition``: split a data set among clients, and look at them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def partition(
     no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
-    """Share out a data set, print how unequal it came out, and draw each client by class.
+    """Split a data set among clients and show how unequal it is.
 
     A bare name is a partition: fedloom partition shards data=cifar10 partition.clients=100
     """

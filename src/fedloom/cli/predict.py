@@ -34,7 +34,7 @@ def predict(
     trust: Trust = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Predict new rows with the models of a run: the class of each row, and the probability of every class.
+    """Predict the classes of new rows with the models of a run.
 
     The common model predicts, unless a client is chosen. Columns that are no features (such as patient numbers) are
     copied in front.

@@ -19,7 +19,9 @@ def report(
     ] = None,
     lang: Language = "en",
 ) -> None:
-    """Write results as one HTML page that opens without a network: verdicts, curves, clients, partition, settings.
+    """Write the results as one HTML page that works offline.
+
+    It shows verdicts, curves, clients, partition and settings.
 
     fedloom report runs/compare-demo --out demo.html
     """

@@ -40,9 +40,9 @@ def resume(
     no_user_code: NoUserCode = False,
     data_root: Root = None,
 ) -> None:
-    """Continue a run from its newest checkpoint; the results are those of a run that was never stopped.
+    """Continue a run from its newest checkpoint.
 
-    It may go on with another number of ranks.
+    The results are those of a run that was never stopped. The number of ranks may differ.
     """
     with importing():
         from fedloom.cli.screen import show_run

@@ -20,7 +20,7 @@ from rich.text import Text
 from fedloom import __version__
 from fedloom.cli.ranks import follows
 from fedloom.core.vocabulary import accuracies, headline, is_share, is_summarised
-from fedloom.report.words import as_bytes, brief, short, span
+from fedloom.report.words import as_bytes, brief, plural, short, span
 
 if TYPE_CHECKING:
     from fedloom.compare.crew import Standing
@@ -51,7 +51,7 @@ def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
         history = work(screen)
     except InterruptedRun as stop:
         screen.close()
-        screen.say(f"stopped and saved after round {stop.round}; go on with: fedloom resume {stop.run_dir}")
+        screen.say(f"stopped and saved after round {stop.round}; continue with: fedloom resume {stop.run_dir}")
         raise typer.Exit(130) from stop
     finally:
         screen.close()
@@ -194,13 +194,14 @@ def _where(prepared: Prepared, folder: Path | None) -> str:
     import torch
 
     exp = prepared.experiment
-    device = f"{exp.device} ({torch.get_num_threads()} threads)" if exp.device.type == "cpu" else str(exp.device)
+    device = f"cpu ({plural(torch.get_num_threads(), 'thread')})" if exp.device.type == "cpu" else str(exp.device)
     device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
     steps = {"eager": "", "graph": ", recorded", "compiled": ", compiled and recorded"}[exp.task.capture]
     exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
     steps += "" if exact else f" · {exp.task.precision}"
     place = f" · {folder}" if folder else ""
-    how = f"{exp.executor} ({prepared.reason}){steps}"
+    how = "clients side by side" if exp.executor == "lanes" else f"clients one by one ({prepared.reason})"
+    how += steps
     return f"fedloom {__version__} · {device} · {how} · seed {exp.seed}{place}"
 
 
@@ -244,7 +245,7 @@ def _sketch(history: History) -> list[str]:
 def _spent(history: History) -> str:
     """Time and traffic of a run."""
     up, down = (history.records[-1].get(f"bytes/{way}", 0) for way in ("up", "down"))
-    pace = f"{history.rounds} round{'' if history.rounds == 1 else 's'} in {history.seconds:.1f} s"
+    pace = f"{plural(history.rounds, 'round')} in {history.seconds:.1f} s"
     among = up and not down  # in a network, where there is no server to receive from
     sent = f"nodes sent {as_bytes(up)}" if among else f"clients sent {as_bytes(up)} and received {as_bytes(down)}"
     return f"{pace} · {sent}"
@@ -291,8 +292,9 @@ class ComparisonScreen:
 
     def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None:
         methods, places, seeds = len(plan.methods), len(plan.places), len(plan.spec.seeds)
-        grid = f" x {places} places of the grid" if plan.axes else ""
-        self.say(f"fedloom {__version__} · {methods} methods{grid} x {seeds} seeds · {jobs} side by side · {folder}")
+        grid = f" x {plural(places, 'point')} of the grid" if plan.axes else ""
+        runs = f"{plural(methods, 'method')}{grid} x {plural(seeds, 'seed')}"
+        self.say(f"fedloom {__version__} · {runs} · {jobs} at a time · {folder}")
         for note in plan.notes:
             self.say(f"note: {note}")
         if standing.reused:

@@ -26,7 +26,7 @@ def show(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves here (.png, .svg or .pdf).")] = None,
     json_: Json = False,
 ) -> None:
-    """Show runs and comparisons: final numbers, the worst and best clients, bytes and time, what differs.
+    """Show the final numbers of runs and comparisons.
 
     fedloom show runs/            an overview of all of them
     fedloom show first second     two runs side by side

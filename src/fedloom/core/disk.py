@@ -1,6 +1,6 @@
 """Files of run folders: private to their owner, written whole or not at all, and never through a link.
 
-A run folder may come from somebody else, or lie where others can write. Whatever is opened for writing here is opened
+A run folder may come from another person, or lie where others can write. What is opened for writing here is opened
 without following links, so that a name in the folder can never stand for a file elsewhere.
 """
 

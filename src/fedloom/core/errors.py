@@ -48,7 +48,7 @@ class DivergedError(FedloomError):
 
 
 class SplitError(DivergedError):
-    """A network lost so many nodes that it fell apart, and was to stop then."""
+    """A network fell apart because nodes died, and was set to stop then."""
 
 
 class StorageError(FedloomError):
@@ -63,10 +63,25 @@ class LostRankError(FedloomError):
     exit_code = 5
 
 
+# What other tools call our settings and values.
+SYNONYMS = {
+    "batch_size": "batch",
+    "gpu": "cuda",
+    "learning_rate": "lr",
+    "local_epochs": "epochs",
+    "method": "algorithm",
+    "net": "model",
+    "num_clients": "clients",
+    "num_rounds": "rounds",
+    "strategy": "algorithm",
+}
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest valid word, or all of them when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, 1, cutoff=0.6)
+    meant = SYNONYMS.get(word, word)
+    close = [meant] if meant in names else difflib.get_close_matches(word, names, 1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "none is known"

@@ -59,7 +59,7 @@ def auc(variant: Auc, logits: Tensor, y: Tensor, *, owner: Tensor, clients: int)
 
 
 def _areas(scores: Tensor, y: Tensor, first: Tensor, of_class: Tensor, curves: int) -> Tensor:
-    """The area under each of so many curves; the score of class c in row b belongs to ``first[b] + of_class[c]``.
+    """The area under each of ``curves`` curves; the score of class c in row b belongs to ``first[b] + of_class[c]``.
 
     By ranks: a positive's is the number of scores below it on its curve, those that equal it by half.
     Halves of whole numbers are summed exactly in float64, hence in any order and from any pieces.

@@ -377,7 +377,7 @@ class Local(Spec):
     @model_validator(mode="wrap")
     @classmethod
     def _settings_agree(cls, given: Any, make: ModelWrapValidatorHandler[Local]) -> Local:
-        """Judge the settings together even where one of them is wrong alone, so that no fault hides another."""
+        """Check the settings together even where one of them is wrong alone, so that no fault hides another."""
         wrong = list(_disagreements(given)) if isinstance(given, Mapping) else []
         try:
             local = make(given)

@@ -1,7 +1,7 @@
 """The class is the schema: settings are typed fields, read strictly, and found by name without a registry.
 
 A field may say under which other settings it has an effect, as ``Annotated[float, when(rule=("adam", "yogi"))]``.
-``read`` refuses it where it was written and has none; presets and defaults are not what somebody wrote.
+``read`` refuses it where it was written and has none; presets and defaults were not written.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Spec(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _settled(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in what presets stand for, which nobody wrote."""
+        """Fill in what presets stand for; it does not count as written."""
         if not isinstance(given, dict):
             return make(given)
         written = as_python_has_it(cls, given)

@@ -447,7 +447,7 @@ def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
 
 
 def _refuse_hidden_state(net: nn.Module) -> None:
-    """Layers that draw or count where nobody sees it would make a resumed run another run."""
+    """Refuse layers with hidden random or counting state: a resumed run would differ."""
     faults = []
     for name, layer in net.named_modules():
         drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0

@@ -64,7 +64,7 @@ def take(tree: T, rows: Any) -> T:
 
 
 def on_device(tree: T, device: torch.device) -> T:
-    """The tree on a device; a GPU fetches it when it has time, and nobody waits for that."""
+    """The tree on a device; the copy to a GPU is asynchronous."""
 
     def one(x: Tensor) -> Tensor:
         if device.type == "cuda" and x.device.type == "cpu":

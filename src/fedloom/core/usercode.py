@@ -1,7 +1,7 @@
-"""Code of the user's own: how a setting names it, whether it may run, and the hashes by which a run knows it again.
+"""The user's own code: how a setting names it, whether it may run, and the hashes by which a run recognises it.
 
 A setting names code as ``file.py:Name`` or ``package.module:Name``; an algorithm also as ``file.py``, or by the bare
-name of a file in the folder ``algorithms``. A configuration is text that may come from anybody, and importing a file
+name of a file in the folder ``algorithms``. A configuration is text that may come from anywhere, and importing a file
 runs it. So nothing is imported unless the user has vouched for it: by writing its name on the command line or in
 Python, by ``--trust``, or by having done so before for the same name in the same file, of which a list is kept in the
 user's home. This module is the only one that imports what a setting names. Why: docs/adr/0017.
@@ -42,7 +42,7 @@ _files: dict[str, dict[str, str]] = {}  # by such a name, the files that were lo
 
 # -- consent ---------------------------------------------------------------------------------------
 def vouch(values: Any, *, lasting: bool = True) -> None:
-    """Take every text in ``values``, however deep in tables and lists, for a name that the user has given.
+    """Record every text in ``values``, at any depth of tables and lists, as a name that the user has given.
 
     ``lasting``: later processes may run it, too, when a file names it.
     """
@@ -57,7 +57,7 @@ def vouch(values: Any, *, lasting: bool = True) -> None:
 
 
 def adopt(reference: str) -> None:
-    """Vouch for what was handed over in Python, by the name under which a run folder will call for it."""
+    """Vouch for an object that was passed in Python, by the name that a run folder records for it."""
     if is_reference(reference):
         vouch(reference)
         with suppress(ConfigError):  # what no module has cannot be found again: reported when it is looked for
@@ -70,7 +70,7 @@ def refuse_all() -> None:
 
 
 def _consented(called: str, at: str, file: Path | None, name: str) -> None:
-    """Refuse ``name`` in ``file``, which a setting ``called`` for, unless the user has vouched for it."""
+    """Refuse ``name`` in ``file``, which a setting names as ``called``, unless the user has vouched for it."""
     where = f" in {file}" if file is not None else ""
     if os.environ.get(REFUSED, "") not in ("", "0"):
         what = f"'{called}' is code{where}, and all code but fedloom's own is refused"
@@ -100,7 +100,7 @@ def _is_listed(file: Path | None, name: str) -> bool:
 
 
 def _exposed(file: Path) -> str:
-    """How others can have changed a file since the user vouched for it, and the fix; empty where they cannot."""
+    """How other users could have changed a file since the user vouched for it, and the fix; empty if they could not."""
     found = file.stat()
     if found.st_mode & stat.S_IWOTH:
         return f"which every user of this machine can change ({NEEDS_TRUST}; or make it yours alone: chmod o-w {file})"
@@ -110,9 +110,9 @@ def _exposed(file: Path) -> str:
 
 
 def _remember(file: Path | None, name: str) -> None:
-    """Put ``name`` in ``file`` on the list; without a home that can be written to, it has to be trusted again.
+    """Put ``name`` in ``file`` on the list; if the home folder is read-only, it has to be trusted again next time.
 
-    A file that others can change is not put there: what it holds later is not what the user has seen.
+    A file that others can change is not listed: it may change after the user has seen it.
     """
     line = f"{file}:{name}"
     if file is None or len(line.splitlines()) != 1 or _is_listed(file, name) or _exposed(file):
@@ -133,7 +133,7 @@ def is_reference(name: str) -> bool:
 
 
 def load_code(reference: str, at: str) -> Any:
-    """What ``file.py:Name`` or ``package.module:Name`` refers to; whether it may be called, the caller has to judge."""
+    """What ``file.py:Name`` or ``package.module:Name`` refers to; the caller checks whether it is of the right kind."""
     found = _REFERENCE.fullmatch(reference)
     assert found is not None
     place, name = found.groups()
@@ -148,7 +148,7 @@ def load_code(reference: str, at: str) -> Any:
 
 
 def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType:
-    """The module of a .py file, which a setting ``called`` for. It may import what lies beside it."""
+    """The module of a .py file, which a setting names as ``called``. It may import its neighbours."""
     path = Path(place).resolve()
     if not path.is_file():
         raise ConfigError([Fault(at, f"no such file: {place}", f"looked in {path.parent}")])
@@ -163,7 +163,7 @@ def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType
     sys.modules[spec.name] = module
     _extend_path(path.parent)
     try:
-        # Not by way of a .pyc file, which may be an older one, and would be a trace in the user's folder.
+        # Without a .pyc file, which could be stale, and would clutter the user's folder.
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[spec.name]
@@ -228,7 +228,7 @@ def _origin(spec: Any) -> Path | None:
 
 
 def _extend_path(folder: Path) -> None:
-    """Let modules of a folder be imported, where no installed one has their name: a random.py there hides nothing."""
+    """Let modules of a folder be imported, unless an installed one has their name: a random.py there hides nothing."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -251,7 +251,7 @@ def files(names: Iterable[str]) -> dict[str, str]:
 
 
 def changes(then: Mapping[str, str]) -> dict[str, str]:
-    """Those of the files that do not have the hash they had then, with what has become of them, in words."""
+    """The files whose hash differs from then, with what happened to them, in words."""
     found = {}
     for path, old in then.items():
         try:
@@ -280,7 +280,7 @@ def _sources(module: ModuleType) -> dict[str, str]:
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:
-    """Names of modules that the source of a module may import, among them some that are none."""
+    """Names that the source of a module may import; not all of them are modules."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -293,7 +293,7 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
 
 
 def _short(path: Path) -> str:
-    """A file below the working folder by its way from there, so that both can be moved together."""
+    """A file below the working folder by its relative path, so that both can be moved together."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

@@ -1,4 +1,4 @@
-"""One data set, held as arrays: the only form in which data travels inside fedloom."""
+"""A data set as arrays: the only form in which fedloom passes data on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Arrays(NamedTuple):
     labels: tuple[str, ...]  # the name of each class
     mean: tuple[float, ...] = (0.0,)  # per channel, subtracted on use, after uint8 was scaled to [0, 1]
     std: tuple[float, ...] = (1.0,)
-    client: Ints | None = None  # [n] in 0..clients-1, where the data itself says who holds a row
+    client: Ints | None = None  # [n] in 0..clients-1, where the data names the client of a row
     clients: tuple[str, ...] = ()  # the names of these clients
     recipe: Any = None  # data.columns.Recipe: how a table became x
     notes: tuple[str, ...] = ()  # what a user should know about the data
@@ -44,7 +44,7 @@ class Arrays(NamedTuple):
 
 
 def checked(arrays: Arrays) -> Arrays:
-    """The same arrays, if they keep every promise of their fields; else a DataError that says which not."""
+    """The same arrays, if they are valid; else a DataError that says what is wrong."""
     n, at = len(arrays.x), f"data '{arrays.name}'"
     _check_examples(arrays.x, at)
     for name, column in (("y", arrays.y), ("test", arrays.test), ("client", arrays.client)):

@@ -332,7 +332,7 @@ def _discard(staged: Mapping[Path, Path]) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """What the disk refuses inside is told as a StorageError about ``path``."""
+    """Errors of the disk inside are raised as a StorageError about ``path``."""
     try:
         yield
     except OSError as error:

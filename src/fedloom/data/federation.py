@@ -29,7 +29,7 @@ class Ranges(NamedTuple):
 
 
 class Federation(NamedTuple):
-    """Who holds what, on the device."""
+    """The examples, and the rows of each client, on the device."""
 
     x: Tensor  # [n, ...] as it was loaded: uint8 for images
     y: Tensor  # [n]
@@ -64,7 +64,7 @@ def federate(
     device: torch.device,
     augment: str = "none",
 ) -> Federation:
-    """Lay out ``arrays`` for training: ``owner`` and ``held_out`` speak of the rows that are not test rows.
+    """Lay out ``arrays`` for training: ``owner`` and ``held_out`` are of the rows that are not test rows.
 
     Test rows of data that names its clients belong to their client as well as to the common test set;
     where there is no common test set, it is the union of what the clients hold out.
@@ -97,7 +97,7 @@ def federate(
 def counted(rows: Tensor, client: int | None, sizes: Sequence[int]) -> Ranges:
     """Ranges of clients with ``sizes`` rows each, of which those of one ``client`` are here: ``rows``.
 
-    Without a client nobody's rows are here, and each entry is the first of ``rows``, for its form.
+    Without a client no rows are here, and each entry is the first of ``rows``, for its shape.
     """
     start = torch.tensor([0, *sizes]).cumsum(0)
     if client is None:
@@ -114,7 +114,7 @@ def _ranges(rows: Ints, owner: Ints, clients: int) -> Ranges:
 
 
 def _named_test_rows(arrays: Arrays, train_rows: Ints, owner: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """The test rows that a client of the partition can call its own, by the name in the data."""
+    """The test rows of each client of the partition, by the name in the data."""
     assert arrays.client is not None
     named = arrays.client
     pairs = np.unique(np.stack([named[train_rows], owner]), axis=1)

@@ -206,7 +206,7 @@ def read_published(layout: Layout, places: Mapping[str, Path], column: int = 0) 
 
 
 def read_idx(path: Path, shape: tuple[int, ...] | None = None) -> Bytes:
-    """The unsigned bytes of an idx file, plain or gzip (told by its content), of exactly ``shape`` if that is given."""
+    """The unsigned bytes of an idx file, plain or gzip by its content, of exactly ``shape`` if given."""
     with reading(path), _plain(path) as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08" or magic[3] == 0:
@@ -634,7 +634,7 @@ def _plain(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever goes wrong inside while reading is told as a DataError about ``path``."""
+    """Errors inside while reading are raised as a DataError about ``path``."""
     try:
         yield
     except EOFError as error:

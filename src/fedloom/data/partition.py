@@ -1,8 +1,7 @@
-"""Who holds which row: ways to deal one data set to many clients, and what such a deal looks like.
+"""Partitions: ways to split one data set among many clients, and numbers that describe a split.
 
-Every way ends in bounded time: it draws once and then repairs what breaks a promise, and the repair is
-stated in the notes of the assignment. Nothing is redrawn until it happens to fit, unless ``redraws`` asks for
-it; then there is a limit, and an error where it is reached.
+A partition takes bounded time: it draws once, then repairs clients that are too small or hold a class twice, and the
+notes of the assignment say so. It is redrawn only if ``redraws`` asks for it, up to that limit; then it is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Assignment(NamedTuple):
 
 
 class Partition(Kind):
-    """A way to deal rows to clients."""
+    """A way to split rows among clients."""
 
     clients: PositiveInt = Field(20, description="how many clients there are")
     holdout: float = Field(0.2, ge=0.0, lt=1.0, description="share of a client's rows that only test its model")
@@ -49,7 +48,7 @@ class RandomPartition(Partition):
     """A partition that is drawn from labels alone: faults first, then the draw, then the smallest size."""
 
     def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:  # noqa: ARG002
-        """A complete deal in which each client has at least ``min_size`` rows, or a ConfigError with the numbers."""
+        """A complete split in which each client has at least ``min_size`` rows, or a ConfigError with the numbers."""
         held = int(np.count_nonzero(np.bincount(y, minlength=classes)))
         faults = [*_crowded(len(y), self.clients, self.least(len(y))), *self.faults(held)]
         if faults:
@@ -72,7 +71,7 @@ class RandomPartition(Partition):
 
 
 class Iid(RandomPartition):
-    """Rows are shuffled and dealt in near-equal numbers, as in the IID setting of McMahan et al. (2017)."""
+    """Rows are shuffled and split in near-equal numbers, as in the IID setting of McMahan et al. (2017)."""
 
     kind: ClassVar[str] = "iid"
 
@@ -85,16 +84,16 @@ class Shards(RandomPartition):
 
     ``balanced_greedy`` (FLGo's diversity partitioner, as FedALR uses it): each client in turn takes, again and
     again, a random class among those used least so far that it does not hold yet.
-    ``deal_repair``: the shard labels are shuffled and dealt; a client that got a class twice swaps one of the
+    ``deal_repair``: the shard labels are shuffled and handed out; a client that got a class twice swaps one of the
     two with a random client that has none of it, until no client holds a class twice.
     ``mcmahan`` (McMahan et al. 2017): rows sorted by label are cut into clients × per_client equal shards, which
-    are dealt without repair, so a client may hold fewer classes and, where classes differ in size, more.
+    are handed out without repair, so a client may hold fewer classes and, where classes differ in size, more.
     """
 
     kind: ClassVar[str] = "shards"
     per_client: PositiveInt = Field(2, description="classes that a client holds")
     method: Literal["balanced_greedy", "deal_repair", "mcmahan"] = Field(
-        "balanced_greedy", description="how classes are dealt to clients"
+        "balanced_greedy", description="how classes are assigned to clients"
     )
 
     def faults(self, held: int) -> list[Fault]:
@@ -133,7 +132,7 @@ class Dirichlet(RandomPartition):
         False, description="give no more to a client that has the mean size"
     )
     redraws: Annotated[NonNegativeInt, when(per="class")] = Field(
-        0, description="draw anew so many times at most while a client is too small; 0: move rows to it"
+        0, description="redraw at most this many times while a client is too small; 0: move rows to it instead"
     )
     min_size: PositiveInt | None = Field(
         None, description="rows that every client has at least; unset: 10, or half the mean size where that is less"
@@ -173,7 +172,7 @@ class Dirichlet(RandomPartition):
         shares: list[Ints] = []
         for pool in pools:
             logs = _log_dirichlet(np.full(self.clients, self.alpha), 1, rng)[0]
-            if self.guard:  # someone is below the mean as long as a row is left to deal
+            if self.guard:  # as long as a row is left, a client is below the mean
                 logs = np.where(sizes < mean, logs, -np.inf)
             shares.append(_cut(np.exp(logs - logs.max()), len(pool)))
             sizes += shares[-1]
@@ -186,15 +185,15 @@ class Pathological(RandomPartition):
     Class by class, the first ceil(clients · per_client / classes) clients that still have room get the class. Unless
     ``balanced``, all of them but the last get a random number of rows between a tenth of the mean and the mean,
     and the last gets the rest. With as many clients as classes and ``per_client = 2``, clients 2m and 2m+1 are
-    twins: both hold the classes 2m and 2m+1. ``random`` draws the class sets instead and sees to it that every
+    twins: both hold the classes 2m and 2m+1. ``random`` draws the class sets instead, so that every
     class has a holder. Where the places would run out before the last class, one is kept for each later class.
     """
 
     kind: ClassVar[str] = "pathological"
     per_client: PositiveInt = Field(2, description="classes that a client holds")
-    balanced: bool = Field(False, description="share a class equally among those who hold it")
+    balanced: bool = Field(False, description="share a class equally among the clients that hold it")
     shuffle_within_class: bool = Field(True, description="shuffle the rows of a class before it is cut")
-    random: bool = Field(False, description="draw each client's classes, instead of dealing them in blocks")
+    random: bool = Field(False, description="draw each client's classes, instead of assigning them in blocks")
 
     def faults(self, held: int) -> list[Fault]:
         return _narrow(self.clients, self.per_client, held)
@@ -229,7 +228,7 @@ class Quantity(RandomPartition):
     """Labels are IID, but sizes follow a power law, as in the synthetic data of FedProx (Li et al. 2020).
 
     Each client gets ``min_size`` rows; the others are shared in proportion to rank ** -exponent, where the
-    ranks 1..clients are dealt at random.
+    ranks 1..clients are assigned at random.
     """
 
     kind: ClassVar[str] = "quantity"
@@ -428,7 +427,7 @@ def _topped_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) 
 
 
 def _skimmed(sizes: Ints, rows: int) -> Ints:
-    """How many of ``rows`` each client gives when every one is taken from whoever is largest at that moment."""
+    """How many of ``rows`` each client gives when each is taken from the client that is largest at that moment."""
     low, high = 0, int(sizes.max())
     while low < high:  # the lowest level that needs no more than ``rows`` taken above it
         level = (low + high) // 2
@@ -486,7 +485,7 @@ def _greedy_hands(clients: int, per_client: int, classes: int, rng: np.random.Ge
 
 
 def _repaired_hands(clients: int, per_client: int, classes: int, rng: np.random.Generator) -> Ints:
-    """Classes dealt at random in equal numbers; whoever got one twice swaps it away.
+    """Classes assigned at random in equal numbers; a client that got one twice swaps it away.
 
     Each swap leaves fewer duplicates in all: the partner lacks the class it is given, and gives one that the
     client lacks or, failing that, one that it has twice itself. So there are at most clients × per_client swaps.
@@ -522,7 +521,7 @@ def _without(hands: Ints, label: int, rng: np.random.Generator) -> int:
 def _random_hands(
     clients: int, per_client: int, classes: int, rng: np.random.Generator
 ) -> tuple[Ints, tuple[str, ...]]:
-    """Each client's classes drawn at random; a class that nobody drew replaces one that several drew."""
+    """Each client's classes drawn at random; a class that no client drew replaces one that several drew."""
     hands = rng.random((clients, classes)).argsort(axis=1)[:, :per_client]
     missing = np.flatnonzero(np.bincount(hands.ravel(), minlength=classes) == 0)
     for label in missing:

@@ -1,4 +1,4 @@
-"""The proxy set: a few rows that the server keeps for itself, taken from the training data before it is dealt out."""
+"""The proxy set: rows that the server keeps, taken from the training data before it is split among clients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Proxy(Spec):
         if not self.balanced and self.imbalance == 1:
             return order[:size]
         share = self.imbalance ** (np.arange(classes) / max(classes - 1, 1))
-        turn = np.zeros(len(order))  # when a row's turn comes, if all classes are dealt by their shares
+        turn = np.zeros(len(order))  # when a row's turn comes, if classes take turns by their shares
         for c in range(classes):
             of_class = np.flatnonzero(y[order] == c)
             turn[of_class] = (np.arange(len(of_class)) + 0.5) / share[c]

@@ -115,7 +115,7 @@ def round_to_load(folder: Path, at: int | None) -> int:
 
 
 def readable(folder: Path) -> dict[int, dict[str, Any]]:
-    """The records of the checkpoints that have a sound one, by round, oldest first."""
+    """The records of the checkpoints whose record is intact, by round, oldest first."""
     found = {}
     for round_ in saved_rounds(folder):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):

@@ -170,7 +170,7 @@ class Load(NamedTuple):
 
     examples: Tensor  # [K] in all scheduled epochs
     epoch: Tensor  # [K] in one pass over the data
-    prelude: Tensor  # [K] before training: work of another kind that takes as long as so many
+    prelude: Tensor  # [K] before training: other work, in the time of this many gradients
 
 
 class Timetable(NamedTuple):

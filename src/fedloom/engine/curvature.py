@@ -50,7 +50,7 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor) -> Top:
     """The algebraically largest eigenvalue, by Lanczos with full re-orthogonalisation, from ``start`` [P].
 
     Ends when the residual of the Ritz pair, which bounds the distance to an eigenvalue, is small enough, when the
-    space that the start spans is exhausted, or after so many steps.
+    space that the start spans is exhausted, or after this many steps.
     """
     basis = (start / torch.linalg.vector_norm(start))[None]
     diagonal: list[float] = []

@@ -24,7 +24,7 @@ from fedloom.engine.state import Experiment
 from fedloom.engine.theory import rates
 from fedloom.maths.learned_weights import Weighing
 
-# What each diagnostic may record, beside what an algorithm tells of itself with ``updates``.
+# What each diagnostic may record, beside what an algorithm reports by itself with ``updates``.
 RECORDED: Mapping[str, tuple[str, ...]] = {
     "updates": (
         *("updates/norm_mean", "updates/norm_std", "updates/cosine_to_mean"),

@@ -43,7 +43,7 @@ class Received(NamedTuple):
 def keep_finite(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
     """Leave out clients whose upload, state, weight or statistics are not finite.
 
-    The sums are needed anyway, and tell most of it: in float64 finite float32 numbers cannot overflow, and
+    The sums are needed anyway, and show most of it: in float64 finite float32 numbers cannot overflow, and
     infinities either stay or cancel to NaN, so sums that are finite have only finite terms. Only what is not
     in the sums is then looked at row by row; and everything where a sum is not finite, or a weight of zero
     might have hidden a term.

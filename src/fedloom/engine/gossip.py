@@ -340,7 +340,7 @@ def delivered(
 
 
 def _has_columns(exp: Experiment, state: RunState, mail: Mail) -> bool:
-    """Whether nodes can be given some columns of what they hear at a time."""
+    """Whether nodes can be given what they receive some columns at a time."""
     if not gossip_facts(exp.algorithm).columnwise or exp.device.type != "cpu" or is_dense(mail.weights):
         return False
     whole = all(leaf.dim() == 2 for leaf in tree.leaves(mail.uploads))

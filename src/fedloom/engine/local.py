@@ -491,7 +491,7 @@ def reuse_memory() -> None:
     """Let the allocator keep large blocks instead of handing each back to the system.
 
     A local step allocates matrices of many megabytes; fetching them anew costs page faults that were
-    measured to make lanes on a CPU two to eight times slower. Only glibc needs to be told.
+    measured to make lanes on a CPU two to eight times slower. Only glibc needs the setting.
     """
     if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

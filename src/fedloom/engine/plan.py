@@ -138,7 +138,7 @@ def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
     width = sizes if local.batch == 0 else sizes.clamp(max=local.batch)
     whole = torch.div(sizes, width.clamp(min=1), rounding_mode="floor")
     every = -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
-    per_epoch = whole if local.drop_last or local.wrap_last else every  # after so many steps, a new pass begins
+    per_epoch = whole if local.drop_last or local.wrap_last else every  # after this many steps, a new pass begins
     if epochs is None and local.steps is not None:
         return Amount(sizes, width, per_epoch, torch.full_like(sizes, local.steps))
     steps = (whole if local.drop_last else every) * (epochs or local.epochs)

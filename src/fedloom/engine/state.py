@@ -61,7 +61,7 @@ class Nodes(NamedTuple):
 class Past(NamedTuple):
     """What nodes have sent before, and which neighbours received it."""
 
-    last: Tensor  # [N, N] the last round in which the first heard the second; -1: never
+    last: Tensor  # [N, N] the last round in which the first received from the second; -1: never
     sent: Any  # uploads and running statistics [N, ...] of the last round, of the one before, and so on
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedloom.core.vocabulary import is_extra, leaf
 from fedloom.report.figure import COLOURS, as_file, write
@@ -29,6 +30,7 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
             if worst:
                 axis.plot(worst_rounds, worst, color=colour, lw=1.0, ls=":", label="its worst tenth of clients")
         axis.set_xlabel("round")
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axis.set_ylabel(end)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#2b2f36"
-# Of curves, in order; told apart by people who see fewer colours, too.
+# Of curves, in order; chosen to be distinct for colour-blind readers, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fedloom",

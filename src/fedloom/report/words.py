@@ -11,6 +11,11 @@ def as_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def plural(count: int, thing: str) -> str:
+    """``1 seed``, ``2 seeds``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def brief(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.2e}"
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,7 +16,7 @@ from fedloom.algorithm import AnyAlgorithm, Carry, Held, Phase, Setup, Work
 from fedloom.algorithm.capabilities import has_survey, memory_of, phases_of, sent_bytes, survey_of, upload_bytes
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.fields import type_words
+from fedloom.core.fields import default_words, type_words
 from fedloom.core.optim import Local, optimizers, takes
 from fedloom.core.schema import explained, kinds
 from fedloom.core.task import Batch, Task
@@ -115,12 +114,9 @@ def describe(name: str) -> Page:
 def settings_of(cls: type[BaseModel]) -> list[Setting]:
     """The fields of a spec with their bounds, defaults and meaning."""
     return [
-        Setting(name, type_words(field), _default(field), explained(field)) for name, field in cls.model_fields.items()
+        Setting(name, type_words(field), default_words(field), explained(field))
+        for name, field in cls.model_fields.items()
     ]
-
-
-def _default(field: FieldInfo) -> str:
-    return "unset" if field.default is None else str(field.default) if not field.is_required() else "required"
 
 
 def costs(cls: type[AnyAlgorithm]) -> list[str]:

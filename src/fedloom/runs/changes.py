@@ -23,9 +23,9 @@ from fedloom.trust.noise import Key
 
 
 def changes_since(path: Path, accept: bool) -> list[str]:
-    """What decides numbers and is not what it was when the run began, in words.
+    """What has changed since the run began and may change its numbers, in words.
 
-    Other versions are told, since they mostly differ by rounding; other code or weights are refused unless accepted.
+    Other versions are reported, as they mostly differ by rounding; other code or weights are refused unless accepted.
     """
     if not (path / "partition.json").is_file():  # the run was killed before its first round
         return []

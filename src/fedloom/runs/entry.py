@@ -90,7 +90,7 @@ def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> l
     done = loaded.state.round
     if records and evaluates(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
         # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
-        # checkpoint is told first, so that a crash leaves it with what it needs.
+        # checkpoint is written first, so that a crash leaves it with what it needs.
         shorter = folder.before_last()
         checkpoint.retell(folder.checkpoints, done, shorter)
         folder.rewind(shorter, done)

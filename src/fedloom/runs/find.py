@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -208,6 +209,15 @@ def kinds_with(section: str, setting: str) -> list[str]:
     """The names of fedloom's own kinds of this section that have the setting."""
     every = algorithms(own=False) if section == "algorithm" else kinds(*_HOMES[section])
     return sorted(name for name, cls in every.items() if setting in cls.model_fields)
+
+
+def choices_named(word: str) -> list[str]:
+    """The settings that choose what has this name, or the nearest one, such as ``algorithm=fedavg``."""
+    own = [path.stem for path in user_algorithms()]
+    names = {section: [*kinds(*home)] for section, home in _HOMES.items()}
+    names = {"algorithm": [*module_names(_PACKAGE), *own], **names}
+    near = difflib.get_close_matches(word, [name for every in names.values() for name in every], 1, cutoff=0.75)
+    return [f"{section}={name}" for section, every in names.items() for name in every if name in (near or [word])]
 
 
 def is_path(name: str) -> bool:

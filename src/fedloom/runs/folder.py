@@ -1,16 +1,16 @@
-"""The run folder: everything a run leaves behind, and nothing that is not plain TOML, JSON, CSV or safetensors.
+"""The run folder: all files of a run, each of them plain TOML, JSON, CSV or safetensors.
 
 config.toml  environment.json  partition.safetensors  partition.json  columns.json     written once
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
-timings.jsonl   how long rounds took; never the same twice, hence apart
-work.jsonl      who took part in each round and what each did, where evaluate.work asks for it
+timings.jsonl   how long rounds took; in a file of its own, since it differs from run to run
+work.jsonl      which clients took part in each round and what each did, if evaluate.work is set
 checkpoints/    model.json  model.safetensors  personal.safetensors  clients.csv  curves.csv  curves.png
-noise.key       of a private run, for its owner alone: who has it can subtract the noise
+noise.key       of a private run, readable by its owner only: with it, the noise can be subtracted
 manifest.json   the SHA-256 of these files, so that a changed one is noticed
 summary.json    written last: the run has ended
 
-A kill at any moment leaves a folder that can be resumed. The manifest therefore never speaks of a file that is about to
-change: it is deleted before, and written again after.
+A run that is killed at any moment can be resumed. The manifest therefore never lists a file that is about to change: it
+is deleted before, and written again after.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RunFolder:
         os.close(self._lock)
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Append one evaluation, and have it on its way to disk before going on."""
+        """Append one evaluation, and flush it."""
         self._sums.add(self._append(METRICS, record))
 
     def work(self, round_: int, did: Iterable[tuple[int, int, int, bool]]) -> None:
@@ -108,20 +108,20 @@ class RunFolder:
         self._append("timings.jsonl", {k: round(v, 6) for k, v in timing._asdict().items()})
 
     def lengths(self) -> Lengths:
-        """How long the metrics are, and how they sum, once all of them are on disk."""
+        """The length and checksums of the metrics, once all of them are on disk."""
         os.fsync(self._there(METRICS).fileno())
-        return self._sums.told()
+        return self._sums.lengths()
 
     def before_last(self) -> Lengths:
         """The lengths as they were before the last line of the metrics was written."""
-        return Checksums(_lines(_bytes(self.path / METRICS))[:-1]).told()
+        return Checksums(_lines(_bytes(self.path / METRICS))[:-1]).lengths()
 
     def fault(self, lengths: Lengths) -> str:
-        """What is wrong with the metrics of which a checkpoint says these lengths; nothing where they are whole."""
+        """What is wrong with the metrics, compared with these lengths of a checkpoint; empty if nothing is."""
         return _fault(self.path / METRICS, lengths)
 
-    def sound(self, lengths: Lengths) -> list[bytes]:
-        """The lines of damaged metrics that are still as they were written, as the checkpoint's checksums say."""
+    def intact_lines(self, lengths: Lengths) -> list[bytes]:
+        """The lines of damaged metrics that still have the checksums of the checkpoint."""
         sums, at, kept = str(lengths.get(f"{METRICS} lines", "")), 0, []
         expected = [sums[k : k + 8] for k in range(0, len(sums), 8)]
         for line in _lines(_bytes(self.path / METRICS)):
@@ -131,17 +131,17 @@ class RunFolder:
         return kept
 
     def mend(self, kept: Iterable[bytes]) -> None:
-        """Put these lines in place of damaged metrics, which stay beside them under another name."""
+        """Replace damaged metrics by these lines; the damaged file is kept under another name."""
         disk.write_bytes(self.path / DAMAGED, _bytes(self.path / METRICS))
         disk.write_bytes(self.path / METRICS, b"".join(kept))
         if METRICS in self._files:
             self._files.pop(METRICS).close()
 
     def rewind(self, lengths: Lengths, done: int) -> None:
-        """Forget what was appended after the checkpoint of round ``done``; those rounds will be done again."""
+        """Drop what was appended after the checkpoint of round ``done``; those rounds will be repeated."""
         keep = lengths.get(METRICS, 0)
         self._sums = Checksums(_lines(_bytes(self.path / METRICS)[:keep]))
-        # A round is timed with its checkpoint, hence after it: the rounds, not the length, say what to keep.
+        # The timing of a round includes its checkpoint and is written after it: keep lines by round, not by length.
         self._cut(METRICS, keep)
         for name in _GROWING[1:]:
             self._cut(name, sum(len(line) for line, entry in self._entries(name) if entry["round"] <= done))
@@ -157,17 +157,17 @@ class RunFolder:
         disk.write_bytes(self.path / name, _indented(value))
 
     def seal(self) -> None:
-        """Write down what the files of a run that begins are, so that it goes on with no others."""
+        """Record the hashes of the files that a new run starts with; it will not continue with others."""
         self._write_manifest({name: disk.digest(self.path / name) for name in self._present(_CONFIG, *_SETTINGS)})
 
     def unseal(self) -> None:
-        """The files are about to change."""
+        """Delete the manifest, since files are about to change."""
         if (self.path / _MANIFEST).exists():
             (self.path / _MANIFEST).unlink()
             disk.sync(self.path)
 
     def end(self, summary: dict[str, Any] | None = None) -> None:
-        """Write down what all files of a run that has ended are, then its ``summary``, where it has one."""
+        """Record the hashes of all files of a run that has ended, then write its ``summary``, if there is one."""
         if METRICS in self._files:
             self._there(METRICS)
         known = {name: disk.digest(self.path / name) for name in self._present(_CONFIG, *_SETTINGS, *_RESULTS)}
@@ -192,7 +192,7 @@ class RunFolder:
             except (ValueError, RecursionError):
                 entry = None
             if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
-                return  # cut short by a crash, or damaged; what these files tell is not worth a refusal
+                return  # cut short by a crash, or damaged; these files are not worth a refusal
             yield line, entry
 
     def _cut(self, name: str, size: int) -> None:
@@ -201,7 +201,7 @@ class RunFolder:
             self._there(name).seek(0, os.SEEK_END)
 
     def _there(self, name: str) -> BinaryIO:
-        """A file that grows with the run, as long as it is where the run wrote it."""
+        """A file that grows with the run; an error if it was moved or replaced."""
         path = self.path / name
         if name not in self._files:
             self._files[name] = os.fdopen(disk.open_own(path, os.O_WRONLY | os.O_APPEND), "ab")
@@ -220,7 +220,7 @@ Lengths = dict[str, Any]  # of the metrics, as a checkpoint remembers them
 
 
 class Checksums:
-    """How long the metrics are, and their checksums: of all, and of each line, so that a damaged one can be found."""
+    """The length of the metrics and their checksums: of the whole, and of each line, to find damaged ones."""
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
         self._length, self._crc, self._lines = 0, 0, list[str]()
@@ -231,7 +231,7 @@ class Checksums:
         self._length, self._crc = self._length + len(line), zlib.crc32(line, self._crc)
         self._lines.append(_sum(line))
 
-    def told(self) -> Lengths:
+    def lengths(self) -> Lengths:
         return {METRICS: self._length, f"{METRICS} crc32": self._crc, f"{METRICS} lines": "".join(self._lines)}
 
 
@@ -258,7 +258,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: null for a number that is not finite."""
+    """Strict JSON: null for a number that is not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -278,14 +278,14 @@ def _indented(value: Any) -> bytes:
 def create(path: Path, config: str) -> RunFolder:
     """A new run folder; one that already holds anything (but a start that was cut short) is refused.
 
-    It is held before anything is written: of two that are started at once, one is refused and changes nothing.
+    It is locked before anything is written: of two runs that start at once, one is refused and changes nothing.
     """
     if path.exists():
         _refuse_used(path)
     disk.make_folder(path)
     folder = RunFolder(path)
     try:
-        _refuse_used(path)  # another run may have come and gone
+        _refuse_used(path)  # another run may have started and ended meanwhile
         write_text(path / _CONFIG, config)
     except BaseException:
         folder.close()
@@ -300,7 +300,7 @@ def _refuse_used(path: Path) -> None:
 
 
 def opened(path: Path) -> RunFolder:
-    """A run folder that is there, to go on with: nobody else uses it, and it is as the run left it."""
+    """An existing run folder, to continue: no other process uses it, and its files are unchanged."""
     if not (path / _CONFIG).is_file():
         raise CheckpointError(f"{path}: is not a run folder (it has no config.toml)")
     folder = RunFolder(path)
@@ -330,7 +330,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_key(folder: Path, key: Key) -> None:
-    """Keep the key of a run's noise, where only its owner can read it; one that is there stays."""
+    """Write the key of a run's noise, readable by its owner only; an existing one is kept."""
     if (folder / _KEY).exists():
         return
     write_text(folder / _KEY, noise.as_text(key))
@@ -343,14 +343,14 @@ def read_key(folder: Path) -> Key | None:
         return noise.from_text(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # without what stands there
+    except (OSError, ValueError) as error:  # the message must not show the key
         raise CheckpointError(f"{path}: is damaged ({type(error).__name__}): the noise of this run is lost") from None
 
 
 def save_partition(
     folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], counts: Ints, described: dict[str, Any]
 ) -> None:
-    """Who has which row, how many of each class, and the fingerprint."""
+    """The client of each row, the number of rows of each class, and the fingerprint."""
     tensors = {
         "owner": torch.from_numpy(owner),
         "held_out": torch.from_numpy(held_out.astype(np.uint8)),
@@ -399,7 +399,7 @@ def read_ended(path: Path) -> list[dict[str, Any]]:
     return read_metrics(path)
 
 
-# -- as long as a run lasts ----------------------------------------------------------------------
+# -- while a run lasts ---------------------------------------------------------------------------
 @contextmanager
 def held(path: Path | None, opened: Callable[[Path], RunFolder], ranks: Ranks) -> Iterator[RunFolder | None]:
     """The run folder, where there is one, for as long as the run lasts; only rank 0 has it."""
@@ -429,8 +429,8 @@ def storage(path: Path | None) -> Iterator[None]:
 
 
 def intact(path: Path | None) -> str:
-    """What is left of a run that ends early, in words."""
+    """How to resume a run that ends early, in words; empty if there is no checkpoint."""
     saved: dict[int, Any] = {}
-    with suppress(OSError):  # what cannot be read is of no help
+    with suppress(OSError):  # an unreadable folder gives no hint
         saved = checkpoint.readable(path / "checkpoints") if path is not None else {}
     return f"; the last checkpoint is intact: fedloom resume {path}" if saved else ""

@@ -126,7 +126,7 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of somebody else
+    except PermissionError:  # another user's
         return True
     return True
 
@@ -152,7 +152,7 @@ def follow_parent(world: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """What a rank on this machine is told; one thread for each, unless somebody has said otherwise."""
+    """The environment of a rank on this machine; one thread for each, unless it is set already."""
     from fedloom.engine.ranks import MEETING
 
     world = {
@@ -163,7 +163,7 @@ def rank_environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
         MEETING: folder,
         _PARENT: os.getpid(),
     }
-    # Nothing listens on a network, whatever this machine is called and somebody has set for other programs.
+    # Nothing listens on a network, whatever the name of this machine and the variables set for other programs.
     loopback = {"Linux": "lo", "Darwin": "lo0"}.get(platform.system())
     world |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
     return {"OMP_NUM_THREADS": "1", **os.environ, **{key: str(value) for key, value in world.items()}}

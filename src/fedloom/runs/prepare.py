@@ -53,7 +53,7 @@ class Shared(NamedTuple):
     held_out: NDArray[np.bool_]  # [n] whether its client keeps it for its own test
     clients: int
     notes: tuple[str, ...]  # the repairs that the partition needed
-    proxy: Arrays  # what the server took for itself before the rest was dealt out
+    proxy: Arrays  # what the server took before the rest was split among clients
     bad: tuple[int, ...] = ()  # the bad clients, in order
     badness: str = ""  # what they do
     elsewhere: bool = False  # whether the clients' rows are on their own machines, and only their number is known here
@@ -139,7 +139,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     if arrays.clients and not isinstance(partition, Natural):
         lacks.append(
-            "the data names its clients, whose rows are dealt anew; partition.kind=natural keeps them together"
+            "the data names its clients, whose rows are split anew; partition.kind=natural keeps them together"
         )
     return Shared(
         arrays,
@@ -184,7 +184,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
 def assembled(
     config: Config, shared: Shared, federation: Federation, device: torch.device, cohort: int, key: Key | None = None
 ) -> Prepared:
-    """The experiment on data that has been dealt out; ``cohort``: how many clients train side by side at most."""
+    """The experiment on data that has been split; ``cohort``: how many clients train side by side at most."""
     world = _world(config, shared, federation)
     placed = _placed(config, world, device, cohort)
     guard = guard_of(config, world.federation, key)

@@ -19,9 +19,9 @@ def repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.L
 
     A crash on the way leaves metrics and checkpoint at odds, which is again damage that can be repaired.
     """
-    kept, all_of_them = folder.sound(loaded.lengths), len(loaded.lengths.get(f"{METRICS} lines", "")) // 8
-    lengths = Checksums(kept).told()
+    kept, all_of_them = folder.intact_lines(loaded.lengths), len(loaded.lengths.get(f"{METRICS} lines", "")) // 8
+    lengths = Checksums(kept).lengths()
     checkpoint.retell(folder.checkpoints, loaded.state.round, lengths)
     folder.mend(kept)
-    told = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {DAMAGED}"
-    return loaded._replace(lengths=lengths), f"metrics.jsonl was damaged: {told}"
+    kept_words = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {DAMAGED}"
+    return loaded._replace(lengths=lengths), f"metrics.jsonl was damaged: {kept_words}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, phases_of, warnings_of
-from fedloom.core.errors import ConfigError, DataError, Fault, nearest
+from fedloom.core.errors import SYNONYMS, ConfigError, DataError, Fault, nearest
 from fedloom.core.objective import Objective
 from fedloom.core.optim import Local
 from fedloom.core.schema import Spec, other_than, read, when, without_effect
@@ -53,7 +54,7 @@ class Basics(Spec):
 class Engine(Spec):
     """Where and how the work is done; it changes what is computed by no more than rounding."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
+    device: str = Field("auto", description="auto, cpu, cuda, or cuda:1 and so on; auto: a GPU where there is one")
     executor: Literal["auto", "loop", "lanes"] = Field("auto", description="one client at a time, or many side by side")
     lanes: PositiveInt | None = Field(
         None, description="most clients side by side, or in a group of a loop; unset: by the net's size"
@@ -70,6 +71,13 @@ class Engine(Spec):
         description="on a GPU, whether steps are compiled and recorded (on) or run as they are (off); "
         "auto: as much of it as the length of the run pays for",
     )
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, name: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+            raise ValueError(f"there is no such device, {nearest(name, ('auto', 'cpu', 'cuda'))}")
+        return name
 
 
 class Checkpoints(Spec):
@@ -184,7 +192,25 @@ def _basics(table: Mapping[str, Any]) -> tuple[Basics | None, list[Fault]]:
     basics, faults = read(Basics, {k: v for k, v in table.items() if k in Basics.model_fields}, "")
     known = [*Basics.model_fields, *SECTIONS, *KEYS]
     strangers = [key for key in table if key not in known]
-    return basics, faults + [Fault(k, f"unknown key (got {table[k]!r})", nearest(k, known)) for k in strangers]
+    return basics, faults + [Fault(k, f"unknown key (got {table[k]!r})", _instead(k, known)) for k in strangers]
+
+
+def _instead(key: str, known: Iterable[str]) -> str:
+    """A hint at the setting that was meant by an unknown key outside any section."""
+    meant = full_name(key)
+    return f"did you mean {meant}?" if meant else nearest(key, known)
+
+
+def full_name(key: str) -> str:
+    """The setting that a bare word means, with its section, such as ``local.lr``; empty where there is none."""
+    key = SYNONYMS.get(key, key)
+    if key in Basics.model_fields or key in KEYS:
+        return key
+    usual = ("local", "partition", "cohort", "engine")  # asked first
+    for section in dict.fromkeys((*usual, *SECTIONS, *KEYS)):
+        if key in SECTIONS[section].model_fields if section in SECTIONS else kinds_with(section, key):
+            return f"{section}.{key}"
+    return ""
 
 
 def _by_name(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], list[Fault]]:
@@ -265,7 +291,7 @@ def fact(algorithm: AnyAlgorithm, key: str) -> Any:
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
     """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
     changed = chosen["privacy"].clip is not None and chosen["algorithm"].traits.weighs_examples
-    return ["every client counts alike, since weights would tell how much data it has"] if changed else []
+    return ["every client counts alike, since weights would reveal how much data it has"] if changed else []
 
 
 # What may be handed over in Python instead of being named.

@@ -121,7 +121,7 @@ def _pixels(
         tap = deep // C
         i = tap // KW
         j = tap % KW
-        SIDE: tl.constexpr = C & -C  # so many channels lie side by side
+        SIDE: tl.constexpr = C & -C  # this many channels lie side by side
         shift = tl.max_contiguous(tl.multiple_of((i * W + j) * C + deep % C, SIDE), SIDE)
     real = n < N
     used = deep < DEPTH

@@ -110,7 +110,7 @@ def _(x: Tensor, g: Tensor, kernel: Ints, *_: Any) -> Tensor:
 
 
 def _lanes_of_lanes(op: Any) -> Callable[..., tuple[Tensor, int]]:
-    """Lanes of lanes are so many more lanes."""
+    """Nested lanes become one axis of lanes."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
         moved = [
@@ -157,7 +157,7 @@ def _stacked(w: Tensor) -> Tensor:
 
 
 def _laid(x: Tensor) -> Tensor:
-    """The same numbers, channels first beyond doubt: where a side is 1, strides alone would not say so."""
+    """The same numbers, channels first: where a side is 1, strides alone would not say so."""
     return x.contiguous().view(-1).view(x.shape)
 
 

@@ -9,5 +9,5 @@ one and none is ever stored. In three steps it becomes the matrix with which a r
 
 Rows of weights sum to one, so that nodes which agree stay as they are; where columns do, too, mixing preserves the
 mean, and psi = ||W - J||_2 < 1 says how fast the nodes agree: ||W X - J X|| <= psi ||X - J X||, with J the matrix that
-averages. Under push-sum only the columns do, and each node divides by the mass that came with what it heard.
+averages. Under push-sum only the columns do, and each node divides by the mass that it received.
 """

@@ -97,7 +97,7 @@ class Facts(NamedTuple):
     nodes: int
     edges: int  # of the first round
     directed: bool
-    degree_min: int  # how many others a node hears in the first round
+    degree_min: int  # from how many others a node receives in the first round
     degree_mean: float
     degree_max: int
     symmetric: bool
@@ -165,7 +165,7 @@ def _notes(
     if isinstance(topology, Grid) and topology.rows is None and nodes > 3 and shape_of(nodes, None)[0] == 1:
         yield f"{nodes} nodes make only one row: this is a {'ring' if isinstance(topology, Torus) else 'path'}"
     if len(parts) > 1:
-        yield f"the network falls apart into {len(parts)} parts, which never hear of each other"
+        yield f"the network falls apart into {len(parts)} parts, which never exchange anything"
     if not preserves:
         yield "the weights do not preserve the mean of the models"
     if len(parts) == 1 and preserves and topology.mixing == "average" and contraction > 1 - 1e-9:

@@ -26,7 +26,7 @@ class Ring(Topology):
 
 
 class Full(Topology):
-    """Everybody hears everybody."""
+    """Every node receives from every other."""
 
     kind: ClassVar[str] = "full"
 
@@ -35,7 +35,7 @@ class Full(Topology):
 
 
 class Star(Topology):
-    """Node 0 hears everybody, and everybody hears node 0.
+    """Node 0 exchanges with all other nodes, which exchange with node 0 alone.
 
     Not a server: the others keep most of what is their own.
     """
@@ -77,7 +77,7 @@ class Torus(Grid):
 
 
 class Exponential(Topology):
-    """Node i is heard by i + 1, i + 2, i + 4, ...: directed, few links, and still fast."""
+    """Node i sends to i + 1, i + 2, i + 4, ...: directed, few links, and still fast."""
 
     kind: ClassVar[str] = "exp"
 
@@ -102,7 +102,7 @@ class SymmetricExponential(Topology):
 
 
 class OnePeerExponential(Turning):
-    """In each gossip step node i is heard by one other: i + 1, then i + 2, i + 4, ..., and again.
+    """In each gossip step node i sends to one other: i + 1, then i + 2, i + 4, ..., and again.
 
     With 2^d nodes all agree exactly after d steps.
     """
@@ -159,7 +159,7 @@ class Random(Redrawn):
 
 
 class RandomDirected(Redrawn):
-    """Each node hears ``max_degree`` others at random, whoever else hears them, as published code has it.
+    """Each node receives from ``max_degree`` others, drawn at random for each node alone, as published code has it.
 
     It does not preserve the mean, and nothing bounds how often a node must send: only for comparison.
     """
@@ -169,7 +169,7 @@ class RandomDirected(Redrawn):
     weights: Literal["metropolis", "uniform", "maxdeg", "data_weighted"] = Field(
         "uniform", description="as elsewhere; here 1 / (1 + its own degree)"
     )
-    max_degree: PositiveInt = Field(10, description="how many others a node hears")
+    max_degree: PositiveInt = Field(10, description="how many others a node receives from")
 
     @property
     def directed(self) -> bool:
@@ -183,7 +183,7 @@ class RandomDirected(Redrawn):
 
 
 class Matching(Redrawn):
-    """Random pairs: in a round a node hears one other, or nobody."""
+    """Random pairs: in a round a node exchanges with one other, or with none."""
 
     kind: ClassVar[str] = "matching"
 

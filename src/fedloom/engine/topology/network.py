@@ -68,8 +68,8 @@ class Topology(Kind):
     link_policy: Annotated[Literal["self", "renorm", "stale"], _FAILS] = Field(
         "self",
         description="where the weight of a link that is down goes: back to both of its ends, which preserves the mean; "
-        "to all that the node still hears; or to what it last heard over the link, if that is no more than stale_after "
-        "rounds old",
+        "to all from which the node still receives; or to what it last received over the link, if that is no "
+        "more than stale_after rounds old",
     )
     node_death: float = Field(0.0, ge=0, lt=1, description="chance that a node dies in a round, and is gone for good")
     deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
@@ -97,7 +97,7 @@ class Topology(Kind):
 
     @property
     def directed(self) -> bool:
-        """Whether hearing somebody does not mean to be heard by them."""
+        """Whether links have a direction."""
         return False
 
     @property

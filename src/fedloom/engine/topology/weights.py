@@ -22,8 +22,8 @@ class Weights(NamedTuple):
     """A mixing matrix without its zeros, ordered by receiver, then by sender; every node has an entry for itself."""
 
     nodes: int
-    to: Ints  # [A] who hears
-    by: Ints  # [A] who is heard
+    to: Ints  # [A] the receiver
+    by: Ints  # [A] the sender
     value: Floats  # [A]
 
     def dense(self, columns: int | None = None) -> Floats:
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
         return sums(self.by, self.value, self.nodes)
 
     def senders(self) -> Ints:
-        """How many are heard by each node, itself among them.  ``[N]``"""
+        """From how many nodes each node receives, itself among them.  ``[N]``"""
         return np.bincount(self.to[self.value > 0], minlength=self.nodes)
 
     def is_symmetric(self) -> bool:

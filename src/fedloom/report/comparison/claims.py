@@ -167,10 +167,10 @@ def _shown(question: Question, claim: Claim, each: Difference) -> str:
     scale = 100 if is_share(_metric(question, claim, claim.method)) else 1
     if each.mean is None:
         return f"{each.what}: no seed finished"
-    shown = f"{each.what}: {scale * each.mean:+.4g}"
+    shown = f"{each.what}: {scale * each.mean:+z.4g}"
     if each.low is None or each.high is None:
         return f"{shown} (one seed)"
-    return f"{shown} [{scale * each.low:+.4g}, {scale * each.high:+.4g}] over {each.seeds} seeds"
+    return f"{shown} [{scale * each.low:+z.4g}, {scale * each.high:+z.4g}] over {each.seeds} seeds"
 
 
 def sentences(question: Question, decided: Sequence[Decided]) -> list[str]:

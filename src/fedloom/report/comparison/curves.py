@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,31 +105,25 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
     """The lines of all methods at one place of the grid."""
     scale = 100.0 if is_share(question.metric) else 1.0
     lines = [_line(question, method, results, scale, axes) for method in question.methods]
-    ends = [line.end for line in lines if line.end is not None]
+    ends = [line for line in lines if line is not None]
     if question.target is not None:
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
-    lost = [method for method, line in zip(question.methods, lines, strict=True) if line.end is None]
+    lost = [method for method, line in zip(question.methods, lines, strict=True) if line is None]
     if lost:
         text = f"not finished: {', '.join(lost)}"
         axes.annotate(text, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8)
     _frame(axes, question.x)
     if scale == 100.0 and ends:
-        # The first steps from chance are the same for all methods; what matters is above them.
         bottom, top = axes.get_ylim()
-        axes.set_ylim(max(0.0, bottom, min(line.early for line in lines if line.end is not None) - 5), min(100.0, top))
+        axes.set_ylim(max(0.0, bottom), min(100.0, top))
     _mark_ends(axes, ends)
     axes.set_title(question.title(place), loc="left", fontsize=10, color=INK)
 
 
-class _Line(NamedTuple):
-    """What the frame of a panel must know of a method's line."""
-
-    end: tuple[str, float] | None  # its colour and the mean of the last ten; None: no seed finished
-    early: float = 0.0  # its height a twelfth of the way
-
-
-def _line(question: Question, method: str, results: Sequence[Result], scale: float, axes: Axes) -> _Line:
-    """Draw the mean of a method and its band."""
+def _line(
+    question: Question, method: str, results: Sequence[Result], scale: float, axes: Axes
+) -> tuple[str, float] | None:
+    """Draw the mean of a method and its band; its colour and the mean of the last ten, or None if no seed finished."""
     mine, metric = [r for r in results if r.method == method], question.metrics[method]
     where, mean, deviation = band(mine, metric, question.x)
     colour, dash, width = _look(question, method)
@@ -138,11 +132,11 @@ def _line(question: Question, method: str, results: Sequence[Result], scale: flo
     # A line without a point is drawn, too: the legend needs it.
     axes.plot(where, scale * mean, color=colour, ls=dash, lw=width, label=name, zorder=3, marker=marker, ms=3)
     if not len(where):
-        return _Line(None)
+        return None
     low, high = scale * (mean - deviation), scale * (mean + deviation)
     axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
     tails = [s.mean_last_10 for s in (summary_of(r, metric) for r in mine) if s is not None]
-    return _Line((colour, scale * float(np.mean(tails))), scale * float(mean[len(mean) // 12]))
+    return colour, scale * float(np.mean(tails))
 
 
 def _mark_ends(axes: Axes, ends: Sequence[tuple[str, float]]) -> None:

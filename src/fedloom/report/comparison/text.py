@@ -43,7 +43,7 @@ def _gain_line(question: Question, header: Sequence[str], gain: Gain) -> list[st
 
 def percent(gain: float | None) -> str:
     """A relative gain as tables have it."""
-    return "-" if gain is None else f"{100 * gain:+.2f}%"
+    return "-" if gain is None else f"{100 * gain:+z.2f}%"
 
 
 Column = tuple[str, Callable[[Row], str]]  # its name, and what it shows of a row
@@ -156,7 +156,7 @@ def _gap(question: Question, row: Row) -> str:
     if row.difference is None:
         return "baseline" if row.method == question.baseline else "-"
     value = row.difference.mean * (100 if is_share(row.metric) else 1)
-    return f"{value:+.2f}" if is_share(row.metric) else f"{value:+.4g}"
+    return f"{value:+z.2f}" if is_share(row.metric) else f"{value:+z.4g}"
 
 
 def markdown(question: Question, table: Sequence[Row]) -> str:
