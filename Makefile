@@ -31,7 +31,7 @@ test: lint types ## Lint, check types, and run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(READY) ## Run the tests of single functions, in less than a minute
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)
 
 N ?= 1000
 fuzz: $(READY) ## Try N new cases of each kind of generated input, as in make fuzz N=5000

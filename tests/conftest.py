@@ -22,6 +22,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engine.state import Experiment
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
+from support import shared_laws
 from support.blobs import blobs
 
 # A busy machine is no fault of the code: neither an example nor its generation has a limit of time.
@@ -35,7 +36,8 @@ COMMANDS = {"cli", "compare", "deploy", "golden", "runs"}  # folders whose tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs whole commands is slow, wherever it lies: `make quick` is for the tests of single functions."""
     for item in items:
-        if item.path.parent.name in COMMANDS or "quick" in getattr(item, "fixturenames", ()):
+        whole = {"quick", "made"} & set(getattr(item, "fixturenames", ()))  # what runs commands, what a comparison made
+        if item.path.parent.name in COMMANDS or whole:
             item.add_marker(pytest.mark.slow)
 
 
@@ -49,6 +51,12 @@ def _ctrl_c() -> None:
 def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests vouch for is not put on the list of whoever runs them."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(name="shared_laws")
+def _shared_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laws of one algorithm share their runs."""
+    shared_laws.share(monkeypatch)
 
 
 @pytest.fixture

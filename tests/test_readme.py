@@ -164,6 +164,7 @@ def test_a_snippet_that_fails_is_noticed(folder: Path) -> None:
     assert (folder / "later/used.py").is_file()
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_breaks_a_law_is_noticed(folder: Path) -> None:
     lazy = (
         "```python\n# algorithms/lazy.py\nfrom fedloom import FedAvg\n\n\n"
@@ -173,6 +174,7 @@ def test_an_algorithm_that_breaks_a_law_is_noticed(folder: Path) -> None:
         execute(lazy + "```console\n$ fedloom check lazy\n```\n")
 
 
+@pytest.mark.slow
 def test_generated_pages_are_up_to_date() -> None:
     """Those of classes and those of results: what is kept below results/ is what the pages of reproduction say."""
     pages = module_at(ROOT / "docs/generate.py").PAGES

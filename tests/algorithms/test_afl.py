@@ -22,6 +22,7 @@ from fedloom.maths.ridge import statistics_bytes
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse
 from fedloom.runs.start import load_config, start
+from support import shared_laws
 from support.closed_form import OWNERS, apart, dealt, rounds
 
 
@@ -206,11 +207,11 @@ class Recursion(Analytic):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.BUT_SETTINGS
 @pytest.mark.parametrize("form", [Product, Recursion])
 def test_laws_of_the_pairwise_forms(law, form) -> None:
-    if law is laws.settings_have_an_effect:
-        pytest.skip("that the form has no effect is AFL's theorem")
+    """But for settings: that the form has no effect is AFL's theorem."""
     assert laws.verdict(law, form) == ""
 
 

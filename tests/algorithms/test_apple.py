@@ -20,6 +20,7 @@ from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
+from support import shared_laws
 from support.blobs import blobs
 from support.quadratic import RAGGED, Bowl, Quadratic, vec, work
 
@@ -291,6 +292,7 @@ class Limited(Apple):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.EVERY
 def test_laws_with_limited_downloads(law) -> None:
     assert laws.verdict(law, Limited) == ""

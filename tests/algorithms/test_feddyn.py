@@ -22,6 +22,7 @@ from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.engine.training import groups_of
 from fedloom.runs.settings import parse
+from support import shared_laws
 from support.quadratic import RAGGED, Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit
 
 
@@ -289,6 +290,7 @@ class BySamples(FedDyn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.EVERY
 def test_laws_by_samples(law) -> None:
     assert laws.verdict(law, BySamples) == ""

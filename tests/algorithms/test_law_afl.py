@@ -21,6 +21,7 @@ from fedloom.maths.proxy_set import proxy_loss
 from fedloom.maths.ridge import statistics_bytes
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
+from support import shared_laws
 from support.closed_form import OWNERS, apart, dealt, rounds
 from support.proxies import deserted, spoiled
 
@@ -417,9 +418,8 @@ class Printed(PerRound):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "law", [law for law in laws.LAWS if law is not laws.settings_have_an_effect], ids=lambda law: law.__name__
-)
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.BUT_SETTINGS
 @pytest.mark.parametrize("form", [WarmUp, PerRound, Shared, Shallow, Fresh, Printed])
 def test_laws_of_the_other_schedules(law, form) -> None:
     assert laws.verdict(law, form) == ""

@@ -22,6 +22,7 @@ from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.models.net import Net
 from fedloom.runs.settings import parse
+from support import shared_laws
 from support.personal import full_gradient, run, served
 from support.quadratic import RAGGED, after, vec
 
@@ -223,6 +224,7 @@ def test_fitting_leaves_the_run_alone_and_a_late_joiner_is_served_like_anybody(w
     assert (served(exp, judged, store) != judged.server.w).any(1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
 def test_a_client_with_one_example_stays_finite(world, executor, variant) -> None:
@@ -242,7 +244,9 @@ class HessianFree(PerFedAvg):
     variant: Literal["first_order", "hessian_free"] = "hessian_free"
 
 
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.EVERY
 def test_the_second_variant_obeys_the_laws(law) -> None:
     assert laws.verdict(law, HessianFree) == ""
 
@@ -253,6 +257,7 @@ def test_settings_out_of_range_are_refused(key, value) -> None:
         parse({"algorithm": {"kind": "perfedavg", key: value}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
 def test_it_learns_digits_of_which_each_client_has_four(variant) -> None:
     table = {

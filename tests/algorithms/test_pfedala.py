@@ -58,6 +58,7 @@ def extras(exp, rounds: int = 1) -> list[dict[int, int]]:
 
 
 # -- p1, p2, p8: where it is FedALA, and where FedAvg ----------------------------------------------------
+@pytest.mark.slow
 @OPTIMIZERS
 def test_p1_without_extra_epochs_it_is_fedala(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
@@ -88,6 +89,7 @@ def test_p2_where_only_the_upload_counts_it_is_fedala(world, executor) -> None:
     assert same(ours.kept, theirs.kept)
 
 
+@pytest.mark.slow
 @OPTIMIZERS
 def test_p2_with_an_optimiser_that_remembers_only_where_its_memory_is_forked(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
@@ -102,6 +104,7 @@ def test_p2_with_an_optimiser_that_remembers_only_where_its_memory_is_forked(wor
     assert not torch.equal(on.w, theirs.w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["uniform", "last", "geometric"])
 def test_p8_with_w_at_1_extra_epochs_have_no_effect_at_all(world, average) -> None:
     ours = ran(waits(world, algorithm={"eta": 0.0, "average": average}, partition=HELD), 4)
@@ -142,6 +145,7 @@ def snapshots() -> dict[str, list[torch.Tensor]]:
     return {}
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("J", [1, 2, 3, 5, 10])
 def test_p3_the_running_mean_is_the_mean_of_the_snapshots(world, snapshots, J, executor) -> None:
@@ -304,6 +308,7 @@ def test_p5_on_a_free_network_the_slowest_has_no_time(world, speeds) -> None:
     assert found[speeds.index(min(speeds))] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_p5_by_the_formulas_of_the_paper(world, overlap) -> None:
     """With a network, a server that takes its time, and unequal clients."""

@@ -75,6 +75,7 @@ def test_with_many_inner_steps_a_client_descends_its_moreau_envelope(lam) -> Non
     torch.testing.assert_close(upload.dw, -lr * lam * (w - point), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_rounds_end_where_the_mean_envelope_is_least() -> None:
     """The envelope of 1/2 (w - b)' A (w - b) is 1/2 (w - b)' E (w - b) with E = lam A (A + lam)^-1."""
     clients, lam = bowls(4), 2.0
@@ -126,6 +127,7 @@ def test_what_is_served_is_theta_and_it_changes_only_when_its_client_takes_part(
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_client_with_one_example_learns_it(world, executor) -> None:
     table = {"algorithm": {"inner_lr": 0.05}, "model": MLP, "local": RAGGED | {"lr": 0.1}}
@@ -160,6 +162,7 @@ def test_steps_that_grow_are_doubted() -> None:
     assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).warnings(0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
 
 
+@pytest.mark.slow
 def test_it_learns_digits_of_which_each_client_has_four() -> None:
     table = {
         "rounds": 15,

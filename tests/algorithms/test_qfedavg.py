@@ -169,6 +169,7 @@ def test_it_reaches_the_optimum_of_its_objective_and_evens_the_losses(q) -> None
     assert 2 / 3 < found.item() <= 0.8 + 1e-9  # from the least sum (0.8) towards equal losses (2/3)
 
 
+@pytest.mark.slow
 def test_the_larger_q_the_more_even_the_losses() -> None:
     gaps = []
     for q in (0.0, 0.5, 1.0, 3.0, 10.0):

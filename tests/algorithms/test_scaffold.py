@@ -151,6 +151,7 @@ def test_sc5_one_full_step_of_everybody_is_gradient_descent_in_every_round(world
         torch.testing.assert_close(state.server.w, w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["II", "I"])
 def test_sc6_it_reaches_the_optimum_where_fedavg_keeps_a_bias(option) -> None:
     clients = bowls(4)
@@ -162,6 +163,7 @@ def test_sc6_it_reaches_the_optimum_where_fedavg_keeps_a_bias(option) -> None:
     torch.testing.assert_close(ours.c, torch.zeros(3).double(), rtol=0, atol=1e-6)  # the mean gradient at the optimum
 
 
+@pytest.mark.slow
 def test_sc6b_so_it_does_when_only_half_of_them_come() -> None:
     clients = bowls(4)
     order = np.random.default_rng(0)

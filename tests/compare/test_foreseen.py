@@ -30,7 +30,7 @@ EVERYTHING = {
 @pytest.mark.parametrize("kind", sorted(entry.name for entry in catalogue.entries("algorithms")))
 def test_every_metric_of_a_run_was_foreseen(kind: str) -> None:
     """With everything evaluated; tests/golden looks at the metrics of a plain run."""
-    given = {"rounds": 2, "partition": {"clients": 4}, "model": "mlp", "algorithm": kind}
+    given = {"rounds": 2, "partition": {"clients": 4}, "model": "mlp", "local": {"batch": 128}, "algorithm": kind}
     evaluate: dict[str, Any] = EVERYTHING
     if not parse(given).algorithm.traits.has_global_model or kind == "local_only":  # there is no global model
         evaluate = {key: value for key, value in evaluate.items() if key != "diagnostics"}

@@ -100,6 +100,34 @@ def test_the_gradient_is_autograds(net: nn.Module, lanes: bool) -> None:
     assert torch.allclose(task.grad(task.w0, b), want, atol=1e-5)
 
 
+class Tied(nn.Module):
+    """Two layers that share their weights, which have two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+def test_weights_with_two_names_are_one_parameter() -> None:
+    net, b = Tied(), batch(shape=(5,))
+    task = Task(net)
+    assert task.size == sum(p.numel() for p in net.parameters())
+    w = 1.5 * task.w0
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.5)
+    assert torch.allclose(task.apply(w, b.x, b.buffers), net(b.x))
+    net.zero_grad()
+    nn.functional.cross_entropy(net(b.x), b.y).backward()
+    want = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    assert torch.allclose(task.grad(w, b), want, atol=1e-6)
+
+
 def test_loop_and_lanes_are_one_function() -> None:
     torch.manual_seed(0)
     for make in (NETS["logistic"], NETS["mlp"], NETS["conv"], dropping):

@@ -319,7 +319,7 @@ def test_a_module_of_the_working_folder_hides_none_of_pythons(desk: Path, world_
     for place, name in ((desk / "algorithms", "learns.py"), (desk, "mine.py")):
         (place / "helpful.py").write_text("SHARE = 1.0\n")  # beside each, as it is imported from there
         (place / name).write_text(LEARNS)
-    words = ("compare", "fedavg", "learns", "mine.py:Learns", *QUICK, "--seeds", "1", "--jobs", "2", "--out", "c")
+    words = ("compare", "fedavg", "learns", "mine.py:Learns", *QUICK, "--seeds", "1", "--jobs", "1", "--out", "c")
     done = script(*words, cwd=desk, env=world_outside)
     assert done.code == 0, done.out + done.err
     assert len({record.read_bytes() for record in (desk / "c" / "cells").rglob("metrics.jsonl")}) == 1

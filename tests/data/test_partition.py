@@ -75,6 +75,7 @@ drawn = st.sampled_from(
 
 
 class TestEveryKind:
+    @pytest.mark.slow
     @settings(max_examples=300, deadline=None)
     @given(drawn, st.integers(0, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 6), st.integers(0, 99))
     @example((Pathological, {}), 100, 10, 7, 1, 0)  # the blocks run out of places before the last class
@@ -240,6 +241,7 @@ class TestDirichlet:
         assert result.notes[0].startswith(f"{few} clients had fewer than 10 rows; {need} rows were moved from the ")
         assert np.count_nonzero(result.owner != free) == need
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("y", "classes", "held", "effective", "distance"),
         [(CIFAR10, 10, 2.0, 1.22, 0.86), (CIFAR100, 100, 2.5, 1.22, 0.98)],
@@ -263,6 +265,7 @@ class TestDirichlet:
         assert 1.1 <= fact.effective_classes <= 1.35
         assert result.notes == ()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("fields", "y", "classes", "held", "effective", "distance"),
         [
@@ -559,6 +562,7 @@ class TestSummary:
         assert fact.effective_classes == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_a_million_clients() -> None:
     y = np.random.default_rng(0).integers(0, 10, 2_000_000)
     result = assigned(Iid(clients=1_000_000), y, 10)

@@ -294,17 +294,10 @@ def test_pre_train_freeze_and_train_heads_with_many_methods(tmp_path: Path, quic
         held = load_file(tmp_path / kind / "model.safetensors")
         assert all(torch.equal(x, held[n]) for n, x in extractor.items()), kind
         assert held["head.weight"].shape == (10, 24)
-        # The net that comes out can be the weights of another run.
-        again = quick(
-            "run",
-            *small,
-            *few,
-            f"model.weights={kind}/model.safetensors",
-            "rounds=1",
-            "--out",
-            f"{kind}2",
-            cwd=tmp_path,
-        )
+    # The net that comes out can be the weights of another run, of a server's method or of a network's.
+    for kind in ("fedavg", "dfedavgm"):
+        weights = f"model.weights={kind}/model.safetensors"
+        again = quick("run", *small, *few, weights, "rounds=1", "--out", f"{kind}2", cwd=tmp_path)
         assert again.code == 0, again.err
     # Resumed from its first round, a run ends as it did.
     metrics, model = ((tmp_path / "fedavg" / n).read_bytes() for n in ("metrics.jsonl", "model.safetensors"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
@@ -14,48 +13,16 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core.schema import when
 from fedloom.engine import laws, variation
-from fedloom.engine.state import Experiment
 from fedloom.runs.find import algorithms
+from support import shared_laws
 
 KINDS = algorithms(own=False)
 FEW = ("fedavg", "scaffold", "dpsgd")  # a server, clients that keep state, a network: the others are slow
 COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them
 
 
-worlds: dict[str, Experiment] = {}
-runs: dict[str, Any] = {}
-
-
-@pytest.fixture
-def _runs_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several laws compare with the same run of an algorithm: it is computed once."""
-    world, after = laws._world, laws._after
-
-    def shared_world(cls: type[Algorithm], **how: Any) -> Experiment:
-        usual = {"executor": "lanes", "lanes": 6}
-        how = {name: value for name, value in how.items() if usual.get(name) != value}
-        key = f"{cls.__name__} {sorted(how.items(), key=str)}"
-        if key not in worlds:
-            if not key.startswith(next(iter(worlds), "").split(" ")[0] + " "):
-                worlds.clear()
-                runs.clear()
-            worlds[key] = world(cls, **how)
-        return worlds[key]
-
-    def shared_run(exp: Experiment, rounds: int, **more: Any) -> Any:
-        if more:
-            return after(exp, rounds, **more)
-        key = f"{id(exp)} {rounds}"
-        if key not in runs:
-            runs[key] = after(exp, rounds)
-        return runs[key]
-
-    monkeypatch.setattr(laws, "_world", shared_world)
-    monkeypatch.setattr(laws, "_after", shared_run)
-
-
-@pytest.mark.usefixtures("_runs_are_shared")
-@pytest.mark.parametrize("law", laws.LAWS[:-1], ids=lambda law: law.__name__)
+@pytest.mark.usefixtures("shared_laws")
+@shared_laws.BUT_SETTINGS
 @pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_law(kind: str, law) -> None:
     assert laws.verdict(law, KINDS[kind]) == ""
@@ -64,9 +31,8 @@ def test_law(kind: str, law) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in COSTLY])
 def test_settings_have_an_effect(kind: str) -> None:
-    """Each alone, and beside two choices of the others: `fedloom check` tries more."""
     assert laws.LAWS[-1] is laws.settings_have_an_effect
-    assert laws.verdict(partial(laws.settings_have_an_effect, most=2), KINDS[kind]) == ""
+    assert laws.verdict(shared_laws.settings_have_an_effect, KINDS[kind]) == ""
 
 
 class Writes(FedAvg):
@@ -173,7 +139,6 @@ _memory: dict[str, int] = {}
         (Biased, laws.neutral_is_fedavg),
         (Branches, laws.batched_is_alone),
         (Idles, laws.settings_have_an_effect),
-        (Forgets, beside_everything),
         (Undeclared, laws.mirrors_are_declared),
         (Thaws, laws.frozen_parts_stay),
     ],
@@ -182,13 +147,32 @@ def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:
     assert laws.verdict(law, cls) != ""
 
 
+@pytest.mark.slow
 def test_a_setting_that_says_when_it_has_an_effect_obeys() -> None:
     assert "'damping' has no effect beside mode = plain" in laws.verdict(beside_everything, Forgets)
     assert laws.verdict(laws.settings_have_an_effect, Declares) == ""
 
 
+class Rarely(FedAvg):
+    """Has a setting that is felt at its last value only."""
+
+    share: float = Field(5.0, gt=0, le=100)
+
+    def mean(self, inbox):
+        return super().mean(inbox) * (0.9 if self.share == 100 else 1.0)
+
+
+def test_every_value_is_tried_until_one_is_felt() -> None:
+    assert list(variation.others(Rarely, "share", {})).index(100.0) >= 2  # not among the first
+    assert laws._is_felt(Rarely, "share", {}, {})
+
+
+@pytest.mark.slow
 def test_the_share_of_data_for_ala_has_an_effect_where_later_rounds_take_one_batch() -> None:
     """In the start phase, on clients with more than a batch: 100 % has to be tried, since less is a batch."""
     around = {"later_passes": "step"}
     assert 100.0 in variation.others(FedALA, "sample_percent", around)
-    assert laws._is_felt(FedALA, "sample_percent", around, {})
+    few, all_of_it = (laws._observed(FedALA, around | more, "plain") for more in ({}, {"sample_percent": 100.0}))
+    assert few is not None
+    assert all_of_it is not None
+    assert few != all_of_it

@@ -189,6 +189,7 @@ def test_the_pictures_are_drawn(made: Made) -> None:
     assert "simulated seconds" in (made.folder / "layout.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_time_nothing_runs_and_nothing_changes(made: Made) -> None:
     before = {p.name: p.read_bytes() for p in made.folder.iterdir() if p.is_file() and p.name != "summary.json"}
     again = fedloom("compare", "out/compare.toml", "--out", "out", "--json", cwd=made.folder.parent)
@@ -359,6 +360,7 @@ def test_curves_against_rounds_seconds_and_bytes(tmp_path: Path) -> None:
         assert f"<!-- {word} -->" in (tmp_path / "c.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", ["seconds", "bytes"])
 def test_every_algorithm_has_curves_against_seconds_and_bytes(x: str, tmp_path: Path) -> None:
     words = ("compare", "fedavg", "dpsgd", "local_only", "--seeds", "1", "rounds=1", "partition.clients=3", "--x", x)

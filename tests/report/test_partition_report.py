@@ -21,6 +21,7 @@ def dealt(clients: int, classes: int, rows: int = 4000) -> tuple[Ints, Ints, tup
     return y, owner, tuple(f"class {k}" for k in range(classes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (1, 10), (20, 10), (60, 17), (100, 100), (250, 10)])
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures_are_written_and_repeat_byte_for_byte(tmp_path: Path, clients: int, classes: int, suffix: str) -> None:

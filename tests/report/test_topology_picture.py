@@ -27,6 +27,7 @@ KINDS: list[tuple[Topology, int, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "nodes", "rows"), KINDS, ids=lambda v: getattr(v, "kind", v))
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures_repeat_byte_for_byte(tmp_path: Path, topology: Topology, nodes: int, rows: int, suffix: str) -> None:

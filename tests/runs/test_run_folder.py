@@ -305,8 +305,7 @@ def test_killed_around_the_manifest(quick: Quick, finished: Path, run: Path, poi
 
 
 # -- where client states are kept ------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["local_only", "scaffold"])
-@pytest.mark.parametrize("first", ["ram", "disk"])
+@pytest.mark.parametrize(("kind", "first"), [("local_only", "ram"), ("scaffold", "disk")])
 def test_client_states_move_when_the_store_changes(quick: Quick, tmp_path: Path, kind: str, first: str) -> None:
     words = (*SMALL, f"algorithm.kind={kind}", "checkpoint.every=2", "local.epochs=1")
     assert quick("run", *words, "rounds=8", "--out", "whole", cwd=tmp_path).code == 0

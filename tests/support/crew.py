@@ -74,7 +74,6 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
     crew = []
     for rank in range(size):
         env = launch.rank_environment(rank, size, meeting)
-        env.pop("FEDLOOM_PARENT")  # warm processes are not children of this one
         crew.append(warm.Popen([sys.executable, "-m", "support.crew", str(folder)], env=env))
     try:
         codes = [process.wait(timeout=600) for process in crew]

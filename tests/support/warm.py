@@ -2,7 +2,8 @@
 
 ``Popen`` is ``subprocess.Popen`` for commands like ``[sys.executable, "-m", "fedloom", ...]``, with its pipes, signals
 and exit codes. The process is one of its own, with its own memory, but it shares the hash seed of the others and is
-no child of the one that asked for it: where that is the point of a test, it takes ``subprocess.Popen``.
+no child of the one that asked for it, so that a rank does not end with its launcher: where that is the point of a test,
+it takes ``subprocess.Popen``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         job = self._job | {
             "words": [str(word) for word in args[1:]],
             "cwd": os.path.abspath(cwd or "."),
-            "env": dict(os.environ if env is None else env),
+            "env": {k: v for k, v in (os.environ if env is None else env).items() if k != "FEDLOOM_PARENT"},
             "new_session": bool(new_session),
         }
         fds = [own if fd == -1 else fd for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
@@ -115,7 +116,7 @@ def _is_python(args: Any, env: Mapping[str, str] | None) -> bool:
     """Whether a command is a module of fedloom's or of ours, run by this Python, and may be another's child."""
     world = os.environ if env is None else env
     moved = world.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
-    if moved or "FEDLOOM_PARENT" in world or isinstance(args, str | bytes) or args[0] != sys.executable:
+    if moved or isinstance(args, str | bytes) or args[0] != sys.executable:
         return False
     words = [str(word) for word in args[1:] if word != "-P"]
     return words[0] == "-m" and words[1].partition(".")[0] in ("fedloom", "support")

@@ -87,6 +87,7 @@ class Task:
         self.capture: Capture = "eager"
         self._shares: dict[int, float] = {}
         self._frozen = tuple(name.removesuffix(".") for name in frozen)
+        self._is_tied = _is_tied(net)
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
         for name, part in self._train.named_modules():
             if self._is_frozen(name):
@@ -168,14 +169,18 @@ class Task:
         """Whether the whole body is frozen, so that its features of an example are always the same."""
         return self._is_frozen("body") and not any(name.startswith("body.") for name in self.names)
 
+    @property
+    def net_class(self) -> type[nn.Module]:
+        """The class of the net."""
+        return type(self._whole)
+
     def on_features(self) -> Task:
         """The same task for inputs that are features of the body: what is left of the net is its head.
 
         For nets that are ``head(body(x))`` with a frozen body. Saved nets are whole all the same.
         """
         other = copy.copy(self)
-        other._train, other._eval = copy.deepcopy(self._train), copy.deepcopy(self._eval)
-        other._train.body, other._eval.body = nn.Identity(), nn.Identity()
+        other._train, other._eval = _without_body(self._train), _without_body(self._eval)
         other._shape, other._shares = (self.linear_head.in_features,), {}
         return other
 
@@ -187,7 +192,8 @@ class Task:
 
     def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
         """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
-        out: Tensor = functional_call(self._eval, {**self._unflat(w), **self._unflat_buffers(buffers)}, (x,))
+        held = {**self._unflat(w), **self._unflat_buffers(buffers)}
+        out: Tensor = functional_call(self._eval, held, (x,), tie_weights=self._is_tied)
         return out
 
     def logits(self, w: Weights, batch: Batch) -> Tensor:
@@ -348,7 +354,7 @@ class Task:
 
     def _forward(self, w: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
         held = self._held(w, batch)
-        logits: Tensor = functional_call(self._train, held, (self._short(batch.x),))
+        logits: Tensor = functional_call(self._train, held, (self._short(batch.x),), tie_weights=self._is_tied)
         return self._full(logits), _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
 
     def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
@@ -396,6 +402,18 @@ class Task:
 
 def _on(criterion: Criterion, device: torch.device) -> Criterion:
     return criterion if criterion.weights is None else criterion._replace(weights=criterion.weights.to(device))
+
+
+def _without_body(net: nn.Module) -> nn.Module:
+    """A copy of the net that passes on its inputs instead of calling its body, which is not copied."""
+    return copy.deepcopy(net, {id(net.body): nn.Identity()})
+
+
+def _is_tied(net: nn.Module) -> bool:
+    """Whether one tensor of the net has two names; only then has torch to look for them in every forward pass."""
+    named = (net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False))
+    every = [id(tensor) for each in named for _, tensor in each]
+    return len(set(every)) < len(every)
 
 
 def _flat(tensors: Any) -> Tensor:

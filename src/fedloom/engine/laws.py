@@ -305,7 +305,7 @@ def _world(
         torch.manual_seed(11)
         net = Net(nn.Sequential(nn.Linear(5, 6), *(layer() for layer in layers), nn.Tanh()), 6, 3)
     task = Task(net, frozen=frozen).to(device, lanes=executor == "lanes", capture=capture)
-    local = local or Local(batch=4, epochs=2, lr=0.05, momentum=0.5)
+    local = local or Local(batch=8, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(sizes), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
     setup = Setup(task, local.optimiser(), federation.train.sizes, proxy, first_lr=local.lr)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PARENT = "FEDLOOM_PARENT"  # the process that started this one
 _PREFIX = "fedloom-ranks-"  # of the folders in which ranks meet, before the number of the launcher
-_GRACE = 10.0  # seconds that the others have to end by themselves once one has failed
+_GRACE = 30.0  # seconds that the others have to end by themselves once one has failed
 _LOOK = 0.05  # seconds between two looks at the ranks
 _MOST = 16  # ranks for each core: more of them would only wait
 

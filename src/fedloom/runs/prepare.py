@@ -301,7 +301,7 @@ def has_fixed_features(task: Task, fed: Federation) -> bool:
     """Whether what the body makes of an example is the same whenever it is read."""
     if not task.is_headed or fed.augment != "none":
         return False
-    return type(task.module(task.w0, task.buffers0)).forward is Net.forward
+    return task.net_class.forward is Net.forward
 
 
 def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, Federation, Held | None]:
