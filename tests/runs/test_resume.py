@@ -344,7 +344,7 @@ def test_what_is_not_there_is_said_so(quick: Quick, run: Path) -> None:
 
 # -- a full disk -----------------------------------------------------------------------------------
 LIMITS: dict[str, tuple[tuple[str, ...], int]] = {
-    "metrics": (("local_only", "evaluate.every=1"), 14_000),
+    "metrics": (("local_only", "evaluate.every=1"), 18_000),
     "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp"), 20_000),
     "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 200_000),
     "picture": (("fedavg", "evaluate.every=10"), 20_000),
