@@ -22,7 +22,9 @@ demo: $(READY) ## Compare six methods on very unequal digits, and plot the resul
 	@rm -rf demo && mkdir demo
 	$(BIN)/fedloom partition partition.alpha=0.1 --out demo/partition.png
 	$(BIN)/fedloom compare experiments/demo.toml --out demo/compare
+	$(BIN)/fedloom report demo/compare --out demo/report.html >/dev/null
 	@echo; echo "pictures: demo/partition.png (who has what) and demo/compare/curves.png (the results)"
+	@echo "open demo/report.html in a browser: the same with curves to explore, every client, and all settings"
 
 docs: $(READY) ## Write the pages of the documentation that are read off the classes
 	$(BIN)/python docs/generate.py

@@ -52,7 +52,7 @@ def test_a_network_without_links_is_drawn(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+    with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
         draw(Ring().edges(3), 3, tmp_path / "a.jpg")
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, is_name, refuse_user_code
+from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_user_code
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
@@ -59,6 +59,7 @@ def compare(
     budget: Budget = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
+    watch: WithPage = False,
     json_: JsonResult = False,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -87,7 +88,7 @@ def compare(
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
-    done = _shown(planned, folder, data_root, jobs, trust=trust, as_json=json_)
+    done = _shown(planned, folder, data_root, jobs, trust=trust, as_json=json_, watch=watch)
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:
@@ -106,18 +107,27 @@ def _seeds_in(folder: Path) -> set[int]:
 
 
 def _shown(
-    planned: ComparisonPlan, folder: Path, data_root: Path | None, jobs: int | None, *, trust: bool, as_json: bool
+    planned: ComparisonPlan,
+    folder: Path,
+    data_root: Path | None,
+    jobs: int | None,
+    *,
+    trust: bool,
+    as_json: bool,
+    watch: bool,
 ) -> Comparison:
     """Run the cells on the screen; an interruption says how to go on."""
     from rich.console import Console
 
     from fedloom.cli.screen import ComparisonScreen
+    from fedloom.cli.watch import watched
     from fedloom.compare.crew import InterruptedComparison
     from fedloom.compare.run import run
 
     screen = ComparisonScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
     try:
-        done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=screen)
+        with watched(screen, watch) as watcher:
+            done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watcher)
     except InterruptedComparison as stop:
         screen.close()
         screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")

@@ -27,6 +27,7 @@ from fedloom.cli import (
     resume,
     run,
     show,
+    watch,
 )
 from fedloom.cli import list as listing
 from fedloom.cli.help import repair
@@ -52,6 +53,7 @@ app.command()(compare.compare)
 app.command()(collect.collect)
 app.command()(show.show)
 app.command()(report.report)
+app.command()(watch.watch)
 app.command()(partition.partition)
 app.command("list")(listing.list_)
 app.command()(describe.describe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,10 @@ Root = Annotated[Path | None, typer.Option("--data-root", help="The folder of da
 ResultFolders = Annotated[
     list[Path], typer.Argument(metavar="RUN|COMPARISON|FOLDER...", help="Runs, comparisons, or a folder of them.")
 ]
+PageLanguage = Annotated[
+    Literal["en", "zh"], typer.Option("--lang", help="The language of the page: English or Chinese.")
+]
+WithPage = Annotated[bool, typer.Option("--watch", help="Serve a live page of it meanwhile: see fedloom watch.")]
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")]
 Ranks = Annotated[

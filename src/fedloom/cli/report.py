@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import ResultFolders
-
-Language = Annotated[Literal["en", "zh"], typer.Option("--lang", help="The language of the page: English or Chinese.")]
+from fedloom.cli.options import PageLanguage, ResultFolders
 
 
 def report(
@@ -17,7 +15,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; by default report.html in the folder, or in the current one.")
     ] = None,
-    lang: Language = "en",
+    lang: PageLanguage = "en",
 ) -> None:
     """Write the results as one HTML page that works offline.
 

@@ -14,6 +14,7 @@ from fedloom.cli.options import (
     Root,
     Settings,
     Trust,
+    WithPage,
     file_and_overrides,
     refuse_user_code,
 )
@@ -22,6 +23,8 @@ from fedloom.cli.startup import importing
 from fedloom.core.disk import as_name
 
 if TYPE_CHECKING:
+    from fedloom.runs.loop import Listener
+    from fedloom.runs.result import History
     from fedloom.runs.settings import Config
 
 
@@ -32,6 +35,7 @@ def run(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete experiment as TOML, and stop.")
     ] = False,
+    watch: WithPage = False,
     ranks: Ranks = None,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -40,6 +44,7 @@ def run(
     """Run one experiment. Without a file: FedAvg on digits, Dirichlet 0.3, 20 clients."""
     with importing():
         from fedloom.cli.screen import show_run
+        from fedloom.cli.watch import watched
         from fedloom.data.files import default_root
         from fedloom.engine.ranks import joined
         from fedloom.runs.settings import as_toml
@@ -54,7 +59,12 @@ def run(
         return
     launch_ranks(ranks, experiment)
     folder, root = out or Path("runs") / _run_name(experiment), data_root or default_root()
-    show_run(json_, lambda screen: start(experiment, out=folder, numbered=out is None, root=root, listener=screen))
+
+    def work(screen: Listener) -> History:
+        with watched(screen, watch and not follows()) as listener:
+            return start(experiment, out=folder, numbered=out is None, root=root, listener=listener)
+
+    show_run(json_, work)
 
 
 def _run_name(experiment: Config) -> str:

@@ -13,7 +13,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.core.metrics import Verdicts
 from fedloom.data.arrays import Ints
+from fedloom.report.tables import client_table
 from fedloom.report.view import RunStatus, RunView
 from fedloom.runs.settings import read_toml
 
@@ -30,7 +32,7 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
     """What a run folder shows at this moment."""
     if not is_run(folder):
         raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
-    partition = json_file(folder / "partition.json")
+    partition, counts = json_file(folder / "partition.json"), _counts(folder / "partition.safetensors")
     return RunView(
         name=name or folder.name,
         folder=str(folder),
@@ -40,8 +42,8 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         timings=json_lines(folder / "timings.jsonl"),
         environment=json_file(folder / "environment.json"),
         partition=partition,
-        counts=_counts(folder / "partition.safetensors"),
-        clients=csv_lines(folder / "clients.csv", ("client", "rows")),
+        counts=counts,
+        clients=csv_lines(folder / "clients.csv", ("client", "rows")) or _unmeasured(counts, partition),
         topology=json_file(folder / "topology.json"),
         privacy=json_file(folder / "privacy.json"),
         confusion=json_file(folder / "confusion.json"),
@@ -121,6 +123,16 @@ def _counts(path: Path) -> Ints | None:
     if found is not None and (found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind != "i" or (found < 0).any()):
         raise CheckpointError(f"{path}: is not what fedloom writes (see 'counts')")
     return found
+
+
+def _unmeasured(counts: Ints | None, partition: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The clients of a run that has not ended, of which only the partition is known."""
+    labels = partition.get("labels")
+    if counts is None or not len(counts) or not isinstance(labels, list) or len(labels) <= counts[:, 1].max():
+        return []
+    names = [str(k) for k in range(int(counts[:, 0].max()) + 1)]
+    lines = client_table(counts, names, [str(label) for label in labels], Verdicts.cat([]))
+    return [{name: str(value) for name, value in line.items()} for line in lines]
 
 
 def _written(path: Path) -> float | None:

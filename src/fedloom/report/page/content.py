@@ -293,10 +293,10 @@ def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ..
     cards = [Card(words.say("cells done"), f"{ended:,} / {view.planned:,}")]
     busy = [cell for cell in view.cells if cell.state == "unfinished"]
     cards += [Card(cell.name, f"{cell.round:,} / {cell.rounds:,}", ", ".join(cell.place)) for cell in busy[:8]]
-    each = [cell.seconds for cell in view.cells if cell.state == "done" and cell.seconds]
-    if each:
-        left = sum(each) / len(each) * (view.planned - ended) / max(1, len(busy))
-        cards.append(Card(words.say("time left"), span(left)))
+    rounds, spent = sum(cell.round for cell in view.cells), sum(cell.seconds for cell in view.cells)
+    if rounds and spent:
+        all_rounds = view.planned * sum(cell.rounds for cell in view.cells) / len(view.cells)
+        cards.append(Card(words.say("time left"), span(spent / rounds * (all_rounds - rounds) / max(1, len(busy)))))
     return tuple(cards)
 
 
