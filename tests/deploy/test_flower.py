@@ -121,6 +121,8 @@ def test_a_run_whose_process_was_killed_goes_on_and_strangers_stay_out(tmp_path:
         assert found["nodes"] == {"Hospital A": "online", "Hospital B": "online"}
         assert "round 3 of 3" in said("logs", site)
         assert "has ended" in said("resume", site, code=2)
+        said("revoke", site, "Hospital B")
+        assert json.loads(said("status", site, "--json"))["nodes"]["Hospital B"] == "no key"
     assert_as_simulated(site, tmp_path / "lab")
 
 

@@ -14,20 +14,23 @@ import torch
 from safetensors.torch import load
 
 import fedloom
-from fedloom.core.errors import ConfigError, DataError
+from fedloom.core import usercode
+from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import read_contract, write_contract
+from fedloom.deploy.contract import read_contract, undeployable, write_contract
 from fedloom.deploy.ends import rows_of_client
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Node, Place, Policy
 from fedloom.deploy.own_data import own_rows
 from fedloom.deploy.site import Listens, initialise
+from fedloom.engine.evaluate import evaluate
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import share
+from fedloom.runs.settings import parse
 from fedloom.runs.start import start
-from support.federation import Federation, Here, Tamper, config_of, contract_of, same, simulated
+from support.federation import Federation, Here, Tamper, config_of, contract_of, same, simulated, table_of
 
 
 def changed(data: bytes, **tensors: torch.Tensor) -> bytes:
@@ -248,3 +251,49 @@ def test_a_node_reads_its_own_table_by_the_columns_of_the_contract(tmp_path: Pat
     (tmp_path / "short.csv").write_text("outcome,age\nwell,40\nill,61\n")
     with pytest.raises((DataError, ConfigError), match="colour"):
         own_rows(contract, str(tmp_path / "short.csv"))
+
+
+def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from fedloom.deploy.serve import status_of, stop_run
+
+    home = a_site(tmp_path / "site", "scaffold")
+    asked = here(home)
+    with pytest.raises(CheckpointError, match="no run is under way"):
+        stop_run(home.parent)
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes:
+        if (count, client) == (3, 0):  # in the first round
+            stop_run(home.parent)
+        return answer
+
+    asked.tamper = tamper
+    assert conduct(home, asked, 1, print) is None
+    assert status_of(home.parent)["state"] == "stopped"
+    assert conduct(home, here(home), 1, print) is not None
+    start(read_contract(home).config, out=tmp_path / "lab", root=Path())
+    assert same(weights(home / "runs" / "1"), weights(tmp_path / "lab"))
+
+
+def test_a_third_of_the_nodes_may_fail_in_every_round(tmp_path: Path) -> None:
+    """Each time another one; with states of clients that the server mirrors, which must not get out of step."""
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes | Failed:
+        return Failed("was killed") if client == count % 3 and count > 1 else answer
+
+    federation = Federation(tmp_path, config_of("scaffold", rounds=20), tamper, quorum=0.6)
+    state, store = begin(federation.exp), RamStore(3)
+    for number in range(20):
+        federation.restart(number % 3)
+        state, _ = advance(federation.exp, state, store)
+    heard = [len(line["heard"]) for line in read_rounds(tmp_path)]
+    assert heard == [2] * 20
+    assert float(evaluate(federation.exp, state, store)["global/test/accuracy"]) > 0.8
+
+
+def test_code_of_ones_own_does_not_travel(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from fedloom import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
+    table = table_of("fedavg", algorithm={"kind": f"{tmp_path / 'mine.py'}:Mine"})
+    usercode.vouch(table)
+    (fault,) = undeployable(parse(table))
+    assert "do not travel to nodes" in str(fault)

@@ -115,16 +115,13 @@ def resume(site: Site) -> None:
 
 
 @app.command()
-def stop(
-    site: Site,
-    now: Annotated[bool, typer.Option("--now", help="At once; the round in hand is lost.")] = False,
-) -> None:
+def stop(site: Site) -> None:
     """Stop the run under way after its round."""
     _ready()
     from fedloom.deploy.serve import stop_run
 
-    stop_run(site, now=now)
-    print("stopped" if now else "the run will stop after the round in hand")
+    stop_run(site)
+    print("the run will stop after the round in hand")
 
 
 @app.command()

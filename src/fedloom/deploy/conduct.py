@@ -22,7 +22,7 @@ from fedloom.runs.folder import create, held, opened, read_key, storage
 from fedloom.runs.loop import InterruptedRun, Progress, drive
 from fedloom.runs.prepare import Prepared, share
 from fedloom.runs.result import History
-from fedloom.runs.settings import Checkpoints, as_toml
+from fedloom.runs.settings import as_toml
 
 Say = Callable[[str], None]
 
@@ -74,7 +74,8 @@ def _told(home: Path, transport: Transport, run: int, say: Say) -> History | Non
 
 def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
     contract, path = read_contract(home), home / RUNS / str(run)
-    config = contract.config._replace(checkpoint=Checkpoints(every=1))  # a node keeps no more than two rounds
+    saved = contract.config.checkpoint.model_copy(update={"every": 1})  # a node keeps no more than two rounds
+    config = contract.config._replace(checkpoint=saved)
     nodes = RemoteNodes(contract, transport, home, read_rules(home))
     nodes.run, nodes.say = run, say
     population = nodes.greet()

@@ -19,7 +19,7 @@ from fedloom.core.objective import Objective
 from fedloom.data.arrays import Arrays
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
-from fedloom.runs.environment import versions
+from fedloom.runs.environment import files_of, versions
 from fedloom.runs.settings import Config, as_toml, config_hash, parse, toml_of
 from fedloom.trust.corruption import Corruption
 
@@ -122,6 +122,9 @@ def undeployable(config: Config) -> list[Fault]:
         faults.append(Fault("privacy.noise_from", "reproducible noise hides nothing (got 'seed')", "leave it out"))
     if config.privacy.asks_for_labels:
         faults.append(Fault("privacy", "asks each node how many examples of each class it has", "leave that out"))
+    for path in files_of(config):
+        what = f"is code, or weights, of your own, which do not travel to nodes (got {path})"
+        faults.append(Fault("experiment", what, "deploy a method and a net that come with fedloom"))
     default, asked = Evaluate(), config.evaluate
     for name in ("diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):

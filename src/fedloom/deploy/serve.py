@@ -153,16 +153,13 @@ def _begun(home: Path, run: int) -> int:
     return run
 
 
-def stop_run(site: Path, *, now: bool) -> None:
-    """Let the run under way end after its round, or at once."""
+def stop_run(site: Path) -> None:
+    """Let the run under way end after its round."""
     home = site / SERVER
     read_contract(home)
     if not is_conducted(home):
         raise CheckpointError(f"{home}: no run is under way")
-    if now:
-        flower.call(home, "stop", _flower_id(home))
-    else:
-        disk.write_bytes(home / STOP, b"")
+    disk.write_bytes(home / STOP, b"")
 
 
 def revoke(site: Path, name: str) -> None:
