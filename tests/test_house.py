@@ -220,6 +220,19 @@ def test_renderers_are_called_by_the_name_of_their_module() -> None:
                 assert bare & RENDERERS == set(), module
 
 
+def test_the_page_on_the_architecture_names_what_there_is() -> None:
+    """Every file, and every function or class in a file, that docs/architecture.md names."""
+    root = ROOT.parents[1]
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`([a-z_]+/[\w/]*(?:\.py|\.html)?)`", page))
+    assert len(paths) > 60
+    assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (root / path).exists()] == []
+    named = re.findall(r"`(?:\w+\.)?(\w+)` in `([a-z_]+/[\w/]+\.py)`", page)
+    assert len(named) > 8
+    for name, path in named:
+        assert re.search(rf"(def |class |^){name}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (name, path)
+
+
 def test_banned_names_are_not_used() -> None:
     banned = {"utils", "util", "helper", "helpers", "manager", "common", "misc"}
     assert {name.split(".")[-1] for name in SOURCES} & banned == set()
