@@ -187,6 +187,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "partition.redraws": {"partition": {"kind": "dirichlet", "per": "client"}},
     "model.groups": {"model": {"kind": "resnet20", "norm": "batch"}},
     "model.buffers": {"model": {"kind": "resnet20"}},
+    "task.class_weights": {"task": {"kind": "regression"}},
 }
 KINDS = {
     "partition": kinds(Partition, "fedloom.data.partition"),
@@ -196,15 +197,16 @@ KINDS = {
 # Settings that always have an effect. A new one belongs here, or says with ``when`` in which settings it has one.
 ALWAYS = {
     "aggregation": {"rule"},
-    "checkpoint": {"every"},
+    "checkpoint": {"every", "personal"},
     "cohort": {"sampling"},
     "corruption": {"share", "clients"},
     "engine": {"device", "executor", "lanes", "store", "threads", "precision"},
-    "evaluate": {"every", "personal", "work", "flatness", "auc", "participants"},
+    "evaluate": {"every", "personal", "work", "flatness", "auc", "metrics", "participants"},
     "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
     "proxy": {"size"},
     "system": {"stragglers", "dropout", "speeds", "slow", "jitter", "aggregation", "deadline"},
+    "task": {"kind", "loss"},
 }
 
 

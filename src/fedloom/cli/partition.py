@@ -38,7 +38,7 @@ def partition(
     described = shared.described()
     picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
     title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
-    report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title)
+    report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title, shared.names)
     if json_:
         print(json.dumps(described | {"picture": str(picture)}))
         return

@@ -25,11 +25,22 @@ TEN = (
 )  # fmt: skip
 
 
-def draw(y: Ints, owner: Ints, clients: int, labels: tuple[str, ...], path: Path, title: str = "") -> None:
-    """Write the picture of how many rows of each class every client holds, as a .png, .svg or .pdf."""
+def draw(
+    y: Ints,
+    owner: Ints,
+    clients: int,
+    labels: tuple[str, ...],
+    path: Path,
+    title: str = "",
+    names: Sequence[str] = (),
+) -> None:
+    """Write the picture of how many rows of each class every client holds, as a .png, .svg or .pdf.
+
+    ``names``: what the clients are called, where they have names.
+    """
     suffix, shown = suffix_of(path), shown_clients(clients)
     counts = _table(y, owner, clients, shown, len(labels))
-    write(path, styled(lambda: _figure(shown, counts, labels, _headline(title, clients)), suffix))
+    write(path, styled(lambda: _figure(shown, counts, labels, _headline(title, clients), names), suffix))
 
 
 def table(summary: PartitionSummary) -> list[tuple[str, str]]:
@@ -73,12 +84,12 @@ def _headline(title: str, clients: int) -> str:
     return "\n".join(part for part in (title, subset) if part)
 
 
-def _figure(shown: Ints, counts: Ints, labels: tuple[str, ...], headline: str) -> Figure:
+def _figure(shown: Ints, counts: Ints, labels: tuple[str, ...], headline: str, names: Sequence[str]) -> Figure:
     figure = canvas(float(np.clip(3.4 + 0.16 * len(shown), 6.0, 13.0)), 4.2)
     axes = figure.add_subplot()
     colours = _colours(len(labels))
     _bars(axes, counts, colours)
-    _frame(axes, shown, counts, headline)
+    _frame(axes, shown, counts, headline, names)
     if len(labels) <= _MOST_NAMED:
         _legend(axes, labels, colours)
     else:
@@ -116,7 +127,7 @@ def _bars(axes: Axes, counts: Ints, colours: list[Any]) -> None:
     axes.add_collection(rectangles)
 
 
-def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str) -> None:
+def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str, names: Sequence[str]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     bars = len(shown)
@@ -125,7 +136,8 @@ def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str) -> None:
     axes.set_ylim(0, max(1.0, 1.04 * float(counts.sum(axis=1).max())))
     step = next(s for s in (1, 2, 5, 10, 20) if bars / s <= 26)
     ticks = np.arange(0, bars, step)
-    axes.set_xticks(ticks, [f"{shown[k]}" for k in ticks], rotation=45 if shown[-1] >= 1000 else 0)
+    called = [names[shown[k]] if names else f"{shown[k]}" for k in ticks]
+    axes.set_xticks(ticks, called, rotation=45 if max(map(len, called)) >= 4 else 0)
     axes.set_xlabel("client", color=INK)
     axes.set_ylabel("rows", color=INK)
     axes.yaxis.set_major_formatter("{x:,.0f}")
