@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.runs.folder import read_metrics
@@ -151,6 +152,51 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "table.csv").exists()
     homes = list((tmp_path / "out" / "cells").iterdir())
     assert all(list((h / "checkpoints").iterdir()) for h in homes if lines_in(tmp_path / "out") and h.is_dir())
+
+
+class Impatient(Unwatched):
+    """Whoever presses Ctrl-C when the first cell has ended and the second has begun."""
+
+    def moved(self, standing: Standing) -> None:
+        if standing.done == 1 and not standing.ended:
+            raise KeyboardInterrupt
+
+
+def test_tables_are_there_after_an_interruption_and_say_what_is_missing(tmp_path: Path) -> None:
+    both = table(algorithms=["fedavg", "fedprox"], seeds=1)
+    with pytest.raises(InterruptedComparison):
+        run(both, tmp_path / "c", jobs=1, watcher=Impatient())
+    early = (tmp_path / "c" / "table.md").read_text()
+    assert "1 of 2 cells are missing: the comparison has not ended" in early
+    assert "fedavg" in early
+    assert (tmp_path / "c" / "curves.png").is_file()
+    run(both, tmp_path / "c", jobs=1)
+    assert "missing" not in (tmp_path / "c" / "table.md").read_text()
+
+
+def test_cells_are_run_again_if_their_data_or_a_version_has_changed(tmp_path: Path) -> None:
+    rows = [f"{k % 7},{k % 5},{k % 2}" for k in range(60)]
+    file = tmp_path / "rows.csv"
+    file.write_text("a,b,label\n" + "\n".join(rows))
+    asked = table(algorithms=["fedavg", "fedprox"], seeds=1) | {"data": {"source": "csv", "path": str(file)}}
+    asked |= {"partition": {"kind": "iid", "clients": 4}, "model": {"kind": "logistic"}, "rounds": 1}
+
+    def again() -> dict[str, bytes]:
+        run(asked, tmp_path / "c", jobs=1)
+        return {path.parent.name: path.read_bytes() for path in (tmp_path / "c" / "cells").glob("*/metrics.jsonl")}
+
+    first = again()
+    file.write_text("a,b,label\n" + "\n".join(row[:-1] + str(1 - int(row[-1])) for row in rows))
+    other = again()
+    assert sorted(first) == sorted(other)
+    assert all(first[name] != other[name] for name in first)
+    assert len(list((tmp_path / "c" / "replaced").glob("*/run/metrics.jsonl"))) == 2
+    record = tmp_path / "c" / "cells" / next(iter(first)) / "environment.json"
+    record.write_text(record.read_text().replace('"torch": "', '"torch": "0.'))
+    assert again() == other
+    assert len(list((tmp_path / "c" / "replaced").glob("*/run/metrics.jsonl"))) == 3
+    again()
+    assert len(list((tmp_path / "c" / "replaced").glob("*/run/metrics.jsonl"))) == 3
 
 
 def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:

@@ -443,7 +443,10 @@ def test_a_comparison_runs_cells_again_whose_code_has_changed(
     (desk / "helpful.py").write_text("SHARE = 0.01\n")
     done = quick(*words, cwd=desk, env=world_outside)
     assert done.code == 0, done.err
-    assert "note: 1 cell begun with other helpful.py: run again" in done.out
+    assert (
+        "note: 1 cell to be run again, since helpful.py has changed (1 cell); the old ones are in c/replaced"
+        in done.out
+    )
     assert "1 of 2 cells are done already" in done.out
     after = {record.parent.name: record.read_bytes() for record in (desk / "c" / "cells").rglob("metrics.jsonl")}
     assert sorted(after) == sorted(before)

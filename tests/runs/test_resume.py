@@ -21,8 +21,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedloom.core.errors import CheckpointError
 from fedloom.runs.prepare import prepare
+from fedloom.runs.resume import resume
 from fedloom.runs.start import load_config
+from fedloom.runs.start import run as start
 from support.terminal import Quick, environment, fedloom, started
 
 BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")
@@ -441,8 +444,37 @@ def test_other_data_than_the_run_began_with_is_refused(quick: Quick, tmp_path: P
     assert done.code == 2
     assert "r: the data is not what this run began with" in done.err
     assert result(tmp_path / "r") == before
+    done = quick("resume", "r", "--rounds", "3", "--accept-changes", cwd=tmp_path)
+    assert done.code == 0, done.err
+    told = json.loads((tmp_path / "r" / "environment.json").read_text())["changes"]
+    assert told[0].startswith("after round 2: the data is not what this run began with (")
+    assert quick("resume", "r", "--rounds", "4", cwd=tmp_path).code == 0  # with the data that was accepted
     save_blobs(tmp_path / "own.npz", 0.0)
-    assert quick("resume", "r", "--rounds", "4", cwd=tmp_path).code == 0
+    assert quick("resume", "r", "--rounds", "5", cwd=tmp_path).code == 2
+
+
+def test_a_run_goes_on_from_another_folder_with_its_own_files_and_data_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "data", "elsewhere"):
+        (tmp_path / name).mkdir()
+    for name, rows in {"x": np.eye(60, 4, dtype=np.float32), "y": np.arange(60) % 3}.items():
+        np.save(tmp_path / "data" / f"{name}.npy", rows)
+    loader = "import numpy\n\n\ndef rows(root):\n    return numpy.load(root / 'x.npy'), numpy.load(root / 'y.npy')\n"
+    (tmp_path / "mine" / "own.py").write_text(loader)
+    monkeypatch.chdir(tmp_path / "mine")
+    settings = {"partition": {"clients": 4}, "model": "logistic"}
+    start(data="own.py:rows", data_root="../data", rounds=2, out="r", **settings)
+    assert (tmp_path / "mine" / "r" / "code" / "own.py").read_text() == loader
+    whole = start(data="own.py:rows", data_root="../data", rounds=3, out="w", **settings)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resume("../mine/r", rounds=3).records == whole.records
+    assert Path.cwd() == tmp_path / "elsewhere"
+    (tmp_path / "mine" / "own.py").write_text(loader + "# other\n")
+    with pytest.raises(CheckpointError, match=r"own\.py has changed"):
+        resume("../mine/r", rounds=4)
+    assert resume("../mine/r", rounds=4, accept_changes=True).rounds == 4
+    assert (tmp_path / "mine" / "r" / "code-after-round-3" / "own.py").read_text().endswith("# other\n")
 
 
 def test_a_run_killed_before_it_was_laid_out_can_be_continued(quick: Quick, tmp_path: Path) -> None:

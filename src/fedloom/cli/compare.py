@@ -131,6 +131,8 @@ def _shown(
     except InterruptedComparison as stop:
         screen.close()
         screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
+        if (stop.folder / "table.md").is_file():
+            screen.say(f"the tables of the cells that are done: {stop.folder / 'table.md'}")
         raise typer.Exit(130) from stop
     finally:
         screen.close()

@@ -35,7 +35,9 @@ def resume(
     trust: Trust = False,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Go on although code of yours or model.weights has changed since."),
+        typer.Option(
+            "--accept-changes", help="Go on although code of yours, model.weights or the data has changed since."
+        ),
     ] = False,
     no_user_code: NoUserCode = False,
     data_root: Root = None,
@@ -47,11 +49,14 @@ def resume(
     with importing():
         from fedloom.cli.screen import show_run
         from fedloom.runs import resume as runs
+        from fedloom.runs.origin import from_its_folder
         from fedloom.runs.start import load_config
 
     refuse_user_code(no_user_code)
     if ranks is not None and (run_dir / "config.toml").is_file():
-        launch_ranks(ranks, load_config(run_dir / "config.toml", trust=trust))
+        with from_its_folder(run_dir) as run:
+            config = load_config(run / "config.toml", trust=trust)
+        launch_ranks(ranks, config)
     show_run(
         json_,
         lambda screen: runs.resume(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -9,14 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.table import dotted
 from fedloom.core import disk, usercode
-from fedloom.core.errors import ConfigError, Fault, StorageError
+from fedloom.core.errors import ConfigError, Fault, FedloomError, StorageError
+from fedloom.data.sources import Digits, PublishedSet, Synthetic
 from fedloom.runs.environment import changed_files, other_versions
+from fedloom.runs.folder import unused
+from fedloom.runs.prepare import data_fingerprint
 from fedloom.runs.settings import read_toml
 
+_ASIDE = "replaced"  # where cells are that were run again
 _STATES = {"done": "summary.json", "diverged": "diverged.json"}
 
 
@@ -107,16 +113,70 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     return [f"{key} is {a.get(key, 'unset')} there and {b.get(key, 'unset')} here" for key in differ[:3]]
 
 
-def clear_stale(planned: ComparisonPlan, cells: Path) -> list[str]:
-    """Delete the cells that were made with other code or weights of the user's, so that they run again; say so."""
-    homes = [home for home in dict.fromkeys(cells / cell.hash for cell in planned.cells) if home.is_dir()]
-    stale = {home: changed for home in homes if (changed := changed_files(home))}
+def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: Path) -> list[str]:
+    """Set aside the cells that were made with something else that decides numbers, so that they run again; say so.
+
+    A cell is its settings, which name its folder, its data, the user's own code and weights, and the versions of what
+    computes it.
+    """
+    here = {cells / cell.hash: cell for cell in planned.cells if (cells / cell.hash).is_dir()}
+    data = Fingerprints(root)
+    reasons = {home: _stale(home, cell, data) for home, cell in here.items()}
+    stale = {home: why for home, why in reasons.items() if why}
     for home in stale:
-        shutil.rmtree(home)
-    files = sorted({file for changed in stale.values() for file in changed})
-    notes = [f"{_counted(len(stale), 'cell')} begun with other {', '.join(files)}: run again"] if stale else []
-    words = [word for home in homes if home not in stale for word in other_versions(home)]
-    return notes + [f"{word} in {_counted(words.count(word), 'cell')}" for word in dict.fromkeys(words)]
+        disk.make_folder(folder / _ASIDE)
+        shutil.move(home, unused(folder / _ASIDE / home.name) / "run")
+    each = [word for why in stale.values() for word in why]
+    told = "; ".join(f"{word} ({_counted(each.count(word), 'cell')})" for word in dict.fromkeys(each))
+    aside = f"the old ones are in {folder / _ASIDE}"
+    notes = [f"{_counted(len(stale), 'cell')} to be run again, since {told}; {aside}"] if stale else []
+    return notes + data.unknown()
+
+
+def _stale(home: Path, cell: Cell, data: Fingerprints) -> list[str]:
+    """What the run in this folder began with that is something else now, in words."""
+    found = [f"{file} has changed" for file in changed_files(home)] + other_versions(home)
+    return found + (["the data has changed"] if data.differs(home, cell) else [])
+
+
+class Fingerprints:
+    """What the data of cells is now; each data set is read once for a seed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: dict[str, str] = {}  # empty where it cannot be read
+        self._missing: dict[str, str] = {}
+
+    def differs(self, home: Path, cell: Cell) -> bool:
+        """Whether the data of a cell is not that of the run in this folder.
+
+        Sets that fedloom draws, or checks against their publisher's checksums, cannot differ.
+        """
+        config = cell.config
+        if isinstance(config.data, Digits | Synthetic | PublishedSet):
+            return False
+        then = _read_json(home / "partition.json").get("data_sha256")
+        key = repr((config.kinds["data"], config.data, config.basics.seed))
+        if then is not None and key not in self._known:
+            try:
+                self._known[key] = data_fingerprint(config.data.load(self._root, config.basics.seed))
+            except FedloomError as error:
+                self._known[key], self._missing[config.data.name] = "", str(error)
+        return then is not None and bool(self._known[key]) and self._known[key] != then
+
+    def unknown(self) -> list[str]:
+        """The data sets that could not be read, in words."""
+        what = "whether cells that are there were made with the same data was not checked"
+        return [f"{what}: {why}" for why in self._missing.values()]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a file of a run folder holds; nothing where it cannot be read, which whoever reads the results will say."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _counted(count: int, word: str) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.compare import gpu
-from fedloom.compare.crew import Crew, Unwatched, Watcher
+from fedloom.compare.crew import Crew, InterruptedComparison, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
-from fedloom.compare.folder import cells_of, clear_stale, locked, refuse_another, state_of, storage_errors
+from fedloom.compare.folder import cells_of, locked, move_stale_aside, refuse_another, state_of, storage_errors
 from fedloom.compare.memory import default_jobs, on_gpu
+from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
@@ -44,8 +45,13 @@ def run(
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
         with cells_of(planned, folder) as cells:
-            planned = planned._replace(notes=(*planned.notes, *clear_stale(planned, cells)))
-            failures = _run_missing(planned, folder, cells, root, jobs, watcher or Unwatched())
+            planned = planned._replace(notes=(*planned.notes, *move_stale_aside(planned, folder, cells, root)))
+            tables = TablesAsCellsEnd(planned, folder, cells, watcher or Unwatched())
+            try:
+                failures = _run_missing(planned, folder, cells, root, jobs, tables)
+            except InterruptedComparison:
+                tables.write()
+                raise
             return write_results(planned, folder, cells, failures)
 
 

@@ -16,7 +16,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.ranks import ALONE
 from fedloom.engine.rounds import begin
 from fedloom.engine.store import RamStore
-from fedloom.runs.changes import refuse_other_data
+from fedloom.runs.changes import changed_data
 from fedloom.runs.entry import Resumption, write_first_files
 from fedloom.runs.folder import create, held, opened, read_key, storage
 from fedloom.runs.loop import InterruptedRun, Progress, drive
@@ -89,7 +89,7 @@ def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
                 write_first_files(folder, prepared)
                 folder.seal()
             elif (path / "partition.json").is_file():
-                refuse_other_data(path, prepared)
+                changed_data(path, prepared, accept=False)
         history = drive(prepared, folder, Resumption() if begun else None, Lines(say))
     exp = prepared.experiment
     state = checkpoint.load_state(path / "checkpoints", begin(exp), RamStore(exp.federation.clients)).state

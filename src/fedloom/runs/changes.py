@@ -51,17 +51,28 @@ def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str])
     }
 
 
-def refuse_other_data(path: Path, prepared: Prepared) -> None:
-    """Refuse to go on with other data than the run began with."""
+def changed_data(path: Path, prepared: Prepared, accept: bool) -> list[str]:
+    """What of the data and of who has it is not what the run began with, in words; refused unless accepted.
+
+    A private run has released what it began with: it goes on with nothing else. Other clients are another run.
+    """
+    now = prepared.shared.described()
     try:
         then = json.loads((path / "partition.json").read_text())
-        pairs = {key: (str(then[key]), prepared.shared.described()[key]) for key in ("data_sha256", "sha256")}
+        pairs = {key: (str(then[key]), str(now[key])) for key in ("data_sha256", "sha256", "clients")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / 'partition.json'}: is damaged ({error})") from error
-    for key, what in (("data_sha256", "the data"), ("sha256", "the partition")):
-        old, new = pairs[key]
-        if old != new:
-            raise CheckpointError(f"{path}: {what} is not what this run began with ({old[:12]}, now {new[:12]})")
+    named = (("data_sha256", "the data"), ("sha256", "the partition"))
+    found = [(what, *pairs[key]) for key, what in named if pairs[key][0] != pairs[key][1]]
+    words = [f"{what} is not what this run began with ({old[:12]}, now {new[:12]})" for what, old, new in found]
+    if found and pairs["clients"][0] != pairs["clients"][1]:
+        raise CheckpointError(f"{path}: {words[0]}: there were {then['clients']} clients, and are {now['clients']} now")
+    if found and prepared.experiment.guard is not None:
+        raise CheckpointError(f"{path}: {words[0]}, and a private run goes on with nothing else")
+    if found and not accept:
+        fix = "put it back as it was, or go on with what is there now: --accept-changes"
+        raise CheckpointError(f"{path}: {words[0]} ({fix})")
+    return words
 
 
 def refuse_other_net(path: Path, prepared: Prepared) -> None:

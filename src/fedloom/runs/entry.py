@@ -14,10 +14,11 @@ from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.runs.changes import privacy_record, refuse_other_ledger, with_changes
-from fedloom.runs.environment import choices, environment, read_environment
+from fedloom.runs.environment import choices, environment, keep_code, read_environment
 from fedloom.runs.evaluation import evaluates
 from fedloom.runs.folder import RunFolder, read_metrics, save_partition, write_key, write_text
 from fedloom.runs.network import described, picture
+from fedloom.runs.origin import whereabouts
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.repair import repaired, ways_out
 from fedloom.runs.settings import as_toml, config_hash
@@ -30,6 +31,7 @@ class Resumption(NamedTuple):
     revised: bool = False  # with settings that are not those of its config.toml
     repair: bool = False  # without lines of metrics.jsonl that are damaged
     changes: tuple[str, ...] = ()  # what decides numbers and is not what it was, in words
+    other_data: bool = False  # whether the data is among them
 
 
 def enter(
@@ -75,7 +77,10 @@ def _accepted(
         folder.write("environment.json", read_environment(folder.path) | {"config_hash": config_hash(prepared.config)})
         if prepared.experiment.guard is not None:
             folder.write("privacy.json", privacy_record(prepared))
+    if how.other_data:
+        write_partition(folder, prepared)
     if how.changes:
+        keep_code(folder.path / f"code-after-round-{loaded.state.round}", prepared.config)
         folder.write("environment.json", with_changes(folder.path, prepared, loaded.state.round, how.changes))
     folder.seal()
     return records
@@ -105,18 +110,26 @@ def blank_client(exp: Experiment) -> Any:
 
 def write_first_files(folder: RunFolder, prepared: Prepared) -> None:
     """What a run folder holds before the first round."""
-    folder.write("environment.json", environment(prepared.experiment.device) | choices(prepared))
-    shared, topology, exp = prepared.shared, prepared.config.topology, prepared.experiment
+    began = environment(prepared.experiment.device) | whereabouts(prepared.root) | choices(prepared)
+    folder.write("environment.json", began)
+    topology, exp = prepared.config.topology, prepared.experiment
     if exp.guard is not None:
         if not exp.guard.key.public:
             write_key(folder.path, exp.guard.key)
         folder.write("privacy.json", privacy_record(prepared))
     if topology is not None:
         folder.write(
-            "topology.json", described(topology, shared.clients, exp.seed, exp.federation.train.sizes.tolist())
+            "topology.json", described(topology, prepared.shared.clients, exp.seed, exp.federation.train.sizes.tolist())
         )
-        disk.write_bytes(folder.path / "topology.png", picture(topology, shared.clients, exp.seed))
+        disk.write_bytes(folder.path / "topology.png", picture(topology, prepared.shared.clients, exp.seed))
+    keep_code(folder.path / "code", prepared.config)
+    # Last, since it says that all of this is there.
+    write_partition(folder, prepared)
+
+
+def write_partition(folder: RunFolder, prepared: Prepared) -> None:
+    """What a run folder says of the data: its columns, who has which row, and the fingerprints."""
+    shared = prepared.shared
     if shared.arrays.recipe is not None:
         folder.write("columns.json", shared.arrays.recipe.model_dump(mode="json"))
-    # Last, since it says that all of this is there.
     save_partition(folder, shared.owner, shared.held_out, shared.counts(), shared.described())

@@ -95,8 +95,21 @@ def choices(prepared: Prepared) -> dict[str, Any]:
 def files_of(config: Config) -> dict[str, str]:
     """The user's own code and weights that an experiment uses, each file with its hash."""
     weights = [config.model.weights] if config.model.weights else []
-    code = usercode.files([*config.kinds.values(), config.local.optimizer])
-    return code | {path: disk.digest(Path(path)) for path in weights}
+    return code_of(config) | {path: disk.digest(Path(path)) for path in weights}
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """The files of the user's own code that an experiment uses, each with its hash."""
+    return usercode.files([*config.kinds.values(), config.local.optimizer])
+
+
+def keep_code(folder: Path, config: Config) -> None:
+    """Copy the user's own code into a folder of its own, so that a result can be read beside what made it."""
+    for name, sha in code_of(config).items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        target = folder / (name if inside else f"{sha[:8]}-{Path(name).name}")
+        disk.make_folder(target.parent)
+        disk.write_bytes(target, Path(name).read_bytes())
 
 
 def _message(exp: Experiment) -> dict[str, dict[str, int]]:

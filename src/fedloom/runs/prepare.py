@@ -96,15 +96,19 @@ class Shared(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """What a run folder says of its partition."""
-        a = self.arrays
         return {
             "sha256": fingerprint(self.owner, self.held_out),
-            "data_sha256": _digest((a.x, a.y, a.test, *([] if a.target is None else [a.target]))),
+            "data_sha256": data_fingerprint(self.arrays),
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
             **({"clients": self.clients, "rows": len(self.owner)} if self.elsewhere else self.summary()._asdict()),
             "labels": list(self.arrays.labels),
         }
+
+
+def data_fingerprint(arrays: Arrays) -> str:
+    """What identifies the rows of an experiment, and which of them are for the test."""
+    return _digest((arrays.x, arrays.y, arrays.test, *([] if arrays.target is None else [arrays.target])))
 
 
 class Prepared(NamedTuple):
@@ -114,6 +118,7 @@ class Prepared(NamedTuple):
     shared: Shared
     config: Config
     reason: str  # why the executor is what it is
+    root: Path | None = None  # the folder of data sets
 
     @property
     def net_sha256(self) -> str:
@@ -178,7 +183,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     _check_fit(config, shared, len(federation.common))
     clients = shared.clients
     cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
-    return assembled(config, shared, federation, device, cohort, key)
+    return assembled(config, shared, federation, device, cohort, key)._replace(root=root)
 
 
 def assembled(

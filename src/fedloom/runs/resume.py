@@ -14,16 +14,16 @@ from fedloom.core.errors import (
     ConfigError,
     Fault,
 )
-from fedloom.data.files import default_root
 from fedloom.engine import checkpoint
 from fedloom.engine.ranks import joined
-from fedloom.runs.changes import changes_since, key_of, refuse_other_data, refuse_other_net, refuse_other_noise
+from fedloom.runs.changes import changed_data, changes_since, key_of, refuse_other_net, refuse_other_noise
 from fedloom.runs.entry import Resumption
 from fedloom.runs.environment import other_versions, read_environment
 from fedloom.runs.folder import held, opened
 from fedloom.runs.forget import clients_to_forget, until_forgotten
 from fedloom.runs.in_memory import GivenNet, InMemory, as_arrays, is_handed_over
 from fedloom.runs.loop import Listener, Silence, drive
+from fedloom.runs.origin import from_its_folder, root_of
 from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
@@ -49,29 +49,31 @@ def resume(
     ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
     to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
     lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
-    ``accept_changes``: go on although this code, or ``model.weights``, is not what the run began with. A run that is
-    refused is left as it was.
+    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with. A run
+    that is refused is left as it was. Relative paths lead from the folder in which the run began, unless everything is
+    here; ``data_root`` is the one with which it began, unless it is given.
     """
-    path, ranks = Path(run_dir), joined()
-    with held(path, opened, ranks) as folder:
+    root, ranks = root_of(Path(run_dir), data_root), joined()
+    with from_its_folder(Path(run_dir)) as path, held(path, opened, ranks) as folder:
         with ranks.agreed():
             changed = changes_since(path, accept_changes)
             config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)
             refuse_other_noise(path, config)
             key = key_of(path, config)
-        root = Path(data_root) if data_root is not None else default_root()
         arrays = as_arrays(data, config.basics.seed, numbers=config.task.is_regression)
         prepared = prepare_on_ranks(config, root, arrays, key)
         if forget:
             with ranks.agreed():
                 config = until_forgotten(config, prepared.experiment, path, at, forget, given=rounds is not None)
             prepared = prepare_on_ranks(config, root, arrays, key)
+        other_data: list[str] = []
         with ranks.agreed():
             if (path / "partition.json").is_file():
-                refuse_other_data(path, prepared)
+                other_data = changed_data(path, prepared, accept_changes)
                 if not accept_changes:
                     refuse_other_net(path, prepared)
-        how = Resumption(at, rounds is not None or bool(forget), repair, tuple(changed))
+        revised = rounds is not None or bool(forget)
+        how = Resumption(at, revised, repair, (*changed, *other_data), other_data=bool(other_data))
         return drive(prepared, folder, how, listener or Silence())
 
 

@@ -1,0 +1,51 @@
+"""Where a run began: the folder from which its relative paths lead, and the folder of its data sets."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fedloom.data.files import default_root
+from fedloom.runs.environment import read_environment
+
+
+def whereabouts(root: Path | None) -> dict[str, str]:
+    """What environment.json says of them."""
+    return {"folder": str(Path.cwd())} | ({} if root is None else {"data_root": str(root.absolute())})
+
+
+@contextmanager
+def from_its_folder(run: Path) -> Iterator[Path]:
+    """The run folder, with the working folder from which the files of the run are found: here, or where it began.
+
+    Whoever resumes a run from another folder need not know from which one it was started.
+    """
+    home = Path(str(read_environment(run).get("folder", "")))
+    away = [name for name in _relative_names(run) if not Path(name).exists()]
+    if not away or not home.is_absolute() or not all((home / name).exists() for name in away):
+        yield run
+        return
+    run = run.absolute()
+    with chdir(home):
+        yield run
+
+
+def root_of(run: Path, given: str | Path | None) -> Path:
+    """The folder of data sets: as given, else the one with which the run began, else the usual one."""
+    if given is not None:
+        return Path(given).absolute()
+    then = read_environment(run).get("data_root")
+    return Path(then) if isinstance(then, str) and Path(then).is_dir() else default_root()
+
+
+def _relative_names(run: Path) -> list[str]:
+    """The user's own files that a run needs and names by relative paths: code, weights and data."""
+    files = read_environment(run).get("files", {})
+    names = [str(name) for name in files] if isinstance(files, dict) else []
+    with suppress(OSError, ValueError):
+        data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
+        names += [str(data["path"])] if isinstance(data, dict) and "path" in data else []
+    return [name for name in names if name and not name.startswith("~") and not Path(name).is_absolute()]
