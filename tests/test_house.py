@@ -230,7 +230,7 @@ def test_the_page_on_the_architecture_names_what_there_is() -> None:
     named = re.findall(r"`(?:\w+\.)?(\w+)` in `([a-z_]+/[\w/]+\.py)`", page)
     assert len(named) > 8
     for name, path in named:
-        assert re.search(rf"(def |class |^){name}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (name, path)
+        assert re.search(rf"(def |class |^ *){name}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (name, path)
 
 
 def test_banned_names_are_not_used() -> None:
