@@ -49,6 +49,7 @@ def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
             "checkpoints",
             "clients.csv",
             "config.toml",
+            "confusion.json",
             "curves.csv",
             "curves.png",
             "environment.json",

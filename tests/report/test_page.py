@@ -59,6 +59,7 @@ def test_names_from_files_are_never_markup(hostile_run: Path) -> None:
     assert EVIL in data["splits"][0]["labels"]
     assert data["splits"][0]["clients"] == [EVIL, "B & C"]
     assert "<b>run" in found.text
+    assert "Confusion matrix" in found.text
 
 
 def test_a_page_needs_nothing_from_elsewhere(compared: Path) -> None:

@@ -34,6 +34,16 @@ def test_clients_add_up_to_what_the_metrics_say(tmp_path: Path, algorithm: str) 
         assert float(line["largest_share"]) == pytest.approx(mine[:, 2].max() / mine[:, 2].sum())
 
 
+def test_the_confusion_matrix_says_what_the_accuracy_says(tmp_path: Path) -> None:
+    fedloom.run("fedavg", out=tmp_path / "run", **SMALL)
+    found = json.loads((tmp_path / "run" / "confusion.json").read_text())
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    counts = np.array(found["counts"])
+    assert counts.shape == (len(found["labels"]),) * 2
+    assert counts.trace() / counts.sum() == pytest.approx(last["global/test/accuracy"])
+    assert (counts.sum(1) > 0).all()  # every class of the test set, however it was predicted
+
+
 def test_curves_have_every_evaluation(tmp_path: Path) -> None:
     fedloom.run("fedavg", out=tmp_path / "run", evaluate={"personal": False}, **SMALL)
     with open(tmp_path / "run" / "curves.csv", newline="") as file:

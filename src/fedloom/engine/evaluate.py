@@ -31,7 +31,7 @@ from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, measure_name, score, sum_by
 from fedloom.core.objective import Criterion
-from fedloom.core.quality import measured_by_owner
+from fedloom.core.quality import confusion, measured_by_owner
 from fedloom.engine.curvature import training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
@@ -184,6 +184,19 @@ def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str,
     more = {measure_name(each): float(_measured(exp, each, said, owner, 1)) for each in exp.measures}
     found = _means(exp, name, scores)
     return found | {f"{name}/{each}": value for each, value in more.items() if not math.isnan(value)}
+
+
+def class_table(exp: Experiment, w: Tensor, buffers: Tensor) -> Tensor | None:
+    """How many rows of each true class of the common test set a model takes for each class.  ``[C, C]``
+
+    None where numbers are predicted, or where there is no such test set.
+    """
+    if not len(exp.federation.common) or _first(exp) != "accuracy":
+        return None
+    classes = exp.federation.classes
+    with torch.no_grad():
+        answers = _answers(exp, w, buffers, exp.federation.common, together=False)
+        return torch.stack([confusion(y, logits.argmax(-1), classes) for logits, y in answers]).sum(0)
 
 
 def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedloom.core import disk
 from fedloom.engine import cuda_graphs
-from fedloom.engine.evaluate import each_client, everyones_models, living
+from fedloom.engine.evaluate import class_table, each_client, everyones_models, living
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.report.tables import client_table, csv_text, curve_table
@@ -25,6 +25,8 @@ from fedloom.runs.models import (
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import config_hash
+
+_MOST_CLASSES = 100  # of a confusion matrix that is kept
 
 
 def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
@@ -61,6 +63,9 @@ def finish(
         return
     if model is not None:
         save_common(folder.path / COMMON, exp, model, notes)
+        table = class_table(exp, *model) if exp.federation.classes <= _MOST_CLASSES else None
+        if table is not None:
+            folder.write("confusion.json", {"labels": list(prepared.shared.arrays.labels), "counts": table.tolist()})
     folder.write(RECORD, record_of(prepared).model_dump(mode="json"))
     if exp.captures:
         folder.write("steps.json", cuda_graphs.built(exp.task)._asdict())

@@ -52,7 +52,7 @@ _GROWING = (METRICS, "timings.jsonl", "work.jsonl")  # written in place, line by
 _RESULTS = (
     *(*_GROWING, DAMAGED),
     *("model.json", "model.safetensors", "personal.safetensors", "steps.json", "curves.png", "topology.png"),
-    *("clients.csv", "curves.csv"),
+    *("clients.csv", "confusion.json", "curves.csv"),
 )
 
 
