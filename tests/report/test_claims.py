@@ -82,6 +82,86 @@ def test_a_trend_along_the_grid(levels: tuple[float, ...], rises: bool, says: st
     assert verdict(claim("trend", places=PLACES, paths=(PLACES,), rises=rises), own, **asked) == says
 
 
+def placed(levels: dict[str, dict[tuple[str, ...], float]]) -> list[Result]:
+    """Results of three seeds, a hundredth apart, of each method at each place."""
+    return [
+        result(method, seed, [0.0, v + seed / 100])._replace(place=place)
+        for method, each in levels.items()
+        for place, v in each.items()
+        for seed in range(3)
+    ]
+
+
+SGD, ADAM, ASGD = ("sgd",), ("adam",), ("asgd",)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "says"),
+    [
+        (((SGD, ADAM), (ASGD, ADAM)), "holds"),
+        (((ADAM, SGD),), "does not hold"),
+        (((SGD, ADAM), (SGD, ASGD)), "does not hold"),  # equal in every seed: none is better
+    ],
+)
+def test_values_of_one_axis_are_compared(pairs: Any, says: str) -> None:
+    own = placed({"a": {SGD: 0.8, ASGD: 0.8, ADAM: 0.6}})
+    asked = {"axes": ("local.optimizer",), "places": (SGD, ADAM, ASGD)}
+    assert verdict(claim("above", places=(SGD, ADAM, ASGD), pairs=pairs), own, **asked) == says
+    short = [r for r in own if r.seed == 0]
+    assert verdict(claim("above", places=(SGD, ADAM, ASGD), pairs=pairs[:1]), short, **asked) == "undecided"
+
+
+@pytest.mark.parametrize(("by", "says"), [(0.0, "holds"), (0.15, "holds"), (0.25, "does not hold")])
+def test_a_method_is_steadier_if_its_values_are_less_far_apart(by: float, says: str) -> None:
+    """a varies by 0.1 over three places, b by 0.3."""
+    levels = {
+        "a": dict(zip(PLACES, (0.5, 0.6, 0.55), strict=True)),
+        "b": dict(zip(PLACES, (0.2, 0.5, 0.4), strict=True)),
+    }
+    own, asked = placed(levels), {"axes": ("local.lr",), "places": PLACES}
+    assert verdict(claim("steadier", "a", "b", places=PLACES, paths=(PLACES,), by=by), own, **asked) == says
+    assert verdict(claim("steadier", "b", "a", places=PLACES, paths=(PLACES,)), own, **asked) == "does not hold"
+    lost = [r for r in own if r.place != PLACES[2] or r.seed == 0]
+    assert verdict(claim("steadier", "a", "b", places=PLACES, paths=(PLACES,)), lost, **asked) == "undecided"
+
+
+def curves(**values: list[list[float]]) -> list[Result]:
+    """One result for each method and seed, with these accuracies from round 0 on."""
+    return [result(method, seed, v) for method, each in values.items() for seed, v in enumerate(each)]
+
+
+FAST = curves(a=[[0, 0.7, 0.8, 0.8]] * 2, b=[[0, 0.2, 0.4, 0.81], [0, 0.2, 0.4, 0.82]])
+SWINGS = curves(a=[[0, 0.5, 0.6, 0.6], [0, 0.5, 0.6, 0.7]], b=[[0, 0.5, 0.8, 0.4], [0, 0.5, 0.81, 0.4]])
+NEVER = curves(a=[[0, 0.7, 0.8, 0.8]] * 2, b=[[0, 0.2, 0.4, 0.5]] * 2)
+EARLY = curves(a=[[0, 0.8, 0.8, 0.8]] * 2, b=[[0, 0.1, 0.2, 0.9]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "results", "says"),
+    [
+        (claim("above", "a", "b", statistic="mean_all"), FAST, "holds"),
+        (claim("above", "b", "a", statistic="mean_all"), FAST, "does not hold"),
+        (claim("above", "a", "b", statistic="mean_all"), FAST[::2], "undecided"),
+        (claim("above", "a", "b", statistic="rounds_to", target=0.75), FAST, "holds"),
+        (claim("above", "b", "a", statistic="rounds_to", target=0.75), FAST, "does not hold"),
+        (claim("above", "a", "b", statistic="rounds_to", target=0.55, by=1.5), FAST, "holds"),
+        (claim("above", "a", "b", statistic="bytes_to", target=0.55), FAST, "holds"),
+        (claim("above", "a", "b", statistic="rounds_to", target=0.75, by=1), NEVER, "holds"),
+        (claim("above", "b", "a", statistic="rounds_to", target=0.75), NEVER, "does not hold"),
+        (claim("above", "a", "b", statistic="rounds_to", target=0.95), NEVER, "undecided"),  # neither ever did
+        (claim("above", "a", "b", statistic="setbacks", by=0.3), SWINGS, "holds"),
+        (claim("above", "b", "a", statistic="setbacks"), SWINGS, "does not hold"),
+        (claim("above", "a", "b", statistic="std_last_20"), [r for r in SWINGS if r.seed == 0], "undecided"),
+        (claim("best", "b", statistic="std_last_20"), SWINGS, "undecided"),
+        (claim("above", "a", "b", statistic="convergence", by=2), EARLY, "holds"),
+        (claim("above", "a", "b", statistic="convergence"), FAST, "does not hold"),  # both in the last round
+        (claim("above", "a", "b", statistic="convergence"), EARLY[::2], "undecided"),
+    ],
+)
+def test_speed_and_steadiness(claimed: Claim, results: list[Result], says: str) -> None:
+    assert verdict(claimed, results) == says
+
+
 def test_of_a_loss_less_is_better() -> None:
     name = "global/test/loss"
     results = [

@@ -28,6 +28,12 @@ class Axis(NamedTuple):
     labels: tuple[str, ...]
     beside: tuple[dict[str, Any], ...]  # settings of other sections that go with each value
 
+    def chosen(self, value: Any) -> tuple[str, ...]:
+        """The labels that a value stands for: its own, or those of each value of a list."""
+        if word(value) in self.labels or not isinstance(value, list):
+            return (word(value),)
+        return tuple(word(each) for each in value)
+
 
 class Point(NamedTuple):
     """A place of the grid, with the settings that it stands for."""

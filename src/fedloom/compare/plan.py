@@ -15,7 +15,7 @@ import tomli_w
 from fedloom.compare import notes
 from fedloom.compare.cells import Cell, all_cells, with_one_proxy
 from fedloom.compare.foreseen import unrecorded
-from fedloom.compare.grid import Axis, Method, axes_of, labels_named, methods_of, word
+from fedloom.compare.grid import Axis, Method, axes_of, labels_named, methods_of
 from fedloom.compare.rules import RENAMED, Asked, faults_of, faults_of_base, faults_of_names
 from fedloom.compare.table import Compare, Statement
 from fedloom.core import disk
@@ -61,12 +61,12 @@ class ComparisonPlan(NamedTuple):
     def spots(self, statement: Statement) -> Iterator[tuple[Place, str]]:
         """The places of the grid and the labels of the methods that a statement is about."""
         keys = [axis.key for axis in self.axes]
-        wanted = {k: word(v) for k, v in statement.where.items()}
+        wanted = {axis.key: axis.chosen(statement.where[axis.key]) for axis in self.axes if axis.key in statement.where}
         labels = (
             labels_named(statement.algorithm, self.methods) if statement.algorithm else [m.label for m in self.methods]
         )
         for place, label in itertools.product(self.places, labels):
-            if wanted.items() <= dict(zip(keys, place, strict=True)).items():
+            if all(value in wanted.get(key, (value,)) for key, value in zip(keys, place, strict=True)):
                 yield place, label
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.compare.grid import Axis, Method, labels_named, names, versus, word
-from fedloom.compare.table import Compare, Statement
+from fedloom.compare.table import ClaimEntry, Compare, Statement
 from fedloom.core.errors import Fault, nearest
+from fedloom.report.comparison.statistics import COSTS
 from fedloom.runs.in_memory import InMemory
 
 RENAMED = {"doubts": "caveats"}  # keys of former versions, and what they are called now
 # Keys of a claim that some tests need, and the others do not have.
-_NEEDED = {"over": ("above", "order"), "along": ("trend",), "direction": ("trend",)}
+_NEEDED = {"over": ("above", "order", "steadier"), "direction": ("trend",)}
 _NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
 
 
@@ -151,23 +152,65 @@ def _caveats(asked: Asked) -> Iterator[Fault]:
 
 
 def _claims(asked: Asked) -> Iterator[Fault]:
-    axes = {axis.key for axis in asked.axes}
     for number, claim in enumerate(asked.spec.claims):
         at = f"compare.claims.{number}"
         yield from _unmatched(claim, at, asked)
         yield from _unknown_method(f"{at}.algorithm", claim.algorithm, asked.methods)
-        for name in claim.over:
-            yield from _unknown_method(f"{at}.over", name, asked.methods)
+        if not claim.value:
+            for name in claim.over:
+                yield from _unknown_method(f"{at}.over", str(name), asked.methods)
         for key, tests in _NEEDED.items():
             given = bool(getattr(claim, key))
             if given != (claim.test in tests):
                 what = "has no effect" if given else "is needed"
                 yield Fault(f"{at}.{key}", f"{what} with test = '{claim.test}'")
-        if claim.test == "within" and (claim.metric or not claim.by):
-            what = "with test = 'within', 'by' is the largest distance, and the metric is that of the comparison"
-            yield Fault(at, what, "set by, and no metric")
-        if claim.along and (claim.along not in axes or claim.along in claim.where):
-            yield Fault(f"{at}.along", f"'{claim.along}' is not a free axis of the grid", nearest(claim.along, axes))
+        yield from _axis_of_claim(claim, at, asked)
+        yield from _statistic_of_claim(claim, at)
+
+
+def _axis_of_claim(claim: ClaimEntry, at: str, asked: Asked) -> Iterator[Fault]:
+    """Whether a claim names an axis, values of it, or places where its test needs them."""
+    walks = claim.test in ("trend", "steadier")
+    if walks and bool(claim.along) == bool(claim.among):
+        yield Fault(f"{at}.along", f"test = '{claim.test}' needs either along, an axis, or among, a list of places")
+    if not walks and bool(claim.along) != bool(claim.value):
+        yield Fault(f"{at}.along", f"with test = '{claim.test}', along and value go together", "set both, or neither")
+    if claim.value and claim.test not in ("above", "best", "order"):
+        yield Fault(f"{at}.value", f"has no effect with test = '{claim.test}'")
+    if claim.among and not walks:
+        yield Fault(f"{at}.among", f"has no effect with test = '{claim.test}'")
+    if claim.along:
+        yield from _along(claim, at, {axis.key: axis for axis in asked.axes})
+    keys = {axis.key for axis in asked.axes}
+    for where in claim.among:
+        whole = claim.where | where
+        yield from _unmatched(claim.model_copy(update={"where": whole}), f"{at}.among", asked)
+        if set(whole) != keys or any(isinstance(value, list) for value in where.values()):
+            yield Fault(f"{at}.among", f"each names one place, by all of {', '.join(sorted(keys))} (got {where})")
+
+
+def _along(claim: ClaimEntry, at: str, axes: Mapping[str, Axis]) -> Iterator[Fault]:
+    """The axis of a claim must be free, at least in part, and have the values that are named."""
+    given = claim.where.get(claim.along, [])
+    if claim.along not in axes or not isinstance(given, list):
+        yield Fault(f"{at}.along", f"'{claim.along}' is not a free axis of the grid", nearest(claim.along, axes))
+        return
+    free = axes[claim.along].chosen(given) if given else axes[claim.along].labels
+    named = [word(value) for value in (*claim.value, *(claim.over if claim.value else ()))]
+    for label in (label for label in named if label not in free):
+        yield Fault(f"{at}.value", f"there is no '{label}' on '{claim.along}'", nearest(label, free))
+
+
+def _statistic_of_claim(claim: ClaimEntry, at: str) -> Iterator[Fault]:
+    if claim.test == "within" and (claim.metric or not claim.by):
+        what = "with test = 'within', 'by' is the largest distance, and the metric is that of the comparison"
+        yield Fault(at, what, "set by, and no metric")
+    if claim.test == "within" and claim.statistic not in ("last", "best", "mean_last_10"):
+        what = f"a paper's value is not of '{claim.statistic}'"
+        yield Fault(f"{at}.statistic", what, "last, best or mean_last_10")
+    if (claim.target is not None) != (claim.statistic in COSTS):
+        what = "has no effect" if claim.target is not None else "is needed"
+        yield Fault(f"{at}.target", f"{what} with statistic = '{claim.statistic}'")
 
 
 _RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _caveats, _claims)
@@ -186,8 +229,9 @@ def _unmatched(statement: Statement, at: str, asked: Asked) -> Iterator[Fault]:
         yield Fault(f"{at}.algorithm", f"there is no method '{statement.algorithm}'", fix)
     axes = {axis.key: axis for axis in asked.axes}
     for key, value in statement.where.items():
-        label = word(value)
         if key not in axes:
             yield Fault(f"{at}.where.{key}", "is not an axis of the grid", nearest(key, axes))
-        elif label not in axes[key].labels:
-            yield Fault(f"{at}.where.{key}", f"there is no '{label}'", nearest(label, axes[key].labels))
+            continue
+        for label in axes[key].chosen(value):
+            if label not in axes[key].labels:
+                yield Fault(f"{at}.where.{key}", f"there is no '{label}'", nearest(label, axes[key].labels))

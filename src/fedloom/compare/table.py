@@ -11,6 +11,7 @@ from fedloom.core.schema import Spec
 from fedloom.report.comparison.claims import Test
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Along, Equal
+from fedloom.report.comparison.statistics import ClaimStatistic
 
 MOST_SEEDS = 10_000
 
@@ -61,12 +62,25 @@ class ClaimEntry(Statement):
     says: str = Field(min_length=1)
     source: str = ""
     test: Test
-    over: list[str] = Field(default_factory=list)
+    over: list[Any] = Field(default_factory=list)
     along: str = ""
+    value: list[Any] = Field(default_factory=list)
+    among: list[dict[str, Any]] = Field(default_factory=list)
     direction: Literal["rises", "falls"] | None = None
     by: NonNegativeFloat = 0.0
     metric: str = ""
-    statistic: Literal["last", "best", "mean_last_10"] = "mean_last_10"
+    statistic: ClaimStatistic = "mean_last_10"
+    target: float | None = None
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        return given if isinstance(given, list) else [given]
+
+    @field_validator("among", mode="before")
+    @classmethod
+    def _dotted_each(cls, given: Any) -> Any:
+        return [dotted(each) for each in given] if isinstance(given, list) else given
 
 
 class GainEntry(Spec):

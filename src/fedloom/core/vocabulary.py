@@ -54,6 +54,11 @@ MEASURES = (
     Measure("max", "largest over the uploads of a round"),
 )
 
+# Diagnostics of which less is better; their last parts alone would not say so.
+_LESS = frozenset(
+    {"hessian/top", "hessian/weights_top", "gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"}
+)
+
 PLACES: Mapping[str, str] = {
     "global/test": "the server's model on the common test set",
     "global/train": "the server's model on all training rows",
@@ -97,7 +102,7 @@ def is_ours(name: str) -> bool:
 def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     end = leaf(name)
-    return end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in MEASURES)
+    return name in _LESS or end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in MEASURES)
 
 
 def is_share(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,10 +16,17 @@ import numpy as np
 from fedloom.core.vocabulary import is_share, lower_is_better
 from fedloom.report.comparison.latex import tex
 from fedloom.report.comparison.question import Place, Question, Result
-from fedloom.report.comparison.statistics import recorded_as, summary_of
+from fedloom.report.comparison.statistics import (
+    COSTS,
+    LESS_IS_BETTER,
+    ClaimStatistic,
+    Measured,
+    claimed_number,
+    recorded_as,
+)
 from fedloom.report.tables import csv_text
 
-Test = Literal["above", "best", "order", "within", "trend"]
+Test = Literal["above", "best", "order", "within", "trend", "steadier"]
 Verdict = Literal["holds", "does not hold", "undecided"]
 
 
@@ -30,14 +37,16 @@ class Claim(NamedTuple):
     source: str  # where in the paper
     test: Test
     method: str
-    others: tuple[str, ...]  # above: each of these; order: after the method, best first
+    others: tuple[str, ...]  # above, steadier: each of these; order: after the method, best first
     places: tuple[Place, ...]  # each of them by itself
-    paths: tuple[tuple[Place, ...], ...]  # of a trend: the places along the axis
+    paths: tuple[tuple[Place, ...], ...]  # of a trend, and of steadier: the places along the axis
     rises: bool  # of a trend
     by: float  # the least difference, or within: the largest
     reported: Mapping[Place, float]  # within: what the paper reports there
     metric: str  # empty: that of the comparison
-    statistic: Literal["last", "best", "mean_last_10"]
+    statistic: ClaimStatistic
+    target: float | None = None  # of statistics such as rounds_to
+    pairs: tuple[tuple[Place, Place], ...] = ()  # places of which the first must be better, instead of methods
 
 
 class Difference(NamedTuple):
@@ -59,7 +68,7 @@ class Decided(NamedTuple):
     differences: tuple[Difference, ...]
 
 
-Values = Mapping[int, float]  # by seed
+Values = Mapping[int, Measured]  # by seed
 
 
 def decide(question: Question, results: Sequence[Result], claims: Sequence[Claim]) -> list[Decided]:
@@ -77,24 +86,48 @@ def _differences(question: Question, results: Sequence[Result], claim: Claim) ->
     def values(place: Place, method: str) -> Values:
         return _values(question, [r for r in results if r.place == place and r.method == method], claim, method)
 
-    def title(place: Place) -> str:
-        return f" ({question.title(place)})" if place else ""
-
+    sign = -1 if claim.statistic in LESS_IS_BETTER or lower_is_better(_metric(question, claim, claim.method)) else 1
     if claim.test == "trend":
-        for path in claim.paths:
-            for before, after in itertools.pairwise(path):
-                gaps = _gaps(values(after, claim.method), values(before, claim.method), 1 if claim.rises else -1)
-                yield _at_least(f"{claim.method}, {question.title(before)} to {question.title(after)}", gaps, claim.by)
-        return
-    for place in claim.places:
-        if claim.test == "within":
-            gaps = [value - claim.reported[place] for value in values(place, claim.method).values()]
-            yield _at_most(f"{claim.method} - paper{title(place)}", gaps, claim.by)
-            continue
-        sign = -1 if lower_is_better(_metric(question, claim, claim.method)) else 1
-        for better, worse in _pairs(question, claim):
-            gaps = _gaps(values(place, better), values(place, worse), sign)
-            yield _at_least(f"{better} - {worse}{title(place)}", gaps, claim.by)
+        yield from _trend(question, claim, values)
+    elif claim.test == "steadier":
+        yield from _steadier(claim, values)
+    elif claim.test == "within":
+        for place in claim.places:
+            gaps = [each.value - claim.reported[place] for each in values(place, claim.method).values()]
+            yield _at_most(f"{claim.method} - paper{_title(question, place)}", gaps, claim.by)
+    elif claim.pairs:
+        for better, worse in claim.pairs:
+            gaps = _gaps(values(better, claim.method), values(worse, claim.method), sign)
+            yield _at_least(f"{claim.method}, {question.title(better)} - {question.title(worse)}", gaps, claim.by)
+    else:
+        for place, (mine, other) in itertools.product(claim.places, _pairs(question, claim)):
+            gaps = _gaps(values(place, mine), values(place, other), sign)
+            yield _at_least(f"{mine} - {other}{_title(question, place)}", gaps, claim.by)
+
+
+def _title(question: Question, place: Place) -> str:
+    return f" ({question.title(place)})" if place else ""
+
+
+def _trend(question: Question, claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[Difference]:
+    """Whether the value itself rises or falls from each place of a path to the next."""
+    for before, after in (pair for path in claim.paths for pair in itertools.pairwise(path)):
+        gaps = _gaps(values(after, claim.method), values(before, claim.method), 1 if claim.rises else -1)
+        yield _at_least(f"{claim.method}, {question.title(before)} to {question.title(after)}", gaps, claim.by)
+
+
+def _steadier(claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[Difference]:
+    """Whether the values of the method are less far apart along a path than those of others."""
+
+    def ranges(path: Sequence[Place], method: str) -> Values:
+        each = [values(place, method) for place in path]
+        seeds = set(each[0]).intersection(*each)
+        columns = {seed: [found[seed].value for found in each] for seed in seeds}
+        return {seed: Measured(max(column) - min(column)) for seed, column in columns.items()}
+
+    for path, other in itertools.product(claim.paths, claim.others):
+        gaps = _gaps(ranges(path, claim.method), ranges(path, other), -1)
+        yield _at_least(f"range of {other} - of {claim.method}, {len(path)} places", gaps, claim.by)
 
 
 def _pairs(question: Question, claim: Claim) -> list[tuple[str, str]]:
@@ -111,13 +144,18 @@ def _metric(question: Question, claim: Claim, method: str) -> str:
 
 def _values(question: Question, own: Sequence[Result], claim: Claim, method: str) -> Values:
     metric = recorded_as(_metric(question, claim, method), own)
-    found = {r.seed: summary_of(r, metric) for r in own}
-    return {seed: getattr(summary, claim.statistic) for seed, summary in found.items() if summary is not None}
+    found = {r.seed: claimed_number(r, metric, claim.statistic, claim.target) for r in own}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
-    """The differences seed by seed, positive where ours is better."""
-    return [sign * (ours[seed] - theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
+    """The differences seed by seed, positive where ours is better.
+
+    A run that never reached the target took at least what it took: its difference is a bound on the safe side. Where
+    neither did, nothing is known.
+    """
+    both = [(ours[seed], theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
+    return [sign * (a.value - b.value) for a, b in both if a.reached or b.reached]
 
 
 def _at_least(what: str, gaps: Sequence[float], least: float) -> Difference:
@@ -164,9 +202,10 @@ def table_lines(question: Question, decided: Sequence[Decided]) -> list[list[str
 
 
 def _shown(question: Question, claim: Claim, each: Difference) -> str:
-    scale = 100 if is_share(_metric(question, claim, claim.method)) else 1
+    own = claim.statistic not in (*COSTS, "convergence")
+    scale = 100 if own and is_share(_metric(question, claim, claim.method)) else 1
     if each.mean is None:
-        return f"{each.what}: no seed finished"
+        return f"{each.what}: no seed has both"
     shown = f"{each.what}: {scale * each.mean:+z.4g}"
     if each.low is None or each.high is None:
         return f"{shown} (one seed)"
@@ -205,6 +244,7 @@ def as_dicts(decided: Sequence[Decided]) -> list[dict[str, Any]]:
             "source": d.claim.source,
             "test": d.claim.test,
             "verdict": d.verdict,
+            "statistic": d.claim.statistic,
             "by": d.claim.by,
             "differences": [each._asdict() for each in d.differences],
         }

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from fedloom.core.metrics import Summary, summarise
+from fedloom.core.metrics import Summary, rounds_to_convergence, summarise
 from fedloom.core.vocabulary import accuracies, lower_is_better, matching
 from fedloom.report.comparison.question import Along, Equal, Place, Question, Result
+
+ClaimStatistic = Literal[
+    "last", "best", "mean_last_10", "mean_all", "std_last_20", "setbacks",
+    "convergence", "rounds_to", "bytes_to", "seconds_to", "gradients_to",
+]  # fmt: skip
+# What a run takes until its metric is at a target.
+COSTS: dict[str, Along] = {
+    "rounds_to": "rounds", "bytes_to": "bytes", "seconds_to": "seconds", "gradients_to": "gradients"
+}  # fmt: skip
+LESS_IS_BETTER = frozenset({"std_last_20", "setbacks", "convergence", *COSTS})
 
 _PERSONAL = "personal/*/test/accuracy"
 
@@ -129,6 +139,50 @@ def reached(result: Result, metric: str, target: float) -> dict[str, Any] | None
         return None
     good: Callable[[float], bool] = (lambda v: v <= target) if lower_is_better(metric) else (lambda v: v >= target)
     return next((r for r in result.records if metric in r and good(r[metric])), None)
+
+
+class Measured(NamedTuple):
+    """One number of a run."""
+
+    value: float
+    reached: bool = True  # False: the target was not reached, and the value is what the whole run took
+
+
+def claimed_number(
+    result: Result, metric: str, statistic: ClaimStatistic, target: float | None = None
+) -> Measured | None:
+    """A statistic of a finished run, once training has begun; None: it has none.
+
+    ``mean_all`` is the mean over all evaluations, which is better the faster a method learns. ``setbacks`` is the sum
+    of all moves for the worse from one evaluation to the next.
+    """
+    found = summary_of(result, metric)
+    if found is None:
+        return None
+    if statistic in COSTS:
+        hit = reached(result, metric, target) if target is not None else None
+        return Measured(along(COSTS[statistic], hit or result.records[-1]), hit is not None)
+    points = [(round_, value) for round_, value in series(result.records, metric) if round_ > 0]
+    value = _over_rounds(metric, points, statistic) if statistic in _OVER_ROUNDS else getattr(found, statistic)
+    return None if value is None else Measured(float(value))
+
+
+_OVER_ROUNDS = ("mean_all", "std_last_20", "setbacks", "convergence")
+
+
+def _over_rounds(metric: str, points: Sequence[tuple[int, float]], statistic: ClaimStatistic) -> float | None:
+    """A statistic of the whole curve; None: it has too few points."""
+    values = np.array([value for _, value in points])
+    if statistic == "convergence":
+        return rounds_to_convergence(metric, points)
+    if len(values) < 2:
+        return None
+    if statistic == "mean_all":
+        return float(values.mean())
+    if statistic == "std_last_20":
+        return float(np.std(values[-20:], ddof=1))
+    moves = np.diff(values) * (1 if lower_is_better(metric) else -1)
+    return float(moves[moves > 0].sum())
 
 
 def mean_of(values: Sequence[float]) -> Mean | None:
