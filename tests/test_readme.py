@@ -123,6 +123,7 @@ def printed(done: list[Ran], start: str) -> str:
 
 @pytest.mark.slow
 def test_readme(folder: Path) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
     done = execute((ROOT / "README.md").read_text(encoding="utf-8"))
     rounds = [json.loads(line)["round"] for line in (folder / "first/metrics.jsonl").read_text().splitlines()]
     assert rounds == list(range(31))  # the resumed run has every round once
