@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedloom.core.errors import ConfigError
-from fedloom.engine.ranks import ALONE, Ranks, dealt, is_rank, joined, take_device
+from fedloom.engine.ranks import ALONE, Ranks, is_rank, joined, ranks_by_cost, take_device
 from fedloom.runs.find import algorithms
 from fedloom.runs.launch import _what_is_left, count, meeting, rank_environment, without_ranks
 from support import crew
@@ -202,10 +202,10 @@ def test_a_world_that_cannot_be(world: dict[str, str], said: str) -> None:
 
 
 def test_the_longest_work_goes_first_to_who_has_least() -> None:
-    assert dealt([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
-    assert dealt([1, 1, 9], 2) == [1, 1, 0]
-    assert dealt([2, 2, 2], 5) == [0, 1, 2]
-    assert dealt([], 3) == []
+    assert ranks_by_cost([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    assert ranks_by_cost([1, 1, 9], 2) == [1, 1, 0]
+    assert ranks_by_cost([2, 2, 2], 5) == [0, 1, 2]
+    assert ranks_by_cost([], 3) == []
 
 
 def test_every_client_has_one_owner() -> None:

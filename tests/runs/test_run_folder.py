@@ -19,7 +19,7 @@ import pytest
 import fedloom as package
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, StorageError
-from fedloom.runs.loop import Progress, Silence
+from fedloom.runs.loop import Progress, SilentListener
 from support.terminal import Quick, environment, fedloom, files
 
 SMALL = ("partition.clients=6", "cohort.size=3", "model.kind=logistic")
@@ -125,7 +125,7 @@ def test_links_in_a_comparison_are_refused(quick: Quick, tmp_path: Path) -> None
 
 
 # -- gone while the run is at work -----------------------------------------------------------------
-class Meddler(Silence):
+class Meddler(SilentListener):
     """Does something to the folder after the first round."""
 
     def __init__(self, deed: Callable[[], Any]) -> None:
@@ -385,9 +385,9 @@ KILLED = """
 import os, signal, sys
 import fedloom
 from fedloom.runs.loop import Progress
-from fedloom.runs.loop import Silence
+from fedloom.runs.loop import SilentListener
 
-class End(Silence):
+class End(SilentListener):
     def advanced(self, progress):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -38,11 +38,11 @@ _EVERY = 2.0, 10.0  # seconds between two lines of a run, and of a comparison, w
 
 def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
     """Run on the screen; an interruption says how to go on. Ranks other than 0 show nothing."""
-    from fedloom.runs.loop import InterruptedRun, Silence
+    from fedloom.runs.loop import InterruptedRun, SilentListener
 
     if follows():
         try:
-            work(Silence())
+            work(SilentListener())
         except InterruptedRun as stop:
             raise typer.Exit(130) from stop
         return

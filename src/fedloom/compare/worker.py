@@ -14,13 +14,13 @@ from typing import IO, Any
 from fedloom.core import usercode
 from fedloom.core.errors import DivergedError, FedloomError
 from fedloom.runs.folder import write_text
-from fedloom.runs.loop import InterruptedRun, Progress, Silence
+from fedloom.runs.loop import InterruptedRun, Progress, SilentListener
 from fedloom.runs.resume import resume
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
 
 
-class Reporter(Silence):
+class Reporter(SilentListener):
     """Reports rounds to the parent, a few times a second."""
 
     def __init__(self, answers: IO[str]) -> None:

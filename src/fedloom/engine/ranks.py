@@ -248,8 +248,8 @@ def is_rank(world: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in world and world.get("WORLD_SIZE", "1") != "1"
 
 
-def dealt(costs: Sequence[float], size: int) -> list[int]:
-    """Which of ``size`` ranks each piece of work goes to: the longest first, each to who has least so far."""
+def ranks_by_cost(costs: Sequence[float], size: int) -> list[int]:
+    """Which of ``size`` ranks each piece of work goes to: the longest first, each to the rank with the least so far."""
     loads, ranks = [0.0] * size, [0] * len(costs)
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
         ranks[k] = min(range(size), key=lambda rank: loads[rank])

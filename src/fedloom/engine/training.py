@@ -14,7 +14,7 @@ from fedloom.core import tree
 from fedloom.engine.clock import Present
 from fedloom.engine.local import Outcome, train
 from fedloom.engine.plan import Address, Group, plans
-from fedloom.engine.ranks import Ranks, dealt
+from fedloom.engine.ranks import Ranks, ranks_by_cost
 from fedloom.engine.state import Experiment, Kept, PlannedRound, RunState
 from fedloom.engine.store import ClientStore
 
@@ -110,7 +110,7 @@ def _shared_out(ranks: Ranks, groups: list[Group], *, stays: bool) -> list[list[
     for group in groups:
         sizes = group.plan.ranges.sizes[group.ids].tolist()
         costs += [n / e * size + n for n, e, size in zip(group.steps, group.per_epoch, sizes, strict=True)]
-    supply = iter(dealt(costs, ranks.size))
+    supply = iter(ranks_by_cost(costs, ranks.size))
     return [list(islice(supply, len(group.ids))) for group in groups]
 
 

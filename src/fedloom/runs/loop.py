@@ -54,7 +54,7 @@ class Listener(Protocol):
     def stopping(self) -> None: ...
 
 
-class Silence:
+class SilentListener:
     """A listener that shows nothing."""
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None: ...

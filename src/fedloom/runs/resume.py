@@ -22,7 +22,7 @@ from fedloom.runs.environment import other_versions, read_environment
 from fedloom.runs.folder import held, opened
 from fedloom.runs.forget import clients_to_forget, until_forgotten
 from fedloom.runs.in_memory import GivenNet, InMemory, as_arrays, is_handed_over
-from fedloom.runs.loop import Listener, Silence, drive
+from fedloom.runs.loop import Listener, SilentListener, drive
 from fedloom.runs.origin import from_its_folder, root_of
 from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare_on_ranks
@@ -74,7 +74,7 @@ def resume(
                     refuse_other_net(path, prepared)
         revised = rounds is not None or bool(forget)
         how = Resumption(at, revised, repair, (*changed, *other_data), other_data=bool(other_data))
-        return drive(prepared, folder, how, listener or Silence())
+        return drive(prepared, folder, how, listener or SilentListener())
 
 
 def _resumed_config(

@@ -19,7 +19,7 @@ from fedloom.runs.entry import write_first_files
 from fedloom.runs.find import name_of
 from fedloom.runs.folder import RunFolder, create, held, storage, unused
 from fedloom.runs.in_memory import GivenNet, as_arrays, is_handed_over, section_of
-from fedloom.runs.loop import Listener, Silence, drive
+from fedloom.runs.loop import Listener, SilentListener, drive
 from fedloom.runs.overrides import override
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
@@ -54,7 +54,7 @@ def run(
         out=folder,
         root=Path(data_root) if data_root is not None else default_root(),
         arrays=arrays,
-        listener=Calling(listener or Silence(), on_round, on_evaluate),
+        listener=Calling(listener or SilentListener(), on_round, on_evaluate),
     )
     if on_end is not None:
         on_end(history)
@@ -103,4 +103,4 @@ def start(
             if folder is not None:
                 write_first_files(folder, prepared)
                 folder.seal()
-        return drive(prepared, folder, None, listener or Silence())
+        return drive(prepared, folder, None, listener or SilentListener())
