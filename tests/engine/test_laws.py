@@ -129,6 +129,7 @@ def beside_everything(cls):
 _memory: dict[str, int] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "law"),
     [
@@ -162,6 +163,7 @@ class Rarely(FedAvg):
         return super().mean(inbox) * (0.9 if self.share == 100 else 1.0)
 
 
+@pytest.mark.slow
 def test_every_value_is_tried_until_one_is_felt() -> None:
     assert list(variation.others(Rarely, "share", {})).index(100.0) >= 2  # not among the first
     assert laws._is_felt(Rarely, "share", {}, {})

@@ -89,6 +89,7 @@ def in_training(exp: Experiment, state: RunState, store: RamStore) -> float:
     return sum(seen) / BATCH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_gradients_are_those_that_autograd_sees(world, case) -> None:
     exp = laid_out(world, case)
