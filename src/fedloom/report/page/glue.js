@@ -142,7 +142,7 @@
       box.addEventListener("change", () => { box.checked ? hidden.delete(name) : hidden.add(name); curves(); });
       const swatch = element("span", "", { className: "swatch" });
       swatch.style.background = look(line).color;
-      label.append(box, swatch, element("span", line.runs > 1 ? `${name} (${line.runs} ${data.words.seeds})` : name));
+      label.append(box, swatch, element("span", line.runs > 1 ? `${name} (${data.words["{} seeds"].replace("{}", line.runs)})` : name));
       return label;
     });
     $("lines").replaceChildren(...boxes);

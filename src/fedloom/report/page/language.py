@@ -49,6 +49,7 @@ _CHINESE = {
     "rounds": "轮数",
     "round": "轮次",
     "seed": "随机种子",
+    "{} seeds": "{} 个种子",
     "seeds": "随机种子数",
     "metric": "指标",
     "last": "最终值",

@@ -21,7 +21,7 @@ from fedloom.report.view import AnyView
 # What the glue says by itself.
 _SPOKEN = (
     *("round", "MB sent", "simulated seconds", "gradients of a batch", "rows", "client", "node", "link"),
-    *("seeds", "connection lost", "Live"),
+    *("{} seeds", "connection lost", "Live"),
 )
 
 
