@@ -273,6 +273,16 @@ def _written(value: Any) -> str:
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip() if not isinstance(value, dict | str) else str(value)
 
 
+def test_a_net_that_does_not_fit_into_memory_is_refused() -> None:
+    with folder(images__npz=IMAGES) as place:
+        before = files(place)
+        words = ("data=images.npz", "partition.clients=3", "model.kind=cnn64", f"model.projection={2**31 - 1}")
+        done = fedloom("run", *words, "algorithm=analytic", "--out", "out")
+        assert done.code == 2
+        assert done.err.startswith("error: there is not enough memory (")
+        accepted_or_refused(done, words, before == files(place))
+
+
 EXTREME = (0.0, 5e-324, 1e-45, 1e-30, 1e-9, 0.5, 1.0, 1e9, 1e30, 3e38)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model
 from fedloom.algorithms.fedala import FedALA
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.scaffold import Scaffold
+from fedloom.core import rng
 from fedloom.core.schema import when
 from fedloom.engine import laws, variation
 from fedloom.runs.find import algorithms
@@ -178,3 +181,50 @@ def test_the_share_of_data_for_ala_has_an_effect_where_later_rounds_take_one_bat
     assert few is not None
     assert all_of_it is not None
     assert few != all_of_it
+
+
+# -- what is said of code that torch cannot map over clients -----------------------------------------
+class Branches(FedAvg):
+    """Does one thing or another, by what a tensor holds."""
+
+    def loss(self, x: Any, batch: Any, down: Any, mine: Any) -> Tensor:
+        value = super().loss(x, batch, down, mine)
+        return value if value > 1 else 2 * value
+
+
+class Rolls(FedAvg):
+    """Draws random numbers of its own."""
+
+    def loss(self, x: Any, batch: Any, down: Any, mine: Any) -> Tensor:
+        return super().loss(x + torch.rand_like(x), batch, down, mine)
+
+
+class Keyed(FedAvg):
+    """Draws them as it is told to."""
+
+    def loss(self, x: Any, batch: Any, down: Any, mine: Any) -> Tensor:
+        chance = rng.unit(rng.fold(batch.key, torch.arange(len(x))))
+        return super().loss(x + 0.01 * chance, batch, down, mine)
+
+
+@pytest.mark.parametrize(
+    ("cls", "line", "fix"),
+    [
+        (Branches, "return value if value > 1 else 2 * value", "write torch.where(condition, a, b) instead"),
+        (Rolls, "return super().loss(x + torch.rand_like(x), batch, down, mine)", "rng.unit(rng.fold(batch.key, "),
+    ],
+)
+def test_a_line_that_torch_cannot_map_is_named_with_the_fix(cls: type[FedAvg], line: str, fix: str) -> None:
+    said = laws.verdict(laws.lane_count_is_irrelevant, cls)
+    assert f"{__file__}, line " in said
+    assert f"in loss: {line}\n" in said
+    assert fix in said
+    assert "vmap" not in said
+
+
+def test_the_fix_for_random_numbers_works() -> None:
+    assert laws.verdict(laws.batched_is_alone, Keyed) == ""
+
+
+def test_a_class_that_is_no_fedavg_is_told_what_it_inherits() -> None:
+    assert "it inherits fedavg_when: set fedavg_when = None" in laws.verdict(laws.neutral_is_fedavg, Keyed)

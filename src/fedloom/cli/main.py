@@ -34,6 +34,7 @@ from fedloom.cli.help import repair
 from fedloom.cli.ranks import follows
 from fedloom.cli.startup import wait_passively
 from fedloom.core.errors import FedloomError
+from fedloom.core.own_line import own_line, remedy
 from fedloom.runs.launch import follow_parent
 
 repair()
@@ -86,13 +87,8 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         os._exit(0)
-    except MemoryError as error:
-        print(f"error: there is not enough memory ({error})", file=sys.stderr)
-        sys.exit(2)
     except Exception as error:
-        traceback.print_exc()
-        print(_advice(error), file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_unexpected(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -106,6 +102,24 @@ def _advise_setting(option: str) -> None:
         at = next(i for i, word in enumerate(words) if word.startswith(option))
         value = words[at].partition("=")[2] or words[at + 1]
         print(f"settings are written KEY=VALUE, as in {meant}={value}", file=sys.stderr)
+
+
+def _unexpected(error: Exception) -> int:
+    """Say what is known about an error that is not one of ours, the user's own line first; the exit code."""
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
+        print(f"error: there is not enough memory ({str(error).splitlines()[0]})", file=sys.stderr)
+        return 2
+    if said := remedy(error):
+        print(f"error: {said}", file=sys.stderr)
+        return 2
+    traceback.print_exc()
+    if line := own_line(error):
+        print(f"\nin your code: {line}\n{type(error).__name__}: {error}", file=sys.stderr)
+    print(_advice(error), file=sys.stderr)
+    return 1
+
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
 
 
 def _advice(error: Exception) -> str:

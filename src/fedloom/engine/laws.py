@@ -24,6 +24,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, FedloomError
 from fedloom.core.optim import Local
+from fedloom.core.own_line import own_line, remedy
 from fedloom.core.schema import excused
 from fedloom.core.task import Batch, Capture, Task
 from fedloom.data.arrays import Arrays
@@ -187,7 +188,13 @@ def neutral_is_fedavg(cls: type[AnyAlgorithm]) -> None:
         return
     ours = _after(_world(cls, settings=dict(cls.fedavg_when)), 3).server.w
     theirs = _after(_world(FedAvg, settings=dict(cls.fedavg_as)), 3).server.w
-    _agree(ours, theirs, f"{cls.__name__} with {dict(cls.fedavg_when)} and FedAvg", exactly=True)
+    try:
+        _agree(ours, theirs, f"{cls.__name__} with {dict(cls.fedavg_when)} and FedAvg", exactly=True)
+    except BrokenLawError as broken:
+        if "fedavg_when" in vars(cls):
+            raise
+        fix = "set fedavg_when = None in the class if it is not meant to be FedAvg under any settings"
+        raise BrokenLawError(f"{broken}; it inherits fedavg_when: {fix}") from broken
 
 
 def training_changes_something(cls: type[AnyAlgorithm]) -> None:
@@ -267,7 +274,8 @@ def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) 
     except BrokenLawError as broken:
         return str(broken)
     except Exception as error:  # an algorithm that raises is as broken as one that errs
-        return f"raised {type(error).__name__}: {error}"
+        line = f" ({where})" if (where := own_line(error)) else ""
+        return remedy(error) or f"raised {type(error).__name__}: {error}{line}"
     return ""
 
 

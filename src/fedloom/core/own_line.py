@@ -1,0 +1,39 @@
+"""Errors in code of the user's own: the line that raised them, and what to write instead where torch does not say."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# What torch says, and what to do about it.
+_MEANINGS = {
+    "data-dependent control flow": "this branches on the value of a tensor, and clients train side by side: write "
+    "torch.where(condition, a, b) instead",
+    "called random operation": "this draws random numbers, which would be others when the run is repeated: take "
+    "rng.unit(rng.fold(batch.key, torch.arange(n))) of fedloom.core.rng instead, n numbers from 0 to 1",
+}
+
+
+def own_line(error: BaseException) -> str:
+    """The last line of the user's own code on the way to an error, as ``file.py, line 6, in loss: if x > 1:``."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename}, line {last.lineno}, in {last.name}: {last.line}"
+
+
+def remedy(error: BaseException) -> str:
+    """What an error of torch means in code that is mapped over clients, with the line and the fix; or nothing."""
+    for sign, told in _MEANINGS.items():
+        if sign in str(error) and (line := own_line(error)):
+            return f"{line}\n{told}"
+    return ""
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    return path.is_file() and not path.is_relative_to(_ROOT) and not str(path).startswith(_INSTALLED)
