@@ -68,7 +68,7 @@ def test_switches_work_without_a_network(browser: Any, comparison_page: Path) ->
     page = seen.page
     assert page.locator("#curve svg path").count() > 4
     assert [line["name"] for line in seen.lines()] == ["fedavg", "fedprox"]
-    page.get_by_label("fedavg").uncheck()
+    page.get_by_role("checkbox", name="fedavg").uncheck()
     assert [line["name"] for line in seen.lines()] == ["fedprox"]
     before = seen.lines()[0]["data"]
     page.get_by_label("Smoothing").fill("0.8")

@@ -501,7 +501,7 @@ def _confusions(runs: Sequence[RunView], words: _Spoken) -> tuple[tuple[str, Pag
                     number(n)._replace(bar=n / total if isinstance(n, int | float) else 0.0, mark="heat") for n in row
                 ]
                 lines.append(PageLine((PageCell(label), *shares)))
-            out.append((run.name, PageTable(heads, tuple(lines))))
+            out.append((" · ".join((run.name, *run.place)), PageTable(heads, tuple(lines))))
     return tuple(out)
 
 
