@@ -37,9 +37,11 @@ def watch(
     ),
     lang: PageLanguage = "en",
 ) -> None:
-    """Serve the page of results while runs go on: progress, time left, curves that grow. It only reads.
+    """Serve the page of results, live, while runs are running.
 
-    The address has a random part that nobody can guess; keep it to yourself.
+    It shows progress, the time left and growing curves. It only reads.
+
+    The address has a secret random part; keep it to yourself.
     """
     try:
         import uvicorn
