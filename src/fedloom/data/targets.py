@@ -24,7 +24,8 @@ def numbers_in(column: NDArray[Any], what: str, where: Place) -> NDArray[np.floa
         found = [number_of(str(word)) for word in column.tolist()]
         odd = next((row for row, number in enumerate(found) if number is None), None)
         if odd is not None:
-            raise DataError(f"{where(odd)}: the {what} must be a number to be learned as one (got {column[odd]!r})")
+            got = str(column[odd])
+            raise DataError(f"{where(odd)}: the {what} must be a number to be learned as one (got {got!r})")
         values = np.array(found, np.float64)
     if not np.isfinite(values).all():
         row = int(np.argmax(~np.isfinite(values)))
