@@ -147,4 +147,6 @@ def origin_of(document: Document) -> str:
     where = origin.get("gpu") or origin.get("cpu") or origin.get("device", "an unknown device")
     torch = origin.get("versions", {}).get("torch", "?")
     begun = " (begun with other code or versions)" if origin.get("changes") else ""
-    return f"code {origin.get('code') or 'unknown'}{begun}, torch {torch}, {where}, {origin.get('precision', '?')}"
+    commit = f"commit {origin['commit'][:7]}" if origin.get("commit") else "unknown code"
+    code = f"code {origin['code']}" if origin.get("code") else commit
+    return f"{code}{begun}, torch {torch}, {where}, {origin.get('precision', '?')}"

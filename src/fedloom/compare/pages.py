@@ -97,7 +97,7 @@ def verdict_of(decided: Decided) -> str:
 # -- the section -----------------------------------------------------------------------------------
 def _section(kept: KeptResults, comparison: Comparison, changed: Sequence[str], link: str) -> str:
     question, spec = comparison.question, kept.planned.spec
-    facts = [f"{len(kept.found)} of {kept.cells} cells.", *missing_words(kept), *origin_words(kept)]
+    facts = [*(missing_words(kept) or [f"All {kept.cells} cells are there."]), *origin_words(kept)]
     reduced = [*(f"{change}." for change in changed), *_fewer_seeds(kept, comparison), *spec.reductions]
     facts += [f"Reduced: {sentence}" for sentence in reduced]
     sheet = comparison.sheet or _plain_sheet(comparison)
@@ -116,8 +116,10 @@ def _section(kept: KeptResults, comparison: Comparison, changed: Sequence[str], 
 
 
 def _fewer_seeds(kept: KeptResults, comparison: Comparison) -> list[str]:
-    there, asked = len(comparison.question.seeds), len(kept.planned.spec.seeds)
-    return [f"{there} of {asked} seeds."] if there < asked else []
+    """How many seeds there are where anything was run, if they are not all that the recipe asks for."""
+    asked, counts = len(kept.planned.spec.seeds), {row.seeds + row.diverged for row in comparison.rows} - {0}
+    some = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(max(counts, default=0))
+    return [f"{some} of {asked} seeds."] if min(counts, default=0) < asked else []
 
 
 def _plain_sheet(comparison: Comparison) -> Sheet:

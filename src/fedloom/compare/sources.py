@@ -70,6 +70,8 @@ def kept_documents(files: Sequence[KeptFile], cells: Mapping[str, Cell]) -> Iter
             yield file.name, read_document(file.content, file.name, file.at)
         else:
             others.append(file)
+    if not others:
+        return
     missing = {_main(as_table(cells[name].config)) for name in set(cells) - {file.name for file in files}}
     for file in others:
         settings = _settings(file)

@@ -140,17 +140,23 @@ def _number(layout: TableLayout, part: CellPart, own: Sequence[Result], paper: f
 
 
 def _with_best(layout: TableLayout, cells: list[list[list[Number]]]) -> list[list[list[Number]]]:
-    """The same numbers, the best of each column marked; a cell that lost a seed does not compete."""
+    """The same numbers, the best of each column marked; a cell that has fewer seeds than others does not compete."""
     if len(cells) < 2:
         return cells
     out = [[list(numbers) for numbers in line] for line in cells]
     for column, k in itertools.product(range(len(cells[0])), range(len(layout.cell))):
         sign = -1 if lower_is_better(layout.cell[k].metric) else 1
         here = [line[column][k] for line in cells]
-        scores = [sign * n.value.mean if n.value and not n.diverged + n.failed else float("-inf") for n in here]
+        scores = [float("-inf") if mean is None else sign * mean for mean in _whole(here)]
         for line, score in zip(out, scores, strict=True):
             line[column][k] = line[column][k]._replace(best=max(scores) == score > float("-inf"))
     return out
+
+
+def _whole(numbers: Sequence[Number]) -> list[float | None]:
+    """The means of a column; those of fewer seeds than others have are unknown, since seeds differ."""
+    most = max(n.seeds + n.diverged + n.failed for n in numbers)
+    return [n.value.mean if n.value and n.seeds == most else None for n in numbers]
 
 
 def _gains(
@@ -164,7 +170,7 @@ def _gains(
 
     def gained(column: int, k: int) -> Gained:
         metric, here = layout.cell[k].metric, [line[column][k] for line in cells]
-        means = [n.value.mean if n.value and not n.diverged + n.failed else None for n in here]
+        means = _whole(here)
         papers = [n.paper for n in here]
         value, paper = (
             relative_gain(metric, v[ours], [x for i in others if (x := v[i]) is not None]) for v in (means, papers)
