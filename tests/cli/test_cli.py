@@ -700,8 +700,11 @@ def test_a_method_that_cannot_run_in_lanes_is_described_as_such_and_runs_in_a_lo
     assert "local steps cannot be taken side by side; set engine.executor=loop" in said
     assert fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=loop", "--out", "a", cwd=tmp_path).code == 0
     wrong = fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=lanes", "--out", "b", cwd=tmp_path)
-    assert wrong.code == 1
-    assert "can be with engine.executor=loop" in wrong.err
+    assert wrong.code == 2
+    assert wrong.err.startswith("error: ")
+    assert "mine.py, line 7, in step: " in wrong.err
+    assert "train one client after another with engine.executor=loop" in wrong.err
+    assert "Traceback" not in wrong.err
 
 
 def test_what_a_cpu_does_not_do_is_told(tmp_path: Path) -> None:

@@ -8,10 +8,14 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_BRANCHES = (
+    "this reads the value of a tensor, or branches on it, and clients train side by side: write "
+    "torch.where(condition, a, b) instead, or train one client after another with engine.executor=loop"
+)
 # What torch says, and what to do about it.
-_MEANINGS = {
-    "data-dependent control flow": "this branches on the value of a tensor, and clients train side by side: write "
-    "torch.where(condition, a, b) instead",
+_REMEDIES = {
+    "data-dependent control flow": _BRANCHES,
+    "calling .item() on a Tensor": _BRANCHES,
     "called random operation": "this draws random numbers, which would be others when the run is repeated: take "
     "rng.unit(rng.fold(batch.key, torch.arange(n))) of fedloom.core.rng instead, n numbers from 0 to 1",
 }
@@ -28,7 +32,7 @@ def own_line(error: BaseException) -> str:
 
 def remedy(error: BaseException) -> str:
     """What an error of torch means in code that is mapped over clients, with the line and the fix; or nothing."""
-    for sign, told in _MEANINGS.items():
+    for sign, told in _REMEDIES.items():
         if sign in str(error) and (line := own_line(error)):
             return f"{line}\n{told}"
     return ""
