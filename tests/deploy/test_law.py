@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,4 +33,27 @@ def test_simulation_is_deployment(kind: str, tmp_path: Path) -> None:
     after = federation.advanced()
     assert same((state.server, state.buffers), (after.server, after.buffers))
     assert (state.up, state.down, state.gradients) == (after.up, after.down, after.gradients)
+    assert evaluate(exp, state, store) == evaluate(federation.exp, after, RamStore(3))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sampled": {"cohort": {"size": 2}},
+    "drawn twice": {
+        "cohort": {"sampling": "proportional", "size": 4},
+        "algorithm": {"kind": "fedavg", "weighting": "uniform"},
+    },
+    "measures": {"evaluate": {"auc": ["micro_logits"], "metrics": ["f1_macro", "ece"]}},
+    "robust": {"aggregation": {"rule": "median"}},
+    "memory": {"local": {"batch": 32, "optimizer": "adam", "lr": 0.01, "state": "persist"}},
+    "statistics": {"model": {"kind": "resnet20", "norm": "batch"}, "data": {"source": "digits", "test": 0.97}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_settings_mean_the_same_in_a_deployment(variant: str, tmp_path: Path) -> None:
+    config = config_of("fedavg", **VARIANTS[variant])
+    exp, state, store = simulated(config, 1)
+    federation = Federation(tmp_path, config)
+    after = federation.advanced(rounds=1)
+    assert same((state.server, state.buffers), (after.server, after.buffers))
     assert evaluate(exp, state, store) == evaluate(federation.exp, after, RamStore(3))

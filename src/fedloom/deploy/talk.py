@@ -104,13 +104,13 @@ def _areas(found: Verdicts) -> dict[str, Tensor]:
 def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
     """How a node's model did, as the node says."""
     tensors = expected(data, "evaluated", most_bytes()).tensors
-    names = ["rows", "correct", "loss", *(f"auc.{name}" for name in exp.evaluate.auc)]
+    names = ["rows", "correct", "loss", *(f"auc.{name}" for name in exp.measures)]
     if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
         raise MessageError(f"should have one number each of {', '.join(names)} (got {', '.join(sorted(tensors))})")
     rows, correct, loss, *areas = (tensors[name] for name in names)
     if not 0 <= float(correct) <= float(rows) or int(rows) != int(exp.federation.test.sizes[client]):
         raise MessageError(f"says that {float(correct):g} of {float(rows):g} rows were right, which cannot be")
-    return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.evaluate.auc, areas, strict=True)))
+    return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.measures, areas, strict=True)))
 
 
 def expected(data: bytes, kind: str, limit: int) -> Envelope:

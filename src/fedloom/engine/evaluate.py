@@ -97,6 +97,8 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
         return _network(exp, state, store)
     if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
         return {}
+    if exp.fleet is not None and exp.keeps_buffers:  # the statistics that the model needs are with the nodes
+        return {}
     model = exp.algorithm.global_model(state.server)
     found = _common("global/test", exp, model, state.buffers)
     if exp.evaluate.train:
