@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,22 @@ app = ServerApp()
 @app.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
     """One run, from its first round or from its last checkpoint."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     told = context.run_config
     home = Path(str(told["home"]))
     names, known = read_contract(home).nodes, json.loads((home / NODES).read_bytes())
     transport = FlowerTransport(grid, {k: int(known[name]) for k, name in enumerate(names) if name in known})
     conduct(home, transport, int(told["run"]), partial(print, flush=True))  # into the log of the run
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when the SuperLink's is gone: Flower would try for ever to reach it, and nobody could resume.
+
+    Nothing is lost: the last round that ended is saved.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 class FlowerTransport:
