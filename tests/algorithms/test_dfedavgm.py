@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithm import Model, Setup
-from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, quantised
+from fedloom.algorithm import Setup
+from fedloom.algorithms.dfedavgm import DFedAvgM, Mine, Node, quantised
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
 from fedloom.engine.rounds import advance, begin
@@ -38,7 +38,7 @@ def rounded(v, bits, seed=0):
 def test_momentum_is_the_heavy_ball_of_the_paper() -> None:
     bowl, x = bowls(1)[0], vec(1, -2, 0.5)
     alg = DFedAvgM().bind(Setup(Quadratic(), sgd(momentum=0.9)))
-    found, _, _ = visit(alg, bowl, Model(x), Mine(x[:0], x[:0]), 7, 0.1)
+    found, _, _ = visit(alg, bowl, Node(x), Mine(x[:0], x[:0]), 7, 0.1)
     before, y = x, x
     for _ in range(7):
         before, y = y, y - 0.1 * bowl.gradient(y) + 0.9 * (y - before)
@@ -133,7 +133,7 @@ def test_quantised_messages_preserve_the_mean(world, scheme, bits) -> None:
     exact = dfedavgm(world, local=FULL)
     state, store = begin(exp), RamStore(len(SIZES))
     for _ in range(3):
-        ends = trained(exact, state._replace(server=Model(models(exp, state, store))), RamStore(len(SIZES)))
+        ends = trained(exact, state._replace(server=Node(models(exp, state, store))), RamStore(len(SIZES)))
         state, _ = advance(exp, state, store)
         torch.testing.assert_close(models(exp, state, store).mean(0), ends.mean(0), rtol=1e-4, atol=1e-5)
 
@@ -149,7 +149,7 @@ def test_quantised_models_by_their_definition(world, scheme, topology) -> None:
     state, store, X = begin(exp), RamStore(N), exp.task.w0.expand(N, -1)
     for t in range(3):
         W = exp.topology.matrix(N, Moment(exp.seed, t)).float()
-        Z = trained(exact, begin(exact)._replace(server=Model(X), round=t), RamStore(N))
+        Z = trained(exact, begin(exact)._replace(server=Node(X), round=t), RamStore(N))
         Q = torch.stack([exp.algorithm.quantised(z, work) for z in Z])
         own = W.diagonal()[:, None] if scheme == "direct" else 1.0
         state, _ = advance(exp, state, store)
@@ -168,7 +168,7 @@ def test_choco_by_its_definition(world, gamma) -> None:
     work = work_of(exp)
     state, store = begin(exp), RamStore(N)
     for t in range(3):
-        Z = trained(exact, begin(exact)._replace(server=Model(X), round=t), RamStore(N))
+        Z = trained(exact, begin(exact)._replace(server=Node(X), round=t), RamStore(N))
         V = V + torch.stack([exp.algorithm.quantised(z - v, work) for z, v in zip(Z, V, strict=True)])
         X = Z + gamma * (W @ V - V)
         state, _ = advance(exp, state, store)
@@ -185,7 +185,7 @@ def test_the_errors_of_choco_vanish_and_those_of_quantised_models_do_not(world) 
         exp = dfedavgm(world, scheme, algorithm={"bits": 5}, local={"batch": 0, "steps": 1, "lr": 1e-12})
         N = len(SIZES)
         X = exp.task.w0 + torch.randn(N, exp.task.size, generator=torch.Generator().manual_seed(0))
-        state, store = begin(exp)._replace(server=Model(X)), RamStore(N)
+        state, store = begin(exp)._replace(server=Node(X)), RamStore(N)
         for _ in range(60):
             state, _ = advance(exp, state, store)
         found = models(exp, state, store)
@@ -200,7 +200,7 @@ def test_the_recursion_as_printed_is_not_an_average(world) -> None:
     """x <- x + sum W (z - x): with all bits it adds mean moves, and never brings models together."""
     exp = dfedavgm(world, "diff_literal", algorithm={"bits": 32}, local={"batch": 0, "steps": 1, "lr": 1e-12})
     X = exp.task.w0 + torch.randn(len(SIZES), exp.task.size, generator=torch.Generator().manual_seed(0))
-    state, store = begin(exp)._replace(server=Model(X)), RamStore(len(SIZES))
+    state, store = begin(exp)._replace(server=Node(X)), RamStore(len(SIZES))
     for _ in range(5):
         state, _ = advance(exp, state, store)
     torch.testing.assert_close(models(exp, state, store), X, rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ import tempfile
 import typing
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -573,7 +573,7 @@ COMPARED = (
 class OneProcess(Crew):
     """The cells one after another in this process: a worker of its own for each case would take minutes."""
 
-    def work(self, jobs: int) -> dict[str, str]:
+    def work(self, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
         with open(os.devnull, "w") as nowhere:
             for cell in self._waiting:
                 home = self._cells / cell.hash

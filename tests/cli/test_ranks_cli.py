@@ -119,7 +119,7 @@ def test_nothing_listens_outside_of_the_machine_and_ctrl_c_saves_the_round_on_al
     assert found == [set(), {"0100007F"}, {"0100007F"}]  # 127.0.0.1, for what gloo hears
     assert process.returncode == 130
     assert out.count("finishing this round") == 1
-    assert "go on with: fedloom resume run" in out
+    assert "continue with: fedloom resume run" in out
     done = (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n") - 1
     assert f"{done:08d}" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
 

@@ -146,7 +146,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
-    assert "of 4 cells done; the same command goes on from here" in out
+    assert "of 4 cells done; repeat the command to continue" in out
     assert all(gone(pid) for pid in workers)
     assert "Traceback" not in out + err
     assert not (tmp_path / "out" / "table.csv").exists()

@@ -135,7 +135,7 @@ def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
     out, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    stopped = re.search(r"stopped and saved after round (\d+); go on with: fedloom resume r", out)
+    stopped = re.search(r"stopped and saved after round (\d+); continue with: fedloom resume r", out)
     assert stopped
     assert 3 <= int(stopped[1]) < 100
     assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == [f"{int(stopped[1]):08d}"]

@@ -15,7 +15,8 @@ SMALL: dict[str, Any] = {
 }
 THREE = ["fedavg", "fedprox", "fedopt"]
 GRID = {"partition.alpha": [0.1, 1.0]}
-TABLES = ("compare.toml", "table.csv", "table.md", "table.tex", "cells.csv", "summary.json", "curves.png", "curves.svg")
+TABLES = ("compare.toml", "table.csv", "table.md", "table.tex", "cells.csv", "summary.json")
+TABLES += ("curves.csv", "curves.png", "curves.svg", "curves.pdf")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

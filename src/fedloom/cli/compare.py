@@ -130,7 +130,7 @@ def _shown(
             done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watcher)
     except InterruptedComparison as stop:
         screen.close()
-        screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; the same command goes on from here")
+        screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; repeat the command to continue")
         if (stop.folder / "table.md").is_file():
             screen.say(f"the tables of the cells that are done: {stop.folder / 'table.md'}")
         raise typer.Exit(130) from stop

@@ -45,7 +45,7 @@ def _relative_names(run: Path) -> list[str]:
     """The user's own files that a run needs and names by relative paths: code, weights and data."""
     files = read_environment(run).get("files", {})
     names = [str(name) for name in files] if isinstance(files, dict) else []
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):  # what is damaged is refused where it is needed
         data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
         names += [str(data["path"])] if isinstance(data, dict) and "path" in data else []
     return [name for name in names if name and not name.startswith("~") and not Path(name).is_absolute()]
