@@ -128,7 +128,9 @@ def test_what_a_method_has_in_other_sections_is_left_out_where_the_grid_makes_it
 def test_local_training_of_a_method_that_has_none_is_said_to_be_useless() -> None:
     said = "clients of Analytic do not train, so that local.lr, local.batch has no effect"
     assert said in parse({"algorithm": "analytic", "model": "logistic", "local": {"lr": 1.0, "batch": 5}}).notes
-    assert not [note for note in parse({"algorithm": "analytic", "model": "logistic"}).notes if "train" in note]
+    plain = parse({"algorithm": "analytic", "model": "logistic"})
+    again = parse(tomllib.loads(as_toml(plain)))  # as a run that is resumed reads it, with every default
+    assert not [note for note in (*plain.notes, *again.notes) if "train" in note]
 
 
 def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
@@ -160,6 +162,7 @@ def test_a_run_of_a_version_that_wrote_every_setting_is_resumed(tmp_path: Path) 
 # -- every section ---------------------------------------------------------------------------------
 NETWORK = {"algorithm": {"kind": "dpsgd"}}
 LONELY = {"algorithm": {"kind": "local_only"}}
+CLOSED = {"algorithm": {"kind": "analytic"}}
 # Each setting that is not always of use, in an experiment where it has no effect.
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "cohort.size": {"cohort": {"sampling": "all"}},
@@ -182,6 +185,9 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "system.overlap_upload": {"algorithm": {"kind": "pfedala", "wait_mode": "fixed"}},
     "system.speed": {"system": {"speeds": [1.0] * 20}},
     "system.speed_spread": {"system": {"speeds": [1.0] * 20}},
+    "system.speeds": CLOSED,
+    "system.slow": CLOSED,
+    "system.jitter": CLOSED,
     "proxy.balanced": {"proxy": {"size": 10, "imbalance": 0.5}},
     "partition.guard": {"partition": {"kind": "dirichlet", "per": "client"}},
     "partition.redraws": {"partition": {"kind": "dirichlet", "per": "client"}},
@@ -205,7 +211,7 @@ ALWAYS = {
     "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
     "proxy": {"size"},
-    "system": {"stragglers", "dropout", "speeds", "slow", "jitter", "aggregation", "deadline"},
+    "system": {"stragglers", "dropout", "aggregation", "deadline"},
     "task": {"kind", "loss"},
 }
 
@@ -237,6 +243,18 @@ def test_a_setting_without_effect_is_refused_in_every_section(name: str, kind: s
         parse(table)
     del own[key]
     parse(table)
+
+
+@pytest.mark.parametrize("kind", ["analytic", "proxy_ridge", "law_afl"])
+def test_how_fast_devices_compute_is_refused_where_no_client_takes_a_step(kind: str) -> None:
+    """Their time is that of the network, which a deadline can still cut short."""
+    pace = {"speed": 9.0, "speed_spread": 1.0, "slow": [1], "slow_factor": 2.0, "jitter": 0.5}
+    with pytest.raises(ConfigError) as refused:
+        parse({"algorithm": kind, "system": pace})
+    assert [fault.where for fault in refused.value.faults] == [f"system.{key}" for key in pace]
+    assert "only if clients take local steps, but those of this algorithm take none" in str(refused.value)
+    parse({"algorithm": kind, "system": {"deadline": 9.0, "aggregation": 1.0, "up": 5.0, "stragglers": 0.1}})
+    parse({"algorithm": {"kind": "law_afl", "schedule": "per_round"}, "system": pace})
 
 
 @pytest.mark.parametrize("section", sorted(SECTIONS))

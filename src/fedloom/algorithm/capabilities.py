@@ -270,6 +270,11 @@ def phases_of(alg: AnyAlgorithm) -> tuple[Phase, ...]:
     return alg.phases() if isinstance(alg, HasPhases) else (Phase(alg.step),)
 
 
+def takes_steps(alg: AnyAlgorithm) -> bool:
+    """Whether clients compute gradients: those of a closed form may only send sums over their data."""
+    return alg.family != "closed_form" or bool(phases_of(alg)) or survey_gradients(alg) > 0
+
+
 def trains_in(alg: AnyAlgorithm, round_: float) -> bool:
     return not isinstance(alg, HasPhases) or alg.trains_in(round_)
 

@@ -21,6 +21,7 @@ _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that 
 
 
 _SENDS = when({"algorithm.communicates": said(True, "the algorithm sends something", "this one sends nothing")})
+_COMPUTES = {"algorithm.takes_steps": said(True, "clients take local steps", "those of this algorithm take none")}
 _WAITS = when({"algorithm.reads_waiting_time": said(
     True, "the algorithm trains as long as clients wait", "this one does not ask how long they wait"
 )})  # fmt: skip
@@ -43,23 +44,25 @@ class System(Spec):
         | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
     ] = Field("epoch", description="in what a late client's part of the work is counted")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
-    speed: Annotated[PositiveFloat, when(speeds=((),))] = Field(
+    speed: Annotated[PositiveFloat, when(_COMPUTES, speeds=((),))] = Field(
         1000.0, description="examples per second of the middle client"
     )
-    speed_spread: Annotated[NonNegativeFloat, when(speeds=((),))] = Field(
+    speed_spread: Annotated[NonNegativeFloat, when(_COMPUTES, speeds=((),))] = Field(
         0.0, description="spread of speeds: deviation of their logarithm"
     )
     up: Annotated[PositiveFloat, _SENDS] = Field(10.0, description="megabits per second from a client")
     down: Annotated[PositiveFloat, _SENDS] = Field(50.0, description="megabits per second to a client")
     latency: Annotated[NonNegativeFloat, _SENDS] = Field(0.02, description="seconds of one round trip")
-    speeds: tuple[PositiveFloat, ...] = Field(
+    speeds: Annotated[tuple[PositiveFloat, ...], when(_COMPUTES)] = Field(
         (), description="examples per second of every client, instead of speed and speed_spread; empty: not given"
     )
-    slow: tuple[NonNegativeInt, ...] = Field((), description="numbers of the clients that are slow")
-    slow_factor: Annotated[float, when(slow=GIVEN)] = Field(
+    slow: Annotated[tuple[NonNegativeInt, ...], when(_COMPUTES)] = Field(
+        (), description="numbers of the clients that are slow"
+    )
+    slow_factor: Annotated[float, when(_COMPUTES, slow=GIVEN)] = Field(
         1.5, ge=1, description="times as many seconds a slow client takes for an example"
     )
-    jitter: float = Field(
+    jitter: Annotated[float, when(_COMPUTES)] = Field(
         0.0, ge=0, lt=1, description="largest share by which a client's time of computing varies from round to round"
     )
     link_spread: Annotated[NonNegativeFloat, _SENDS] = Field(

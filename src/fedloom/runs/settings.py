@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
-from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, phases_of, warnings_of
+from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, needs_proxy, takes_steps, warnings_of
 from fedloom.core.errors import SYNONYMS, ConfigError, DataError, Fault, nearest
 from fedloom.core.objective import Objective
 from fedloom.core.optim import Local
@@ -174,16 +174,16 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
     notes = [*notes, *warnings_of(algorithm, chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
-    notes += corruption.ineffective(chosen["corruption"], algorithm) + _untrained(table, algorithm)
+    notes += corruption.ineffective(chosen["corruption"], algorithm) + _untrained(chosen["local"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
 
 
-def _untrained(table: Mapping[str, Any], algorithm: AnyAlgorithm) -> list[str]:
-    """What was written of local training, where a method has none: experiments are shared by methods that train."""
-    written = table.get("local")
-    if algorithm.family != "closed_form" or phases_of(algorithm) or not isinstance(written, Mapping) or not written:
+def _untrained(local: Local, algorithm: AnyAlgorithm) -> list[str]:
+    """What is set of local training, where a method has none: experiments are shared by methods that train."""
+    usual = {name: field.default for name, field in Local.model_fields.items()}
+    named = ", ".join(f"local.{key}" for key, value in local if value != usual.get(key))
+    if takes_steps(algorithm) or not named:
         return []
-    named = ", ".join(f"local.{key}" for key in written)
     return [f"clients of {type(algorithm).__name__} do not train, so that {named} has no effect"]
 
 
@@ -279,6 +279,7 @@ _FACTS: dict[str, Callable[[AnyAlgorithm], bool]] = {
     "communicates": lambda alg: alg.traits.communicates,
     "partial_work": lambda alg: alg.traits.partial_work,
     "reads_waiting_time": lambda alg: isinstance(alg, TrainsWhileWaiting) and alg.reads_waiting_time,
+    "takes_steps": takes_steps,
     "uses_proxy": needs_proxy,
 }
 
