@@ -183,6 +183,7 @@ def joined(world: Mapping[str, str] = os.environ) -> Ranks:
         return ALONE
     if not dist.is_initialized():
         here, folder = _asked(world), world.get(MEETING)
+        secret = _secret_of(Path(folder)) if folder is not None else b""
         # Also beside GPUs, small things go by gloo: it notices at once that a rank is gone.
         way = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         how: dict[str, Any] = {"timeout": timedelta(seconds=_patience())}
@@ -196,7 +197,7 @@ def joined(world: Mapping[str, str] = os.environ) -> Ranks:
             raise LostRankError(f"the ranks could not meet at {where} ({_first(error)})") from error
         atexit.register(_left, folder if here.leads else None)
         if folder is not None:
-            _introduced(here, Path(folder))
+            _introduced(here, secret)
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
@@ -218,9 +219,17 @@ def _asked(world: Mapping[str, str]) -> Ranks:
     return Ranks(rank, size)
 
 
-def _introduced(ranks: Ranks, folder: Path) -> None:
+def _secret_of(folder: Path) -> bytes:
+    """The secret of the ranks that meet in a folder."""
+    try:
+        return (folder / SECRET).read_bytes()
+    except OSError as error:
+        what = f"the secret of the ranks cannot be read there: {error.strerror} (got '{folder}')"
+        raise ConfigError([Fault(MEETING, what, "start ranks with --ranks, or unset it")]) from error
+
+
+def _introduced(ranks: Ranks, secret: bytes) -> None:
     """End here if one of the ranks does not know the secret of those that were started together."""
-    secret = (folder / SECRET).read_bytes()
     proofs = [
         hmac.digest(secret, f"rank {rank} of {ranks.size}".encode(), "sha256").hex() for rank in range(ranks.size)
     ]
