@@ -40,6 +40,8 @@ class Gate:
         body = bytearray()
         while True:
             part = await receive()
+            if part["type"] == "http.disconnect":  # half a message is none
+                return
             body += part.get("body", b"")
             if len(body) > _MOST:
                 await _answer(send, 413, b"too large")
