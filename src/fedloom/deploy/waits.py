@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from fedloom.core.signals import handling
 
 
 @contextmanager
@@ -19,9 +20,5 @@ def until_stopped() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(handle):
         yield stop
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

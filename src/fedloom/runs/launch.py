@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.core.errors import ConfigError, Fault, LostRankError
+from fedloom.core.signals import handling
 
 if TYPE_CHECKING:
     import torch
@@ -203,12 +204,8 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(handle):
         yield passed
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _end(code: int) -> str:

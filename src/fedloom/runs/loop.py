@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from fedloom.core.errors import (
     DivergedError,
     LostRankError,
 )
+from fedloom.core.signals import handling
 from fedloom.engine import checkpoint, cuda_graphs
 from fedloom.engine.ranks import Ranks
 from fedloom.engine.rounds import rounds
@@ -221,9 +221,5 @@ def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event
         stop.set()
         listener.stopping()
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(handle):
         yield stop
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
