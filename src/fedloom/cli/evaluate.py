@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from fedloom.cli.options import Json, NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client
+from fedloom.runs.folder import as_json
 
 
 def evaluate(
@@ -30,7 +28,7 @@ def evaluate(
     rows = models.rows(data)
     found = models.evaluate(rows, by_client=each_by_its_client(models, rows, client, by_client))
     if json_:
-        print(json.dumps({name: _finite(value) for name, value in found.items()}))
+        print(as_json(found))
         return
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -41,10 +39,6 @@ def evaluate(
     if "confusion" in found and len(models.labels) <= 20:
         console.print("\ntrue class (line) and prediction (column)")
         console.print(_confusion(models.labels, found["confusion"]))
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124
 
 
 def _confusion(labels: tuple[str, ...], counts: list[list[int]]) -> Table:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -41,6 +41,8 @@ from fedloom.trust import corruption
 from fedloom.trust.corruption import Corruption
 from fedloom.trust.privacy import Privacy
 from fedloom.trust.robust import Aggregation
+
+_S = TypeVar("_S", bound=Spec)
 
 
 class Basics(Spec):
@@ -346,19 +348,19 @@ def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:
 
 def net_spec_of(given: Mapping[str, Any]) -> NetSpec:
     """The net that a table of settings describes, without an experiment around it."""
-    _, value, faults = _chosen("model", given)
-    if faults:
-        raise ConfigError(faults)
-    assert isinstance(value, NetSpec)
-    return value
+    return _chosen_alone("model", NetSpec, given)
 
 
 def topology_of(given: Mapping[str, Any]) -> Topology:
     """The network that a table of settings describes, without an experiment around it."""
-    _, value, faults = _chosen("topology", given)
+    return _chosen_alone("topology", Topology, given)
+
+
+def _chosen_alone(section: str, kind: type[_S], given: Mapping[str, Any]) -> _S:
+    _, value, faults = _chosen(section, given)
     if faults:
         raise ConfigError(faults)
-    assert isinstance(value, Topology)
+    assert isinstance(value, kind)
     return value
 
 
