@@ -32,7 +32,7 @@ docs: $(READY) ## Write the pages of the documentation that are read off the cla
 test: lint types ## Lint, check types, and run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-quick: $(READY) ## Run the tests of single functions, in less than a minute
+quick: $(READY) ## Run the tests of single functions, in about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)
 
 N ?= 1000

@@ -21,7 +21,8 @@ from fedloom.runs.prepare import pick_device
 from fedloom.runs.settings import Config
 
 _PROCESS = 0.6e9  # bytes of a process that trains a small net: 0.54e9 were measured on Linux
-# On a GPU: throughput hardly grows beyond four cells, and one took up to 6e9 bytes with ResNet-18.
+# On a GPU: cells side by side at most, and bytes for each. On an H200 eight cells, three of cnn64 and five of a
+# logistic regression, took 25e9 bytes together; large nets need more.
 _ON_GPU, _GPU_PROCESS = 4, 12e9
 _MATRICES = 6  # matrices as large as all models side by side that a gradient step holds: see engine.local
 _MOST = 1.6e9  # bytes of these if the size of the net is unknown: the rule for lanes allows no more on a CPU
