@@ -7,7 +7,6 @@ from rich.table import Table
 
 from fedloom.cli.options import Json, NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client
-from fedloom.runs.folder import as_json
 
 
 def evaluate(
@@ -28,6 +27,8 @@ def evaluate(
     rows = models.rows(data)
     found = models.evaluate(rows, by_client=each_by_its_client(models, rows, client, by_client))
     if json_:
+        from fedloom.runs.folder import as_json
+
         print(as_json(found))
         return
     console = Console(highlight=False)
