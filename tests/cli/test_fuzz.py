@@ -273,10 +273,11 @@ def _written(value: Any) -> str:
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip() if not isinstance(value, dict | str) else str(value)
 
 
-def test_a_net_that_does_not_fit_into_memory_is_refused() -> None:
+@pytest.mark.parametrize("width", [2**31 - 1, 2**62])
+def test_a_net_that_does_not_fit_into_memory_is_refused(width: int) -> None:
     with folder(images__npz=IMAGES) as place:
         before = files(place)
-        words = ("data=images.npz", "partition.clients=3", "model.kind=cnn64", f"model.projection={2**31 - 1}")
+        words = ("data=images.npz", "partition.clients=3", "model.kind=cnn64", f"model.projection={width}")
         done = fedloom("run", *words, "algorithm=analytic", "--out", "out")
         assert done.code == 2
         assert done.err.startswith("error: there is not enough memory (")

@@ -119,7 +119,13 @@ def _unexpected(error: Exception) -> int:
     return 1
 
 
-_NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "Storage size calculation overflowed",
+)
 
 
 def _advice(error: Exception) -> str:
