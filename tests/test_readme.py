@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 # Discussions are parts of generated pages, and their links are seen from these.
 PAGES = [
     page
-    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if page.parent.name != "discussion"
 ]
 # They need a network, or make the environment that this test already runs in.
