@@ -431,6 +431,8 @@ def test_lanczos_on_known_matrices() -> None:
         assert again.value == pytest.approx(found.value, rel=1e-2, abs=1e-5)
     assert curvature.top_eigenvalue(lambda v: 2 * v, start) == (pytest.approx(2), pytest.approx(0, abs=1e-6), 1)
     assert curvature.top_eigenvalue(lambda v: 2 * v, start[:1]).value == pytest.approx(2)
+    for wrong in (torch.inf, torch.nan):
+        assert math.isnan(curvature.top_eigenvalue(lambda v, w=wrong: w * v, start).value)
 
 
 def test_an_eigenvalue_that_was_not_reached_says_so(monkeypatch) -> None:

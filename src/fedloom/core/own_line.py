@@ -40,4 +40,5 @@ def remedy(error: BaseException) -> str:
 
 def _is_own(file: str) -> bool:
     path = Path(file)
-    return path.is_file() and not path.is_relative_to(_ROOT) and not str(path).startswith(_INSTALLED)
+    installed = file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return path.is_file() and not path.is_relative_to(_ROOT) and not installed

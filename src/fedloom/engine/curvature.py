@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor) -> Top:
         for _ in range(2):  # once leaves a part that rounding has made
             after = after - basis.T @ (basis @ after)
         length = float(torch.linalg.vector_norm(after.double()))
+        if not math.isfinite(diagonal[-1] + length):  # the loss has overflowed, and has no curvature
+            return Top(math.nan, math.nan, len(diagonal))
         off = torch.tensor(beside, dtype=torch.float64)
         small = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
         values, vectors = torch.linalg.eigh(small)
@@ -116,7 +119,9 @@ def hessian_weights(exp: Experiment, moves: Moves, w: Tensor, how: Weighing, buf
         slope = grad(partial(loss, batch=batch))
         columns = [jvp(slope, (point,), (along,))[1] for along in torch.eye(len(point)).to(w)]
         dense += share * torch.stack(columns).double()
-    return {"hessian/weights_top": float(torch.linalg.eigvalsh((dense + dense.T) / 2)[-1])}
+    finite = bool(dense.isfinite().all())
+    top = float(torch.linalg.eigvalsh((dense + dense.T) / 2)[-1]) if finite else math.nan
+    return {"hessian/weights_top": top}
 
 
 def smoothness(exp: Experiment) -> float | None:
