@@ -179,7 +179,7 @@ def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A node's folder.")], json_: Json = False
 ) -> None:
     """List what a node has sent: when, for which round, which arrays, and how many bytes."""
-    from fedloom.deploy.node import read_audit
+    from fedloom.deploy.audit import read_audit
 
     lines = read_audit(folder)
     if json_:

@@ -104,16 +104,22 @@ def read_contract(folder: Path) -> Contract:
 
 
 def undeployable(config: Config) -> list[Fault]:
-    """Settings that have no meaning between real machines."""
+    """Settings that have no meaning between a server and real machines."""
     faults = []
     if config.algorithm.family == "gossip":
         faults.append(Fault("algorithm.kind", "is a method without a server, which `fedloom deploy` does not start"))
     elif not config.algorithm.traits.synchronous:
         faults.append(Fault("algorithm.kind", "has an asynchronous server, of which only simulations exist"))
-    if config.task != Objective():
-        faults.append(Fault("task", "only classification by plain cross-entropy is deployed so far", "leave it out"))
     if not config.algorithm.traits.communicates:
         faults.append(Fault("algorithm.kind", "sends nothing, so there is nothing to deploy", "use fedloom run"))
+    return faults + only_simulated(config)
+
+
+def only_simulated(config: Config) -> list[Fault]:
+    """Settings that have no meaning between real machines, with a server or without."""
+    faults = []
+    if config.task != Objective():
+        faults.append(Fault("task", "only classification by plain cross-entropy is deployed so far", "leave it out"))
     if config.system != System():
         faults.append(Fault("system", "describes simulated devices; real ones have a real clock", "leave it out"))
     if config.corruption != Corruption():

@@ -12,9 +12,9 @@ from typing import Any
 
 from fedloom.deploy import flower
 from fedloom.deploy.fleet import read_rounds
+from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.serve import ENDED, start_run, status_of
 from fedloom.deploy.site import SERVER, Listens, initialise, read_listens, read_state
-from fedloom.deploy.take_part import EXPERIMENT_DATA
 from fedloom.deploy.waits import until_stopped
 from fedloom.runs.loop import InterruptedRun
 from fedloom.runs.settings import Config

@@ -6,19 +6,17 @@ Whatever is sent leaves a line in the node's audit log first: what it was, for w
 from __future__ import annotations
 
 import json
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeInt
-from safetensors.torch import load
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.core.errors import DataError, FedloomError
+from fedloom.core.errors import FedloomError
 from fedloom.core.schema import Spec
+from fedloom.deploy.audit import write_audit
 from fedloom.deploy.contract import Contract, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.memory import Memory
@@ -36,10 +34,8 @@ from fedloom.engine import checkpoint
 from fedloom.engine.client import evaluate_client, own_model, train_client
 from fedloom.engine.state import Experiment
 from fedloom.runs.folder import read_key, write_key
-from fedloom.runs.models import COLUMNS, COMMON, RECORD, record_of
+from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, record_of
 from fedloom.trust import noise
-
-AUDIT = "audit.jsonl"
 
 
 class Policy(Spec):
@@ -128,13 +124,7 @@ class Node:
         else:
             own = own_model(exp, inquiry, self._place.client, memory.store)
             tensors = exp.task.tensors(own.w[0], own.buffers[0])
-        notes = {"algorithm": self._place.contract.config.kinds["algorithm"], "round": str(inquiry.round)}
-        folder, recipe = self._place.folder, self._place.contract.form.recipe
-        checkpoint.save_model(folder / COMMON, tensors, notes)
-        record = self._record.model_copy(update={"personal": False, "clients": (self._name,)})
-        disk.write_bytes(folder / RECORD, record.model_dump_json(indent=1).encode())
-        if recipe is not None:
-            disk.write_bytes(folder / COLUMNS, json.dumps(recipe, indent=1).encode())
+        save_own_model(self._place.folder, self._place.contract, self._record, (self._name, inquiry.round), tensors)
         return packed(Envelope("finished", {"round": inquiry.round, "name": self._name}, {}))
 
     _kinds = {"hello": _hello, "train": _train, "evaluate": _evaluate, "finish": _finish}  # noqa: RUF012
@@ -187,27 +177,20 @@ class Node:
 
     def _log(self, message: Envelope, reply: bytes) -> None:
         """One line for what is about to leave."""
-        sent = unpacked(reply, len(reply))
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "asked": message.kind,
-            "round": message.facts.get("round"),
-            "sent": sent.kind,
-            "why": sent.facts.get("why", ""),
-            "bytes": len(reply),
-            "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in load(reply).items()},
-        }
-        file = disk.open_own(self._place.folder / AUDIT, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(file, "ab") as out:
-            out.write(json.dumps(line).encode() + b"\n")
+        write_audit(self._place.folder, reply, asked=message.kind, round_=message.facts.get("round"))
 
 
-def read_audit(folder: Path) -> list[dict[str, Any]]:
-    """What a node has sent, from its log."""
-    path = folder / AUDIT
-    if not path.is_file():
-        raise DataError(f"{path}: is not there: this is no node's folder, or it has sent nothing yet")
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+def save_own_model(
+    folder: Path, contract: Contract, record: ModelRecord, whose: tuple[str, int], tensors: dict[str, Tensor]
+) -> None:
+    """Write the model with which a node predicts after a round, so that ``fedloom predict`` finds it in its folder."""
+    name, round_ = whose
+    notes = {"algorithm": contract.config.kinds["algorithm"], "round": str(round_)}
+    checkpoint.save_model(folder / COMMON, tensors, notes)
+    record = record.model_copy(update={"personal": False, "clients": (name,)})
+    disk.write_bytes(folder / RECORD, record.model_dump_json(indent=1).encode())
+    if contract.form.recipe is not None:
+        disk.write_bytes(folder / COLUMNS, json.dumps(contract.form.recipe, indent=1).encode())
 
 
 def _unknown(_node: Node, message: Envelope) -> bytes:

@@ -6,15 +6,28 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.core.errors import DataError
+from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.data.arrays import Arrays, checked
 from fedloom.data.columns import Recipe, encoded, filled_and_scaled, refuse_other_kinds, with_kinds
 from fedloom.data.files import Rows
 from fedloom.data.sources import Source, Table, source_for_path
 from fedloom.deploy.contract import Contract, Form
-from fedloom.deploy.ends import OwnRows, rows_of_node
+from fedloom.deploy.ends import OwnRows, rows_of_client, rows_of_node
 from fedloom.runs.find import CHOOSE
+from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
+
+EXPERIMENT_DATA = "experiment"  # instead of a file: the node's part of the experiment's own data
+
+
+def rows_for(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
+    """The rows of a node, from its own file or from the experiment's data."""
+    if not data:
+        fix = f"add data=FILE; data={EXPERIMENT_DATA} is a part of the experiment's own data"
+        raise ConfigError([Fault("data", "where are this node's rows?", fix)])
+    if data == EXPERIMENT_DATA:
+        return rows_of_client(share(contract.config, root), client)
+    return own_rows(contract, data)
 
 
 def own_rows(contract: Contract, path: str) -> OwnRows:

@@ -64,7 +64,7 @@ def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, ro
     from fedloom.deploy import keys
 
     refuse_undeployable(config)
-    slugs = _slugs(nodes)
+    slugs = slugs_of(nodes)
     if out.exists() and any(out.iterdir()):
         raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
     config = config._replace(partition=with_clients(config, len(nodes)))
@@ -111,7 +111,7 @@ def folder_name(name: str) -> str:
     return disk.as_name(name.strip().lower().replace(" ", "-"))
 
 
-def _slugs(names: list[str]) -> list[str]:
+def slugs_of(names: list[str]) -> list[str]:
     """The names of the nodes' folders."""
     slugs = [folder_name(name) for name in names]
     faults = []
@@ -126,19 +126,20 @@ def _slugs(names: list[str]) -> list[str]:
 
 
 def read_rules(home: Path) -> Rules:
-    return _section(home / SERVER_TOML, Rules, "rules")
+    return read_section(home / SERVER_TOML, Rules, "rules")
 
 
 def read_listens(home: Path) -> Listens:
-    return _section(home / SERVER_TOML, Listens, "server")
+    return read_section(home / SERVER_TOML, Listens, "server")
 
 
 def read_node(folder: Path) -> NodeSettings:
     path = folder / NODE_TOML
-    return NodeSettings(_section(path, Who, "node"), _section(path, Policy, "policy"))
+    return NodeSettings(read_section(path, Who, "node"), read_section(path, Policy, "policy"))
 
 
-def _section(path: Path, cls: type[SpecT], section: str) -> SpecT:
+def read_section(path: Path, cls: type[SpecT], section: str) -> SpecT:
+    """One section of a settings file, checked."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -149,6 +150,16 @@ def _section(path: Path, cls: type[SpecT], section: str) -> SpecT:
     if faults or value is None:
         raise ConfigError([fault._replace(where=f"{path}, {fault.where}") for fault in faults])
     return value
+
+
+def refuse_open_key(path: Path) -> None:
+    """Refuse a private key that is missing, or that others than its owner can read."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError([Fault(str(path), "is missing", "the bundle that this node was handed has it")]) from error
+    if mode & 0o077:
+        raise ConfigError([Fault(str(path), "can be read by others than its owner", f"chmod 600 {path}")])
 
 
 def read_state(home: Path) -> dict[str, Any]:

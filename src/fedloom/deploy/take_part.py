@@ -14,15 +14,12 @@ from pathlib import Path
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, Fault
 from fedloom.deploy import flower, wire
-from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
-from fedloom.deploy.ends import OwnRows, rows_of_client
+from fedloom.deploy.contract import read_contract, refuse_undeployable
 from fedloom.deploy.node import Node, Place
-from fedloom.deploy.own_data import own_rows
-from fedloom.deploy.site import NodeSettings, read_node
+from fedloom.deploy.own_data import rows_for
+from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
 from fedloom.deploy.waits import until_stopped
-from fedloom.runs.prepare import share
 
-EXPERIMENT_DATA = "experiment"  # instead of a file: the node's part of the experiment's own data
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
 _REFUSED = 120.0  # seconds for which the server may refuse a key: after a crash it does so for a minute
 
@@ -33,9 +30,9 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None]) -
     refuse_undeployable(contract.config)
     if settings.who.name not in contract.nodes:
         raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.who.name}' is not in the contract")])
-    _refuse_open_key(folder / "node.key")
+    refuse_open_key(folder / "node.key")
     client = contract.nodes.index(settings.who.name)
-    own = _rows(contract, client, data or settings.who.data, root)
+    own = rows_for(contract, client, data or settings.who.data, root)
     try:
         lock = disk.lock(folder / ".node.lock")
     except BlockingIOError as error:
@@ -48,24 +45,6 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None]) -
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
         os.close(lock)
-
-
-def _rows(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
-    if not data:
-        fix = f"fedloom deploy node FOLDER data=FILE; data={EXPERIMENT_DATA} is a part of the experiment's own data"
-        raise ConfigError([Fault("data", "where are this node's rows?", fix)])
-    if data == EXPERIMENT_DATA:
-        return rows_of_client(share(contract.config, root), client)
-    return own_rows(contract, data)
-
-
-def _refuse_open_key(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ConfigError([Fault(str(path), "is missing", "the bundle from fedloom deploy init has it")]) from error
-    if mode & 0o077:
-        raise ConfigError([Fault(str(path), "can be read by others than its owner", f"chmod 600 {path}")])
 
 
 def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Callable[[str], None]) -> None:

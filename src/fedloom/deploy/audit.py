@@ -1,0 +1,43 @@
+"""The audit log of a node: one line for each message that leaves it, written before it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load
+
+from fedloom.core import disk
+from fedloom.core.errors import DataError
+from fedloom.deploy.messages import unpacked
+
+AUDIT = "audit.jsonl"
+
+
+def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more: Any) -> None:
+    """Write down a message that is about to leave: what it is, for which round, how large, and what it holds."""
+    sent = unpacked(message, len(message))
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "asked": asked,
+        "round": round_,
+        "sent": sent.kind,
+        "why": sent.facts.get("why", ""),
+        "bytes": len(message),
+        "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in load(message).items()},
+        **more,
+    }
+    file = disk.open_own(folder / AUDIT, os.O_WRONLY | os.O_APPEND)
+    with os.fdopen(file, "ab") as out:
+        out.write(json.dumps(line).encode() + b"\n")
+
+
+def read_audit(folder: Path) -> list[dict[str, Any]]:
+    """What a node has sent, from its log."""
+    path = folder / AUDIT
+    if not path.is_file():
+        raise DataError(f"{path}: is not there: this is no node's folder, or it has sent nothing yet")
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
