@@ -21,6 +21,8 @@ from support.terminal import fedloom, files
 
 EVERYTHING = {
     "train": True,
+    "validation": 0.2,
+    "metrics": ["balanced_accuracy"],
     "participants": True,
     "auc": ["micro_logits", "macro_present"],
     "diagnostics": ["updates", "gamma", "dissimilarity"],

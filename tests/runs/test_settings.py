@@ -207,7 +207,7 @@ ALWAYS = {
     "cohort": {"sampling"},
     "corruption": {"share", "clients"},
     "engine": {"device", "executor", "lanes", "store", "threads", "precision"},
-    "evaluate": {"every", "personal", "work", "flatness", "auc", "metrics", "participants"},
+    "evaluate": {"every", "validation", "personal", "work", "flatness", "auc", "metrics", "participants"},
     "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
     "proxy": {"size"},

@@ -210,10 +210,12 @@ def _data(prepared: Prepared) -> str:
     exp, shared, s = prepared.experiment, prepared.shared, prepared.shared.summary()
     trained, whole = exp.task.size, exp.task.whole
     parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
+    aside = len(exp.federation.validation.rows)
+    tests = f"{len(exp.federation.common):,} test rows" + (f" · {aside:,} validation rows" if aside else "")
     return (
         f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
         f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} {_kinds(prepared)} each · heterogeneity "
-        f"{s.heterogeneity:.2f} · {len(exp.federation.common):,} test rows · {parameters}"
+        f"{s.heterogeneity:.2f} · {tests} · {parameters}"
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm, Diagnoses
 from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
-from fedloom.core.metrics import Auc
-from fedloom.core.vocabulary import is_ours, matching
+from fedloom.core.metrics import Auc, measure_name
+from fedloom.core.quality import ClassMeasure
+from fedloom.core.vocabulary import as_validation, is_ours, is_test, matching
 from fedloom.engine.diagnose import RECORDED
 from fedloom.runs.settings import Config
 
@@ -19,7 +20,8 @@ def metric_names(config: Config) -> set[str]:
     """Every metric that a run may record, except those that an algorithm reports about itself."""
     alg, evaluate = config.algorithm, config.evaluate
     found = {"bytes": ["up", "down", "busiest"], "work": ["gradients"], "time": ["simulated"]}
-    found |= _of_trust(config) | _of_models(config) | _of_clients(config)
+    measured = _of_models(config) | _of_clients(config)
+    found |= _of_trust(config) | measured | (_of_validation(measured, config) if evaluate.validation else {})
     found |= {} if alg.traits.synchronous else {"staleness": ["mean", "max"]}
     names = {f"{place}/{name}" for place, ends in found.items() for name in ends}
     return names.union(*(RECORDED[name] for name in evaluate.diagnostics if alg.family != "gossip"))
@@ -35,11 +37,11 @@ def _of_trust(config: Config) -> dict[str, list[str]]:
 def _of_models(config: Config) -> dict[str, list[str]]:
     """Metrics of the server's model, or of a network's nodes and their average."""
     alg, evaluate = config.algorithm, config.evaluate
-    plain = ["accuracy", "loss"]
+    plain = _plain(config)
     tested = plain + _areas(config)
     found: dict[str, list[str]] = {}
     if alg.family == "gossip":
-        nodes = [*plain, "accuracy_min", "accuracy_std"]
+        nodes = [*plain, f"{plain[0]}_{'max' if config.task.is_regression else 'min'}", f"{plain[0]}_std"]
         found |= {"consensus/test": tested, "nodes/test": nodes, "network": ["offline", "away", "dead"]}
         found |= {"consensus": ["distance", "relative", "psi", "contraction"]}
         found |= {"consensus/pre_mix": ["distance"], "consensus/post_mix": ["distance"]}
@@ -49,6 +51,14 @@ def _of_models(config: Config) -> dict[str, list[str]]:
     if evaluate.flatness is not None:
         found |= {f"{'consensus' if alg.family == 'gossip' else 'global'}/flatness": ["R0", "R1"]}
     return found
+
+
+def _of_validation(measured: Mapping[str, list[str]], config: Config) -> dict[str, list[str]]:
+    """Metrics on the rows for validation: those of the test, and those of clients also where these have no test."""
+    config = config._replace(partition=config.partition.model_copy(update={"holdout": 0.5}))
+    tested = {**measured, **_of_clients(config)}
+    places = [place for place in tested if not place.startswith("participants/") and "pre_mix" not in place]
+    return {as_validation(f"{place}/").rstrip("/"): tested[place] for place in places if is_test(f"{place}/")}
 
 
 def has_common_model(algorithm: AnyAlgorithm) -> bool:
@@ -62,7 +72,7 @@ def _of_clients(config: Config) -> dict[str, list[str]]:
     evaluate = config.evaluate
     if not _may_have_own_rows(config):
         return {}
-    measured = ["accuracy", "loss", *_areas(config)]
+    measured = [*_plain(config), *_areas(config)]
     spread = [f"{name}{end}" for name in measured for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
     found = {f"personal/{config.algorithm.traits.served}/test": spread} if evaluate.personal else {}
     if evaluate.participants:
@@ -70,8 +80,14 @@ def _of_clients(config: Config) -> dict[str, list[str]]:
     return found
 
 
+def _plain(config: Config) -> list[str]:
+    return ["mae" if config.task.is_regression else "accuracy", "loss"]
+
+
 def _areas(config: Config) -> list[str]:
-    return [f"auc_{variant}" for variant in config.evaluate.auc]
+    """What is measured beside accuracy (or error) and loss."""
+    always = ("rmse", "r2") if config.task.is_regression else ()
+    return [*(measure_name(variant) for variant in config.evaluate.auc), *always, *config.evaluate.metrics]
 
 
 def _may_have_own_rows(config: Config) -> bool:
@@ -86,7 +102,7 @@ def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
     wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
     wanted += [(f"compare.claims.{number}.metric", claim.metric) for number, claim in enumerate(spec.claims)]
     # Seeds and most of a grid change nothing here: each kind of evaluation is looked at once.
-    alike = {repr((c.algorithm, c.evaluate, c.privacy, c.corruption, c.partition, c.kinds)): c for c in configs}
+    alike = {repr((c.algorithm, c.task, c.evaluate, c.privacy, c.corruption, c.partition, c.kinds)): c for c in configs}
     distinct = list(alike.values())
     names = {name for config in distinct for name in metric_names(config)}
     return [fault for at, metric in wanted if metric for fault in _unrecorded(metric, distinct, names, at)]
@@ -109,6 +125,7 @@ def reports_itself(config: Config) -> bool:
 def _switches(metric: str, configs: Sequence[Config]) -> Iterator[tuple[str, Any]]:
     """Settings of ``evaluate`` with which the metric would be recorded."""
     switches: list[tuple[str, Any]] = [(key, True) for key in ("train", "personal", "participants")]
+    switches += [("validation", 0.1)] + [("metrics", [name]) for name in get_args(ClassMeasure)]
     switches += [("auc", [variant]) for variant in get_args(Auc)] + [("diagnostics", [name]) for name in RECORDED]
     for key, value in switches:
         given = {key: tuple(value) if isinstance(value, list) else value}

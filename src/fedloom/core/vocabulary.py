@@ -74,6 +74,11 @@ PLACES: Mapping[str, str] = {
     "consensus/post_mix": "the same, after mixing",
     "nodes/test": "the nodes of a network, each on the common test set",
     "nodes/pre_mix/test": "the same, before mixing",
+    "global/validation": "the server's model on the validation rows of all clients",
+    "personal/pre_fit/validation": "each client's model on its own validation rows, before local training",
+    "personal/post_fit/validation": "each client's model on its own validation rows, after local training",
+    "consensus/validation": "the average model of a network on the validation rows of all clients",
+    "nodes/validation": "the nodes of a network, each on the validation rows of all clients",
     "network": "nodes of a network that took no part",
     "bytes": "communication",
     "work": "computation",
@@ -92,6 +97,16 @@ _ROOTS = frozenset(place.partition("/")[0] for place in PLACES)
 def leaf(name: str) -> str:
     """The quantity of a name, without its place."""
     return name.rpartition("/")[2]
+
+
+def is_test(name: str) -> bool:
+    """Whether the name is of a model on test rows."""
+    return "/test/" in name
+
+
+def as_validation(name: str) -> str:
+    """The name of the same on the rows for validation."""
+    return name.replace("/test/", "/validation/")
 
 
 def is_ours(name: str) -> bool:

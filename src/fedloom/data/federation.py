@@ -40,6 +40,7 @@ class Federation(NamedTuple):
     test: Ranges  # each client's own held-out rows
     common: Tensor  # [m] the rows of the common test set
     augment: str
+    validation: Ranges  # each client's rows for validation; none unless evaluate.validation asks for them
 
     @property
     def clients(self) -> int:
@@ -63,14 +64,17 @@ def federate(
     *,
     device: torch.device,
     augment: str = "none",
+    validation: NDArray[np.bool_] | None = None,
 ) -> Federation:
-    """Lay out ``arrays`` for training: ``owner`` and ``held_out`` are of the rows that are not test rows.
+    """Lay out ``arrays`` for training: ``owner``, ``held_out``, ``validation`` are of the rows that are not test rows.
 
     Test rows of data that names its clients belong to their client as well as to the common test set;
     where there is no common test set, it is the union of what the clients hold out.
     """
     train_rows = np.flatnonzero(~arrays.test)
-    train = _ranges(train_rows[~held_out], owner[~held_out], clients)
+    validates = np.zeros_like(held_out) if validation is None else validation
+    trains = ~held_out & ~validates
+    train = _ranges(train_rows[trains], owner[trains], clients)
     own_test, own_owner = train_rows[held_out], owner[held_out]
     common = np.flatnonzero(arrays.test)
     if arrays.client is not None and len(common) and not held_out.any():
@@ -91,6 +95,7 @@ def federate(
         test=test,
         common=torch.from_numpy(common).to(device),
         augment=augment,
+        validation=_ranges(train_rows[validates], owner[validates], clients),
     )
 
 

@@ -296,21 +296,37 @@ class PartitionSummary(NamedTuple):
 
 def held_out_rows(owner: Ints, clients: int, holdout: float, seed: int) -> Bools:
     """Which rows only test their client's model: ``holdout`` of each client's rows, rounded up, one row always left."""
+    return _kept_aside(owner, clients, holdout, randomness.bits(seed, "holdout", torch.arange(len(owner))).numpy())
+
+
+def validation_rows(owner: Ints, clients: int, share: float, held_out: Bools, seed: int) -> Bools:
+    """Which rows only validate: ``share`` of each client's rows that are not held out, drawn in the same way."""
+    rows = np.flatnonzero(~held_out)
+    word = randomness.bits(seed, "validation", torch.from_numpy(rows)).numpy()
+    chosen = np.zeros(len(owner), np.bool_)
+    chosen[rows] = _kept_aside(owner[rows], clients, share, word)
+    return chosen
+
+
+def _kept_aside(owner: Ints, clients: int, share: float, word: Ints) -> Bools:
+    """A share of each client's rows, rounded up, those whose random word is smallest; one row is always left."""
     sizes = np.bincount(owner, minlength=clients)
     # 1 - 0.9 is a little less than 0.1 in binary, which must not cost a client of ten its only training row
-    train = np.maximum(np.floor((1.0 - holdout + 1e-9) * sizes).astype(np.int64), np.minimum(sizes, 1))
-    word = randomness.bits(seed, "holdout", torch.arange(len(owner))).numpy()
+    train = np.maximum(np.floor((1.0 - share + 1e-9) * sizes).astype(np.int64), np.minimum(sizes, 1))
     order = np.lexsort((word, owner))
-    held_out = np.zeros(len(owner), np.bool_)
-    held_out[order] = _rank_in_group(sizes) < np.repeat(sizes - train, sizes)
-    return held_out
+    aside = np.zeros(len(owner), np.bool_)
+    aside[order] = _rank_in_group(sizes) < np.repeat(sizes - train, sizes)
+    return aside
 
 
-def fingerprint(owner: Ints, held_out: Bools) -> str:
-    """The SHA-256 of a partition: equal exactly when every row has the same owner and the same use."""
+def fingerprint(owner: Ints, use: Bools | Ints) -> str:
+    """The SHA-256 of a partition: equal exactly when every row has the same owner and the same use.
+
+    ``use``: 0 of a row for training, 1 for the client's own test, 2 for validation.
+    """
     digest = hashlib.sha256(f"fedloom partition 1 {len(owner)}\n".encode())
     digest.update(np.ascontiguousarray(owner, "<i8").tobytes())
-    digest.update(np.ascontiguousarray(held_out, np.uint8).tobytes())
+    digest.update(np.ascontiguousarray(use, np.uint8).tobytes())
     return digest.hexdigest()
 
 

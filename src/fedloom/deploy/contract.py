@@ -132,7 +132,7 @@ def only_simulated(config: Config) -> list[Fault]:
         what = f"is code, or weights, of your own, which do not travel to nodes (got {path})"
         faults.append(Fault("experiment", what, "deploy a method and a net that come with fedloom"))
     default, asked = Evaluate(), config.evaluate
-    for name in ("diagnostics", "participants", "train", "flatness"):
+    for name in ("validation", "diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):
             faults.append(Fault(f"evaluate.{name}", "needs the rows, or the models, of all clients in one place"))
     return faults

@@ -7,6 +7,8 @@ The name of a number says what was measured, and on which models and rows::
     personal/post_fit/test/...      the same for methods that evaluate it after local training
     participants/pre_fit/test/...   only the clients of a round, just before they train, each on its own rows
     participants/post_fit/test/...  the same clients just after
+    .../validation/...              the same models on the rows that evaluate.validation keeps: the common model on
+                                    those of all clients together, a client's own model on its own
     consensus/test/...              the average model of a network on the common test set
     nodes/test/...                  its nodes, each on the common test set; nodes/pre_mix/test: before they mixed
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, measure_name, score, sum_by
 from fedloom.core.objective import Criterion
 from fedloom.core.quality import confusion, measured_by_owner
+from fedloom.core.vocabulary import as_validation, is_test
 from fedloom.engine.curvature import training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
@@ -85,10 +89,27 @@ class Answers(NamedTuple):
 def evaluate(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
     """All metrics of this state, in a fixed order."""
     with torch.no_grad():
-        own = _personal(exp, state, store)
-        shared = _shared(exp, state, store)
-        # The first metric is the headline of the run.
-        return own | shared if exp.algorithm.family == "personal" else shared | own
+        found = _all_models(exp, state, store)
+        if not len(exp.federation.validation.rows):
+            return found
+        again = _all_models(_validating(exp), state, store)
+        return found | {as_validation(name): value for name, value in again.items() if is_test(name)}
+
+
+def _all_models(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
+    """The metrics of the common model and of the clients' own."""
+    own = _personal(exp, state, store)
+    shared = _shared(exp, state, store)
+    # The first metric is the headline of the run.
+    return own | shared if exp.algorithm.family == "personal" else shared | own
+
+
+def _validating(exp: Experiment) -> Experiment:
+    """The experiment with the rows for validation in the place of the test rows."""
+    fed = exp.federation
+    rows = fed.validation.rows.sort().values.to(exp.device)
+    asked = exp.evaluate.model_copy(update={"train": False, "flatness": None})
+    return replace(exp, federation=fed._replace(test=fed.validation, common=rows), evaluate=asked)
 
 
 def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:

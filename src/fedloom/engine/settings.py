@@ -23,6 +23,12 @@ class Evaluate(Spec):
     """When a run is evaluated, and on which clients."""
 
     every: PositiveInt = Field(1, description="rounds between evaluations; the last round is always evaluated")
+    validation: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of each client's training rows that nobody trains on, for the metrics .../validation/...",
+    )
     personal: bool = Field(True, description="evaluate each client's model on its own held-out rows, if it has any")
     clients: Annotated[PositiveInt | None, when(personal=True) | when(_NETWORK, nodes=None)] = Field(
         None, description="evaluate at most this many clients, the same in every round"

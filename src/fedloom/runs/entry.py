@@ -132,4 +132,4 @@ def write_partition(folder: RunFolder, prepared: Prepared) -> None:
     shared = prepared.shared
     if shared.arrays.recipe is not None:
         folder.write("columns.json", shared.arrays.recipe.model_dump(mode="json"))
-    save_partition(folder, shared.owner, shared.held_out, shared.counts(), shared.described())
+    save_partition(folder, shared.owner, shared.held_out, shared.validation, shared.counts(), shared.described())

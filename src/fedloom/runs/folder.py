@@ -348,14 +348,21 @@ def read_key(folder: Path) -> Key | None:
 
 
 def save_partition(
-    folder: RunFolder, owner: Ints, held_out: NDArray[np.bool_], counts: Ints, described: dict[str, Any]
+    folder: RunFolder,
+    owner: Ints,
+    held_out: NDArray[np.bool_],
+    validation: NDArray[np.bool_] | None,
+    counts: Ints,
+    described: dict[str, Any],
 ) -> None:
-    """The client of each row, the number of rows of each class, and the fingerprint."""
+    """The client and the use of each row, the number of rows of each class, and the fingerprint."""
     tensors = {
         "owner": torch.from_numpy(owner),
         "held_out": torch.from_numpy(held_out.astype(np.uint8)),
         "counts": torch.from_numpy(counts),
     }
+    if validation is not None:
+        tensors["validation"] = torch.from_numpy(validation.astype(np.uint8))
     checkpoint.save_model(folder.path / "partition.safetensors", tensors)
     folder.write("partition.json", described)
 

@@ -22,7 +22,7 @@ from fedloom.core.objective import criterion_of
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
-from fedloom.data.partition import Natural, PartitionSummary, fingerprint, held_out_rows, summary
+from fedloom.data.partition import Natural, PartitionSummary, fingerprint, held_out_rows, summary, validation_rows
 from fedloom.data.proxy import lacking, without
 from fedloom.data.targets import looks_like_numbers, with_unit
 from fedloom.engine.clock import check_clients
@@ -56,6 +56,7 @@ class Shared(NamedTuple):
     proxy: Arrays  # what the server took before the rest was split among clients
     bad: tuple[int, ...] = ()  # the bad clients, in order
     badness: str = ""  # what they do
+    validation: NDArray[np.bool_] | None = None  # [n] whether it is for validation, where any is
     elsewhere: bool = False  # whether the clients' rows are on their own machines, and only their number is known here
 
     @property
@@ -72,6 +73,11 @@ class Shared(NamedTuple):
         if pairs.shape[1] != self.clients or len(np.unique(pairs[0])) != self.clients:
             return numbers
         return tuple(self.arrays.clients[k] for k in pairs[1])
+
+    @property
+    def trains(self) -> NDArray[np.bool_]:
+        """Whether a row is one to train on.  ``[n]``"""
+        return ~self.held_out if self.validation is None else ~self.held_out & ~self.validation
 
     def rescaling(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """What inputs are multiplied by, for each channel, and what is subtracted then."""
@@ -97,10 +103,11 @@ class Shared(NamedTuple):
     def described(self) -> dict[str, Any]:
         """What a run folder says of its partition."""
         return {
-            "sha256": fingerprint(self.owner, self.held_out),
+            "sha256": fingerprint(self.owner, self.held_out + 2 * (~self.held_out & ~self.trains)),
             "data_sha256": data_fingerprint(self.arrays),
             "notes": list(self.notes),
             **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
+            **({} if self.validation is None else {"validation_rows": int(self.validation.sum())}),
             **({"clients": self.clients, "rows": len(self.owner)} if self.elsewhere else self.summary()._asdict()),
             "labels": list(self.arrays.labels),
         }
@@ -140,6 +147,8 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     chance = rng.stream(seed, "partition")
     found = partition.assign(arrays.y[train], arrays.classes, chance, client)
     held_out = held_out_rows(found.owner, found.clients, partition.holdout, seed)
+    validates = config.evaluate.validation
+    validation = validation_rows(found.owner, found.clients, validates, held_out, seed) if validates else None
     bad = config.corruption.bad(found.clients, seed)
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     if arrays.clients and not isinstance(partition, Natural):
@@ -155,6 +164,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
         proxy,
         bad,
         config.corruption.kind if bad else "",
+        validation,
     )
 
 
@@ -178,9 +188,9 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     shared = share(config, root, arrays)
     augment = getattr(config.data, "augment", "none")
     dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
-    federation = federate(*dealt, device=device, augment=augment)
+    federation = federate(*dealt, device=device, augment=augment, validation=shared.validation)
     federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
-    _check_fit(config, shared, len(federation.common))
+    _check_fit(config, shared, federation)
     clients = shared.clients
     cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
     return assembled(config, shared, federation, device, cohort, key)._replace(root=root)
@@ -351,7 +361,7 @@ def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> 
     return wanted, "as configured"
 
 
-def _check_fit(config: Config, shared: Shared, common: int) -> None:
+def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
     """What can only be checked once the data is there."""
     check_clients(config.system, shared.clients)
     faults = []
@@ -363,11 +373,14 @@ def _check_fit(config: Config, shared: Shared, common: int) -> None:
     if config.algorithm.family == "gossip" and shared.clients < 2:
         faults.append(Fault("partition.clients", "a network needs at least two nodes (got 1)"))
     elif config.topology is not None:
-        sizes = np.bincount(shared.owner[~shared.held_out], minlength=shared.clients)
+        sizes = np.bincount(shared.owner[shared.trains], minlength=shared.clients)
         faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)
-    if not common and config.algorithm.traits.communicates and config.algorithm.traits.has_global_model:
+    if not len(federation.common) and config.algorithm.traits.communicates and config.algorithm.traits.has_global_model:
         fix = "set partition.holdout=0.2, or data.test=0.2"
         faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
+    if config.evaluate.validation and not len(federation.validation.rows):
+        what = f"no client has a row to spare for validation (got {config.evaluate.validation:g})"
+        faults.append(Fault("evaluate.validation", what, "use fewer clients, or a smaller partition.holdout"))
     if faults:
         raise ConfigError(faults)
 

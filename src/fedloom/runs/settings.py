@@ -458,5 +458,7 @@ def as_hashed(config: Config) -> dict[str, Any]:
     table["engine"].pop("store")
     if not config.evaluate.metrics:  # which came later: what was computed before keeps its name
         table["evaluate"].pop("metrics", None)
+    if not config.evaluate.validation:
+        table["evaluate"].pop("validation", None)
     table["data"].pop("limit_gb", None)
     return table
