@@ -14,23 +14,19 @@ import torch
 from safetensors.torch import load
 
 import fedloom
-from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import read_contract, undeployable, write_contract
-from fedloom.deploy.ends import rows_of_client
+from fedloom.deploy.contract import read_contract, write_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
-from fedloom.deploy.node import Node, Place, Policy
+from fedloom.deploy.node import Node, Policy
 from fedloom.deploy.own_data import own_rows
-from fedloom.deploy.site import Listens, initialise
 from fedloom.engine.evaluate import evaluate
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import share
-from fedloom.runs.settings import parse
 from fedloom.runs.start import start
-from support.federation import Federation, Here, Tamper, config_of, contract_of, same, simulated, table_of
+from support.federation import Federation, Tamper, a_site, config_of, contract_of, here, same, simulated, weights
 
 
 def changed(data: bytes, **tensors: torch.Tensor) -> bytes:
@@ -168,33 +164,10 @@ def test_a_message_is_never_code() -> None:
         unpacked(pickle.dumps(print), HEADER)
 
 
-def a_site(folder: Path, kind: str, **more: Any) -> Path:
-    pytest.importorskip("cryptography")
-    names = ["Ada", "Bea", "Cem"]
-    initialise(config_of(kind, **more), names, Listens(), folder, Path())
-    return folder / "server"
-
-
-def here(home: Path) -> Here:
-    """The nodes of a site, in this process, each with its part of the experiment's data."""
-    contract = read_contract(home)
-    shared = share(contract.config, Path())
-    places = [
-        Place(read_contract(home.parent / name.lower()), k, rows_of_client(shared, k), home.parent / name.lower())
-        for k, name in enumerate(contract.nodes)
-    ]
-    return Here([Node(place) for place in places])
-
-
-def weights(folder: Path) -> tuple[torch.Tensor, ...]:
-    found = load((folder / "model.safetensors").read_bytes())
-    return tuple(found[name] for name in sorted(found))
-
-
 @pytest.mark.parametrize("kind", ["fedavg", "fedala"])
 def test_a_run_folder_is_that_of_the_laboratory(kind: str, tmp_path: Path) -> None:
     """Its metrics are the same, line by line; personal models stay with the nodes."""
-    home = a_site(tmp_path / "site", kind)
+    home = a_site(tmp_path / "site", config_of(kind))
     conduct(home, here(home), 1, print)
     lab = start(read_contract(home).config, out=tmp_path / "lab", root=Path())
     deployed = home / "runs" / "1"
@@ -210,7 +183,7 @@ def test_a_run_folder_is_that_of_the_laboratory(kind: str, tmp_path: Path) -> No
 
 
 def test_a_run_that_lost_its_nodes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    home = a_site(tmp_path / "site", "scaffold")
+    home = a_site(tmp_path / "site", config_of("scaffold"))
     broken = here(home)
     broken.tamper = late_in({5}, 1)  # hello, evaluation, round 1, evaluation, round 2
     with pytest.raises(LostNodesError, match="round 2: 2 of 3 nodes answered, 3 are needed; Bea: is late"):
@@ -223,7 +196,7 @@ def test_a_run_that_lost_its_nodes_goes_on_from_its_checkpoint(tmp_path: Path) -
 
 
 def test_bundles_hold_no_secret_of_others(tmp_path: Path) -> None:
-    home = a_site(tmp_path / "site", "fedavg")
+    home = a_site(tmp_path / "site", config_of("fedavg"))
     secrets = {path: path.read_bytes() for path in (tmp_path / "site").rglob("*.key")}
     assert sorted(path.parent.name for path in secrets) == ["ada", "authority", "bea", "cem", "server"]
     for path in (tmp_path / "site").rglob("*"):
@@ -257,7 +230,7 @@ def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     from fedloom.deploy.serve import status_of, stop_run
 
-    home = a_site(tmp_path / "site", "scaffold")
+    home = a_site(tmp_path / "site", config_of("scaffold"))
     asked = here(home)
     with pytest.raises(CheckpointError, match="no run is under way"):
         stop_run(home.parent)
@@ -289,11 +262,3 @@ def test_a_third_of_the_nodes_may_fail_in_every_round(tmp_path: Path) -> None:
     heard = [len(line["heard"]) for line in read_rounds(tmp_path)]
     assert heard == [2] * 20
     assert float(evaluate(federation.exp, state, store)["global/test/accuracy"]) > 0.8
-
-
-def test_code_of_ones_own_does_not_travel(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from fedloom import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
-    table = table_of("fedavg", algorithm={"kind": f"{tmp_path / 'mine.py'}:Mine"})
-    usercode.vouch(table)
-    (fault,) = undeployable(parse(table))
-    assert "do not travel to nodes" in str(fault)

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from fedloom.core import tree
-from fedloom.deploy.contract import Contract, Form
+from fedloom.deploy.contract import Contract, Form, read_contract
 from fedloom.deploy.ends import rows_of_client, server_end
 from fedloom.deploy.fleet import Failed, RemoteNodes, Rules
 from fedloom.deploy.node import Node, Place, Policy
+from fedloom.deploy.site import Listens, initialise
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
@@ -98,3 +102,27 @@ def config_of(kind: str, **more: Any) -> Config:
 
 def same(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def a_site(folder: Path, config: Config, count: int = 3) -> Path:
+    """The folders of a federation; returns the server's."""
+    initialise(config, ["Ada", "Bea", "Cem"][:count], Listens(), folder, Path())
+    return folder / "server"
+
+
+def here(home: Path, *, trust: bool = False) -> Here:
+    """The nodes of a site, in this process, each with its part of the experiment's data."""
+    contract = read_contract(home)
+    shared = share(contract.config, Path())
+    folders = [home.parent / name.lower() for name in contract.nodes]
+    places = [
+        Place(read_contract(folder, trust=trust), k, rows_of_client(shared, k), folder)
+        for k, folder in enumerate(folders)
+    ]
+    return Here([Node(place) for place in places])
+
+
+def weights(folder: Path) -> tuple[Tensor, ...]:
+    """The model that a folder holds."""
+    found = load_file(folder / "model.safetensors")
+    return tuple(found[name] for name in sorted(found))

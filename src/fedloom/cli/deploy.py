@@ -62,7 +62,7 @@ def init(
 
 
 @app.command()
-def server(site: Site, data_root: Root = None) -> None:
+def server(site: Site, trust: Trust = False, data_root: Root = None) -> None:
     """Serve a federation until stopped: the SuperLink, and the gate through which nodes reach it."""
     _ready()
     import os
@@ -71,7 +71,7 @@ def server(site: Site, data_root: Root = None) -> None:
 
     if data_root is not None:
         os.environ["FEDLOOM_DATA"] = str(data_root)
-    serve(site, _say)
+    serve(site, _say, trust=trust)
 
 
 @app.command()
@@ -81,6 +81,7 @@ def node(
         list[str] | None,
         typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
     ] = None,
+    trust: Trust = False,
     data_root: Root = None,
 ) -> None:
     """Take part in a federation with one's own data, until stopped."""
@@ -93,7 +94,7 @@ def node(
         if key != "data" or not equals or not value:
             raise ConfigError([Fault(word, "is not understood", "data=FILE")])
         data = value
-    take_part(folder, data, _root(data_root), _say)
+    take_part(folder, data, _root(data_root), _say, trust=trust)
 
 
 @app.command()

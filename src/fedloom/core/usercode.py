@@ -284,12 +284,17 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                parts = alias.name.split(".")
-                yield from (".".join(parts[: n + 1]) for n in range(len(parts)))
+                yield from _with_packages(alias.name)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+            yield from (*_with_packages(base), *(f"{base}.{alias.name}" for alias in node.names))
+
+
+def _with_packages(name: str) -> list[str]:
+    """A module and the packages that it is in, whose ``__init__.py`` runs first."""
+    parts = name.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _short(path: Path) -> str:

@@ -1,7 +1,8 @@
 """The contract of a deployment: the experiment, the form of its data, and the nodes that take part.
 
-Server and nodes hold the same two files. Before the first round they compare hashes of them, of the code of the method
-and the versions of what decides numbers, and refuse to go on where something differs.
+Server and nodes hold the same two files, and the user's own code and weights that these name. Before the first round
+they compare hashes of all of it, of the code of the method and the versions of what decides numbers, and refuse to go
+on where something differs.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.core import disk
+import tomli_w
+
+from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, DataError, Fault
-from fedloom.core.objective import Objective
 from fedloom.data.arrays import Arrays
+from fedloom.deploy.own_files import OwnFiles, files_here, own_files, placed, put_files
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
-from fedloom.runs.environment import files_of, versions
-from fedloom.runs.settings import Config, as_toml, config_hash, parse, toml_of
+from fedloom.runs.environment import versions
+from fedloom.runs.settings import Config, as_hashed, as_table, hash_of, parse, toml_of
 from fedloom.trust.corruption import Corruption
 
 EXPERIMENT, FEDERATION = "experiment.toml", "federation.json"
@@ -36,12 +40,14 @@ class Form(NamedTuple):
     mean: tuple[float, ...]  # per channel, subtracted on use
     std: tuple[float, ...]
     recipe: Any = None  # how a table became numbers: data.columns.Recipe as plain values
+    unit: tuple[float, float] | None = None  # mean and deviation of a number that is learned; None: classes are
 
     @classmethod
     def of(cls, arrays: Arrays) -> Form:
         recipe = None if arrays.recipe is None else arrays.recipe.model_dump(mode="json")
         scale = tuple(arrays.mean), tuple(arrays.std)
-        return cls(arrays.labels, arrays.shape, str(arrays.x.dtype), *scale, recipe)
+        labels, unit = (arrays.labels, None) if arrays.target is None else ((), arrays.unit)
+        return cls(labels, arrays.shape, str(arrays.x.dtype), *scale, recipe, unit)
 
 
 class Contract(NamedTuple):
@@ -51,16 +57,18 @@ class Contract(NamedTuple):
     form: Form
     nodes: tuple[str, ...]  # their names, in the order of their numbers
     campaign: str  # a name of this federation that no other has
+    own: OwnFiles = OwnFiles()  # the user's code and weights
 
     @property
     def parts(self) -> dict[str, str]:
         """What both sides must have alike, by name."""
         now = versions()
         return {
-            "experiment": config_hash(self.config),
+            "experiment": hash_of(self.own.named(as_hashed(self.config))),
             "data": _sha256(self.form._asdict()),
             "nodes": _sha256([self.campaign, *self.nodes]),
             "algorithm": code_sha256(type(self.config.algorithm)),
+            "files": _sha256(self.own.hashes()),
             **{name: now[name].partition("+")[0] for name in _VERSIONS},
         }
 
@@ -83,19 +91,53 @@ def code_sha256(cls: type) -> str:
 
 
 def write_contract(folder: Path, contract: Contract) -> None:
-    """Put the two files into a folder."""
-    table = {"campaign": contract.campaign, "nodes": list(contract.nodes), "data": contract.form._asdict()}
-    disk.write_bytes(folder / EXPERIMENT, as_toml(contract.config).encode())
+    """Put the two files into a folder, and the user's own."""
+    own = contract.own if contract.own.files else own_files(contract.config)
+    table = {
+        "campaign": contract.campaign,
+        "nodes": list(contract.nodes),
+        "data": contract.form._asdict(),
+        "files": own.hashes(),
+    }
+    put_files(folder, own)
+    disk.write_bytes(folder / EXPERIMENT, tomli_w.dumps(own.named(as_table(contract.config))).encode())
     disk.write_bytes(folder / FEDERATION, json.dumps(table, indent=1).encode() + b"\n")
 
 
-def read_contract(folder: Path) -> Contract:
-    """The contract that a folder holds."""
-    try:
-        config = parse(toml_of((folder / EXPERIMENT).read_text(encoding="utf-8")))
-        table = json.loads((folder / FEDERATION).read_bytes())
+def read_contract(folder: Path, *, trust: bool = False) -> Contract:
+    """The contract that a folder holds; ``trust``: the code in it may run."""
+    with _damaged(folder):
+        written, table = _files_of(folder)
+        own = files_here(folder, dict(table.get("files", {})))
+        settings = placed(written, own)
+        if trust:
+            usercode.vouch(settings)
         form = Form(**{name: _frozen(value) for name, value in table["data"].items()})
-        return Contract(config, form, tuple(map(str, table["nodes"])), str(table["campaign"]))
+        return Contract(parse(settings), form, tuple(map(str, table["nodes"])), str(table["campaign"]), own)
+
+
+class Outline(NamedTuple):
+    """What can be known of a contract without running any code."""
+
+    nodes: tuple[str, ...]
+    rounds: int
+
+
+def read_outline(folder: Path) -> Outline:
+    with _damaged(folder):
+        written, table = _files_of(folder)
+        return Outline(tuple(map(str, table["nodes"])), int(written["rounds"]))
+
+
+def _files_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return toml_of((folder / EXPERIMENT).read_text(encoding="utf-8")), json.loads((folder / FEDERATION).read_bytes())
+
+
+@contextmanager
+def _damaged(folder: Path) -> Iterator[None]:
+    """Tell what is wrong with the files of a contract."""
+    try:
+        yield
     except FileNotFoundError as error:
         what = f"{error.filename}: is missing, so this is no folder of a deployment"
         raise DataError(f"{what} (make one with: fedloom deploy init)") from error
@@ -118,8 +160,9 @@ def undeployable(config: Config) -> list[Fault]:
 def only_simulated(config: Config) -> list[Fault]:
     """Settings that have no meaning between real machines, with a server or without."""
     faults = []
-    if config.task != Objective():
-        faults.append(Fault("task", "only classification by plain cross-entropy is deployed so far", "leave it out"))
+    if config.task.class_weights != "none":
+        what = "counts the classes of all nodes, which nobody knows"
+        faults.append(Fault("task.class_weights", what, "leave it out, or weigh classes in a loss of your own"))
     if config.system != System():
         faults.append(Fault("system", "describes simulated devices; real ones have a real clock", "leave it out"))
     if config.corruption != Corruption():
@@ -128,9 +171,6 @@ def only_simulated(config: Config) -> list[Fault]:
         faults.append(Fault("privacy.noise_from", "reproducible noise hides nothing (got 'seed')", "leave it out"))
     if config.privacy.asks_for_labels:
         faults.append(Fault("privacy", "asks each node how many examples of each class it has", "leave that out"))
-    for path in files_of(config):
-        what = f"is code, or weights, of your own, which do not travel to nodes (got {path})"
-        faults.append(Fault("experiment", what, "deploy a method and a net that come with fedloom"))
     default, asked = Evaluate(), config.evaluate
     for name in ("validation", "diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):

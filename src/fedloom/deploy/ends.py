@@ -101,7 +101,10 @@ def _tests_of(arrays: Arrays) -> Arrays:
     rows = np.flatnonzero(arrays.test)
     x = np.concatenate([np.zeros_like(arrays.x[:1]), arrays.x[rows]])
     y = np.concatenate([np.zeros(1, np.int64), arrays.y[rows]])
-    return arrays._replace(x=x, y=y, test=np.arange(len(y)) > 0, client=None)
+    target = arrays.target
+    if target is not None:
+        target = np.concatenate([np.zeros_like(target[:1]), target[rows]])
+    return arrays._replace(x=x, y=y, test=np.arange(len(y)) > 0, client=None, target=target)
 
 
 def _dealt(population: Population) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

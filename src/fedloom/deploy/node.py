@@ -43,11 +43,13 @@ class Policy(Spec):
 
     min_cohort: NonNegativeInt = Field(0, description="refuse rounds with fewer nodes than this")
     require_privacy: bool = Field(False, description="refuse experiments without noise in what is sent")
-    algorithms: tuple[str, ...] = Field((), description="refuse other methods than these; empty: all are allowed")
+    algorithms: tuple[str, ...] = Field(
+        (), description="refuse other methods than these, your own as file.py:Class; empty: all are allowed"
+    )
 
     def refusal(self, contract: Contract) -> str:
         """Why an experiment is not allowed here; nothing where it is."""
-        kind, privacy = contract.config.kinds["algorithm"], contract.config.privacy
+        kind, privacy = Path(contract.config.kinds["algorithm"]).name, contract.config.privacy
         if self.algorithms and kind not in self.algorithms:
             return f"policy.algorithms: '{kind}' is not allowed here (allowed: {', '.join(self.algorithms)})"
         if self.require_privacy and not (privacy.multiplier or privacy.epsilon is not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from fedloom.runs.find import CHOOSE
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
 
+SourceT = TypeVar("SourceT", bound=Source)
 EXPERIMENT_DATA = "experiment"  # instead of a file: the node's part of the experiment's own data
 
 
@@ -38,9 +40,10 @@ def own_rows(contract: Contract, path: str) -> OwnRows:
         if not issubclass(CHOOSE["data"](kind, "data.source"), Table):
             raise DataError(f"{path}: is no table, and the contract is about one (.csv or .parquet)")
         asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first")}
-        rows = _table_rows(CHOOSE["data"](kind, "data.source")(**settings, **asked), Recipe.model_validate(form.recipe))
+        table = _learned(config, CHOOSE["data"](kind, "data.source")(**settings, **asked))
+        rows = _table_rows(table, Recipe.model_validate(form.recipe))
     else:
-        rows = _file(config, kind, settings).read(Path())
+        rows = _learned(config, _file(config, kind, settings)).read(Path())
     arrays = _fitted(rows, form, path)
     return rows_of_node(arrays, config.partition.holdout, config.basics.seed)
 
@@ -52,6 +55,11 @@ def _file(config: Config, kind: str, settings: dict[str, str]) -> Source:
         raise DataError(f"{settings['path']}: is a table, and the contract is about '{config.kinds['data']}'")
     found: Source = config.data.model_copy(update=settings) if isinstance(config.data, cls) else cls(**settings)
     return found
+
+
+def _learned(config: Config, source: SourceT) -> SourceT:
+    """The source with labels as the task learns them: classes, or numbers."""
+    return source.with_numbers() if config.task.is_regression else source
 
 
 def _table_rows(source: Table, recipe: Recipe) -> Rows:
@@ -68,10 +76,20 @@ def _fitted(rows: Rows, form: Form, path: str) -> Arrays:
     if tuple(rows.x.shape[1:]) != form.shape or str(rows.x.dtype) != form.dtype:
         here = f"{list(rows.x.shape[1:])} {rows.x.dtype}"
         raise DataError(f"{path}: an example has the form {here}, in the contract {list(form.shape)} {form.dtype}")
+    test = np.zeros(len(rows.y), np.bool_)
+    if form.unit is not None:
+        return checked(_in_unit(Arrays(path, rows.x, rows.y, test, rows.labels, form.mean, form.std), rows, form.unit))
     strangers = sorted(set(rows.labels) - set(form.labels))
     if strangers:
         known = ", ".join(form.labels[:20])
         raise DataError(f"{path}: has the class '{strangers[0]}', which the contract does not know (known: {known})")
     numbers = np.array([form.labels.index(label) for label in rows.labels], dtype=np.int64)
-    test = np.zeros(len(rows.y), np.bool_)
     return checked(Arrays(path, rows.x, numbers[rows.y], test, form.labels, form.mean, form.std))
+
+
+def _in_unit(arrays: Arrays, rows: Rows, unit: tuple[float, float]) -> Arrays:
+    """The arrays with the numbers that are learned, in the unit of the contract."""
+    if rows.target is None:
+        raise DataError(f"{arrays.name}: has classes, and the contract is about numbers to be learned")
+    mean, std = unit
+    return arrays._replace(target=((rows.target - mean) / std).astype(np.float32), unit=(mean, std))

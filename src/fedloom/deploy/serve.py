@@ -14,7 +14,7 @@ from typing import Any
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, Fault
 from fedloom.deploy import flower, keys
-from fedloom.deploy.contract import read_contract
+from fedloom.deploy.contract import read_contract, read_outline
 from fedloom.deploy.fleet import STOP, read_rounds
 from fedloom.deploy.site import (
     NODES,
@@ -32,10 +32,10 @@ ENDED = ("completed", "failed", "stopped")  # states of a run
 _FLOWER = "flower.json"  # Flower's number of the last run
 
 
-def serve(site: Path, say: Callable[[str], None]) -> None:
-    """Run the server of a federation until it is stopped."""
+def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> None:
+    """Run the server of a federation until it is stopped; ``trust``: the code in its contract may run."""
     home = site / SERVER
-    contract, listens = read_contract(home), read_listens(home)
+    contract, listens = read_contract(home, trust=trust), read_listens(home)
     _refuse_expired(home)
     lock = _locked(home)
     inner = flower.free_port()
@@ -118,7 +118,7 @@ def _is_done(home: Path, run: int) -> bool:
 def start_run(site: Path) -> int:
     """Start a new run; its number."""
     home = site / SERVER
-    read_contract(home)
+    read_outline(home)
     last = _last_run(home)
     _refuse_running(home, site)
     if last and not _is_done(home, last):
@@ -129,7 +129,7 @@ def start_run(site: Path) -> int:
 def resume_run(site: Path) -> int:
     """Go on with the last run from its last checkpoint, as a new run of Flower's; its number."""
     home = site / SERVER
-    read_contract(home)
+    read_outline(home)
     last = _last_run(home) or int(read_state(home).get("run", 0))
     if not last:
         raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
@@ -156,7 +156,7 @@ def _begun(home: Path, run: int) -> int:
 def stop_run(site: Path) -> None:
     """Let the run under way end after its round."""
     home = site / SERVER
-    read_contract(home)
+    read_outline(home)
     if not is_conducted(home):
         raise CheckpointError(f"{home}: no run is under way")
     disk.write_bytes(home / STOP, b"")
@@ -181,7 +181,7 @@ def _flower_id(home: Path) -> str:
 def log_text(site: Path) -> str:
     """What the last run has said so far."""
     home = site / SERVER
-    read_contract(home)
+    read_outline(home)
     number = _flower_id(home)
     if not number:
         raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
@@ -191,7 +191,7 @@ def log_text(site: Path) -> str:
 def status_of(site: Path) -> dict[str, Any]:
     """How the federation is doing: its server, its nodes, its last run."""
     home = site / SERVER
-    contract, told, number = read_contract(home), read_state(home), _flower_id(home)
+    contract, told, number = read_outline(home), read_state(home), _flower_id(home)
     found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
     said: dict[str, Any] = {}
     try:
@@ -207,7 +207,7 @@ def status_of(site: Path) -> dict[str, Any]:
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
     done = max(rounds, default=0)
-    found |= {"state": state, "run": told.get("run"), "round": done, "rounds": contract.config.basics.rounds}
+    found |= {"state": state, "run": told.get("run"), "round": done, "rounds": contract.rounds}
     if why:
         found["why"] = why
     if done:

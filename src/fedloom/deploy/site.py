@@ -22,7 +22,7 @@ from pydantic import Field
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault
 from fedloom.core.schema import Spec, read
-from fedloom.deploy.contract import Contract, Form, refuse_undeployable, write_contract
+from fedloom.deploy.contract import Contract, Form, read_contract, refuse_undeployable, write_contract
 from fedloom.deploy.fleet import Rules
 from fedloom.deploy.node import Policy
 from fedloom.deploy.services import server_files, unit_of_node
@@ -86,6 +86,7 @@ def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, ro
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)
+    read_contract(home, trust=True)  # who has run the code before may run the server's copy of it
     return slugs
 
 

@@ -24,9 +24,12 @@ _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
 _REFUSED = 120.0  # seconds for which the server may refuse a key: after a crash it does so for a minute
 
 
-def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None]) -> None:
-    """Take part in a federation as the node whose folder this is, until stopped."""
-    contract, settings = read_contract(folder), read_node(folder)
+def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *, trust: bool = False) -> None:
+    """Take part in a federation as the node whose folder this is, until stopped.
+
+    ``trust``: the code in its contract may run.
+    """
+    contract, settings = read_contract(folder, trust=trust), read_node(folder)
     refuse_undeployable(contract.config)
     if settings.who.name not in contract.nodes:
         raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.who.name}' is not in the contract")])

@@ -8,6 +8,7 @@ finish     server: Inquiry                 node: nothing; its own model stays wi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fedloom.core import tree
 from fedloom.core.metrics import Verdicts
 from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of, unpacked
+from fedloom.engine.evaluate import first_measure
 from fedloom.engine.fleet import Inquiry, Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.rounds import begin
@@ -108,9 +110,12 @@ def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
     if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
         raise MessageError(f"should have one number each of {', '.join(names)} (got {', '.join(sorted(tensors))})")
     rows, correct, loss, *areas = (tensors[name] for name in names)
-    if not 0 <= float(correct) <= float(rows) or int(rows) != int(exp.federation.test.sizes[client]):
-        raise MessageError(f"says that {float(correct):g} of {float(rows):g} rows were right, which cannot be")
-    return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.measures, areas, strict=True)))
+    first, most = first_measure(exp), float(rows)
+    if first != "accuracy":
+        most = math.inf  # a sum of errors
+    if not 0 <= float(correct) <= most or int(rows) != int(exp.federation.test.sizes[client]):
+        raise MessageError(f"says that {first} sums up to {float(correct):g} on {float(rows):g} rows, which cannot be")
+    return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.measures, areas, strict=True)), first)
 
 
 def expected(data: bytes, kind: str, limit: int) -> Envelope:

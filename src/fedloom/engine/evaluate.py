@@ -193,7 +193,7 @@ def _chunk(exp: Experiment) -> int:
 def _means(exp: Experiment, name: str, scores: Scores) -> dict[str, float]:
     if not len(scores.loss):
         return {}
-    return {f"{name}/{_first(exp)}": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
+    return {f"{name}/{first_measure(exp)}": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
 
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
@@ -214,7 +214,7 @@ def class_table(exp: Experiment, w: Tensor, buffers: Tensor) -> Tensor | None:
 
     None where numbers are predicted, or where there is no such test set.
     """
-    if not len(exp.federation.common) or _first(exp) != "accuracy":
+    if not len(exp.federation.common) or first_measure(exp) != "accuracy":
         return None
     classes = exp.federation.classes
     with torch.no_grad():
@@ -279,7 +279,7 @@ def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     _, correct, loss, *areas = table[:, there]
     ids = ids[there]
     return Verdicts(
-        ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)), _first(exp)
+        ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)), first_measure(exp)
     )
 
 
@@ -305,10 +305,10 @@ def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdi
     owner, scores, said = _scored(exp, answers)
     correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
     areas = {name: _measured(exp, name, said, owner, len(ids)) for name in exp.measures}
-    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas, _first(exp))
+    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas, first_measure(exp))
 
 
-def _first(exp: Experiment) -> str:
+def first_measure(exp: Experiment) -> str:
     """What stands in the place of accuracy."""
     return "mae" if exp.task.criterion.regression else "accuracy"
 

@@ -100,7 +100,7 @@ def files_of(config: Config) -> dict[str, str]:
 
 def code_of(config: Config) -> dict[str, str]:
     """The files of the user's own code that an experiment uses, each with its hash."""
-    return usercode.files([*config.kinds.values(), config.local.optimizer])
+    return usercode.files([*config.kinds.values(), config.local.optimizer, config.task.loss])
 
 
 def keep_code(folder: Path, config: Config) -> None:
