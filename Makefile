@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs package test quick fuzz lint types format bench clean
+.PHONY: help setup demo docs site package test quick fuzz lint types format bench clean
 
 help: ## List what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,6 +28,9 @@ demo: $(READY) ## Compare six methods on very unequal digits, and plot the resul
 
 docs: $(READY) ## Write the pages of the documentation that are read off the classes
 	$(BIN)/python docs/generate.py
+
+site: $(READY) ## Build the documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 package: $(READY) ## Build sdist and wheel into dist/
 	$(BIN)/python -m build --no-isolation
@@ -61,4 +64,4 @@ bench: $(READY) ## Measure speed, and write benchmarks/results
 	$(BIN)/python -m benchmarks.draw
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) demo dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo dist runs site .pytest_cache .mypy_cache .ruff_cache

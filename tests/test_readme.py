@@ -22,6 +22,7 @@ from fedloom.cli import main as cli
 from fedloom.engine import laws
 from fedloom.runs.catalogue import entries
 from fedloom.runs.settings import parse, read_toml
+from support import warm
 
 ROOT = Path(__file__).parent.parent
 # Discussions are parts of generated pages, and their links are seen from these.
@@ -116,7 +117,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
-    yield tmp_path
+    with warm.processes():
+        yield tmp_path
     for name in [n for n in sys.modules if n.startswith("fedloom_user_")]:
         del sys.modules[name]
 
@@ -149,6 +151,14 @@ def test_tutorial(folder: Path) -> None:
     done = execute((ROOT / "docs/tutorial.md").read_text(encoding="utf-8"))
     verdict = printed(done, "fedloom check fedblend")
     assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["researcher", "hospital"])
+def test_first_steps(folder: Path, page: str) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    done = execute((ROOT / f"docs/first-steps/{page}.md").read_text(encoding="utf-8"))
+    assert printed(done, "fedloom report").split()[0].endswith("report.html")
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,22 +10,15 @@ import pytest
 
 from fedloom.compare.look import look_at
 from fedloom.report.page.render import page as rendered_page
+from support.browser import NEEDS_CHROMIUM, launched
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # which Chromium insists on
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=as_root)
+    with launched() as found:
         yield found
-        found.close()
 
 
 class Seen:

@@ -11,8 +11,9 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import pytest
-from test_page_in_browser import CHROMIUM, browser  # noqa: F401  the fixture
+from test_page_in_browser import browser  # noqa: F401  the fixture
 
+from support.browser import NEEDS_CHROMIUM
 from support.terminal import Quick, started
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ def test_the_page_is_for_those_who_know_its_address(address: str, unfinished: Pa
     assert {p: p.stat().st_mtime_ns for p in unfinished.rglob("*")} == before  # it only reads
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_curves_grow_while_the_run_goes_on(
     browser,  # noqa: F811
     address: str,

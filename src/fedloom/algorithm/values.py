@@ -26,89 +26,153 @@ U = TypeVar("U")  # what a client uploads
 
 
 class Model(NamedTuple):
-    """The state of a server that keeps one model."""
+    """The state of a server that keeps one model.
 
-    w: Tensor  # [P]
+    Attributes:
+        w: ``[P]`` all parameters of the model in one vector.
+    """
+
+    w: Tensor
 
 
 class Update(NamedTuple):
-    """The upload of a client that sends how far its model moved."""
+    """The upload of a client that sends how far its model moved.
 
-    dw: Tensor  # [P]
+    Attributes:
+        dw: ``[P]`` the model after local training minus the model that the client was sent.
+    """
+
+    dw: Tensor
 
 
 class Work(NamedTuple):
-    """What one client does in this round."""
+    """What one client does in this round.
 
-    steps: Tensor  # [] local steps
-    examples: Tensor  # [] training examples that the client has
-    lr: Tensor  # [] local learning rate
-    round: Tensor  # [] counted from 0
-    survey: Any = ()  # the sum of ``survey`` over all of the client's data, for algorithms that are ``Surveys``
-    client: Any = ()  # [] its number
-    extra: Any = ()  # [] epochs that the client has time for while it waits, for ``TrainsWhileWaiting``
-    staleness: Any = ()  # [] server steps since the client was sent its model, where the server is asynchronous
+    Attributes:
+        steps: ``[]`` local steps of the client in this round.
+        examples: ``[]`` training examples that the client has.
+        lr: ``[]`` local learning rate of this round.
+        round: ``[]`` number of the round, counted from 0.
+        survey: sum of ``survey`` over all of the client's data, for algorithms that are ``Surveys``.
+        client: ``[]`` the client's number.
+        extra: ``[]`` epochs that the client has time for while it waits, for ``TrainsWhileWaiting``.
+        staleness: ``[]`` server steps since the client was sent its model, where the server is asynchronous.
+    """
+
+    steps: Tensor
+    examples: Tensor
+    lr: Tensor
+    round: Tensor
+    survey: Any = ()
+    client: Any = ()
+    extra: Any = ()
+    staleness: Any = ()
 
 
 class Held(NamedTuple):
-    """Examples that the server has of its own, normalised."""
+    """Examples that the server has of its own, normalised.
 
-    x: Tensor  # [n, ...]
-    y: Tensor  # [n]
+    Attributes:
+        x: ``[n, ...]`` inputs.
+        y: ``[n]`` classes, or the numbers to be learned.
+    """
+
+    x: Tensor
+    y: Tensor
 
 
 class Noise(NamedTuple):
-    """What privacy does to sums over examples before a client sends them."""
+    """What privacy does to sums over examples before a client sends them.
 
-    norm: float  # R: the features of an example are shortened to it
-    std: float  # deviation of the noise in each number of G
-    cross_std: float  # and of B
-    of_means: bool = False  # clients send means over their examples instead of sums, which hides the client
+    Attributes:
+        norm: R, to which the features of an example are shortened.
+        std: deviation of the noise in each number of G.
+        cross_std: deviation of the noise in each number of B.
+        of_means: clients send means over their examples instead of sums, which hides the client.
+    """
+
+    norm: float
+    std: float
+    cross_std: float
+    of_means: bool = False
 
 
 class Setup(NamedTuple):
-    """What an algorithm is bound to before a run."""
+    """What an algorithm is bound to before a run.
+
+    Attributes:
+        task: the net and its loss as functions of one flat vector.
+        optimizer: the local one.
+        sizes: ``[N]`` training examples of each client.
+        proxy: the server's own examples, where it has any.
+        noise: noise in sums over examples, where these are private.
+        first_lr: the local learning rate of the first round.
+        seed: seed of the run, for clients that draw: see ``fedloom.core.rng``.
+    """
 
     task: Task
-    optimizer: Optimizer  # the local one
-    sizes: Tensor = torch.empty(0)  # [N] training examples of each client
-    proxy: Held | None = None  # the server's own examples, where it has any
-    noise: Noise | None = None  # in sums over examples, where these are private
-    first_lr: float = float("nan")  # the local learning rate of the first round
-    seed: int = 0  # of the run, for clients that draw: see fedloom.core.rng
+    optimizer: Optimizer
+    sizes: Tensor = torch.empty(0)
+    proxy: Held | None = None
+    noise: Noise | None = None
+    first_lr: float = float("nan")
+    seed: int = 0
 
 
 class Carry(NamedTuple):
-    """What local training carries from step to step."""
+    """What local training carries from step to step.
 
-    x: Any  # what is trained: a vector [P] or a tree of them
-    memory: Any  # the optimiser's memory
+    Attributes:
+        x: what is trained: a vector ``[P]`` or a tree of them.
+        memory: what the local optimiser remembers.
+    """
+
+    x: Any
+    memory: Any
 
 
 class Phase(NamedTuple):
     """A part of a client's round: passes over its data, with one step for each batch.
 
     Like the algorithm's own functions, these are written for one client.
+
+    Attributes:
+        step: one local step: ``(carry, batch, down, mine) -> carry``.
+        name: the purpose of its random numbers; phases of different names draw different batches.
+        epochs: passes over the data; if this and ``steps`` are unset, the section ``local`` decides.
+        steps: exactly this many steps instead.
+        share: share of the client's examples that a pass reads, but at least one batch.
+        sampling: how the share is taken: drawn, or a block in stored order.
+        repeat: every pass reads the same batches in the same order.
+        enter: ``(at, down, mine) -> at``, before the first pass.
+        passes: ``(mine, work) -> []`` how many passes this client makes.
+        look: ``(batch, x, down, mine)``, summed over all examples.
+        look_gradients: gradients that ``look`` takes for each batch of a pass.
+        after: ``(at, the sum of look, down, mine, work) -> at, and whether to stop``, after each pass.
+        leave: ``(at, down, mine) -> at``, after the last pass.
+        keeps_statistics: whether running statistics move.
+        cost: time that a pass takes, in passes of plain training; the main phase costs ``gradients_per_step``.
+        waiting: done while the client waits for others, so that it takes no time of a round.
+        rare: done in few rounds, so that neither simulated time nor a forecast counts it.
     """
 
     step: Callable[[Carry, Batch, Any, Any], Carry]
-    name: str = "batches"  # of its randomness
-    epochs: int | None = None  # passes over the data; if this and ``steps`` are unset, the section ``local`` decides
-    steps: int | None = None  # exactly this many steps instead
-    share: float = 1.0  # of the client's examples, but at least one batch
-    sampling: Literal["draw", "block"] = "draw"  # how the share is taken: drawn, or a block in stored order
-    repeat: bool = False  # every pass reads the same batches in the same order
-    enter: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), before the first pass
-    passes: Callable[[Any, Work], Tensor] | None = None  # (mine, work) -> [] how many passes this client makes
-    look: Callable[[Batch, Any, Any, Any], Any] | None = None  # (batch, x, down, mine), summed over all examples
-    look_gradients: float = 0.0  # that ``look`` takes for each batch of a pass
+    name: str = "batches"
+    epochs: int | None = None
+    steps: int | None = None
+    share: float = 1.0
+    sampling: Literal["draw", "block"] = "draw"
+    repeat: bool = False
+    enter: Callable[[Carry, Any, Any], Carry] | None = None
+    passes: Callable[[Any, Work], Tensor] | None = None
+    look: Callable[[Batch, Any, Any, Any], Any] | None = None
+    look_gradients: float = 0.0
     after: Callable[[Carry, Any, Any, Any, Work], tuple[Carry, Tensor]] | None = None
-    # (at, the sum of ``look``, down, mine, work) -> at, and whether to stop; after each pass
-    leave: Callable[[Carry, Any, Any], Carry] | None = None  # (at, down, mine), after the last pass
-    keeps_statistics: bool = True  # False: running statistics do not move
-    cost: float = 1.0  # time of a pass, in passes of plain training; the main phase costs ``gradients_per_step``
-    waiting: bool = False  # done while the client waits for others, so that it takes no time of a round
-    rare: bool = False  # done in few rounds, so that neither simulated time nor a forecast counts it
+    leave: Callable[[Carry, Any, Any], Carry] | None = None
+    keeps_statistics: bool = True
+    cost: float = 1.0
+    waiting: bool = False
+    rare: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -117,18 +181,31 @@ class Phase(NamedTuple):
 
 
 class Inbox(NamedTuple, Generic[U]):
-    """What the server (or a node) received: ``total`` = sum_k a_k u_k in float64, and what it takes to read it."""
+    """What the server (or a node) received: ``total`` = sum_k a_k u_k in float64, and what it takes to read it.
+
+    Attributes:
+        total: weighted sum of the uploads, in float64.
+        weight: ``[]`` sum of the weights ``a_k``.
+        senders: ``[]`` number of uploads; a client that was drawn twice counts twice.
+        population: ``[]`` number of clients in the federation.
+        examples: ``[]`` training examples of all clients together.
+        uploads: ``[K, ...]`` every upload, only for algorithms with the trait ``each_upload``.
+        weights: ``[K]`` the weights ``a_k`` in the order of ``uploads``, likewise.
+        address: the seed and the round, for a server that draws: see ``fedloom.core.rng``.
+        clients: ``[K]`` the senders' numbers, in the order of ``uploads``.
+        own: ``[]`` how much of the sum is a node's own upload; only where there is no server.
+    """
 
     total: U
-    weight: Tensor  # [] sum_k a_k
-    senders: Tensor  # [] number of uploads; a client that was drawn twice counts twice
-    population: Tensor  # [] number of clients in the federation
-    examples: Tensor  # [] training examples of all clients together
-    uploads: Any = ()  # [K, ...] every upload, only for algorithms with the trait ``each_upload``
-    weights: Any = ()  # [K] the a_k, likewise
-    address: Any = ()  # the seed and the round, for a server that draws: see fedloom.core.rng
-    clients: Any = ()  # [K] the senders' numbers, in the order of ``uploads``
-    own: Any = ()  # [] how much of the sum is a node's own upload; only where there is no server
+    weight: Tensor
+    senders: Tensor
+    population: Tensor
+    examples: Tensor
+    uploads: Any = ()
+    weights: Any = ()
+    address: Any = ()
+    clients: Any = ()
+    own: Any = ()
 
     @property
     def mean(self) -> U:

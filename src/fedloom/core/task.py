@@ -31,15 +31,25 @@ Capture: TypeAlias = Literal["eager", "graph", "compiled"]
 
 
 class Batch(NamedTuple):
-    """What one local step sees."""
+    """What one local step sees.
 
-    x: Tensor  # [B, ...] normalised
-    y: Tensor  # [B]
-    mask: Tensor  # [B] 1 for a real example, 0 for padding
-    key: Tensor  # [] int64: this step's randomness, as data
-    progress: Tensor  # [] in [0, 1): how far into the client's local work this step is
-    lr: Tensor  # [] the local learning rate of this round
-    buffers: Tensor  # [Q] the running statistics that the net starts this step with
+    Attributes:
+        x: ``[B, ...]`` inputs, normalised.
+        y: ``[B]`` classes, or the numbers to be learned.
+        mask: ``[B]`` 1 for a real example, 0 for padding.
+        key: ``[]`` int64: the randomness of this step; ``fedloom.core.rng.fold`` derives more keys from it.
+        progress: ``[]`` in [0, 1): how far into the client's local work this step is.
+        lr: ``[]`` the local learning rate of this round.
+        buffers: ``[Q]`` the running statistics that the net starts this step with.
+    """
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+    key: Tensor
+    progress: Tensor
+    lr: Tensor
+    buffers: Tensor
 
 
 class KeyedDropout(nn.Module):

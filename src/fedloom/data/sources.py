@@ -295,7 +295,7 @@ class Npz(File):
 
 
 class Images(File):
-    """A folder of images: [train|test/][client/]class/image."""
+    """A folder of images: ``[train|test/][client/]class/image``."""
 
     kind: ClassVar[str] = "images"
 

@@ -56,13 +56,22 @@ class Frame:
 
 
 class History(NamedTuple):
-    """A finished run."""
+    """A finished run.
+
+    Attributes:
+        algorithm: name of the method.
+        rounds: rounds that the run has.
+        seconds: time that they took on this machine.
+        records: one table for each evaluation: its round and its metrics.
+        model: the common model; None where every client has only its own.
+        run_dir: the run folder; None where nothing was written.
+    """
 
     algorithm: str
     rounds: int
     seconds: float
     records: list[dict[str, Any]]
-    model: nn.Module | None  # the common model; None where every client has only its own
+    model: nn.Module | None
     run_dir: Path | None
 
     @property
