@@ -664,6 +664,8 @@ def test_help_is_whole_and_plain(quick: Quick, tmp_path: Path) -> None:
     for command in commands:
         page = quick(command, "--help", cwd=tmp_path).out
         assert "\\[" not in page, command
+        assert "Positional arguments" not in page, command
+        assert "..." not in page.partition("Commands:")[2], command
     assert "One of: algorithms" in quick("list", "-h", cwd=tmp_path).out
 
 

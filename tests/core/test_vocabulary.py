@@ -25,7 +25,7 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
     ("name", "says"),
     [
         ("global/test/accuracy", "the server's model on the common test set: share of rows"),
-        ("personal/post_fit/test/loss_worst10", "after local training: mean cross-entropy, mean of the worst tenth"),
+        ("personal/post_fit/test/loss_worst10", "after local training: mean loss (task.loss), mean of the worst tenth"),
         ("bytes/up", "communication: bytes sent"),
         ("fedalr/eta_mean", ""),
     ],

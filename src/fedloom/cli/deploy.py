@@ -45,7 +45,10 @@ def init(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Make the folders of a federation: the contract, an authority, certificates, and a bundle for each node."""
+    """Make the folders of a federation.
+
+    They hold the contract, an authority, certificates, and a bundle for each node.
+    """
     _ready()
     from fedloom.deploy.site import Listens, initialise
     from fedloom.runs.start import load_config
@@ -63,7 +66,10 @@ def init(
 
 @app.command()
 def server(site: Site, trust: Trust = False, data_root: Root = None) -> None:
-    """Serve a federation until stopped: the SuperLink, and the gate through which nodes reach it."""
+    """Serve a federation until stopped.
+
+    This starts the SuperLink, and the gate through which nodes reach it.
+    """
     _ready()
     import os
 
@@ -99,7 +105,7 @@ def node(
 
 @app.command()
 def start(site: Site) -> None:
-    """Start a run; it goes on without this command."""
+    """Start a run in the background."""
     _ready()
     from fedloom.deploy.serve import start_run
 
@@ -108,7 +114,7 @@ def start(site: Site) -> None:
 
 @app.command()
 def resume(site: Site) -> None:
-    """Go on with the last run from its last checkpoint."""
+    """Resume the last run from its last checkpoint."""
     _ready()
     from fedloom.deploy.serve import resume_run
 
@@ -122,12 +128,15 @@ def stop(site: Site) -> None:
     from fedloom.deploy.serve import stop_run
 
     stop_run(site)
-    print("the run will stop after the round in hand")
+    print("the run will stop after the current round")
 
 
 @app.command()
 def status(site: Site, json_: Json = False) -> None:
-    """Show how a federation is doing; exit code 5 if its last run has failed."""
+    """Show the state of a federation.
+
+    The exit code is 5 if the last run has failed.
+    """
     _ready()
     from fedloom.deploy.serve import status_of
 
@@ -158,7 +167,7 @@ def _print_status(found: dict[str, Any]) -> None:
 
 @app.command()
 def logs(site: Site) -> None:
-    """Print what the last run has said so far."""
+    """Print the log of the last run."""
     _ready()
     from fedloom.deploy.serve import log_text
 
@@ -172,14 +181,17 @@ def revoke(site: Site, name: Annotated[str, typer.Argument(help="The node's name
     from fedloom.deploy.serve import revoke as revoked
 
     revoked(site, name)
-    print(f"{name}: its key opens nothing any more")
+    print(f"{name}: its key has been revoked")
 
 
 @app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A node's folder.")], json_: Json = False
 ) -> None:
-    """List what a node has sent: when, for which round, which arrays, and how many bytes."""
+    """List what a node has sent.
+
+    Each line says when, for which round, which arrays, and how many bytes.
+    """
     from fedloom.deploy.audit import read_audit
 
     lines = read_audit(folder)
@@ -201,7 +213,10 @@ def local(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Run a whole federation on this machine: real processes, real keys, real certificates."""
+    """Run a whole federation on this machine.
+
+    Processes, keys and certificates are real.
+    """
     _ready()
     from fedloom.deploy.local import run_local
     from fedloom.runs.folder import unused

@@ -1,9 +1,10 @@
-"""Help as plain text: two repairs of typer 0.20, each to be deleted once typer does without it."""
+"""Help as plain text: three repairs of typer 0.20, each to be deleted once typer does without it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import click
 import typer.core
 
 
@@ -15,7 +16,12 @@ class _Argument(typer.core.TyperArgument):
         self.help = given.get("help")
 
 
+def _nothing(self: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """typer lists the arguments with the options; click 8.5 would list them once more."""
+
+
 def repair() -> None:
-    """Show the help of arguments, and ``[required]`` instead of the escaped ``\\[required]``."""
+    """Show the help of arguments, once, and ``[required]`` instead of the escaped ``\\[required]``."""
     typer.core.HAS_RICH = False  # typer escapes for rich's markup, although help has none
     typer.main.TyperArgument = _Argument  # type: ignore[attr-defined]
+    typer.core.TyperCommand.format_arguments = _nothing  # type: ignore[method-assign]

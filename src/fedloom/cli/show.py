@@ -28,6 +28,7 @@ def show(
 ) -> None:
     """Show the final numbers of runs and comparisons.
 
+    \b
     fedloom show runs/            an overview of all of them
     fedloom show first second     two runs side by side
     """

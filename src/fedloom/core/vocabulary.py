@@ -21,7 +21,7 @@ class Measure(NamedTuple):
 
 MEASURES = (
     Measure("accuracy", "share of rows that are classified correctly"),
-    Measure("loss", "mean cross-entropy", lower=True),
+    Measure("loss", "mean loss (task.loss)", lower=True),
     Measure("auc_micro_logits", "area under the ROC curve of all classes together, scores as they are"),
     Measure("auc_micro_softmax", "the same, scores after a softmax"),
     Measure("auc_macro_present", "mean of the areas under the ROC curves of the classes that a client has"),

@@ -183,7 +183,7 @@ _CHINESE_PLACES = {
 _CHINESE_MEASURES = {
     "epsilon": "累计消耗的 epsilon",
     "accuracy": "分类正确的比例",
-    "loss": "平均交叉熵",
+    "loss": "平均损失",
     "auc": "ROC 曲线下面积",
     "balanced_accuracy": "各类别召回率的均值",
     "f1_macro": "各类别 F1 的均值",
