@@ -8,6 +8,7 @@ import signal
 # Two workers with two threads each on two cores would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # what is asserted here is asserted of the CPU
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that tests start would compile all of fedloom again
 
 from collections.abc import Callable
 from pathlib import Path

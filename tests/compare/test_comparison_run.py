@@ -172,6 +172,7 @@ def test_tables_are_there_after_an_interruption_and_say_what_is_missing(tmp_path
     assert (tmp_path / "c" / "curves.png").is_file()
     run(both, tmp_path / "c", jobs=1)
     assert "missing" not in (tmp_path / "c" / "table.md").read_text()
+    assert not list((tmp_path / "c" / "cells").glob("*/curves.png"))  # unless it is asked for
 
 
 def test_cells_are_run_again_if_their_data_or_a_version_has_changed(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ KINDS = {
 # Settings that always have an effect. A new one belongs here, or says with ``when`` in which settings it has one.
 ALWAYS = {
     "aggregation": {"rule"},
-    "checkpoint": {"every", "personal"},
+    "checkpoint": {"every", "personal", "curves"},
     "cohort": {"sampling"},
     "corruption": {"share", "clients"},
     "engine": {"device", "executor", "lanes", "store", "threads", "precision"},

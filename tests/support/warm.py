@@ -210,6 +210,7 @@ def _import_all() -> None:
     from matplotlib.figure import Figure
 
     import fedloom
+    from fedloom.core.schema import Spec
     from fedloom.runs.settings import parse
 
     # Kernels are for a GPU; what needs Flower, an optional extra, is imported by those who need it.
@@ -218,8 +219,16 @@ def _import_all() -> None:
         if not module.name.startswith(others):
             import_module(module.name)
     parse({})
+    _build(Spec)
     torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 2))
     Figure().savefig(io.BytesIO(), format="png")
+
+
+def _build(cls: Any) -> None:
+    """Build the validators of all classes of settings, which would else be built when they are first needed."""
+    for each in cls.__subclasses__():
+        each.model_rebuild()
+        _build(each)
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -258,11 +258,12 @@ def _next(history: History) -> list[str]:
     run = history.run_dir
     if run is None:
         return []
-    models = [name for name in ("model.safetensors", "personal.safetensors") if (run / name).exists()]
+    files = {"metrics.jsonl": "   every evaluation", "curves.png": "      the curves"}
+    files |= {"model.safetensors": "", "personal.safetensors": ""}
     further = [f"  fedloom resume {run} --rounds {2 * history.rounds}"]
     return [
-        f"\n{run}/metrics.jsonl   every evaluation\n{run}/curves.png      the curves",
-        *(f"{run}/{name}" for name in models),
+        "",
+        *(f"{run}/{name}{meaning}" for name, meaning in files.items() if (run / name).exists()),
         "\nnext:",
         *(further if not (run / "privacy.json").exists() else []),  # noise may be calibrated for these rounds
         f"  fedloom run {run}/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",

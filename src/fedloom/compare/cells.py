@@ -45,6 +45,11 @@ class Laid(NamedTuple):
     faults: list[Fault]
 
 
+# What cells have unless it is set: numbers do not depend on how many cells run side by side, and a comparison has
+# curves of its own.
+_IN_CELLS: dict[str, dict[str, Any]] = {"engine": {"threads": 1}, "checkpoint": {"curves": False}}
+
+
 class _Spot(NamedTuple):
     """A method at a place of the grid: what all seeds share there."""
 
@@ -82,8 +87,7 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     """The experiment of a method at a place of the grid.
 
     A value of the grid goes before a method's own setting, and that before what all methods share. What a method has
-    in other sections is left out where the place makes it useless. One thread, so that numbers do not depend on how
-    many cells run side by side.
+    in other sections is left out where the place makes it useless.
     """
     chosen = point.settings | method.beside
     known = setting_names(method.kind)
@@ -93,8 +97,9 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     grid = {k.removeprefix("algorithm."): v for k, v in chosen.items() if is_algorithm_setting(k)}
     common, axis = ({k: v for k, v in given.items() if k in known} for given in (shared, grid))
     table["algorithm"] = {"kind": method.kind, **common, **method.settings, **axis}
-    if isinstance(table.setdefault("engine", {}), Mapping):
-        table["engine"] = {"threads": 1, **table["engine"]}
+    for section, usual in _IN_CELLS.items():
+        if isinstance(given := table.get(section, {}), Mapping):
+            table[section] = {**usual, **given}
     own = {*point.settings, *(f"algorithm.{key}" for key in method.settings)}
     without_effect = {key: why for key, why in idle(table).items() if key not in own}
     config = parse(without_idle(table, keep=own)[0], left_out)

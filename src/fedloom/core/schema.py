@@ -188,14 +188,17 @@ Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyE
 class Spec(BaseModel):
     """A frozen record of settings; an unknown key or a wrong type is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # Validators are built when they are first needed: a run needs few of a hundred classes.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {}
     # setting -> value -> the settings that this value stands for, unless they are written
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A condition names settings that there are."""
+        """A condition names settings that there are; and what is wrong with one's own class is found with its file."""
+        if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            cls.model_rebuild(raise_errors=False)
         for name, condition in conditions(cls).items():
             strangers = [other for other in condition.names if "." not in other and other not in cls.model_fields]
             if strangers:

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jvp
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault, nearest
@@ -325,6 +324,8 @@ class Task:
             return (self.size - below) / max(self.size, 1)
         first = next(k for k in range(len(self._sizes)) if sum(self._sizes[:k]) >= below)
         top = {name.rpartition(".")[0] for name in self.names[first:]}
+        from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             self._eval(torch.zeros(1, *self._shape, device=self.w0.device))
         counts = {place: sum(ops.values()) for place, ops in counter.get_flop_counts().items()}

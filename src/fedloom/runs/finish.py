@@ -73,5 +73,6 @@ def finish(
     clients = client_table(shared.counts(), shared.names, shared.arrays.labels, measured)
     write_text(folder.path / "clients.csv", csv_text(clients))
     write_text(folder.path / "curves.csv", csv_text(curve_table(history.records)))
-    disk.write_bytes(folder.path / "curves.png", history.picture())
+    if prepared.config.checkpoint.curves:
+        disk.write_bytes(folder.path / "curves.png", history.picture())
     folder.end(history.as_json())

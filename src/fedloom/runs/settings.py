@@ -83,12 +83,13 @@ class Engine(Spec):
 
 
 class Checkpoints(Spec):
-    """When a run is saved; it is also saved at its end and when it is interrupted."""
+    """When a run is saved, and with what; it is also saved at its end and when it is interrupted."""
 
     every: PositiveInt = Field(10, description="rounds between checkpoints")
     personal: Literal["auto", "all", "none"] = Field(
         "auto", description="whether the clients' own models are saved at the end; auto: up to 1 GB of them"
     )
+    curves: bool = Field(True, description="whether curves.png is drawn at the end; in a comparison's cells: false")
 
 
 class Config(NamedTuple):
