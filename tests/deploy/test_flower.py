@@ -90,7 +90,7 @@ def test_a_federation_on_one_machine_computes_what_the_simulation_does(tmp_path:
     words = ("local", experiment(tmp_path, "fedala", rounds=2), "--nodes", 2, "--out", site, "--json")
     found = json.loads(said(*words).splitlines()[0])
     assert (found["state"], found["round"], found["run_dir"]) == ("completed", 2, str(site / "server" / "runs" / "1"))
-    assert found["last_round"]["heard"] == ["Node 1", "Node 2"]
+    assert found["last_round"]["answered"] == ["Node 1", "Node 2"]
     assert_as_simulated(site, tmp_path / "lab")
     assert (site / "node-1" / "model.safetensors").is_file()  # its own, which nobody else has
     audit = said("audit", site / "node-1")

@@ -53,11 +53,11 @@ def conduct(home: Path, transport: Transport, run: int, say: Say) -> History | N
     How it ended is written down beside it. A run that was asked to stop has no history yet.
     """
     with conducted(home):
-        return _told(home, transport, run, say)
+        return _run_recorded(home, transport, run, say)
 
 
-def _told(home: Path, transport: Transport, run: int, say: Say) -> History | None:
-    """The same, with what became of it written down."""
+def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> History | None:
+    """The same, with its outcome written down."""
     write_state(home, run, "running", process=os.getpid())
     try:
         history = _conducted(home, transport, run, say)

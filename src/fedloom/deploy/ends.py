@@ -1,4 +1,4 @@
-"""The two ends of a deployment as experiments: the server's, without anybody's rows, and one node's, with its own.
+"""The two ends of a deployment as experiments: the server's, without any client's rows, and one node's, with its own.
 
 Both are made from the same settings, so that nets, addresses of randomness and sums are those of a simulation. Both
 know how many examples every node has, because cohorts, weights and privacy depend on it.
@@ -115,5 +115,5 @@ def _dealt(population: Population) -> tuple[NDArray[np.int64], NDArray[np.bool_]
 
 
 def population_of(parts: Sequence[tuple[int, int]]) -> Population:
-    """The population of nodes with so many training and test rows each."""
+    """The population, from the number of training and test rows of each node."""
     return Population(tuple(train for train, _ in parts), tuple(test for _, test in parts))

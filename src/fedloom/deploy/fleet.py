@@ -66,8 +66,8 @@ class Transport(Protocol):
         """
 
 
-class Heard(NamedTuple):
-    """What became of one message to several nodes."""
+class Replies(NamedTuple):
+    """The replies to one message: valid ones, failures, and how long they took."""
 
     good: dict[int, Any]
     failed: dict[int, Failed]
@@ -89,10 +89,10 @@ class RemoteNodes:
         """Compare the contract with every node, and learn how many rows each has; all must be there."""
         ids = list(range(len(self._contract.nodes)))
         hello = packed(Envelope("hello", {"parts": self._contract.parts}, {}))
-        heard = self._ask(hello, ids, self._rules.join, self._welcome, len(ids))
-        if heard.failed:
-            raise LostNodesError(f"the federation is not complete; {self._told(heard.failed)}")
-        train, test = zip(*(heard.good[client] for client in ids), strict=True)
+        replies = self._ask(hello, ids, self._rules.join, self._welcome, len(ids))
+        if replies.failed:
+            raise LostNodesError(f"the federation is not complete; {self._reasons(replies.failed)}")
+        train, test = zip(*(replies.good[client] for client in ids), strict=True)
         self.population = Population(train, test)
         return self.population
 
@@ -108,24 +108,24 @@ class RemoteNodes:
         facts = self._facts(order.round) | {
             "senders": order.senders,
             "extra": None if order.extra is None else {str(k): order.extra[k] for k in ids},
-            "heard": self._last_heard(order.round),
+            "last_received": self._last_received(order.round),
         }
 
         def read(client: int, data: bytes) -> Outcome:
-            outcome, said = outcome_of(exp, order, data)
-            self._check_name(client, said)
-            if said.get("round") != order.round:
-                raise MessageError(f"is of round {said.get('round')!r} where {order.round} is expected")
+            outcome, found = outcome_of(exp, order, data)
+            self._check_name(client, found)
+            if found.get("round") != order.round:
+                raise MessageError(f"is of round {found.get('round')!r} where {order.round} is expected")
             return outcome
 
         data = packed(Envelope("train", facts, order_tensors(exp, order)))
         needed = max(1, math.ceil(len(ids) * self._rules.quorum))
-        heard = self._ask(data, ids, self._rules.deadline, read, needed)
-        self._log("train", order.round, ids, heard)
-        if len(heard.good) < needed:
-            what = f"round {order.round + 1}: {len(heard.good)} of {len(ids)} nodes answered, {needed} are needed"
-            raise LostNodesError(f"{what}; {self._told(heard.failed)}")
-        return heard.good
+        replies = self._ask(data, ids, self._rules.deadline, read, needed)
+        self._log("train", order.round, ids, replies)
+        if len(replies.good) < needed:
+            what = f"round {order.round + 1}: {len(replies.good)} of {len(ids)} nodes answered, {needed} are needed"
+            raise LostNodesError(f"{what}; {self._reasons(replies.failed)}")
+        return replies.good
 
     def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
         """How the models of the nodes that answered do."""
@@ -133,18 +133,18 @@ class RemoteNodes:
         if self._evaluated is not None and self._evaluated[0] == asked:  # a finished run asks once more
             return self._evaluated[1]
         data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
-        heard = self._ask(data, ids, self._rules.deadline, lambda client, said: verdicts_of(exp, client, said))
-        self._log("evaluate", inquiry.round, ids, heard)
-        self._evaluated = asked, Verdicts.cat([heard.good[client] for client in sorted(heard.good)])
+        replies = self._ask(data, ids, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply))
+        self._log("evaluate", inquiry.round, ids, replies)
+        self._evaluated = asked, Verdicts.cat([replies.good[client] for client in sorted(replies.good)])
         return self._evaluated[1]
 
     def finish(self, exp: Experiment, inquiry: Inquiry) -> dict[int, Failed]:
         """Let every node save the model with which it predicts; returns those that did not."""
         data = packed(Envelope("finish", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
         ids = [k for k, size in enumerate(self.population.train) if size]
-        heard = self._ask(data, ids, self._rules.deadline, lambda _, said: expected(said, "finished", HEADER))
-        self._log("finish", inquiry.round, ids, heard)
-        return heard.failed
+        replies = self._ask(data, ids, self._rules.deadline, lambda _, reply: expected(reply, "finished", HEADER))
+        self._log("finish", inquiry.round, ids, replies)
+        return replies.failed
 
     # -- all of these -----------------------------------------------------------------------------
     def _facts(self, round_: int) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class RemoteNodes:
 
     def _ask(
         self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0
-    ) -> Heard:
+    ) -> Replies:
         began = time.monotonic()
         good: dict[int, T] = {}
         failed: dict[int, Failed] = {}
@@ -165,29 +165,29 @@ class RemoteNodes:
                 good[client] = read(client, answer)
             except MessageError as error:
                 failed[client] = Failed(str(error))
-        return Heard(good, failed, time.monotonic() - began)
+        return Replies(good, failed, time.monotonic() - began)
 
     def _check_name(self, client: int, facts: Mapping[str, Any]) -> None:
         if facts.get("name") != self._contract.nodes[client]:
-            raise MessageError(f"calls itself {str(facts.get('name'))[:60]!r}, which is not the owner of its key")
+            raise MessageError(f"claims to be {str(facts.get('name'))[:60]!r}, but its key belongs to another node")
 
-    def _told(self, failed: Mapping[int, Failed]) -> str:
+    def _reasons(self, failed: Mapping[int, Failed]) -> str:
         return "; ".join(f"{self._contract.nodes[k]}: {failed[k].why}" for k in sorted(failed))
 
-    def _log(self, kind: str, round_: int, ids: list[int], heard: Heard) -> None:
+    def _log(self, kind: str, round_: int, ids: list[int], replies: Replies) -> None:
         """One line for each exchange, for ``fedloom deploy status`` and for a server that starts again."""
         names = self._contract.nodes
-        late = [names[k] for k in sorted(heard.failed) if heard.failed[k].late]
-        failed = {names[k]: heard.failed[k].why for k in sorted(heard.failed) if not heard.failed[k].late}
+        late = [names[k] for k in sorted(replies.failed) if replies.failed[k].late]
+        failed = {names[k]: replies.failed[k].why for k in sorted(replies.failed) if not replies.failed[k].late}
         line = {
             "run": self.run,
             "round": round_,
             "kind": kind,
             "asked": [names[k] for k in ids],
-            "heard": [names[k] for k in sorted(heard.good)],
+            "answered": [names[k] for k in sorted(replies.good)],
             "late": late,
             "failed": failed,
-            "seconds": round(heard.seconds, 3),
+            "seconds": round(replies.seconds, 3),
         }
         file = disk.open_own(self._folder / ROUNDS, os.O_WRONLY | os.O_APPEND)
         with os.fdopen(file, "ab") as out:
@@ -197,10 +197,10 @@ class RemoteNodes:
         for name, why in [*((name, "is late") for name in late), *failed.items()]:
             self.say(f"{kind}, round {round_ + (kind == 'train')}: {name}: {why}")
 
-    def _last_heard(self, round_: int) -> list[int]:
+    def _last_received(self, round_: int) -> list[int]:
         """Of every node the last round before this one that counts; -1 where there is none."""
         rounds = {
-            line["round"]: line["heard"]
+            line["round"]: line["answered"]
             for line in read_rounds(self._folder)
             if line["kind"] == "train" and line["run"] == self.run and line["round"] < round_
         }  # of a round that was done again, the last time counts
@@ -220,7 +220,8 @@ def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of a server's log of exchanges; one that a crash cut short is left out."""
     path = folder / ROUNDS
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        yield json.loads(line)
+        found: dict[str, Any] = json.loads(line)
+        yield found if "answered" in found else found | {"answered": found.pop("heard")}  # the name of earlier versions
 
 
 def last_inquiry(exp: Experiment, state: Any) -> Inquiry:

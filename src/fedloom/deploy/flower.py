@@ -146,15 +146,17 @@ def call(home: Path, *words: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(said.stdout)
     except ValueError as error:
-        told = " / ".join(line.strip() for line in (said.stdout + said.stderr).splitlines()[-3:])
-        raise FlowerError(f"the server does not answer ({told[:500]}); is it running? fedloom deploy server") from error
+        details = " / ".join(line.strip() for line in (said.stdout + said.stderr).splitlines()[-3:])
+        raise FlowerError(
+            f"the server does not answer ({details[:500]}); is it running? fedloom deploy server"
+        ) from error
     if not found.get("success"):
         raise FlowerError(f"Flower refuses: {str(found.get('error-message', found))[:500]}")
     return found
 
 
 def log_of(home: Path, run_id: str) -> str:
-    """What a run has said so far."""
+    """The log of a run."""
     said = _said(home, "log", run_id, CONNECTION, "--show")
     if said.returncode:
         raise FlowerError(f"the server does not answer ({said.stderr.strip()[-300:]})")
@@ -193,5 +195,5 @@ def run_app(home: Path, run: int) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="fedloom-app-") as folder:
         disk.write_bytes(Path(folder) / "pyproject.toml", tomli_w.dumps(_APP).encode())
-        told = f"home={json.dumps(str(home.absolute()))} run={run}"
-        return str(call(home, "run", folder, "-c", told)["run-id"])
+        config = f"home={json.dumps(str(home.absolute()))} run={run}"
+        return str(call(home, "run", folder, "-c", config)["run-id"])

@@ -53,18 +53,18 @@ def _watched(
     out: Path, processes: dict[str, subprocess.Popen[bytes]], stop: threading.Event, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The status of the run once it has ended; meanwhile its files say how far it is."""
-    home, told, last = out / SERVER, 0, time.monotonic()
+    home, rounds, last = out / SERVER, 0, time.monotonic()
     while not stop.wait(0.2):
         for name, process in processes.items():
             if process.poll() is not None:
                 raise flower.FlowerError(f"{name} has ended: {flower.last_words(out / f'{name}.log')}")
         for line in read_rounds(home):
-            if line["kind"] == "train" and line["round"] >= told:
-                told = line["round"] + 1
-                say(f"round {told}: heard {', '.join(line['heard'])} in {line['seconds']:.1f} s")
+            if line["kind"] == "train" and line["round"] >= rounds:
+                rounds = line["round"] + 1
+                say(f"round {rounds}: received updates from {', '.join(line['answered'])} in {line['seconds']:.1f} s")
         ended = read_state(home).get("state") in ENDED
         if ended or time.monotonic() - last > _LOOK:
             found, last = status_of(out), time.monotonic()
             if found["state"] in ENDED:
                 return found
-    raise InterruptedRun(out, told)
+    raise InterruptedRun(out, rounds)

@@ -34,13 +34,13 @@ class Memory:
         self.store = DiskStore(folder / "clients", clients)
         self._points = _read(self._file)
 
-    def go_to(self, round_: int, heard: int | None = None) -> None:
+    def go_to(self, round_: int, counted: int | None = None) -> None:
         """Have the store hold the state with which the client begins this round.
 
         That is the newest of an earlier round: a state of this round, or a later one, is of a round that the server
-        has lost. ``heard``: the last round of this client that counts for the server, where their states must agree.
+        has lost. ``counted``: the last round of this client that counts for the server, where their states must agree.
         """
-        past = [p for p in self._points if p.round < round_ and (heard is None or p.round <= heard)]
+        past = [p for p in self._points if p.round < round_ and (counted is None or p.round <= counted)]
         if past != self._points:  # first, so that no state is trusted that is about to be overwritten
             self._write(past)
         memos = [p.memo for p in past]

@@ -70,7 +70,7 @@ def tree_of(like: T, prefix: str, tensors: Mapping[str, Tensor], *, shapes: bool
     found = {name: x for name, x in tensors.items() if name == prefix or name.startswith(f"{prefix}.")}
     if set(found) != set(expected):
         lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-        raise MessageError(f"lacks {_words(lacks)} and has {_words(extra)} that nobody asked for")
+        raise MessageError(f"lacks {_words(lacks)}; unexpected {_words(extra)}")
     for name, x in expected.items():
         fits = found[name].shape == x.shape or (not shapes and found[name].dim() == x.dim())
         if not fits or found[name].dtype != x.dtype:

@@ -58,7 +58,7 @@ class Policy(Spec):
 
 
 class Place(NamedTuple):
-    """Where and as whom a node works."""
+    """The identity of a node, its data and its folder."""
 
     contract: Contract
     client: int  # its number
@@ -84,7 +84,7 @@ class Node:
             reply = self._kinds.get(message.kind, _unknown)(self, message)
         except FedloomError as error:
             message, reply = Envelope("unknown", {}, {}), refusal(str(error))
-        except (MemoryError, OSError) as error:  # a full disk, say: the server is told, and goes on without this node
+        except (MemoryError, OSError) as error:  # for example a full disk: the server continues without this node
             message, reply = Envelope("unknown", {}, {}), refusal(f"{type(error).__name__}: {error}")
         self._log(message, reply)
         return reply
@@ -102,9 +102,9 @@ class Node:
         exp, memory = self._end(message)
         order, client = order_of(exp, message, self._place.client), self._place.client
         if order.senders < self._place.policy.min_cohort:
-            what = f"a round of {order.senders} nodes, and here {self._place.policy.min_cohort} are wanted"
+            what = f"the round has {order.senders} nodes; this node requires at least {self._place.policy.min_cohort}"
             raise MessageError(f"policy.min_cohort: {what}")
-        memory.go_to(order.round, self._heard(message) if exp.algorithm.traits.mirrored else None)
+        memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
         memory.keep(order.round)
         return packed_outcome(exp, outcome, {"round": order.round, "name": self._name})
@@ -155,12 +155,12 @@ class Node:
             self._built = (population, run), exp, memory
         return self._built[1], self._built[2]
 
-    def _heard(self, message: Envelope) -> int:
+    def _last_counted(self, message: Envelope) -> int:
         """The last round of this node that counts for the server; -1 if there is none."""
-        heard = message.facts.get("heard")
-        if not isinstance(heard, list) or len(heard) != len(self._place.contract.nodes):
-            raise MessageError("'heard' should have one number for each node")
-        return int(heard[self._place.client])
+        last = message.facts.get("last_received")
+        if not isinstance(last, list) or len(last) != len(self._place.contract.nodes):
+            raise MessageError("'last_received' should have one number for each node")
+        return int(last[self._place.client])
 
     def _with_noise(self, exp: Experiment) -> Experiment:
         """The experiment with noise that is drawn from the operating system for this one upload.

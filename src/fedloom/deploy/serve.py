@@ -179,7 +179,7 @@ def _flower_id(home: Path) -> str:
 
 
 def log_text(site: Path) -> str:
-    """What the last run has said so far."""
+    """The log of the last run."""
     home = site / SERVER
     read_outline(home)
     number = _flower_id(home)
@@ -191,7 +191,7 @@ def log_text(site: Path) -> str:
 def status_of(site: Path) -> dict[str, Any]:
     """How the federation is doing: its server, its nodes, its last run."""
     home = site / SERVER
-    contract, told, number = read_outline(home), read_state(home), _flower_id(home)
+    contract, recorded, number = read_outline(home), read_state(home), _flower_id(home)
     found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
     said: dict[str, Any] = {}
     try:
@@ -202,18 +202,18 @@ def status_of(site: Path) -> dict[str, Any]:
         said = _flower_run(home, number) if number else {}
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
-    state, why = _truth(told, is_conducted(home), said)
-    lines = [line for line in read_rounds(home) if line["run"] == told.get("run")]
+    state, why = _state_of_run(recorded, is_conducted(home), said)
+    lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
     done = max(rounds, default=0)
-    found |= {"state": state, "run": told.get("run"), "round": done, "rounds": contract.rounds}
+    found |= {"state": state, "run": recorded.get("run"), "round": done, "rounds": contract.rounds}
     if why:
         found["why"] = why
     if done:
-        found["last_round"] = {key: rounds[done][key] for key in ("heard", "late", "failed", "seconds")}
-    if told.get("run"):
-        found["run_dir"] = str(home / RUNS / str(told["run"]))
+        found["last_round"] = {key: rounds[done][key] for key in ("answered", "late", "failed", "seconds")}
+    if recorded.get("run"):
+        found["run_dir"] = str(home / RUNS / str(recorded["run"]))
     return found
 
 
@@ -222,12 +222,12 @@ def _flower_run(home: Path, number: str) -> dict[str, Any]:
     return dict(runs[0]) if runs else {}
 
 
-def _truth(told: dict[str, Any], conducted: bool, said: dict[str, Any]) -> tuple[str, str]:
+def _state_of_run(recorded: dict[str, Any], conducted: bool, said: dict[str, Any]) -> tuple[str, str]:
     """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says."""
-    own, flowers, details = told.get("state", "idle"), said.get("status", ""), said.get("status-details", "")
+    own, flowers, details = recorded.get("state", "idle"), said.get("status", ""), said.get("status-details", "")
     found, why = "failed", "the process of the run is gone; its last checkpoint stays: fedloom deploy resume"
     if own in ENDED or own == "idle":
-        found, why = own, str(told.get("why", ""))
+        found, why = own, str(recorded.get("why", ""))
     elif conducted:
         found, why = "running", ""
     elif own == "starting" and flowers in ("pending", "starting", "running"):

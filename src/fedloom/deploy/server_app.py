@@ -29,12 +29,12 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """One run, from its first round or from its last checkpoint."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    told = context.run_config
-    home = Path(str(told["home"]))
+    config = context.run_config
+    home = Path(str(config["home"]))
     # The code of the contract may run: `fedloom deploy server` has asked.
     names, known = read_contract(home, trust=True).nodes, json.loads((home / NODES).read_bytes())
     transport = FlowerTransport(grid, {k: int(known[name]) for k, name in enumerate(names) if name in known})
-    conduct(home, transport, int(told["run"]), partial(print, flush=True))  # into the log of the run
+    conduct(home, transport, int(config["run"]), partial(print, flush=True))  # into the log of the run
 
 
 def _end_with_parent(parent: int) -> None:

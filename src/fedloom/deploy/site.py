@@ -46,7 +46,7 @@ class Listens(Spec):
     port: int = Field(9443, ge=1, le=65535, description="the port on which nodes are served")
 
 
-class Who(Spec):
+class NodeIdentity(Spec):
     """Which node this is; in ``[node]`` of node.toml."""
 
     name: str = Field(description="its name in the contract")
@@ -55,7 +55,7 @@ class Who(Spec):
 
 
 class NodeSettings(NamedTuple):
-    who: Who
+    identity: NodeIdentity
     policy: Policy
 
 
@@ -86,13 +86,13 @@ def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, ro
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)
-    read_contract(home, trust=True)  # who has run the code before may run the server's copy of it
+    read_contract(home, trust=True)  # anyone who has run the code before may run the server's copy of it
     return slugs
 
 
 def _write_bundle(folder: Path, contract: Contract, name: str, key: bytes, ca: bytes, server: str) -> None:
-    who = Who(name=name, server=server)
-    table = {"node": dict(who), "policy": dict(Policy())}
+    identity = NodeIdentity(name=name, server=server)
+    table = {"node": dict(identity), "policy": dict(Policy())}
     disk.write_bytes(folder / "node.key", key)
     disk.write_bytes(folder / "ca.crt", ca)
     disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
@@ -136,7 +136,7 @@ def read_listens(home: Path) -> Listens:
 
 def read_node(folder: Path) -> NodeSettings:
     path = folder / NODE_TOML
-    return NodeSettings(read_section(path, Who, "node"), read_section(path, Policy, "policy"))
+    return NodeSettings(read_section(path, NodeIdentity, "node"), read_section(path, Policy, "policy"))
 
 
 def read_section(path: Path, cls: type[SpecT], section: str) -> SpecT:

@@ -31,17 +31,18 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *
     """
     contract, settings = read_contract(folder, trust=trust), read_node(folder)
     refuse_undeployable(contract.config)
-    if settings.who.name not in contract.nodes:
-        raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.who.name}' is not in the contract")])
+    if settings.identity.name not in contract.nodes:
+        raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.identity.name}' is not in the contract")])
     refuse_open_key(folder / "node.key")
-    client = contract.nodes.index(settings.who.name)
-    own = rows_for(contract, client, data or settings.who.data, root)
+    client = contract.nodes.index(settings.identity.name)
+    own = rows_for(contract, client, data or settings.identity.data, root)
     try:
         lock = disk.lock(folder / ".node.lock")
     except BlockingIOError as error:
         raise CheckpointError(f"{folder}: another process is this node") from error
     place = Place(contract, client, own, folder, settings.policy)
-    say(f"{settings.who.name}: {own.train} training rows and {own.test} test rows, server {settings.who.server}")
+    name, server = settings.identity.name, settings.identity.server
+    say(f"{name}: {own.train} training rows and {own.test} test rows, server {server}")
     meeting = Path(tempfile.mkdtemp(prefix="fedloom-node-"))  # mode 0700; a short name, as sockets need
     try:
         _serve(folder, settings, Node(place), str(meeting / "socket"), say)
@@ -64,7 +65,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
                 if process.poll() is None:
                     continue
                 refused = refused or time.monotonic()
-                _give_up_if_hopeless(settings, log, time.monotonic() - refused)
+                _raise_if_permanent(settings, log, time.monotonic() - refused)
                 say(f"the connection has ended ({flower.last_words(log, 1)}); trying again")
                 if stop.wait(_AGAIN):
                     break
@@ -82,21 +83,21 @@ def _answer_all(listener: object, node: Node) -> None:
             return
 
 
-def _give_up_if_hopeless(settings: NodeSettings, log: Path, seconds: float) -> None:
+def _raise_if_permanent(settings: NodeSettings, log: Path, seconds: float) -> None:
     """An error that says what to do, where trying again does not help."""
     words = flower.last_words(log, 30)
     if "CERTIFICATE_VERIFY_FAILED" in words or "CERTIFICATE_EXPIRED" in words:
         what = "the server's certificate is not the federation's, or has expired"
-        raise flower.FlowerError(f"{settings.who.server}: {what}; see {log}")
+        raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
     if seconds > _REFUSED:
         what = "the server refuses this node's key: it is not registered, was revoked, or is in use elsewhere"
-        raise flower.FlowerError(f"{settings.who.server}: {what}; see {log}")
+        raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
 
 
 def _supernode(folder: Path, settings: NodeSettings, path: str, port: int) -> list[str]:
     at = folder.absolute()
     return [
-        *("flower-supernode", "--superlink", settings.who.server),
+        *("flower-supernode", "--superlink", settings.identity.server),
         *("--root-certificates", str(at / "ca.crt"), "--auth-supernode-private-key", str(at / "node.key")),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--node-config", f"{wire.SOCKET}={json.dumps(path)}"),

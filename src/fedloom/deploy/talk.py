@@ -1,4 +1,4 @@
-"""What server and nodes say to each other in a round, as messages; each side checks what it is told.
+"""The messages of a round between server and nodes; each side validates what it receives.
 
 hello      server: the contract             node: how many rows it has, or what differs
 train      server: Order                    node: Outcome of one client
@@ -76,7 +76,7 @@ def packed_outcome(exp: Experiment, outcome: Outcome, facts: dict[str, Any]) -> 
 
 
 def outcome_of(exp: Experiment, order: Order, data: bytes) -> tuple[Outcome, dict[str, Any]]:
-    """The outcome that a node sent, as [1, ...], and what else it said."""
+    """The outcome that a node sent, as [1, ...], and its other facts."""
     like = example_outcome(exp, order)
     travelling = exp.travelling(order.buffers)
     form = (like.uploads, like.weights.double(), travelling, like.steps, like.gradients)
@@ -85,7 +85,7 @@ def outcome_of(exp: Experiment, order: Order, data: bytes) -> tuple[Outcome, dic
         raise MessageError("its numbers are not finite")
     strangers = [name for name in message.tensors if not name.startswith("sent.")]
     if strangers:
-        raise MessageError(f"has '{strangers[0][:60]}' that nobody asked for")
+        raise MessageError(f"unexpected array '{strangers[0][:60]}'")
     uploads, weight, buffers, steps, gradients = tree_of(form, "sent", message.tensors)
     if float(weight) < 0:
         raise MessageError(f"its weight is negative (got {float(weight):g})")
