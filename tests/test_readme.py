@@ -1,4 +1,8 @@
-"""The documentation, executed: every command and every snippet, in order, from an empty folder."""
+"""The documentation, executed: every command and every snippet, in order, from an empty folder.
+
+What a command is shown to print is compared with what it prints. ``FEDLOOM_RENEW=1`` writes into the pages what is
+printed now instead.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +27,7 @@ from fedloom.cli import main as cli
 from fedloom.engine import laws
 from fedloom.runs.catalogue import entries
 from fedloom.runs.settings import parse, read_toml
-from support import warm
+from support import shown, warm
 
 ROOT = Path(__file__).parent.parent
 # Discussions are parts of generated pages, and their links are seen from these.
@@ -48,10 +53,17 @@ class Block(NamedTuple):
         return found[1] if found else ""
 
     @property
-    def commands(self) -> list[str]:
-        """The commands of a console; the other lines are what they printed."""
+    def is_run(self) -> bool:
+        return not self.file and self.language in ("console", "bash")
+
+    @property
+    def commands(self) -> list[tuple[str, list[str]]]:
+        """The commands of a console, each with the lines that it is shown to print."""
         lines = self.text.splitlines()
-        return [line[2:] for line in lines if line.startswith("$ ")] if self.language == "console" else lines
+        if self.language != "console":
+            return [(line, []) for line in lines]
+        starts = [number for number, line in enumerate(lines) if line.startswith("$ ")]
+        return [(lines[at][2:], lines[at + 1 : end]) for at, end in zip(starts, [*starts[1:], len(lines)], strict=True)]
 
 
 class Ran(NamedTuple):
@@ -60,6 +72,42 @@ class Ran(NamedTuple):
     command: str
     code: int
     out: str
+
+
+def follow(path: Path) -> list[Ran]:
+    """Do what the page says, and compare what is printed with what it shows, or renew that."""
+    page = path.read_text(encoding="utf-8")
+    done = execute(page)
+    now = renewed_page(page, done)
+    if os.environ.get("FEDLOOM_RENEW"):
+        path.write_text(now, encoding="utf-8")
+        return done
+    wrong = [f"{command}\n{part}" for command, part in differences(page, done)]
+    assert not wrong, "\n\n".join(["not printed any more (FEDLOOM_RENEW=1 renews the page):", *wrong])
+    return done
+
+
+def differences(page: str, done: list[Ran]) -> list[tuple[str, str]]:
+    """Each command whose output is not as shown, with the lines that are not."""
+    found = [(one.command, shown.difference(lines, one.out.splitlines())) for one, lines in zipped(page, done)]
+    return [(command, part) for command, part in found if part]
+
+
+def renewed_page(page: str, done: list[Ran]) -> str:
+    for one, lines in zipped(page, done):
+        old = "\n".join([f"$ {one.command}", *lines])
+        page = page.replace(old, "\n".join([f"$ {one.command}", *shown.renewed(lines, one.out.splitlines())]), 1)
+    return page
+
+
+def zipped(page: str, done: list[Ran]) -> list[tuple[Ran, list[str]]]:
+    """The commands that were run, each with the lines that the page shows, where it shows any."""
+    steps = [step for block in blocks(page) if block.is_run for step in block.commands if is_run(step[0])]
+    return [(one, lines) for one, (_, lines) in zip(done, steps, strict=True) if lines]
+
+
+def is_run(command: str) -> bool:
+    return bool(command) and not command.startswith(SKIPPED)
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -80,8 +128,8 @@ def execute(page: str) -> list[Ran]:
             exec(compile(block.text, "snippet", "exec"), names)
         elif block.language == "toml":
             tomllib.loads(block.text)
-        elif block.language in ("console", "bash"):
-            done += [ran(command) for command in block.commands if command and not command.startswith(SKIPPED)]
+        elif block.is_run:
+            done += [ran(command) for command, _ in block.commands if is_run(command)]
     return done
 
 
@@ -96,7 +144,7 @@ def ran(command: str) -> Ran:
     else:
         process = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
         code = process.returncode
-        out.write(process.stdout)
+        out.write(process.stdout + process.stderr)
     assert code == (int(promised[1]) if promised else 0), f"{command} ended with {code}\n{out.getvalue()}"
     return Ran(command, code, out.getvalue())
 
@@ -105,7 +153,7 @@ def in_process(words: list[str], out: io.StringIO) -> int:
     """The installed command without a new Python: ``main`` is what the script calls."""
     before, sys.argv = sys.argv, words
     try:
-        with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
             cli.main()
     finally:
         sys.argv = before
@@ -131,7 +179,7 @@ def printed(done: list[Ran], start: str) -> str:
 @pytest.mark.slow
 def test_readme(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
-    done = execute((ROOT / "README.md").read_text(encoding="utf-8"))
+    done = follow(ROOT / "README.md")
     rounds = [json.loads(line)["round"] for line in (folder / "first/metrics.jsonl").read_text().splitlines()]
     assert rounds == list(range(31))  # the resumed run has every round once
     assert (folder / "shards.png").read_bytes().startswith(b"\x89PNG")
@@ -148,23 +196,37 @@ def test_readme(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tutorial(folder: Path) -> None:
-    done = execute((ROOT / "docs/tutorial.md").read_text(encoding="utf-8"))
-    verdict = printed(done, "fedloom check fedblend")
-    assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in verdict
+    page = ROOT / "docs/tutorial.md"
+    done = follow(page)
+    assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in printed(done, "fedloom check fedblend")
+    text = page.read_text(encoding="utf-8")
+    for name in ("fedavg", "fedavg_ft", "local_only"):  # the table that compares them
+        cells = re.search(rf"^\| `{name}` \|(.+)\|$", text, re.MULTILINE)
+        assert cells is not None
+        assert sorted(map(float, re.findall(r"0\.\d{4}", cells[1]))) == pytest.approx(last_accuracies(name), abs=0.01)
+    for value in last_accuracies("first"):  # and the sentence about the first run
+        assert any(abs(float(said) - 100 * value) < 1 for said in re.findall(r"([\d.]+) %", text))
+
+
+def last_accuracies(name: str) -> list[float]:
+    """The last accuracies of a run: of the common model, the personal ones, and the worst tenth of these."""
+    found = json.loads(Path(f"runs/{name}/summary.json").read_text())["metrics"]
+    shown_there = re.compile(r"(global|personal/\w+)/test/accuracy(_worst10)?")
+    return sorted(value["last"] for metric, value in found.items() if shown_there.fullmatch(metric))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["researcher", "hospital"])
 def test_first_steps(folder: Path, page: str) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
-    done = execute((ROOT / f"docs/first-steps/{page}.md").read_text(encoding="utf-8"))
+    done = follow(ROOT / f"docs/first-steps/{page}.md")
     assert printed(done, "fedloom report").split()[0].endswith("report.html")
 
 
 @pytest.mark.slow
 def test_tables(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
-    done = execute((ROOT / "docs/tables.md").read_text(encoding="utf-8"))
+    done = follow(ROOT / "docs/tables.md")
     assert "each client's model" in printed(done, "fedloom predict")
     assert len((folder / "predictions.csv").read_text().splitlines()) == 201
     assert "balanced_accuracy" in printed(done, "fedloom evaluate")
@@ -173,7 +235,7 @@ def test_tables(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_networks(folder: Path) -> None:
-    done = execute((ROOT / "docs/networks.md").read_text(encoding="utf-8"))
+    done = follow(ROOT / "docs/networks.md")
     assert "psi" in printed(done, "fedloom describe topology torus")
 
 
@@ -183,6 +245,17 @@ def test_a_command_that_fails_is_noticed(folder: Path) -> None:
     assert execute("```console\n$ fedloom describe nothing_of_the_kind   # exit code 2\n```\n")[0].code == 2
     with pytest.raises(AssertionError, match="ended with 0"):
         execute("```console\n$ fedloom list topologies   # exit code 2\n```\n")
+
+
+def test_an_output_that_is_stale_is_noticed(folder: Path) -> None:
+    page = "```console\n$ fedloom partition shards --out a.png\nclients                       20\n...\n{}\n...\n```\n"
+    right, stale = (page.format(f"heterogeneity (0 to 1)        {value}") for value in ("0.80", "0.99"))
+    done = execute(right)
+    assert differences(right, done) == []
+    assert differences(stale, done) == [(done[0].command, "heterogeneity (0 to 1)        0.99")]
+    assert renewed_page(stale, done) == right
+    assert differences(right.replace("...\n", ""), done)  # lines are missing
+    assert differences(right.replace("20\n", "21\n"), done)
 
 
 def test_a_snippet_that_fails_is_noticed(folder: Path) -> None:
