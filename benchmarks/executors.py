@@ -66,7 +66,7 @@ def config(net: dict[str, Any], executor: str) -> Config:
             "local": {"lr": 0.01, "batch": net["batch"]},
             "cohort": {"sampling": "all"},
             "evaluate": {"every": EVERY},
-            "engine": {"executor": executor},
+            "engine": {"executor": "lanes", "compile": "on"} if executor == "compiled" else {"executor": executor},
         }
     )
 
@@ -98,19 +98,21 @@ def hand_written(exp: Experiment, batch: int) -> Any:
 def measure(name: str, repeats: int) -> dict[str, Any]:
     net = NETS[name]
     arrays = data(net["shape"])
-    prepared = {e: prepare(config(net, e), Path(), arrays) for e in ("loop", "lanes", "auto")}
+    compiled = () if len(net["shape"]) == 3 and "widths" not in net["model"] else ("compiled",)  # convolutions: loop
+    prepared = {e: prepare(config(net, e), Path(), arrays) for e in ("loop", "lanes", *compiled, "auto")}
     chosen = prepared.pop("auto").experiment.executor
     work = {"hand": hand_written(prepared["loop"].experiment, net["batch"])}
     for executor, ready in prepared.items():
         work[executor] = _rounds(ready.experiment)
     seconds = interleaved(work, repeats)
-    best = max(("loop", "lanes"), key=lambda executor: ratio(seconds, executor, "hand"))
+    best = max(prepared, key=lambda executor: ratio(seconds, executor, "hand"))
     found = {
         "parameters": prepared["loop"].experiment.task.size,
         "batch": net["batch"],
         "seconds": {k: round(median(v), 5) for k, v in seconds.items()},
         "loop_over_hand": round(ratio(seconds, "loop", "hand"), 3),
         "lanes_over_hand": round(ratio(seconds, "lanes", "hand"), 3),
+        **{"compiled_over_hand": round(ratio(seconds, "compiled", "hand"), 3) for _ in compiled},
         "best": best,
         "auto_chooses": chosen,
         "auto_over_hand": round(ratio(seconds, chosen, "hand"), 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -262,14 +263,39 @@ def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_compiled_step_is_the_step() -> None:
     """On a CPU nothing is recorded; what the compiler makes of a step is the same all the same."""
-    exp = world(capture="compiled")
-    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
+    exp, threads = world(capture="compiled"), torch.get_num_threads()
+    compiled = in_a_row(exp)
+    for (a, _), (b, _) in zip(compiled, in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-5)
     assert cuda_graphs.built(exp.task).compiling > 0
+    assert torch.get_num_threads() == threads
+    for (a, _), (b, _) in zip(compiled, in_a_row(world(capture="compiled")), strict=True):
+        assert torch.equal(a.server.w, b.server.w)
+
+
+def test_a_step_that_no_cpu_compiler_takes_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    exp = world(capture="compiled")
+    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+    assert cuda_graphs.built(exp.task).notes == (
+        "the step 'batches' cannot be recorded, and runs as it is (no compiler)",
+    )
 
 
 def test_how_much_is_made_ready_depends_on_how_long_a_run_is() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert [capture_for("auto", gpu, True, ticks) for ticks in (10, 1000, 100_000)] == ["eager", "graph", "compiled"]
     assert [capture_for(w, gpu, True, 1000) for w in ("on", "off")] == ["compiled", "eager"]
-    assert capture_for("on", cpu, True, 1e6) == capture_for("on", gpu, False, 1e6) == "eager"
+    assert capture_for("on", gpu, False, 1e6) == capture_for("auto", cpu, True, 1e9) == "eager"
+
+
+def test_a_cpu_compiles_on_request_and_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, found = torch.device("cpu"), "/usr/bin/g++"
+    monkeypatch.setattr(shutil, "which", lambda name: found if name == "g++" else None)
+    assert capture_for("on", cpu, True, 10) == "compiled"
+    found = ""
+    assert capture_for("on", cpu, True, 10) == "eager"

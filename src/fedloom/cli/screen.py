@@ -196,7 +196,8 @@ def _where(prepared: Prepared, folder: Path | None) -> str:
     exp = prepared.experiment
     device = f"cpu ({plural(torch.get_num_threads(), 'thread')})" if exp.device.type == "cpu" else str(exp.device)
     device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
-    steps = {"eager": "", "graph": ", recorded", "compiled": ", compiled and recorded"}[exp.task.capture]
+    compiled = ", compiled and recorded" if exp.device.type == "cuda" else ", compiled"
+    steps = {"eager": "", "graph": ", recorded", "compiled": compiled}[exp.task.capture]
     exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
     steps += "" if exact else f" · {exp.task.precision}"
     place = f" · {folder}" if folder else ""

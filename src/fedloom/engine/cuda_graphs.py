@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ _ALIGNED = 32
 _TICK = 128
 # Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
 _EXAMPLES = 1 << 13
+# Numbers that a step moves on a CPU below which more than one thread makes it slower.
+_SMALL = 1 << 18
 
 
 class Packed(NamedTuple):
@@ -336,17 +339,36 @@ class _Tables:
             with warnings.catch_warnings():  # of what the compiler would rather have been given
                 warnings.simplefilter("ignore")
                 traced = make_fx(flat)(*tree.leaves(inputs))
-                fused = torch.compile(traced, fullgraph=True, dynamic=False)
+                fused = torch.compile(
+                    traced, fullgraph=True, dynamic=False, options={"cpp.threads": 1} if self._is_small(lanes) else {}
+                )
                 fused(*tree.leaves(inputs))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler can say
+            if self.lr.device.type == "cpu":
+                raise _NotCapturableError(_brief(error)) from error
             self.graphs.note(f"the compiler does not take this step, which is recorded without it ({_brief(error)})")
             return plain
         took = time.perf_counter() - began
         self.graphs.spent(compiling=took)
         self.graphs.note(f"a step of {lanes} lanes was compiled in {took:.1f} s")
         return lambda *given: fused(*tree.leaves(given))
+
+    def _is_small(self, lanes: int) -> bool:
+        """Whether a tick of these lanes on a CPU is so short that starting a second thread would cost more."""
+        numbers = lanes * sum(leaf[0].numel() for leaf in tree.leaves(self.carry))
+        return self.lr.device.type == "cpu" and numbers <= _SMALL
+
+    @contextmanager
+    def threads(self, lanes: int) -> Iterator[None]:
+        """As many threads of torch as ticks of these lanes are fastest with."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if self._is_small(lanes) else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def _fetched(table: Tensor, who: Tensor) -> Tensor:
@@ -389,11 +411,12 @@ class _Replay:
         self._plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
         self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
-        for _ in range(packed.ticks):
-            if self._graph is None:
-                self._advance()
-            else:
-                self._graph.replay()
+        with self._tables.threads(packed.who.shape[1]):
+            for _ in range(packed.ticks):
+                if self._graph is None:
+                    self._advance()
+                else:
+                    self._graph.replay()
 
     def _advance(self) -> None:
         """One tick."""

@@ -8,7 +8,9 @@ narrows as clients finish, so that a short client costs nothing once it is done.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -109,12 +111,22 @@ def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
 
 
 def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:
-    """How steps in lanes are prepared, by a fixed rule, for a run of ``ticks`` consecutive steps on the GPU."""
-    if device.type != "cuda" or not lanes or wanted == "off":
+    """How steps in lanes are prepared, by a fixed rule, for a run of ``ticks`` consecutive steps.
+
+    On a CPU they are compiled only on request: a run that is extended must end as one that was long from the start.
+    """
+    if not lanes or wanted == "off":
         return "eager"
     if wanted == "on":
-        return "compiled"
+        return "compiled" if device.type == "cuda" or _has_compiler() else "eager"
+    if device.type != "cuda":
+        return "eager"
     return "compiled" if ticks >= _COMPILE else "graph" if ticks >= _CAPTURE else "eager"
+
+
+def _has_compiler() -> bool:
+    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
 
 
 @contextmanager

@@ -282,7 +282,8 @@ def _placed(config: Config, world: World, device: torch.device, cohort: int) -> 
     capture = capture_for(engine.compile, device, executor == "lanes", config.basics.rounds * float(steps))
     task = world.task.to(device, lanes=executor == "lanes", precision=engine.precision, capture=capture)
     in_vain = engine.compile == "on" and capture != "compiled"
-    note = "engine.compile = 'on' does nothing here: it is for clients in lanes on a GPU"
+    lacks = "clients train one by one" if executor == "loop" else "there is no C++ compiler (g++, clang++ or $CXX)"
+    note = f"engine.compile = 'on' does nothing here: {lacks}"
     return Placed(task, executor, reason, [note] if in_vain else [])
 
 
