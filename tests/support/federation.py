@@ -14,7 +14,7 @@ from fedloom.deploy.contract import Contract, Form, read_contract
 from fedloom.deploy.ends import rows_of_client, server_end
 from fedloom.deploy.fleet import Failed, RemoteNodes, Rules
 from fedloom.deploy.node import Node, Place, Policy
-from fedloom.deploy.site import Listens, initialise
+from fedloom.deploy.site import Listens, initialise, read_node
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
@@ -104,9 +104,9 @@ def same(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-def a_site(folder: Path, config: Config, count: int = 3) -> Path:
+def a_site(folder: Path, config: Config, *, secure_sum: bool = False) -> Path:
     """The folders of a federation; returns the server's."""
-    initialise(config, ["Ada", "Bea", "Cem"][:count], Listens(), folder, Path())
+    initialise(config, ["Ada", "Bea", "Cem"], Listens(), folder, Path(), secure_sum=secure_sum)
     return folder / "server"
 
 
@@ -116,7 +116,7 @@ def here(home: Path, *, trust: bool = False) -> Here:
     shared = share(contract.config, Path())
     folders = [home.parent / name.lower() for name in contract.nodes]
     places = [
-        Place(read_contract(folder, trust=trust), k, rows_of_client(shared, k), folder)
+        Place(read_contract(folder, trust=trust), k, rows_of_client(shared, k), folder, read_node(folder).policy)
         for k, folder in enumerate(folders)
     ]
     return Here([Node(place) for place in places])

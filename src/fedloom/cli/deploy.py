@@ -16,6 +16,9 @@ app = typer.Typer(
     help="Run an experiment between real machines, with Flower.", no_args_is_help=True, rich_markup_mode=None
 )
 Site = Annotated[Path, typer.Argument(metavar="SITE", help="The folder that `fedloom deploy init` made.")]
+SecureSum = Annotated[
+    bool, typer.Option("--secure-sum", help="Let the server learn the sum of uploads, and no node's own.")
+]
 _UNDER_WAY = ("idle", "starting", "running", "completed", "stopped")
 
 
@@ -42,6 +45,7 @@ def init(
     host: Annotated[str, typer.Option(help="The name or address under which nodes reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port on which nodes are served.")] = 9443,
     out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("site"),
+    secure_sum: SecureSum = False,
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
@@ -57,7 +61,7 @@ def init(
     names = [name.strip() for name in nodes.split(",") if name.strip()]
     bind = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
     listens = Listens(host=host, bind=bind, port=port)
-    slugs = initialise(config, names, listens, out, _root(data_root))
+    slugs = initialise(config, names, listens, out, _root(data_root), secure_sum=secure_sum)
     print(f"{out}/server: stays with the coordinator")
     for slug in slugs:
         print(f"{out}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
@@ -209,6 +213,7 @@ def local(
     settings: Settings = None,
     nodes: Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")] = 3,
     out: Annotated[Path | None, typer.Option(help="The folder to make; by default a new one below runs/.")] = None,
+    secure_sum: SecureSum = False,
     json_: JsonResult = False,
     trust: Trust = False,
     data_root: Root = None,
@@ -224,7 +229,7 @@ def local(
 
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     folder = out or unused(Path("runs") / f"deploy-{config.kinds['algorithm']}")
-    found = run_local(config, nodes, folder, _root(data_root), _say)
+    found = run_local(config, nodes, folder, _root(data_root), _say, secure_sum=secure_sum)
     if json_:
         print(json.dumps(found))
     else:

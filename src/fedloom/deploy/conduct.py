@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.core.errors import FedloomError
 from fedloom.data.files import default_root
-from fedloom.deploy.contract import read_contract
+from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
 from fedloom.deploy.ends import server_end
 from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry
 from fedloom.deploy.site import RUNS, conducted, read_rules, write_state
@@ -72,11 +72,22 @@ def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> Histo
     return history
 
 
+def _nodes(contract: Contract, transport: Transport, home: Path) -> RemoteNodes:
+    """The nodes, of whose uploads the server learns what its rules say."""
+    rules = read_rules(home)
+    refuse_undeployable(contract.config, secure_sum=rules.secure_sum)
+    if not rules.secure_sum:
+        return RemoteNodes(contract, transport, home, rules)
+    from fedloom.deploy.secure_fleet import SecureNodes
+
+    return SecureNodes(contract, transport, home, rules)
+
+
 def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
     contract, path = read_contract(home), home / RUNS / str(run)
     saved = contract.config.checkpoint.model_copy(update={"every": 1})  # a node keeps no more than two rounds
     config = contract.config._replace(checkpoint=saved)
-    nodes = RemoteNodes(contract, transport, home, read_rules(home))
+    nodes = _nodes(contract, transport, home)
     nodes.run, nodes.say = run, say
     population = nodes.greet()
     begun = (path / "config.toml").is_file()

@@ -178,8 +178,24 @@ def only_simulated(config: Config) -> list[Fault]:
     return faults
 
 
-def refuse_undeployable(config: Config) -> None:
-    faults = undeployable(config)
+def unsummable(config: Config) -> list[Fault]:
+    """Why the server of an experiment needs more than the sum of uploads."""
+    faults, traits = [], config.algorithm.traits
+    if traits.each_upload or config.aggregation.rule != "mean":
+        what = "its server needs every upload by itself"
+        fix = "leave out rules.secure_sum (--secure-sum), or choose a method whose uploads are summed"
+        where = "algorithm.kind" if traits.each_upload else "aggregation.rule"
+        faults.append(Fault(where, f"{what}, and a secure sum shows none", fix))
+    if traits.size_varies:
+        faults.append(Fault("algorithm.kind", "the size of its uploads tells about a node's data, masks or not"))
+    if config.cohort.sampling == "proportional":
+        what = "may draw a node twice, and a secure sum counts each once"
+        faults.append(Fault("cohort.sampling", f"{what} (got 'proportional')", "set cohort.sampling=uniform"))
+    return faults
+
+
+def refuse_undeployable(config: Config, *, secure_sum: bool = False) -> None:
+    faults = undeployable(config) + (unsummable(config) if secure_sum else [])
     if faults:
         raise ConfigError(faults)
 

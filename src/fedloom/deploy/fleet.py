@@ -46,6 +46,7 @@ class Rules(Spec):
 
     deadline: PositiveFloat = Field(3600.0, description="seconds that nodes have for a round")
     quorum: float = Field(1.0, gt=0, le=1, description="share of the nodes of a round that must answer")
+    secure_sum: bool = Field(False, description="let the server learn the sum of the uploads of a round, and no upload")
     join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to be there")
 
 
@@ -88,16 +89,17 @@ class RemoteNodes:
     def greet(self) -> Population:
         """Compare the contract with every node, and learn how many rows each has; all must be there."""
         ids = list(range(len(self._contract.nodes)))
-        hello = packed(Envelope("hello", {"parts": self._contract.parts}, {}))
-        replies = self._ask(hello, ids, self._rules.join, self._welcome, len(ids))
+        asked = {"parts": self._contract.parts, "secure_sum": self._rules.secure_sum}
+        hello = packed(Envelope("hello", asked, {}))
+        read = lambda client, data: self._welcome(client, expected(data, "welcome", HEADER).facts)  # noqa: E731
+        replies = self._ask(hello, ids, self._rules.join, read, len(ids))
         if replies.failed:
             raise LostNodesError(f"the federation is not complete; {self._reasons(replies.failed)}")
         train, test = zip(*(replies.good[client] for client in ids), strict=True)
         self.population = Population(train, test)
         return self.population
 
-    def _welcome(self, client: int, data: bytes) -> tuple[int, int]:
-        facts = expected(data, "welcome", HEADER).facts
+    def _welcome(self, client: int, facts: Mapping[str, Any]) -> tuple[int, int]:
         self._check_name(client, facts)
         return whole(facts, "train"), whole(facts, "test")
 
@@ -105,27 +107,39 @@ class RemoteNodes:
     def train(self, exp: Experiment, order: Order, ids: list[int]) -> dict[int, Outcome]:
         """What the nodes of a round have sent."""
         self._stop_if_asked(order.round)
+        needed = self._needed(len(ids))
         facts = self._facts(order.round) | {
             "senders": order.senders,
+            "least": needed,
             "extra": None if order.extra is None else {str(k): order.extra[k] for k in ids},
             "last_received": self._last_received(order.round),
         }
-
-        def read(client: int, data: bytes) -> Outcome:
-            outcome, found = outcome_of(exp, order, data)
-            self._check_name(client, found)
-            if found.get("round") != order.round:
-                raise MessageError(f"is of round {found.get('round')!r} where {order.round} is expected")
-            return outcome
-
-        data = packed(Envelope("train", facts, order_tensors(exp, order)))
-        needed = max(1, math.ceil(len(ids) * self._rules.quorum))
-        replies = self._ask(data, ids, self._rules.deadline, read, needed)
+        replies = self._uploads(exp, order, ids, facts)
         self._log("train", order.round, ids, replies)
         if len(replies.good) < needed:
             what = f"round {order.round + 1}: {len(replies.good)} of {len(ids)} nodes answered, {needed} are needed"
             raise LostNodesError(f"{what}; {self._reasons(replies.failed)}")
         return replies.good
+
+    def _needed(self, count: int) -> int:
+        """How many of so many nodes must answer."""
+        return max(1, math.ceil(count * self._rules.quorum))
+
+    def _uploads(self, exp: Experiment, order: Order, ids: list[int], facts: dict[str, Any]) -> Replies:
+        """What came of an order to these nodes."""
+
+        def read(client: int, data: bytes) -> Outcome:
+            outcome, said = outcome_of(exp, order, data)
+            self._check_answer(client, order, said)
+            return outcome
+
+        data = packed(Envelope("train", facts, order_tensors(exp, order)))
+        return self._ask(data, ids, self._rules.deadline, read, self._needed(len(ids)))
+
+    def _check_answer(self, client: int, order: Order, said: Mapping[str, Any]) -> None:
+        self._check_name(client, said)
+        if said.get("round") != order.round:
+            raise MessageError(f"is of round {said.get('round')!r} where {order.round} is expected")
 
     def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
         """How the models of the nodes that answered do."""

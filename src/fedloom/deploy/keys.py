@@ -10,9 +10,13 @@ import ipaddress
 from typing import Any, NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedloom.deploy.messages import MessageError
 
 _DAYS = {"authority": 3650, "server": 365}
 
@@ -55,6 +59,29 @@ def new_node() -> Pair:
     )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return Pair(private, public + b"\n")
+
+
+def new_seal(name: str, authority: Any, certificate: Any) -> Pair:
+    """A node's key for secure sums, and the authority's word that it is this node's."""
+    key = X25519PrivateKey.generate()
+    issuer = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+    builder = _certificate(name, issuer, key, _DAYS["authority"])
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    signed = builder.sign(authority, hashes.SHA256())
+    return Pair(_private(key), signed.public_bytes(serialization.Encoding.PEM))
+
+
+def certified_key(certificate: str, authority: bytes, name: str) -> Any:
+    """The key in a node's certificate; refused unless the authority has given it to this node."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate.encode())
+        found.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+        owner = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+    except (ValueError, TypeError, IndexError, InvalidSignature) as error:
+        raise MessageError(f"the certificate of '{name}' for secure sums is not the authority's") from error
+    if owner != name[:64] or found.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
+        raise MessageError(f"the certificate of '{name}' for secure sums has ended, or is that of '{owner}'")
+    return found.public_key()
 
 
 def valid_until(certificate: bytes) -> datetime.datetime:

@@ -22,11 +22,13 @@ from fedloom.runs.settings import Config
 _LOOK = 30.0  # seconds between two questions to Flower: a run that was killed has written nothing
 
 
-def run_local(config: Config, count: int, out: Path, root: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def run_local(
+    config: Config, count: int, out: Path, root: Path, say: Callable[[str], None], *, secure_sum: bool = False
+) -> dict[str, Any]:
     """Set up a federation of ``count`` nodes in ``out``, run it to its end, and stop it; its last status."""
     names = [f"Node {number + 1}" for number in range(count)]
     listens = Listens(host="127.0.0.1", bind="127.0.0.1", port=flower.free_port())
-    slugs = initialise(config, names, listens, out, root)
+    slugs = initialise(config, names, listens, out, root, secure_sum=secure_sum)
     say(f"{out}: a server and {count} nodes, each a process with a key of its own")
     with until_stopped() as stop:
         processes: list[subprocess.Popen[bytes]] = []

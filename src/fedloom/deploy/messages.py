@@ -21,6 +21,7 @@ from fedloom.core.errors import FedloomError
 T = TypeVar("T")
 
 HEADER = 1 << 20  # bytes that the header of a message may take
+SEALED_BYTES = 92  # of what one node seals for another in a secure sum
 _TABLE = "fedloom"
 
 

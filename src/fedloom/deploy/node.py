@@ -20,7 +20,7 @@ from fedloom.deploy.audit import write_audit
 from fedloom.deploy.contract import Contract, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.memory import Memory
-from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
+from fedloom.deploy.messages import HEADER, SEALED_BYTES, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.talk import (
     inquiry_of,
     order_limit,
@@ -37,11 +37,14 @@ from fedloom.runs.folder import read_key, write_key
 from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, record_of
 from fedloom.trust import noise
 
+_IN_THE_CLEAR = "policy.require_secure_sum: the server asks for uploads in the clear (its rules.secure_sum is off)"
+
 
 class Policy(Spec):
     """What the owner of a node allows; in ``[policy]`` of its node.toml."""
 
     min_cohort: NonNegativeInt = Field(0, description="refuse rounds with fewer nodes than this")
+    require_secure_sum: bool = Field(False, description="refuse to send uploads other than into secure sums")
     require_privacy: bool = Field(False, description="refuse experiments without noise in what is sent")
     algorithms: tuple[str, ...] = Field(
         (), description="refuse other methods than these, your own as file.py:Class; empty: all are allowed"
@@ -75,6 +78,7 @@ class Node:
         self._built: tuple[tuple[Population, int], Experiment, Memory] | None = None
         self._record: Any = None  # of the model
         self._limit = HEADER
+        self._session: Any = None  # of a secure sum
         disk.make_folder(place.folder)
 
     def answer(self, data: bytes) -> bytes:
@@ -93,10 +97,49 @@ class Node:
         theirs = message.facts.get("parts")
         why = differences(self._place.contract.parts, theirs if isinstance(theirs, dict) else {})
         refused = self._place.policy.refusal(self._place.contract)
+        if self._place.policy.require_secure_sum and message.facts.get("secure_sum") is not True:
+            refused = refused or _IN_THE_CLEAR
         if why or refused:
             raise MessageError("; ".join([*why, *([refused] if refused else [])]))
-        own = self._place.own
-        return packed(Envelope("welcome", {"train": own.train, "test": own.test, "name": self._name}, {}))
+        own, seal = self._place.own, self._place.folder / "seal.crt"
+        facts = {"seal": seal.read_text()} if seal.is_file() else {}
+        return packed(Envelope("welcome", facts | {"train": own.train, "test": own.test, "name": self._name}, {}))
+
+    def _seal(self, message: Envelope) -> bytes:
+        """Begin a secure sum: what the other nodes need to take away the masks of this one, should it be lost."""
+        from fedloom.deploy.secure_sum import Parties, new_session
+        from fedloom.deploy.secure_talk import packed_sealed
+
+        self._end(message)
+        facts, names = message.facts, self._place.contract.nodes
+        members, seals = facts.get("members"), facts.get("seals")
+        if not isinstance(members, list) or not isinstance(seals, dict) or not set(members) <= set(range(len(names))):
+            raise MessageError("'members' and 'seals' should name nodes of the contract")
+        about = f"{facts['campaign']} {facts['run']} {whole(facts, 'round')} {facts.get('attempt')}"
+        parties = Parties(about, tuple(members), whole(facts, "threshold"))
+        certificates = {int(k): str(seal) for k, seal in seals.items()}
+        self._session = None
+        session = new_session(self._place.folder, parties, self._place.client, dict(enumerate(names)), certificates)
+        reply = packed_sealed(parties, session.sealed(), {"round": facts["round"], "name": self._name})
+        self._session = session
+        return reply
+
+    def _unmask(self, message: Envelope) -> bytes:
+        """Give one share of each node's seeds, once."""
+        from fedloom.deploy.secure_talk import packed_shares
+
+        facts, session = message.facts, self._session_of(message)
+        left = facts.get("left")
+        if not isinstance(left, list) or len(left) < self._place.policy.min_cohort:
+            raise MessageError(f"policy.min_cohort: 'left' should name {self._place.policy.min_cohort} nodes or more")
+        return packed_shares(session.shares_of(left), {"round": facts.get("round"), "name": self._name})
+
+    def _session_of(self, message: Envelope) -> Any:
+        facts, found = message.facts, self._session
+        about = f"{facts.get('campaign')} {facts.get('run')} {facts.get('round')} {facts.get('attempt')}"
+        if found is None or found.parties.about != about:
+            raise MessageError("has sealed nothing for this secure sum (it was started again, or is of another round)")
+        return found
 
     def _train(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
@@ -104,10 +147,24 @@ class Node:
         if order.senders < self._place.policy.min_cohort:
             what = f"the round has {order.senders} nodes; this node requires at least {self._place.policy.min_cohort}"
             raise MessageError(f"policy.min_cohort: {what}")
+        if "attempt" not in message.facts and self._place.policy.require_secure_sum:
+            raise MessageError(_IN_THE_CLEAR)
+        session = self._session_of(message) if "attempt" in message.facts else None
         memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
+        # Shares of common noise must make up all of it, also if no more nodes are heard than must be.
+        order = order._replace(senders=min(order.senders, whole(message.facts, "least")))
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
         memory.keep(order.round)
-        return packed_outcome(exp, outcome, {"round": order.round, "name": self._name})
+        facts = {"round": order.round, "name": self._name}
+        if session is None:
+            return packed_outcome(exp, outcome, facts)
+        from fedloom.deploy.secure_talk import boxes_for, packed_masked
+
+        sealed = message.facts.get("sealed")
+        given = message.tensors.get("boxes")
+        if not isinstance(sealed, list) or given is None:
+            raise MessageError("'sealed' and 'boxes' should have what the nodes of this sum have sealed")
+        return packed_masked(exp, outcome, session, boxes_for(session.parties, client, sealed, given), facts)
 
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
@@ -129,7 +186,14 @@ class Node:
         save_own_model(self._place.folder, self._place.contract, self._record, (self._name, inquiry.round), tensors)
         return packed(Envelope("finished", {"round": inquiry.round, "name": self._name}, {}))
 
-    _kinds = {"hello": _hello, "train": _train, "evaluate": _evaluate, "finish": _finish}  # noqa: RUF012
+    _kinds = {  # noqa: RUF012
+        "hello": _hello,
+        "seal": _seal,
+        "train": _train,
+        "unmask": _unmask,
+        "evaluate": _evaluate,
+        "finish": _finish,
+    }
 
     @property
     def _name(self) -> str:
@@ -150,7 +214,7 @@ class Node:
         if self._built is None or self._built[0] != (population, run):
             prepared = node_end(place.contract.config, place.own, place.client, population)
             exp, self._record = prepared.experiment, record_of(prepared)
-            self._limit = order_limit(exp)
+            self._limit = order_limit(exp) + SEALED_BYTES * len(place.contract.nodes) ** 2
             memory = Memory(place.folder / "runs" / str(run), len(population.train))
             self._built = (population, run), exp, memory
         return self._built[1], self._built[2]

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -59,11 +59,16 @@ class NodeSettings(NamedTuple):
     policy: Policy
 
 
-def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, root: Path) -> list[str]:
-    """Make the folders of a federation; returns the names of the nodes' folders."""
+def initialise(
+    config: Config, nodes: list[str], listens: Listens, out: Path, root: Path, *, secure_sum: bool = False
+) -> list[str]:
+    """Make the folders of a federation; returns the names of the nodes' folders.
+
+    ``secure_sum``: the server is to learn sums of uploads alone, and nodes send nothing else.
+    """
     from fedloom.deploy import keys
 
-    refuse_undeployable(config)
+    refuse_undeployable(config, secure_sum=secure_sum)
     slugs = slugs_of(nodes)
     if out.exists() and any(out.iterdir()):
         raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
@@ -78,11 +83,14 @@ def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, ro
     disk.write_bytes(out / AUTHORITY / "ca.key", authority.private)
     home = out / SERVER
     files = {"server.key": server.private, "server.pem": server.public, "ca.crt": authority.public}
-    files[SERVER_TOML] = tomli_w.dumps({"server": dict(listens), "rules": dict(Rules())}).encode()
+    files[SERVER_TOML] = tomli_w.dumps({"server": dict(listens), "rules": dict(Rules(secure_sum=secure_sum))}).encode()
     for slug, name in zip(slugs, nodes, strict=True):
-        pair = keys.new_node()
+        pair, seal = keys.new_node(), keys.new_seal(name, key, certificate)
         files[f"{slug}.pub"] = pair.public
-        _write_bundle(out / slug, contract, name, pair.private, authority.public, f"{listens.host}:{listens.port}")
+        secret = {"node.key": pair.private, "seal.key": seal.private, "seal.crt": seal.public}
+        identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
+        settings = NodeSettings(identity, Policy(require_secure_sum=secure_sum))
+        _write_bundle(out / slug, contract, settings, secret | {"ca.crt": authority.public})
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)
@@ -90,13 +98,11 @@ def initialise(config: Config, nodes: list[str], listens: Listens, out: Path, ro
     return slugs
 
 
-def _write_bundle(folder: Path, contract: Contract, name: str, key: bytes, ca: bytes, server: str) -> None:
-    identity = NodeIdentity(name=name, server=server)
-    table = {"node": dict(identity), "policy": dict(Policy())}
-    disk.write_bytes(folder / "node.key", key)
-    disk.write_bytes(folder / "ca.crt", ca)
-    disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
-    disk.write_bytes(folder / "fedloom-node.service", unit_of_node(folder.name))
+def _write_bundle(folder: Path, contract: Contract, settings: NodeSettings, files: Mapping[str, bytes]) -> None:
+    table = {"node": dict(settings.identity), "policy": dict(settings.policy)}
+    more = {NODE_TOML: tomli_w.dumps(table).encode(), "fedloom-node.service": unit_of_node(folder.name)}
+    for name, data in {**files, **more}.items():
+        disk.write_bytes(folder / name, data)
     write_contract(folder, contract)
 
 

@@ -9,6 +9,7 @@ finish     server: Inquiry                 node: nothing; its own model stays wi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def refusal(why: str) -> bytes:
     return packed(Envelope("refused", {"why": why}, {}))
 
 
-def whole(facts: dict[str, Any], name: str) -> int:
+def whole(facts: Mapping[str, Any], name: str) -> int:
     """A whole number that a message must have."""
     found = facts.get(name)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 53:

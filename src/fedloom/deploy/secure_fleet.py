@@ -1,0 +1,78 @@
+"""The nodes of a federation as a server sees them that learns sums alone: three exchanges in a round instead of one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.deploy.contract import Contract
+from fedloom.deploy.fleet import LostNodesError, RemoteNodes, Replies, Rules, Transport
+from fedloom.deploy.messages import Envelope, MessageError, packed
+from fedloom.deploy.secure_sum import Parties, Sealed, unmasked
+from fedloom.deploy.secure_talk import boxes_of_all, masked_of, outcomes_of, sealed_of, shares_of
+from fedloom.deploy.talk import order_tensors
+from fedloom.engine.fleet import Order
+from fedloom.engine.state import Experiment
+
+
+class SecureNodes(RemoteNodes):
+    """The nodes of a contract, of whose uploads only the sum is known here."""
+
+    def __init__(self, contract: Contract, transport: Transport, folder: Path, rules: Rules) -> None:
+        super().__init__(contract, transport, folder, rules)
+        self._seals: dict[int, str] = {}  # the certificate of each node
+
+    def _welcome(self, client: int, facts: Mapping[str, Any]) -> tuple[int, int]:
+        if not isinstance(facts.get("seal"), str):
+            raise MessageError("has no certificate for secure sums (seal.crt); make one with: fedloom deploy renew")
+        self._seals[client] = str(facts["seal"])
+        return super()._welcome(client, facts)
+
+    def _needed(self, count: int) -> int:
+        """More than half must be left: else some could be asked for the one seed of a node, and some for the other."""
+        return max(super()._needed(count), count // 2 + 1, 2)
+
+    def _uploads(self, exp: Experiment, order: Order, ids: list[int], facts: dict[str, Any]) -> Replies:
+        until, needed = time.monotonic() + self._rules.deadline, self._needed(len(ids))
+        attempt = secrets.token_hex(16)
+        parties = Parties(f"{self._contract.campaign} {self.run} {order.round} {attempt}", tuple(ids), needed)
+
+        def ask(kind: str, more: dict[str, Any], to: list[int], read: Callable[..., Any], tensors: Any = ()) -> Replies:
+            message = packed(Envelope(kind, facts | {"attempt": attempt} | more, dict(tensors)))
+            left = max(1.0, until - time.monotonic())
+            return self._ask(message, to, left, lambda k, data: self._told_by(k, order, read(k, data)), needed)
+
+        seals = {str(k): self._seals[k] for k in ids}
+        asked = {"members": ids, "threshold": needed, "seals": seals}
+        first = ask("seal", asked, ids, lambda k, data: sealed_of(parties, k, data))
+        sealed: dict[int, Sealed] = first.good
+        if len(sealed) < needed:
+            return first._replace(good={})
+        tensors = order_tensors(exp, order) | {"boxes": boxes_of_all(parties, sealed)}
+        second = ask(
+            "train", {"sealed": sorted(sealed)}, sorted(sealed), lambda _, data: masked_of(exp, order, data), tensors
+        )
+        found = Replies(second.good, first.failed | second.failed, first.seconds + second.seconds)
+        if len(found.good) < needed:
+            return found
+        heard = sorted(found.good)
+        third = ask("unmask", {"left": heard}, heard, lambda _, data: shares_of(list(sealed), data))
+        where = f"round {order.round + 1}: the masks of {len(heard)} uploads cannot be taken away"
+        if len(third.good) < needed:
+            what = f"{len(third.good)} of {len(heard)} nodes gave their shares, {needed} are needed"
+            raise LostNodesError(f"{where}: {what}; {self._reasons(third.failed)}")
+        try:
+            total = unmasked(parties, {k: found.good[k].words for k in heard}, sealed, third.good)
+            outcomes = outcomes_of(exp, order, total, found.good)
+        except MessageError as error:
+            raise LostNodesError(f"{where}: {error}") from error
+        return found._replace(good=outcomes, seconds=found.seconds + third.seconds)
+
+    def _told_by(self, client: int, order: Order, said: tuple[Any, dict[str, Any]]) -> Any:
+        """What a node said, if it is the node, and speaks of this round."""
+        found, facts = said
+        self._check_answer(client, order, facts)
+        return found

@@ -1,0 +1,218 @@
+"""Secure sums: the server learns the sum of the nodes' vectors, and no vector of a single node.
+
+The protocol is that of Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017,
+with double masks and recovery of lost nodes. In each round
+
+seal      every node draws two seeds and sends shares of both to every other node, sealed for that node alone
+mask      every node sends its vector plus a mask of its own and, for each other node, a mask that both can compute and
+          that one adds and the other subtracts
+unmask    every node that is left gives, of each node that was heard, the share of its own mask's seed, and of each that
+          was lost, the share of the seed of its common masks; never both
+
+so that the common masks cancel out, and ``threshold`` nodes together remove the others. Nodes are sure of each other by
+certificates of the federation's authority, on keys (X25519) from which any two of them derive the key that seals their
+boxes. All primitives are those of ``cryptography`` and ``pycryptodome``: docs/adr/0024.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedloom.deploy.keys import certified_key
+from fedloom.deploy.messages import SEALED_BYTES, MessageError
+
+Words: TypeAlias = NDArray[np.uint64]  # numbers modulo 2**64
+SEAL_KEY, SEAL_CERTIFICATE = "seal.key", "seal.crt"  # in a node's folder
+BITS = 32  # of a number after its binary point
+SEED, PUBLIC, BOX = 16, 32, SEALED_BYTES  # bytes of a seed, a public key, and of a box: nonce, key, shares, tag
+
+
+class Parties(NamedTuple):
+    """Who takes part in one sum; ``about`` names it, and no other sum."""
+
+    about: str
+    members: tuple[int, ...]  # the nodes, by number
+    threshold: int  # how many of them must be left at the end
+
+
+class Sealed(NamedTuple):
+    """What a node sends before it knows its vector."""
+
+    public: bytes  # its key for common masks
+    commitments: tuple[bytes, bytes]  # hashes of its two seeds, by which wrong shares are noticed
+    boxes: Mapping[int, bytes]  # for every other member
+
+
+class Shares(NamedTuple):
+    """What a node holds of another's seeds."""
+
+    own: bytes  # of the seed of its own mask
+    common: bytes  # of the seed of its common masks
+
+
+class Seeds(NamedTuple):
+    own: bytes
+    common: bytes
+
+
+class Session:
+    """A node's part in one sum. It masks one vector and gives shares once, whatever it is asked."""
+
+    def __init__(self, parties: Parties, me: int, key: Any, others: Mapping[int, Any]) -> None:
+        self.parties, self.me = parties, me
+        self._key, self._others = key, others
+        self._seeds = Seeds(secrets.token_bytes(SEED), secrets.token_bytes(SEED))
+        self._shares: dict[int, Shares] = {}
+        self._masked = False
+
+    def sealed(self) -> Sealed:
+        """The boxes for the other members."""
+        members, threshold = self.parties.members, self.parties.threshold
+        both = [dict(Shamir.split(threshold, len(members), seed, ssss=False)) for seed in self._seeds]
+        parts = {member: Shares(*(shares[at + 1] for shares in both)) for at, member in enumerate(members)}
+        public = _public(_common_key(self._seeds.common))
+        self._shares = {self.me: parts[self.me]}
+        boxes = {other: self._box(other, public + b"".join(parts[other])) for other in members if other != self.me}
+        return Sealed(public, (_commitment(self._seeds.own), _commitment(self._seeds.common)), boxes)
+
+    def masked(self, vector: NDArray[np.float64], boxes: Mapping[int, bytes]) -> Words:
+        """The vector under its masks; ``boxes``: from the members that have sealed theirs."""
+        if self._masked:
+            raise MessageError("this sum has its vector already: a second one under the same masks would show both")
+        self._masked = True
+        publics = {other: self._opened(other, box) for other, box in boxes.items()}
+        words = fixed_point(vector, len(self.parties.members)) + _stream(self._seeds.own, len(vector))
+        mine = _common_key(self._seeds.common)
+        for other, public in publics.items():
+            words = _with_common(words, self.me, other, _agreed(mine, public, self.parties.about))
+        return words
+
+    def shares_of(self, heard: Sequence[int]) -> dict[int, bytes]:
+        """The share of each member's own mask, where it was heard, else that of its common masks."""
+        if not self._masked or not self._shares:
+            raise MessageError("has no share to give: it sealed none in this sum, or has given them already")
+        if len(set(heard) & set(self._shares)) < self.parties.threshold or self.me not in heard:
+            raise MessageError(f"{len(heard)} nodes were heard, and a secure sum needs {self.parties.threshold}")
+        held, self._shares = self._shares, {}
+        return {member: shares.own if member in heard else shares.common for member, shares in held.items()}
+
+    def _box(self, other: int, content: bytes) -> bytes:
+        nonce = secrets.token_bytes(12)
+        return nonce + bytes(self._cipher(other).encrypt(nonce, content, self._about(self.me, other)))
+
+    def _opened(self, other: int, box: bytes) -> bytes:
+        """The other's public key; its shares are kept."""
+        try:
+            content = bytes(self._cipher(other).decrypt(box[:12], box[12:], self._about(other, self.me)))
+        except InvalidTag:
+            raise MessageError(f"the box of node {other} was not sealed by it for this sum") from None
+        public, own, common = content[:PUBLIC], content[PUBLIC : PUBLIC + SEED], content[PUBLIC + SEED :]
+        self._shares[other] = Shares(own, common)
+        return public
+
+    def _cipher(self, other: int) -> Any:
+        return ChaCha20Poly1305(_derived(self._key.exchange(self._others[other]), f"box {self.parties.about}"))
+
+    def _about(self, sender: int, receiver: int) -> bytes:
+        """What a box is bound to: the sum, who takes part, and from whom to whom it goes."""
+        return f"{self.parties} {sender} {receiver}".encode()
+
+
+def new_session(folder: Path, parties: Parties, me: int, names: Mapping[int, str], seals: Mapping[int, str]) -> Session:
+    """A session of the node whose folder this is, with members whose certificates are the authority's."""
+    members = parties.members
+    if len(set(members)) != len(members) or me not in members or len(members) < 2:
+        raise MessageError("a secure sum needs two nodes at least, each of them once, and this one among them")
+    if not len(members) / 2 < parties.threshold <= len(members):
+        what = f"its threshold should be more than half of its {len(members)} nodes (got {parties.threshold})"
+        raise MessageError(f"{what}: else the server could ask some for the one seed of a node, and some for the other")
+    authority = (folder / "ca.crt").read_bytes()
+    others = {k: certified_key(seals.get(k, ""), authority, names[k]) for k in members if k != me}
+    key = serialization.load_pem_private_key((folder / SEAL_KEY).read_bytes(), None)
+    return Session(parties, me, key, others)
+
+
+def unmasked(
+    parties: Parties,
+    vectors: Mapping[int, Words],
+    sealed: Mapping[int, Sealed],
+    given: Mapping[int, Mapping[int, bytes]],
+) -> NDArray[np.float64]:
+    """The sum of the vectors that were heard; ``given``: by whom, whose, which share."""
+    total = np.zeros_like(next(iter(vectors.values())))
+    for vector in vectors.values():
+        total = total + vector
+    for member, seals in sealed.items():
+        shares = [(parties.members.index(by) + 1, theirs[member]) for by, theirs in given.items() if member in theirs]
+        if len(shares) < parties.threshold:
+            raise MessageError(f"{len(shares)} shares of node {member} came, and {parties.threshold} are needed")
+        seed = Shamir.combine(shares[: parties.threshold], ssss=False)
+        if _commitment(seed) != seals.commitments[member not in vectors]:
+            raise MessageError(f"the shares of node {member} do not fit together: somebody has sent a wrong one")
+        if member in vectors:
+            total = total - _stream(seed, len(total))
+            continue
+        for other in vectors:  # the lost node's own masks of the others, which nobody took away
+            total = _with_common(total, member, other, _agreed(_common_key(seed), sealed[other].public, parties.about))
+    return floating(total)
+
+
+def fixed_point(vector: NDArray[np.float64], members: int) -> Words:
+    """Numbers as whole multiples of 2**-BITS; refused where a sum of them might overflow."""
+    most = 2.0 ** (62 - BITS) / members
+    if not (np.abs(vector) < most).all():
+        raise MessageError(f"a number of {np.abs(vector).max():.3g} is too large for a secure sum (below {most:.3g})")
+    return np.rint(vector * 2.0**BITS).astype(np.int64).view(np.uint64)
+
+
+def floating(words: Words) -> NDArray[np.float64]:
+    return words.view(np.int64).astype(np.float64) / 2.0**BITS
+
+
+def _with_common(words: Words, one: int, other: int, key: bytes) -> Words:
+    """The words with the mask that two nodes have in common: the lower number adds it, the other subtracts it."""
+    mask = _stream(key, len(words))
+    return words + mask if one < other else words - mask
+
+
+def _agreed(key: Any, public: bytes, about: str) -> bytes:
+    return _derived(key.exchange(X25519PublicKey.from_public_bytes(public)), f"mask {about}")
+
+
+def _common_key(seed: bytes) -> Any:
+    return X25519PrivateKey.from_private_bytes(_derived(seed, "key of common masks"))
+
+
+def _public(key: Any) -> bytes:
+    found: bytes = key.public_key().public_bytes_raw()
+    return found
+
+
+def _derived(secret: bytes, purpose: str) -> bytes:
+    found: bytes = HKDF(hashes.SHA256(), 32, None, f"fedloom secure sum, {purpose}".encode()).derive(secret)
+    return found
+
+
+def _commitment(seed: bytes) -> bytes:
+    return hashlib.sha256(b"fedloom secure sum, seed " + seed).digest()
+
+
+def _stream(key: bytes, count: int) -> Words:
+    """Words that look random to whoever does not know the key: ChaCha20's key stream."""
+    cipher = Cipher(ChaCha20(_derived(key, "stream"), bytes(16)), None).encryptor()
+    return np.frombuffer(cipher.update(bytes(8 * count)), np.dtype("<u8")).astype(np.uint64, copy=False)
