@@ -153,7 +153,7 @@ def test_a_node_that_is_lost_in_a_round_is_left_out_of_the_sum(stage: str, tmp_p
     conduct(home, transport, 1, print)
     conduct(plain, other, 1, print)
     (line,) = (line for line in read_rounds(home) if line["kind"] == "train")
-    assert line["heard"] == (["Ada", "Bea", "Cem"] if late else ["Ada", "Cem"])
+    assert line["answered"] == (["Ada", "Bea", "Cem"] if late else ["Ada", "Cem"])
     for found, expected in zip(weights(home / "runs" / "1"), weights(plain / "runs" / "1"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
