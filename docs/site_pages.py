@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 OUTSIDE = {
     "README.md": "index.md",
+    "README.zh-CN.md": "zh-CN.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",

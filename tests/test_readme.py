@@ -26,7 +26,7 @@ import pytest
 from fedloom.cli import main as cli
 from fedloom.engine import laws
 from fedloom.runs.catalogue import entries
-from fedloom.runs.settings import parse, read_toml
+from fedloom.runs.settings import SECTIONS, parse, read_toml
 from support import shown, warm
 
 ROOT = Path(__file__).parent.parent
@@ -237,6 +237,43 @@ def test_tables(folder: Path) -> None:
 def test_networks(folder: Path) -> None:
     done = follow(ROOT / "docs/networks.md")
     assert "psi" in printed(done, "fedloom describe topology torus")
+
+
+@pytest.mark.parametrize(
+    ("translation", "originals"),
+    [
+        ("README.zh-CN.md", ["README.md"]),
+        ("docs/first-steps/zh-CN.md", ["docs/first-steps/researcher.md", "docs/first-steps/hospital.md"]),
+    ],
+)
+def test_a_translation_says_what_is_tested(translation: str, originals: list[str]) -> None:
+    """Its commands, what they print, and its snippets are those of pages that are executed; comments are translated."""
+    tested = "".join((ROOT / name).read_text(encoding="utf-8") for name in originals)
+    commands = {command: lines for block in blocks(tested) if block.is_run for command, lines in block.commands}
+    snippets = {uncommented(block.text) for block in blocks(tested)}
+    said = list(blocks((ROOT / translation).read_text(encoding="utf-8")))
+    assert len(said) > 8
+    for block in said:
+        if block.is_run:
+            for command, lines in block.commands:
+                assert command in commands
+                assert not lines or lines == commands[command]
+        else:
+            assert uncommented(block.text) in snippets
+
+
+def uncommented(code: str) -> str:
+    return re.sub(r"(?<=\S)\s+# .*$", "", code, flags=re.MULTILINE)
+
+
+def test_pages_name_settings_that_exist() -> None:
+    tables = "".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("configuration", "algorithms"))
+    known = {"kind", *re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE)}
+    wrong_on_purpose = {"local.lrr"}
+    sections = "|".join([*SECTIONS, "algorithm", "data", "model", "partition", "topology"])
+    for page in PAGES:
+        named = re.findall(rf"\b((?:{sections})\.(\w+))=", page.read_text(encoding="utf-8"))
+        assert {full for full, key in named if key not in known} - wrong_on_purpose == set(), page
 
 
 def test_a_command_that_fails_is_noticed(folder: Path) -> None:
