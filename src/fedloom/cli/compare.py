@@ -30,6 +30,13 @@ Seed = Annotated[
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
 Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
 Metric = Annotated[str | None, typer.Option(help="The metric to compare by; by default the first accuracy.")]
+Select = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METRIC",
+        help="Choose each method's best place of the grid by this metric on validation rows, as accuracy or loss.",
+    ),
+]
 Target = Annotated[float | None, typer.Option(help="Report what it took to reach this value.")]
 Against = Annotated[
     Literal["rounds", "seconds", "bytes", "busiest", "gradients"] | None,
@@ -52,6 +59,7 @@ def compare(
     grid: Grid = None,
     baseline: Baseline = None,
     metric: Metric = None,
+    select: Select = None,
     target: Target = None,
     x: Against = None,
     equal: Equal = None,
@@ -80,8 +88,8 @@ def compare(
     refuse_user_code(no_user_code)
     if seeds is not None and seed:
         raise ConfigError([Fault("--seed", "cannot be set beside --seeds", "leave one of them out")])
-    options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "target": target, "x": x}
-    options |= {"equal": equal, "reference": reference, "budget": budget}
+    options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
+    options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     table, name = _comparison(words or [], grid or [], given, trust=trust)
     planned = plan(table)

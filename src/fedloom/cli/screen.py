@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fedloom import __version__
 from fedloom.cli.ranks import follows
-from fedloom.core.vocabulary import accuracies, headline, is_share, is_summarised
+from fedloom.core.vocabulary import accuracies, headline, is_evaluation, is_share, is_summarised
 from fedloom.report.words import as_bytes, brief, plural, short, span
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedloom.engine.state import Experiment
     from fedloom.report.comparison.sheet import Sheet
     from fedloom.report.comparison.sheet_text import Word
+    from fedloom.report.comparison.text import Section
     from fedloom.runs import loop
     from fedloom.runs.prepare import Prepared
     from fedloom.runs.result import History
@@ -170,7 +171,7 @@ class RunScreen:
             self._bar = None
 
     def ended(self, history: History) -> None:
-        table = _table("metric", "last", "best", "mean of last 10")
+        table = _table("metric", "last", "best", _tail(history))
         for name, value in history.summary.items():
             if is_summarised(name):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
@@ -187,6 +188,12 @@ class RunScreen:
         if self._idle:
             of = "the only round" if history.rounds == 1 else f"{self._idle} of {history.rounds} rounds"
             yield f"warning: in {of} nobody trained (all clients were late or lost), and the model stayed as it was"
+
+
+def _tail(history: History) -> str:
+    """What the mean at the end of a run is over."""
+    count = sum(line["round"] > 0 for line in history.records if is_evaluation(line))
+    return "mean of last 10" if count >= 10 else f"mean of all {count}"
 
 
 def _where(prepared: Prepared, folder: Path | None) -> str:
@@ -336,17 +343,11 @@ class ComparisonScreen:
 
         console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
         for whole in sections(done.question, done.rows):
-            section = narrowed(whole, console.width)
-            table = Table(box=None, pad_edge=False, header_style="bold")
-            for index, column in enumerate(section.header):
-                table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
-            for index, line in enumerate(section.lines):
-                table.add_row(*(Text(word) for word in line), style="bold" if index == section.best else None)
-            self.say(f"\n{section.title}" if section.title else "")
-            console.print(table)
+            self._section(narrowed(whole, console.width), console)
         self.say("")
         for note in notes(done.question, done.rows):
             self.say(note)
+        self._selected(done, console)
         for sentence in sentences(done.question, done.decided):
             self.say(f"claim {sentence}")
         if done.sheet is not None:
@@ -362,6 +363,29 @@ class ComparisonScreen:
             self.say(f"{folder}/layout.md     the table in its layout; also as .csv, .tex, .png, .svg and .pdf")
         pace = "" if self._pace is None else f" ({self._pace:,.0f} cells an hour)"
         self.say(f"{done.cells}/        a run folder for each cell, listed in cells.csv{pace}")
+
+    def _section(self, section: Section, console: Console) -> None:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for index, column in enumerate(section.header):
+            table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
+        for index, line in enumerate(section.lines):
+            table.add_row(*(Text(word) for word in line), style="bold" if index == section.best else None)
+        self.say(f"\n{section.title}" if section.title else "")
+        console.print(table)
+
+    def _selected(self, done: Comparison, console: Console) -> None:
+        """What was chosen by validation rows, and what it scores on test rows."""
+        from fedloom.report.comparison.selected import chosen_sections, selection_notes
+        from fedloom.report.comparison.text import narrowed
+
+        if done.selection is None:
+            return
+        self.say("\nchosen by validation:")
+        for section in chosen_sections(done.selection):
+            self._section(narrowed(section, console.width), console)
+        self.say("")
+        for note in selection_notes(done.selection):
+            self.say(note)
 
     def _layout(self, sheet: Sheet, console: Console) -> None:
         """The tables in the layout of the recipe, side by side as far as the terminal is wide."""

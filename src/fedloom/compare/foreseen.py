@@ -11,7 +11,7 @@ from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.metrics import Auc, measure_name
 from fedloom.core.quality import ClassMeasure
-from fedloom.core.vocabulary import as_validation, is_ours, is_test, matching
+from fedloom.core.vocabulary import as_validation, is_ours, is_test, leaf, matching
 from fedloom.engine.diagnose import RECORDED
 from fedloom.runs.settings import Config
 
@@ -98,7 +98,10 @@ def _may_have_own_rows(config: Config) -> bool:
 
 def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
     """The metrics that a comparison asks for and no cell can record."""
-    wanted = [("compare.metric", spec.metric)]
+    lacking = _without_validation(spec, configs)
+    if lacking:
+        return lacking
+    wanted = [("compare.metric", spec.metric), ("compare.select", spec.select.metric if spec.select else "")]
     wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
     wanted += [(f"compare.claims.{number}.metric", claim.metric) for number, claim in enumerate(spec.claims)]
     # Seeds and most of a grid change nothing here: each kind of evaluation is looked at once.
@@ -108,8 +111,18 @@ def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
     return [fault for at, metric in wanted if metric for fault in _unrecorded(metric, distinct, names, at)]
 
 
+def _without_validation(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
+    """That places are to be chosen by validation rows, and there are none."""
+    if spec.select is None or all(config.evaluate.validation for config in configs):
+        return []
+    fix = "set evaluate.validation=0.2, and a fifth of each client's training rows is kept for it"
+    return [Fault("compare.select", "choosing needs validation rows, and evaluate.validation is 0", fix)]
+
+
 def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str) -> list[Fault]:
     if not configs or any(matching(metric, names)):
+        return []
+    if at == "compare.select" and any(matching(metric, (leaf(name) for name in names if "/validation/" in name))):
         return []
     if any(map(reports_itself, configs)) and not is_ours(metric):
         return []

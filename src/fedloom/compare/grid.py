@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.table import GainEntry, MethodEntry, dotted
+from fedloom.compare.table import GainEntry, MethodEntry, SelectEntry, dotted
 from fedloom.report.comparison.question import Place, Versus
 
 
@@ -103,6 +103,16 @@ def labels_named(name: str, methods: Sequence[Method]) -> list[str]:
 def names(methods: Sequence[Method]) -> list[str]:
     """Every label and kind by which a method can be named."""
     return list(dict.fromkeys(name for m in methods for name in (m.label, m.kind)))
+
+
+# Sections that pose the problem: their axes are never chosen over unless they are named.
+_PROBLEM = ("data", "partition", "task", "system", "corruption", "privacy", "proxy", "evaluate")
+
+
+def chosen_over(select: SelectEntry, axes: Sequence[Axis]) -> list[str]:
+    """The axes among whose values a method is given the best: those that are named, else all that do not pose the
+    problem itself."""
+    return select.over or [axis.key for axis in axes if axis.key.partition(".")[0] not in _PROBLEM]
 
 
 def versus(gain: GainEntry, methods: Sequence[Method]) -> Versus:

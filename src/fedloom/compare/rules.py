@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.grid import Axis, Method, labels_named, names, versus, word
+from fedloom.compare.grid import Axis, Method, chosen_over, labels_named, names, versus, word
 from fedloom.compare.table import ClaimEntry, Compare, Statement
 from fedloom.core.errors import Fault, nearest
+from fedloom.core.vocabulary import as_validation, leaf
 from fedloom.report.comparison.statistics import COSTS
 from fedloom.runs.in_memory import InMemory
 
@@ -80,6 +81,20 @@ def _gain(asked: Asked) -> Iterator[Fault]:
     yield from faults
     if (not faults and gain.of in versus(gain, methods).over) or len(methods) == 1:
         yield Fault("compare.gain", f"needs another method than '{gain.of}' to be better than")
+
+
+def _select(asked: Asked) -> Iterator[Fault]:
+    select, keys = asked.spec.select, [axis.key for axis in asked.axes]
+    if select is None:
+        return
+    for key in (key for key in select.over if key not in keys):
+        yield Fault("compare.select.over", f"'{key}' is not an axis of the grid", nearest(key, keys))
+    if not chosen_over(select, asked.axes):
+        fix = "add one, such as --grid local.lr=0.03,0.1,0.3"
+        yield Fault("compare.select", "there is nothing to choose from: no axis of the grid is a setting to tune", fix)
+    if "/" in select.metric and "/validation/" not in select.metric:
+        fix = f"{as_validation(select.metric)}, or {leaf(select.metric)}"
+        yield Fault("compare.select", f"'{select.metric}' is not measured on validation rows", f"use {fix}")
 
 
 def _equal_terms(asked: Asked) -> Iterator[Fault]:
@@ -213,7 +228,20 @@ def _statistic_of_claim(claim: ClaimEntry, at: str) -> Iterator[Fault]:
         yield Fault(f"{at}.target", f"{what} with statistic = '{claim.statistic}'")
 
 
-_RULES = (_labels, _seeds, _baseline, _gain, _equal_terms, _axes, _set_twice, _layout, _paper, _caveats, _claims)
+_RULES = (
+    _labels,
+    _seeds,
+    _baseline,
+    _gain,
+    _select,
+    _equal_terms,
+    _axes,
+    _set_twice,
+    _layout,
+    _paper,
+    _caveats,
+    _claims,
+)
 
 
 def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[Fault]:

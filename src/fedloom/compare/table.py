@@ -90,6 +90,13 @@ class GainEntry(Spec):
     over: list[str] = Field(default_factory=list)
 
 
+class SelectEntry(Spec):
+    """By which metric on validation rows a place of the grid is chosen, and over which axes; none: see the docs."""
+
+    metric: str = Field(min_length=1)
+    over: list[str] = Field(default_factory=list)
+
+
 class Compare(Spec):
     """The settings of a comparison."""
 
@@ -98,6 +105,7 @@ class Compare(Spec):
     baseline: str = ""
     gain: GainEntry | None = None
     metric: str = ""
+    select: SelectEntry | None = None
     target: float | None = None
     x: Along | None = None
     equal: Equal = "rounds"
@@ -121,6 +129,11 @@ class Compare(Spec):
     @classmethod
     def _of_one(cls, given: Any) -> Any:
         return {"of": given} if isinstance(given, str) else given
+
+    @field_validator("select", mode="before")
+    @classmethod
+    def _by_one(cls, given: Any) -> Any:
+        return {"metric": given} if isinstance(given, str) else given
 
     @field_validator("seeds", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.compare.claims import claims_of
-from fedloom.compare.grid import versus
+from fedloom.compare.grid import chosen_over, versus
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.compare.read import read_results
 from fedloom.core.errors import ConfigError, Fault, nearest
@@ -18,6 +18,7 @@ from fedloom.report.comparison import (
     curves,
     latex,
     numbers,
+    selected,
     sheet_curves,
     sheet_latex,
     sheet_numbers,
@@ -29,6 +30,7 @@ from fedloom.report.comparison import text as text_table
 from fedloom.report.comparison.claims import Decided
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Caveat, Place, Question, Result
+from fedloom.report.comparison.selected import Selection
 from fedloom.report.comparison.sheet import Sheet, sheet_of
 from fedloom.report.comparison.statistics import Row
 from fedloom.report.figure import PICTURES
@@ -46,6 +48,7 @@ class Comparison(NamedTuple):
     failures: dict[str, str]  # by the cell's name
     sheet: Sheet | None = None  # the same in the layout of the recipe
     decided: tuple[Decided, ...] = ()  # the claims of the recipe
+    selection: Selection | None = None  # what was chosen by validation rows, where that is asked for
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; the same whenever the comparison is repeated."""
@@ -65,6 +68,7 @@ class Comparison(NamedTuple):
             }
             | (terms if q.equal != "rounds" else {})
             | ({"claims": claims.as_dicts(self.decided)} if self.decided else {})
+            | (_selected(self.selection) if self.selection is not None else {})
             | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
 
@@ -92,10 +96,25 @@ def drawn(
     """The tables of these results; ``remarks`` stand below them."""
     question = _question(planned, results, remarks)
     rows = statistics.rows(question, results)
-    layout = planned.spec.layout
+    layout, wanted = planned.spec.layout, planned.spec.select
+    selection = None
+    if wanted is not None:
+        selection = selected.select(question, results, wanted.metric, chosen_over(wanted, planned.axes))
+        question, rows = question._replace(selected_by=selection.metrics), selection.marked(rows)
     sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
     decided = tuple(claims.decide(question, results, claims_of(planned, question)))
-    return Comparison(folder, cells, question, rows, results, failures or {}, sheet, decided)
+    return Comparison(folder, cells, question, rows, results, failures or {}, sheet, decided, selection)
+
+
+def _selected(selection: Selection) -> dict[str, Any]:
+    """What a summary says of the choice."""
+    return {
+        "selected": {
+            "over": list(selection.over),
+            "table": selected.as_dicts(selection),
+            "notes": selected.selection_notes(selection),
+        }
+    }
 
 
 def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
@@ -112,6 +131,9 @@ def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
     if decided := comparison.decided:
         texts["table.md"] += "\n" + claims.markdown(question, decided)
         texts |= {"claims.csv": claims.table_csv(decided), "claims.tex": claims.latex(question, decided)}
+    if selection := comparison.selection:
+        texts["table.md"] = selected.markdown(selection) + "\n## All places\n\n" + texts["table.md"]
+        texts |= {"selected.csv": selected.table_csv(selection), "selected.tex": selected.latex(selection)}
     if sheet := comparison.sheet:
         texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
         texts |= {"layout.tex": sheet_latex.latex(sheet)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedloom.report.comparison.notes import notes
 from fedloom.report.comparison.question import Question
 from fedloom.report.comparison.statistics import Row
-from fedloom.report.comparison.text import sections
+from fedloom.report.comparison.text import Section, sections
 
 _TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}"}
 _TEX |= {"^": "\\textasciicircum{}", "±": "$\\pm$", "<": "$<$", ">": "$>$", "−": "$-$"}
@@ -16,11 +16,15 @@ _TEX |= {"↓": "$\\downarrow$", "↑": "$\\uparrow$"}
 
 def latex(question: Question, table: Sequence[Row]) -> str:
     """One tabular, a block for each place of the grid; the best of a block is bold."""
-    found = sections(question, table)
+    return tabular(sections(question, table), notes(question, table))
+
+
+def tabular(found: Sequence[Section], comments: Sequence[str]) -> str:
+    """These sections in one tabular, below comments."""
     header = found[0].header
     lines = [
         "% needs \\usepackage{booktabs}",
-        *(f"% {note}" for note in notes(question, table)),
+        *(f"% {note}" for note in comments),
         f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
         "\\toprule",
         " & ".join(tex(word) for word in header) + " \\\\",

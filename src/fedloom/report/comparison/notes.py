@@ -10,7 +10,9 @@ from fedloom.report.comparison.statistics import Row
 
 def notes(question: Question, table: Sequence[Row]) -> list[str]:
     """What a reader must know to read the table rightly."""
-    out = _about_statistics(question) + _about_metrics(question)
+    out = _about_statistics(question) + _about_short(table) + _about_metrics(question)
+    if question.selected_by:
+        out.append("validation: on rows that nobody trained on and the test does not have; * is what was chosen by it.")
     if question.target is not None:
         out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
     if question.equal != "rounds":
@@ -36,6 +38,17 @@ def _about_statistics(question: Question) -> list[str]:
     test = f"p: paired t-test against {question.baseline} over the seeds, two-sided, not corrected for many methods"
     weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
     return [*out, f"{test}{weak}."]
+
+
+def _about_short(table: Sequence[Row]) -> list[str]:
+    """That runs are too short for a mean of the last ten, if they are."""
+    fewest = min((row.evaluations for row in table if row.seeds), default=10)
+    if fewest >= 10:
+        return []
+    most = max(row.evaluations for row in table if row.seeds)
+    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    whole = "the mean of the last ten is then the mean of the whole curve, and favours methods that learn fast at first"
+    return [f"Evaluations of a run: only {count}; {whole}. More rounds, or a smaller evaluate.every, give ten."]
 
 
 def _about_metrics(question: Question) -> list[str]:

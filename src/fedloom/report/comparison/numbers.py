@@ -22,6 +22,10 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     for name, cost in (("rounds", row.rounds), ("bytes", row.bytes), ("simulated_seconds", row.seconds)):
         of = cost.cost if cost else None
         out |= {f"{name}_to_target": of.mean if of else None, f"{name}_to_target_std": of.std if of else None}
+    if question.selected_by:
+        seen = row.validation
+        out |= {"validation": seen.mean if seen else None, "validation_std": seen.std if seen else None}
+        out |= {"chosen": row.chosen, "chosen_by": question.selected_by[row.method]}
     out["reached_target"] = row.rounds.seeds if row.rounds else None
     out["rank"] = row.rank
     gap = row.difference

@@ -73,6 +73,7 @@ class Question(NamedTuple):
     equal: Equal = "rounds"  # what every method may spend as much of
     budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
     gain: Versus | None = None  # whose relative gain is a row of the tables
+    selected_by: Mapping[str, str] = MappingProxyType({})  # metrics on validation rows by which places are chosen
 
     @property
     def metric(self) -> str:

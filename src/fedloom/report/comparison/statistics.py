@@ -68,6 +68,9 @@ class Row(NamedTuple):
     p: float | None
     paper: float | None
     spent: Cost | None = None
+    evaluations: int = 0  # of the seed with the fewest, once training has begun
+    validation: Mean | None = None  # by which a place of the grid is chosen
+    chosen: bool = False  # whether it is the one
 
 
 class Gain(NamedTuple):
@@ -131,6 +134,11 @@ def summary_of(result: Result, metric: str) -> Summary | None:
     points = series(result.records, metric)
     values = [v for round_, v in points if round_ > 0] or [v for _, v in points]
     return summarise(metric, values) if values and result.state == "done" else None
+
+
+def evaluations(result: Result, metric: str) -> int:
+    """How many evaluations of a metric there are, once training has begun."""
+    return sum(round_ > 0 for round_, _ in series(result.records, metric))
 
 
 def reached(result: Result, metric: str, target: float) -> dict[str, Any] | None:
@@ -245,6 +253,7 @@ def _row(
         p=paired_p(ours, theirs),
         paper=question.paper.get((place, method)),
         spent=_spent([r.records[-1] for r in mine if r.state == "done" and r.records]),
+        evaluations=min((evaluations(r, metric) for r in mine if r.state == "done"), default=0),
     )
 
 

@@ -59,6 +59,8 @@ def _columns(question: Question, table: Sequence[Row]) -> list[Column]:
         (f"best{unit}", lambda r: _score(r, r.best)),
         (f"mean of last 10{unit}", lambda r: _score(r, r.tail)),
     ]
+    if any(row.validation is not None for row in table):
+        columns.append(("validation", lambda r: _validated(question, r)))
     columns += _until_target(question, table) + _costs(question, table)
     columns.append(("rank", lambda r: f"{r.rank}" if r.rank is not None else "-"))
     if len(question.methods) > 1:
@@ -128,7 +130,20 @@ def _score(row: Row, value: Mean | None) -> str:
     lost = [f"{n} {word}" for n, word in ((row.diverged, "diverged"), (row.failed, "failed")) if n]
     if value is None:
         return "diverged" if row.diverged and not row.failed else "failed" if row.failed else "-"
-    return mean_and_spread(value, lambda v: _number(row.metric, v)) + (f" ({', '.join(lost)})" if lost else "")
+    return number_words(row.metric, value) + (f" ({', '.join(lost)})" if lost else "")
+
+
+def number_words(metric: str, value: Mean) -> str:
+    """A mean of this metric and its deviation as tables have it."""
+    return mean_and_spread(value, lambda v: _number(metric, v))
+
+
+def _validated(question: Question, row: Row) -> str:
+    """The value on validation rows, and a mark where it decided."""
+    if row.validation is None:
+        return "-"
+    metric = question.selected_by.get(row.method, row.metric)
+    return number_words(metric, row.validation) + (" *" if row.chosen else "")
 
 
 def _reach(row: Row, value: Reached | None, show: Callable[[float], str]) -> str:
@@ -161,13 +176,16 @@ def _gap(question: Question, row: Row) -> str:
 
 def markdown(question: Question, table: Sequence[Row]) -> str:
     """The tables and their notes as Markdown."""
-    parts = []
-    for section in sections(question, table):
-        lines = [section.header, [":--", *["--:"] * (len(section.header) - 1)]]
-        for index, words in enumerate(section.lines):
-            cells = [word.replace("|", "\\|") for word in words]
-            lines.append([f"**{cells[0]}**", *cells[1:]] if index == section.best else cells)
-        parts += [f"### {section.title}\n"] if section.title else []
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+    parts = [markdown_table(section) for section in sections(question, table)]
     parts.append("\n".join(f"- {note}" for note in notes(question, table)) + "\n")
     return "\n".join(parts)
+
+
+def markdown_table(section: Section) -> str:
+    """A section as Markdown; the best of it is bold."""
+    lines = [section.header, [":--", *["--:"] * (len(section.header) - 1)]]
+    for index, words in enumerate(section.lines):
+        cells = [word.replace("|", "\\|") for word in words]
+        lines.append([f"**{cells[0]}**", *cells[1:]] if index == section.best else cells)
+    title = [f"### {section.title}\n"] if section.title else []
+    return "\n".join([*title, "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"])

@@ -201,8 +201,8 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
         facts=_facts(view.cells, words) if view.cells else (),
         cards=_comparison_cards(view, metric, decided, words),
         claims=_claims(decided, metric, words) if decided else None,
-        results=_results(view, words),
-        notes=tuple(str(note) for note in _list(view.summary.get("notes"))),
+        results=(*_selected(view, words), *_results(view, words)),
+        notes=tuple(str(note) for note in [*_list(_choice(view).get("notes")), *_list(view.summary.get("notes"))]),
         progress=_comparison_progress(view, words),
         log=tuple(line for cell in view.cells if cell.state == "unfinished" for line in _log(cell, 5)),
     )
@@ -212,9 +212,12 @@ def _comparison_cards(
     view: ComparisonView, metric: str, decided: Sequence[Mapping[str, Any]], words: _Spoken
 ) -> tuple[Card, ...]:
     say, found = words.say, []
-    rows = [row for row in _list(view.summary.get("table")) if isinstance(row, Mapping) and row.get("rank") == 1]
+    whole = _list(_choice(view).get("table")) or _list(view.summary.get("table"))
+    rows = [row for row in whole if isinstance(row, Mapping) and row.get("rank") == 1]
     for row in rows[:4]:
-        where = ", ".join(f"{axis} = {row.get(axis)}" for axis in view.axes)
+        chosen = row.get("chosen")
+        known = {**row, **chosen} if isinstance(chosen, Mapping) else row
+        where = ", ".join(f"{axis} = {known.get(axis)}" for axis in view.axes)
         value = with_spread(row.get("mean_last_10"), row.get("mean_last_10_std"), str(row.get("metric"))).text
         hint = " · ".join(part for part in (f"{say('mean of the last ten')} {value}", where) if part)
         found.append(Card(f"{say('rank')} 1", str(row.get("algorithm")), hint, "main"))
@@ -252,24 +255,50 @@ def _difference(gap: Mapping[str, Any], metric: str, say: Say) -> str:
 
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
     """A table for each place of the grid."""
+    groups = _by_place(_list(view.summary.get("table")), view.axes)
+    return tuple(_result(view, _caption(view.axes, place), rows, words.say) for place, rows in groups.items())
+
+
+def _choice(view: ComparisonView) -> Mapping[str, Any]:
+    """What a comparison chose by validation rows, if it did."""
+    found = view.summary.get("selected")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _selected(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
+    """A table of what was chosen, for each place of the axes that were not chosen over."""
+    over = _list(_choice(view).get("over"))
+    axes = [axis for axis in view.axes if axis not in over]
+    groups, title = _by_place(_list(_choice(view).get("table")), axes), words.say("chosen by validation")
+    captions = {place: ", ".join(part for part in (title, _caption(axes, place)) if part) for place in groups}
+    return tuple(_result(view, captions[place], rows, words.say) for place, rows in groups.items())
+
+
+def _by_place(rows: Sequence[Any], axes: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in _list(view.summary.get("table")):
+    for row in rows:
         if isinstance(row, Mapping):
-            groups.setdefault(tuple(str(row.get(axis)) for axis in view.axes), []).append(row)
-    return tuple(_result(view, place, rows, words.say) for place, rows in groups.items())
+            groups.setdefault(tuple(str(row.get(axis)) for axis in axes), []).append(row)
+    return groups
+
+
+def _caption(axes: Sequence[str], place: Sequence[str]) -> str:
+    return ", ".join(f"{axis} = {value}" for axis, value in zip(axes, place, strict=True))
 
 
 _MEANS = {"last": "last", "best": "best", "mean_last_10": "mean of the last ten"}
 _OPTIONAL = {"difference": "difference", "p": "p-value", "paper": "paper", "rounds_to_target": "rounds to target"}
 
 
-def _result(view: ComparisonView, place: Sequence[str], rows: Sequence[Mapping[str, Any]], say: Say) -> PageTable:
+def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]], say: Say) -> PageTable:
     more = [key for key in _OPTIONAL if any(isinstance(row.get(key), int | float) for row in rows)]
     columns = [
         PageColumn(say("method")),
         PageColumn(say("rank"), True),
         *(PageColumn(say(head), True) for head in _MEANS.values()),
     ]
+    validated = any(isinstance(row.get("validation"), int | float) for row in rows)
+    columns += [PageColumn(say("validation"), True)] if validated else []
     columns += [PageColumn(say(_OPTIONAL[key]), True) for key in more] + [PageColumn(say("seeds"), True)]
     lines = []
     for row in rows:
@@ -277,13 +306,21 @@ def _result(view: ComparisonView, place: Sequence[str], rows: Sequence[Mapping[s
         tag = say("baseline") if method == view.summary.get("baseline") else ""
         cells = [PageCell(method, tag=tag), number(row.get("rank"))]
         cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
+        cells += [_validated(row, say)] if validated else []
         cells += [signed(row.get(key), metric) for key in more if key == "difference"]
         cells += [number(row.get(key), metric * (key == "paper"), 2) for key in more if key != "difference"]
         lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
         cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
         lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
-    caption = ", ".join(f"{axis} = {value}" for axis, value in zip(view.axes, place, strict=True))
     return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
+
+
+def _validated(row: Mapping[str, Any], say: Say) -> PageCell:
+    """The value on validation rows: with the settings that were chosen by it, or whether this place was."""
+    chosen = row.get("chosen")
+    told = ", ".join(f"{k} = {v}" for k, v in chosen.items()) if isinstance(chosen, Mapping) else say("chosen")
+    found = with_spread(row.get("validation"), row.get("validation_std"), str(row.get("chosen_by")))
+    return found._replace(tag=told if chosen else "")
 
 
 def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ...]:
