@@ -43,7 +43,7 @@ MEANING = {
     "model.padding": "`same` pads the convolutions by 2, `valid` does not",
     "model.norm": "kind of normalisation; `batch` has running statistics",
     "model.groups": "groups of GroupNorm, at most",
-    "model.buffers": "what becomes of BatchNorm's running statistics: averaged, or kept by each client",
+    "model.buffers": "running statistics of BatchNorm: averaged by the server, or kept by each client",
     "model.width": "channels of the first stage",
     "model.stem": "first layers: one 3x3 convolution, or ImageNet's that divides the size by four",
     "model.growth": "channels that each layer adds",

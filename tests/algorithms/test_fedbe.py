@@ -174,7 +174,7 @@ def test_self_distillation_keeps_the_greatest() -> None:
 def test_the_mean_is_of_the_points_that_it_names() -> None:
     task, x, target = setup(30)
     how = Lessons(sgd(momentum=0.9), 0.05, epochs=5, batch=8)  # 20 steps
-    way = [w.double() for w in distill.taught(task, task.w0, x, target, how, AT)]
+    way = [w.double() for w in distill.distilled(task, task.w0, x, target, how, AT)]
 
     def mean(*steps):
         return (sum(way[step - 1] for step in steps) / len(steps)).float()
@@ -241,7 +241,7 @@ def test_the_student_is_nearer_to_the_ensemble() -> None:
     target = alg.target(alg.teachers(task.w0, mean, inbox), x)
     assert torch.allclose(target.exp().sum(1), torch.ones(60).double())
     found = alg.update(Model(task.w0), inbox).w
-    assert distill.apart(task, found, x, target) < 0.7 * distill.apart(task, mean, x, target)
+    assert distill.kl_to_target(task, found, x, target) < 0.7 * distill.kl_to_target(task, mean, x, target)
 
 
 def test_bytes_are_fedavgs(world) -> None:

@@ -95,7 +95,7 @@ def test_one_teacher_or_identical_ones_have_nothing_to_teach(moves, rule) -> Non
         inbox = heard(*moves, weights=vec(*range(1, len(moves) + 1)))
         student = FedAvg().update(Model(torch.zeros(1)), inbox)
         said = distill.averaged(distill.logits(alg.task, dw, alg.proxy.x) for dw in inbox.uploads.dw)
-        assert distill.apart(alg.task, student.w, alg.proxy.x, log_softmax(said, -1)) == 0
+        assert distill.kl_to_target(alg.task, student.w, alg.proxy.x, log_softmax(said, -1)) == 0
         assert torch.equal(alg.update(Model(torch.zeros(1)), inbox).w, student.w)
 
 
@@ -132,7 +132,9 @@ def test_the_student_is_nearer_to_its_teachers_on_rows_that_it_never_saw(world) 
     x, _ = exp.federation.examples(exp.federation.common)
     z = distill.averaged(distill.logits(exp.task, exp.task.w0 + dw, x) for dw in moves)
     target = log_softmax(z, -1)
-    assert distill.apart(exp.task, state.server.w, x, target) < distill.apart(exp.task, start.server.w, x, target)
+    assert distill.kl_to_target(exp.task, state.server.w, x, target) < distill.kl_to_target(
+        exp.task, start.server.w, x, target
+    )
 
 
 def test_bytes_are_fedavgs(world) -> None:
@@ -167,7 +169,7 @@ def test_the_divergence_is_torchs_and_never_negative() -> None:
 def test_steps_are_those_of_torchs_adam_in_this_order_of_batches() -> None:
     task, x, target = setup(11)
     how = Lessons(adam(), 0.01, epochs=3, batch=4, temperature=2.0)
-    ours = list(distill.taught(task, task.w0, x, target, how, AT))
+    ours = list(distill.distilled(task, task.w0, x, target, how, AT))
     assert len(ours) == 3 * how.steps(11) == 9
     net = task.module(task.w0, task.buffers0)
     theirs = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -185,12 +187,14 @@ def test_steps_are_those_of_torchs_adam_in_this_order_of_batches() -> None:
 def test_the_address_makes_the_order_and_nothing_else_does() -> None:
     task, x, target = setup()
     how = Lessons(adam(), 0.01, epochs=2, batch=8)
-    ends = [distill.last(task, task.w0, x, target, how, at) for at in ((3, 1), (3, 1), (3, 2), (4, 1))]
+    ends = [distill.last_student(task, task.w0, x, target, how, at) for at in ((3, 1), (3, 1), (3, 2), (4, 1))]
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])
     assert not torch.equal(ends[0], ends[3])
     by_lanes = Task(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), lanes=True)
-    torch.testing.assert_close(distill.last(by_lanes, task.w0, x, target, how, (3, 1)), ends[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        distill.last_student(by_lanes, task.w0, x, target, how, (3, 1)), ends[0], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -198,7 +202,7 @@ def test_cosine_ends_at_zero_and_starts_at_the_rate() -> None:
     task, x, target = setup()
     how = Lessons(sgd(), 0.1, epochs=100, batch=30)
     cosine = how._replace(schedule="cosine")
-    ours, theirs = (list(distill.taught(task, task.w0, x, target, h, AT)) for h in (cosine, how))
+    ours, theirs = (list(distill.distilled(task, task.w0, x, target, h, AT)) for h in (cosine, how))
     assert torch.equal(ours[0], theirs[0])
     assert (ours[-1] - ours[-2]).norm() < 0.01 * (theirs[-1] - theirs[-2]).norm()
 
@@ -207,32 +211,32 @@ def test_the_best_on_held_out_rows_is_kept() -> None:
     """With steps that are far too long, every epoch is worse than none; with good ones, the last is best."""
     task, x, target = setup(60)
     wild = Lessons(sgd(), 500.0, epochs=3, batch=8)
-    assert torch.equal(distill.best(task, task.w0, x, target, wild, AT), task.w0)
+    assert torch.equal(distill.best_student(task, task.w0, x, target, wild, AT), task.w0)
     good = Lessons(adam(), 0.01, epochs=10, batch=8)
-    found = distill.best(task, task.w0, x, target, good, AT)
+    found = distill.best_student(task, task.w0, x, target, good, AT)
     order = torch.from_numpy(rng.stream(3, "distill_held_out").permutation(60))
     aside, rows = order[:6], order[6:]
-    way = list(distill.taught(task, task.w0, x[rows], target[rows], good, AT))[6::7]
+    way = list(distill.distilled(task, task.w0, x[rows], target[rows], good, AT))[6::7]
     assert len(way) == 10
-    gaps = [distill.apart(task, w, x[aside], target[aside]) for w in way]
+    gaps = [distill.kl_to_target(task, w, x[aside], target[aside]) for w in way]
     assert torch.equal(found, way[gaps.index(min(gaps))])
-    assert min(gaps) < 0.5 * distill.apart(task, task.w0, x[aside], target[aside])
+    assert min(gaps) < 0.5 * distill.kl_to_target(task, task.w0, x[aside], target[aside])
 
 
 def test_patience_stops_a_student_that_does_not_gain(monkeypatch) -> None:
     task, x, target = setup(60)
     idle, seen = Lessons(sgd(), 1.0, epochs=30, batch=60), []
     monkeypatch.setattr(distill, "_slope", lambda task, w, *_: seen.append(1) or torch.zeros_like(w))
-    distill.best(task, task.w0, x, target, idle, AT, patience=2)
+    distill.best_student(task, task.w0, x, target, idle, AT, patience=2)
     assert len(seen) == 2
-    distill.best(task, task.w0, x, target, idle, AT)
+    distill.best_student(task, task.w0, x, target, idle, AT)
     assert len(seen) == 2 + 30
 
 
 def test_a_single_row_is_learned_from() -> None:
     task, x, target = setup(1)
-    found = distill.best(task, task.w0, x, target, Lessons(adam(), 0.01, epochs=50, batch=8), AT)
-    assert distill.apart(task, found, x, target) < 0.1 * distill.apart(task, task.w0, x, target)
+    found = distill.best_student(task, task.w0, x, target, Lessons(adam(), 0.01, epochs=50, batch=8), AT)
+    assert distill.kl_to_target(task, found, x, target) < 0.1 * distill.kl_to_target(task, task.w0, x, target)
 
 
 def test_chunks_change_nothing(monkeypatch) -> None:

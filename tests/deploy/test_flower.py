@@ -114,7 +114,7 @@ def test_a_run_whose_process_was_killed_goes_on_and_strangers_stay_out(tmp_path:
         wait_until(log.exists, server, *nodes)
         os.kill(json.loads(state.read_text())["process"], signal.SIGKILL)
         wait_until(lambda: json.loads(said_any("status", site, "--json"))["state"] == "failed", server, *nodes)
-        assert "goes on" in said("resume", site)
+        assert "has resumed" in said("resume", site)
         wait_until(lambda: json.loads(state.read_text())["state"] in ("completed", "failed"), server, *nodes)
         found = json.loads(said("status", site, "--json"))
         assert (found["state"], found["round"], found["server"]) == ("completed", 3, "running")

@@ -1,4 +1,4 @@
-"""A server that waits for nobody: who arrives when, what it makes of old models, and that nothing else decides."""
+"""An asynchronous server: which client arrives when, what it makes of old models, and that nothing else decides."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_the_record_says_what_is_in_it(saved: Saved) -> None:
 
 def test_other_lengths_can_be_told_and_nothing_else_changes(saved: Saved) -> None:
     end, before = saved.everything(), json.loads(newest(saved, "meta.json").read_text())
-    checkpoint.retell(saved.checkpoints, 3, {"metrics.jsonl": 1})
+    checkpoint.rewrite_lengths(saved.checkpoints, 3, {"metrics.jsonl": 1})
     after = json.loads(newest(saved, "meta.json").read_text())
     assert after["lengths"] == before["lengths"] | {"metrics.jsonl": 1}
     assert {k: v for k, v in after.items() if k not in ("lengths", "self")} == {

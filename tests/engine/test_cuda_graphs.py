@@ -41,9 +41,9 @@ STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 @given(steps=STEPS, width=st.integers(1, 40))
 def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> None:
     """Over the ticks each client takes its steps 0, 1, 2, ..., never two of them at once."""
-    who, when = pack(tuple(steps), width)
+    clients, when = pack(tuple(steps), width)
     for client, count in enumerate(steps):
-        ticks, lanes = (who == client).nonzero(as_tuple=True)
+        ticks, lanes = (clients == client).nonzero(as_tuple=True)
         assert len(set(ticks.tolist())) == len(ticks), "a client is in two lanes at once"
         assert when[ticks, lanes][ticks.argsort()].tolist() == list(range(count))
 
@@ -237,7 +237,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.Monkey
     exp = world()
     ((state, _), *_), ((plain, _), *_) = in_a_row(exp), in_a_row(world(capture="eager"))
     assert same(state.server, plain.server)
-    assert "cannot be recorded" in cuda_graphs.built(exp.task).notes[0]
+    assert "cannot be captured" in cuda_graphs.built(exp.task).notes[0]
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_memory_that_is_full_halves_the_lanes_and_says_so(monkeypatch: pytest.Mo
     run, widths = cuda_graphs._Replay.run, []
 
     def full(self: Any, group: Any, packed: Any) -> None:
-        widths.append(packed.who.shape[1])
+        widths.append(packed.client.shape[1])
         if widths[-1] > 2:
             raise torch.OutOfMemoryError("full")
         run(self, group, packed)
@@ -282,7 +282,7 @@ def test_a_step_that_no_cpu_compiler_takes_runs_as_it_is(monkeypatch: pytest.Mon
     for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
     assert cuda_graphs.built(exp.task).notes == (
-        "the step 'batches' cannot be recorded, and runs as it is (no compiler)",
+        "the step 'batches' cannot be captured, and runs eagerly (no compiler)",
     )
 
 

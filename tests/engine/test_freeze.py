@@ -241,7 +241,7 @@ def test_features_are_computed_once_unless_examples_vary(tmp_path: Path) -> None
     arrays = Arrays("images", image, np.arange(60) % 3, np.arange(60) >= 40, ("a", "b", "c"))
     once = prepare(parse(table | {"data": {"source": "in-memory"}}), tmp_path, arrays)
     assert once.experiment.federation.shape == (512,)
-    assert any("features of each of 60 rows are computed once" in note for note in once.config.notes)
+    assert any("features are computed once for all 60 rows" in note for note in once.config.notes)
     assert once.experiment.executor == "lanes"  # no convolution is left
     varied = federation_with(once, "crop_flip", arrays)
     assert not has_fixed_features(initial_task(once.config.model, arrays, 0), varied)

@@ -327,7 +327,7 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
         ),
         ({"doubts": [{"why": "x"}]}, r"compare\.doubts: is called compare\.caveats now \(rename it\)"),
         ({"caveats": [{}]}, r"compare\.caveats\.0\.why"),
-        ({"caveats": [{"why": "x"}]}, r"compare\.caveats\.0: no value of a paper is there for it to be about"),
+        ({"caveats": [{"why": "x"}]}, r"compare\.caveats\.0: no paper value matches this caveat"),
         (
             {"algorithms": [{"kind": "fedavg", "with": {"local.lr": 1.0}}]},
             r"compare\.algorithms\.with\.local\.lr: is also set by another axis",

@@ -455,5 +455,5 @@ def test_rounds_in_which_nobody_trained_are_told(quick: Quick, tmp_path: Path) -
     words = (*SMALL, "cohort.size=1", "system.dropout=0.999", "rounds=3", "--out", "r")
     done = quick("run", *words, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "warning: in 3 of 3 rounds nobody trained" in done.out
-    assert "nobody trained" not in quick("run", *SMALL, "rounds=1", "--out", "s", cwd=tmp_path).out
+    assert "warning: no client trained in 3 of 3 rounds" in done.out
+    assert "no client trained" not in quick("run", *SMALL, "rounds=1", "--out", "s", cwd=tmp_path).out

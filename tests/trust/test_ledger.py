@@ -285,7 +285,7 @@ def test_privacy_cannot_be_left_out_or_added_later(tmp_path: Path) -> None:
     path = tmp_path / "open" / "config.toml"
     head, _, rest = path.read_text().partition("[privacy]\n")
     path.write_text(f"{head}[privacy]\nclip = 1.0\nnoise = 200.0\n{rest}")
-    with pytest.raises(ConfigError, match="this run began without privacy"):
+    with pytest.raises(ConfigError, match="this run started without privacy"):
         resumed(tmp_path / "open", rounds=4)
 
 

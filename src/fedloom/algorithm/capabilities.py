@@ -156,7 +156,7 @@ class GossipFacts:
 
     @property
     def sends_once(self) -> bool:
-        """Whether a node's message is no model that others could pass on in the same round; see gossip_steps."""
+        """Whether a message is not a model, so that it cannot be forwarded in the same round; see gossip_steps."""
         return False
 
     @property

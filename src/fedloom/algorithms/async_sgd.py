@@ -43,7 +43,9 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
     sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
     discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
     exponent: Annotated[PositiveFloat, when(discount="polynomial")] = Field(0.5, description="a")
-    weighting: Literal["samples", "uniform"] = Field("uniform", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field(
+        "uniform", description="weight clients by their number of examples, or equally"
+    )
 
     @property
     def traits(self) -> Traits:

@@ -40,7 +40,9 @@ class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts, Configures):
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client's own model is held near the common one")
     personal_epochs: PositiveInt = Field(1, description="passes over the data in which a client trains its own model")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field(
+        "samples", description="weight clients by their number of examples, or equally"
+    )
 
     @property
     def traits(self) -> Traits:

@@ -96,7 +96,9 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
     model_mode: Annotated[Literal["train", "eval"], _WORKS] = Field(
         "train", description="mode of dropout and BatchNorm during ALA"
     )
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field(
+        "samples", description="weight clients by their number of examples, or equally"
+    )
 
     @property
     def traits(self) -> Traits:

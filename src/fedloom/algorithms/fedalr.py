@@ -62,7 +62,7 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
     normalise: bool = Field(True, description="divide updates by their norm before (6) and (7)")
     momentum: Literal["cumulative", "ema", "none"] = Field("cumulative", description="how (7) remembers")
     ema_beta: Annotated[float, when(momentum="ema")] = Field(
-        0.9, ge=0, lt=1, description="memory of the exponential mean"
+        0.9, ge=0, lt=1, description="decay of the exponential mean"
     )
     momentum_input: Annotated[Literal["unit", "raw"], when(normalise=True)] = Field(
         "unit", description="what enters (7)"

@@ -24,7 +24,8 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
 
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
     weighting: Literal["samples", "uniform", "samples_com", "samples_scaled"] = Field(
-        "samples", description="count clients by their data or alike; com: missing clients count as not moved"
+        "samples",
+        description="weight clients by their number of examples, or equally; com: missing clients count as not moved",
     )
 
     @property

@@ -30,7 +30,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import rng
 from fedloom.core.optim import sgd
 from fedloom.core.schema import over, when
-from fedloom.maths.distill import Lessons, averaged, last, logits, refuse_statistics, swa
+from fedloom.maths.distill import Lessons, averaged, last_student, logits, refuse_statistics, swa
 
 _VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
 
@@ -71,7 +71,7 @@ class FedBE(FedAvg, UsesProxy):
     batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
     lr: Annotated[PositiveFloat, _TEACHES] = Field(1e-3, description="of the student")
     momentum: Annotated[float, _TEACHES] = Field(0.9, ge=0, lt=1, description="of the student")
-    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(1e-5, description="pull of the student towards zero")
+    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(1e-5, description="weight decay of the student")
     swa: Annotated[bool, _TEACHES] = Field(True, description="take the mean of the student's way, not its end")
     swa_start: Annotated[NonNegativeInt, _SWA] = Field(500, description="step from which on; at the latest half-way")
     swa_every: Annotated[PositiveInt, _SWA] = Field(25, description="steps between the points that are averaged")
@@ -99,7 +99,7 @@ class FedBE(FedAvg, UsesProxy):
         rule = sgd(momentum=self.momentum, weight_decay=self.weight_decay)
         how = Lessons(rule, self.lr, self.epochs, self.batch)
         if not self.swa:
-            return Model(last(self.task, mean.w, x, target, how, address))
+            return Model(last_student(self.task, mean.w, x, target, how, address))
         return Model(swa(self.task, mean.w, x, target, how, address, start=self.swa_start, every=self.swa_every))
 
     def teachers(self, w: Tensor, mean: Tensor, inbox: Inbox[Update]) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from fedloom.algorithm import Inbox, Model, Setup, Traits, Update, UsesProxy
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.optim import adam, sgd
 from fedloom.core.schema import over, when
-from fedloom.maths.distill import Lessons, averaged, best, logits, refuse_statistics
+from fedloom.maths.distill import Lessons, averaged, best_student, logits, refuse_statistics
 
 _TEACHES = when(epochs=over(0))
 
@@ -45,7 +45,7 @@ class FedDF(FedAvg, UsesProxy):
         "constant", description="of lr over the steps of a round"
     )
     momentum: Annotated[float, when(epochs=over(0), rule="sgd")] = Field(0.0, ge=0, lt=1, description="of sgd")
-    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(0.0, description="pull of the student towards zero")
+    weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(0.0, description="weight decay of the student")
     held_out: Annotated[float, _TEACHES] = Field(
         0.1, ge=0, lt=1, description="share of the server's examples that choose the best student; 0 keeps the last"
     )
@@ -69,7 +69,7 @@ class FedDF(FedAvg, UsesProxy):
         z = averaged((logits(self.task, server.w + dw, x) for dw in inbox.uploads.dw), self._voices(inbox))
         target = log_softmax(z / self.temperature, -1)
         how = self._lessons(address[1])
-        w = best(self.task, student.w, x, target, how, address, held_out=self.held_out, patience=self.patience)
+        w = best_student(self.task, student.w, x, target, how, address, held_out=self.held_out, patience=self.patience)
         return Model(w)
 
     def _voices(self, inbox: Inbox[Update]) -> list[float]:

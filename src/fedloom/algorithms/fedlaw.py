@@ -9,7 +9,7 @@ Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Net
 
 A step costs one backward of the aggregate and two products with the stacked uploads, whatever their number.
 Adam moves a logit by about ``server_lr`` in a step: the authors' 20 epochs of two batches at 0.01 change a weight by
-e^0.4 at most. To silence bad clients take server_lr = 0.05 to 0.1 and at least 100 steps.
+e^0.4 at most. To suppress bad clients use server_lr = 0.05 to 0.1 and at least 100 steps.
 
 ``param``
     exp      as above. gamma may exceed 1, and does while logits are still short: scaled up in every round, the model

@@ -11,7 +11,7 @@ Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum 
       adam:    v <- beta2 v + (1 - beta2) d^2
       yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
 
-As in the paper's experiments, adagrad is without memory of the direction (beta1 = 0) unless it is given one.
+As in the paper's experiments, adagrad is without momentum (beta1 = 0) unless it is given one.
 The optimisers of ``core/optim`` follow torch and cannot serve: the paper's rules start v at tau^2 and correct no bias.
 """
 
@@ -39,9 +39,11 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
     rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
     beta1: Annotated[float | None, when(rule=other_than("sgd"))] = Field(
-        None, ge=0, lt=1, description="memory of the direction; unset: 0 for adagrad, else 0.9"
+        None, ge=0, lt=1, description="decay of the first moment; unset: 0 for adagrad, else 0.9"
     )
-    beta2: Annotated[float, when(rule=("adam", "yogi"))] = Field(0.99, ge=0, lt=1, description="memory of its size")
+    beta2: Annotated[float, when(rule=("adam", "yogi"))] = Field(
+        0.99, ge=0, lt=1, description="decay of the second moment"
+    )
     tau: Annotated[PositiveFloat, when(rule=("adagrad", "adam", "yogi"))] = Field(
         1e-3, description="how much the adaptive rules adapt; larger is less"
     )

@@ -98,7 +98,9 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         1, description="passes over the data in which only the private part is trained"
     )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field(
+        "samples", description="weight clients by their number of examples, or equally"
+    )
 
     _layout: Layout | None = PrivateAttr(None)
 

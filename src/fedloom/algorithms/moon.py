@@ -45,7 +45,9 @@ class Moon(Algorithm[Model, Mine, Update]):
     )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
 
-    weighting: Literal["samples", "uniform"] = Field("samples", description="count clients by their data, or alike")
+    weighting: Literal["samples", "uniform"] = Field(
+        "samples", description="weight clients by their number of examples, or equally"
+    )
 
     @property
     def traits(self) -> Traits:

@@ -44,7 +44,8 @@ class PerFedAvg(FedAvg, Adapts):
         1e-3, description="length of that difference, in gradients"
     )
     weighting: Literal["samples", "uniform", "samples_com", "samples_scaled"] = Field(
-        "uniform", description="count clients by their data or alike; com: missing clients count as not moved"
+        "uniform",
+        description="weight clients by their number of examples, or equally; com: missing clients count as not moved",
     )
 
     @property

@@ -89,7 +89,7 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
     )
     fused: Annotated[Literal["client", "root"], when(centres=over(1))] = Field(
-        "client", description="where the centres' models are fused: counted in bytes only"
+        "client", description="where the centres' models are fused: affects only the byte count"
     )
     lost: Annotated[tuple[NonNegativeInt, ...], _DIVIDED] = Field(
         (), description="centres that never answer: b is spread over the others"

@@ -45,7 +45,9 @@ class PFedMe(Algorithm[Model, Mine, Update], TrainsParts, Configures):
     inner_steps: PositiveInt = Field(5, description="K: steps of a client's own model for each batch")
     inner_lr: PositiveFloat = Field(0.01, description="learning rate of these steps; local.lr is that of w")
     beta: PositiveFloat = Field(1.0, description="how far the server goes to the clients' mean; beyond it above 1")
-    weighting: Literal["uniform", "samples"] = Field("uniform", description="count clients alike, or by their data")
+    weighting: Literal["uniform", "samples"] = Field(
+        "uniform", description="weight clients equally, or by their number of examples"
+    )
 
     @property
     def traits(self) -> Traits:

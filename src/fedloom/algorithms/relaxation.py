@@ -49,7 +49,9 @@ class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
     gamma_target: PositiveFloat | None = Field(
         None, description="train until the local problem is solved this exactly, for local.epochs at most"
     )
-    broadcast: Literal["cohort", "all"] = Field("cohort", description="who receives the model: counted in bytes only")
+    broadcast: Literal["cohort", "all"] = Field(
+        "cohort", description="who receives the model: affects only the byte count"
+    )
 
     @model_validator(mode="after")
     def _negative_only_if_meant(self) -> Relaxation:

@@ -39,7 +39,9 @@ class Moved(NamedTuple):
 class Scaffold(Algorithm[Server, Mine, Moved], Surveys):
     option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["uniform", "samples"] = Field("uniform", description="how clients count in the model's mean")
+    weighting: Literal["uniform", "samples"] = Field(
+        "uniform", description="weight clients equally, or by their number of examples, in the model's mean"
+    )
 
     @property
     def traits(self) -> Traits:

@@ -28,11 +28,11 @@ def check(
     if json_:
         print(json.dumps({law.__name__: fault or "holds" for law, fault in verdicts}))
     else:
-        told: set[str] = set()
+        listed: set[str] = set()
         for law, fault in verdicts:
-            words = "for the same reason" if fault in told else fault.replace("\n", "\n        ")
+            words = "for the same reason" if fault in listed else fault.replace("\n", "\n        ")
             print(f"{'BROKEN' if fault else 'holds ':6}  {laws.title(law)}" + (f"\n        {words}" if fault else ""))
-            told |= {fault} if fault else set()
+            listed |= {fault} if fault else set()
         print(f"\n{len(verdicts) - len(broken)} of {len(verdicts)} laws hold for {algorithm}")
     if broken:
         raise typer.Exit(1)

@@ -31,8 +31,8 @@ From = Annotated[
     list[Path] | None,
     typer.Option(
         "--from",
-        help="Where finished cells are (may be repeated): any folder above them, also one of results, or a tar archive "
-        "of results; by default where compare puts them.",
+        help="Where to look for finished cells (may be repeated): any folder above them, a results folder, or a tar "
+        "archive. Default: where compare puts them.",
     ),
 ]
 

@@ -25,7 +25,7 @@ Words = Annotated[
 ]
 Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
 Seed = Annotated[
-    list[int] | None, typer.Option(min=0, help="This seed (may be repeated), and those that the folder has.")
+    list[int] | None, typer.Option(min=0, help="Add this seed (may be repeated); seeds already in the folder are kept.")
 ]
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
 Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
@@ -44,7 +44,7 @@ Against = Annotated[
 ]
 Equal = Annotated[
     Literal["rounds", "gradients", "bytes", "busiest"] | None,
-    typer.Option(help="What methods spend alike: each has the rounds that this allows; by default rounds."),
+    typer.Option(help="The budget that all methods share; each runs as many rounds as it allows. Default: rounds."),
 ]
 Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")

@@ -122,7 +122,7 @@ def resume(site: Site) -> None:
     _ready()
     from fedloom.deploy.serve import resume_run
 
-    print(f"run {resume_run(site)} goes on: fedloom deploy status {site}")
+    print(f"run {resume_run(site)} has resumed: fedloom deploy status {site}")
 
 
 @app.command()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def describe(
     name: Annotated[str, typer.Argument(help="An algorithm, optimizer, data set, partition, model or topology.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND KEY=VALUE...]", help="Only of the network: describe topology.")
+        list[str] | None,
+        typer.Argument(metavar="[KIND KEY=VALUE...]", help="Only for describe topology: the kind and its settings."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Draw the network here (.png, .svg or .pdf).")] = None,
     json_: Json = False,

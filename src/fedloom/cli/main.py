@@ -129,13 +129,13 @@ _NO_MEMORY = (
 
 
 def _advice(error: Exception) -> str:
-    """What to do about an error that nobody expected."""
+    """What to do about an unexpected error."""
     loop = "\nsteps that cannot be taken side by side can be with engine.executor=loop" if "vmap" in str(error) else ""
     if follows():
         return f"{loop}\nthis was rank {os.environ['RANK']}"
     return (
         f"{loop}\nthis is a bug in fedloom or in your code;\n"
-        "for an algorithm of yours, `fedloom check FILE.py` says which law it breaks"
+        "if you wrote the algorithm, `fedloom check FILE.py` shows which law it breaks"
     )
 
 

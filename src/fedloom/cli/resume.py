@@ -16,7 +16,7 @@ Forget = Annotated[
     typer.Option(
         min=0,
         metavar="CLIENT",
-        help="Unlearn this client of a closed form exactly, when it comes next; repeatable.",
+        help="Unlearn this client exactly the next time it takes part (closed forms only; may be repeated).",
     ),
 ]
 
@@ -24,20 +24,18 @@ Forget = Annotated[
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     from_: Annotated[int | None, typer.Option("--from", help="Take the checkpoint of this round.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Go on to this number of rounds in all.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Continue until this total number of rounds.")] = None,
     forget: Forget = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Go on without the lines of metrics.jsonl that are damaged."),
+        typer.Option("--repair", help="Drop damaged lines of metrics.jsonl and continue."),
     ] = False,
     json_: JsonResult = False,
     ranks: Ranks = None,
     trust: Trust = False,
     accept_changes: Annotated[
         bool,
-        typer.Option(
-            "--accept-changes", help="Go on although code of yours, model.weights or the data has changed since."
-        ),
+        typer.Option("--accept-changes", help="Continue even if your code, model.weights or the data has changed."),
     ] = False,
     no_user_code: NoUserCode = False,
     data_root: Root = None,

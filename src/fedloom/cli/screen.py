@@ -116,7 +116,7 @@ class RunScreen:
         for note in shared.notes:
             self.say(f"partition: {note}")
         if shared.bad:
-            self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.badness})")
+            self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.corruption})")
         if exp.guard is not None:
             self.say(f"privacy: {exp.guard.summary(exp.rounds)}")
         if exp.topology is not None:
@@ -184,10 +184,10 @@ class RunScreen:
         if self._excluded:
             yield f"{self._excluded} client updates were not finite and left out"
         if self._missed:
-            yield f"in {self._missed} rounds no client met system.deadline, and the model stayed as it was"
+            yield f"no client met system.deadline in {self._missed} rounds; the model did not change"
         if self._idle:
             of = "the only round" if history.rounds == 1 else f"{self._idle} of {history.rounds} rounds"
-            yield f"warning: in {of} nobody trained (all clients were late or lost), and the model stayed as it was"
+            yield f"warning: no client trained in {of} (all were late or dropped out); the model did not change"
 
 
 def _tail(history: History) -> str:
@@ -203,8 +203,8 @@ def _where(prepared: Prepared, folder: Path | None) -> str:
     exp = prepared.experiment
     device = f"cpu ({plural(torch.get_num_threads(), 'thread')})" if exp.device.type == "cpu" else str(exp.device)
     device += f" · {exp.ranks.size} ranks" if exp.ranks.size > 1 else ""
-    compiled = ", compiled and recorded" if exp.device.type == "cuda" else ", compiled"
-    steps = {"eager": "", "graph": ", recorded", "compiled": compiled}[exp.task.capture]
+    compiled = ", compiled and captured" if exp.device.type == "cuda" else ", compiled"
+    steps = {"eager": "", "graph": ", captured", "compiled": compiled}[exp.task.capture]
     exact = exp.task.precision == "fp32" or (exp.device.type == "cpu" and exp.task.precision == "tf32")
     steps += "" if exact else f" · {exp.task.precision}"
     place = f" · {folder}" if folder else ""
@@ -233,7 +233,7 @@ def _kinds(prepared: Prepared) -> str:
 
 
 def _columns(prepared: Prepared) -> list[str]:
-    """What becomes of the columns of a table."""
+    """How the columns of a table are filled, encoded and scaled."""
     from fedloom.data.columns import listed
 
     arrays = prepared.shared.arrays

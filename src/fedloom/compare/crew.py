@@ -96,8 +96,8 @@ class Worker:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
 
-    def cause_of_death(self) -> str:
-        """Why a dead worker died, as far as it said."""
+    def exit_reason(self) -> str:
+        """Why the process of a worker ended, with the last line of its log."""
         code = self._process.wait()
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -177,7 +177,7 @@ class Crew:
             return
         if message is None:
             self._workers.remove(worker)
-            self._ended(worker, "failed", worker.cause_of_death())
+            self._ended(worker, "failed", worker.exit_reason())
             worker.close()
             self._hire()
         elif "round" in message:

@@ -47,7 +47,7 @@ def _counted_at_most(planned: ComparisonPlan) -> list[str]:
     cut = [cell.method.label for cell in planned.cells if cell.config.algorithm.traits.size_varies]
     if not cut or planned.spec.equal not in ("bytes", "busiest"):
         return []
-    return [f"what {', '.join(dict.fromkeys(cut))} will send is counted at its most, and may turn out to be less"]
+    return [f"the upload size of {', '.join(dict.fromkeys(cut))} is an upper bound; it may send less"]
 
 
 def terms_of(planned: ComparisonPlan, root: Path) -> Terms:
@@ -63,7 +63,7 @@ def terms_of(planned: ComparisonPlan, root: Path) -> Terms:
     for place in planned.places:
         budget = budgets[place] = spec.budget or forecaster.cost(samples[place, reference], spec.equal)
         if not budget:
-            what = f"{reference} spends no {spec.equal}, so that nothing can be equal to it"
+            what = f"{reference} spends no {spec.equal}, so it cannot set the budget"
             raise ConfigError([Fault("compare.reference", what, "name another, or set compare.budget")])
         for method in planned.methods:
             rounds[place, method.label] = forecaster.rounds(samples[place, method.label], spec.equal, budget)

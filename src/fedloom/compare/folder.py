@@ -127,9 +127,9 @@ def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: P
         disk.make_folder(folder / _ASIDE)
         shutil.move(home, unused(folder / _ASIDE / home.name) / "run")
     each = [word for why in stale.values() for word in why]
-    told = "; ".join(f"{word} ({_counted(each.count(word), 'cell')})" for word in dict.fromkeys(each))
+    listed = "; ".join(f"{word} ({_counted(each.count(word), 'cell')})" for word in dict.fromkeys(each))
     aside = f"the old ones are in {folder / _ASIDE}"
-    notes = [f"{_counted(len(stale), 'cell')} to be run again, since {told}; {aside}"] if stale else []
+    notes = [f"{_counted(len(stale), 'cell')} to be run again, since {listed}; {aside}"] if stale else []
     return notes + data.unknown()
 
 
@@ -171,7 +171,7 @@ class Fingerprints:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What a file of a run folder holds; nothing where it cannot be read, which whoever reads the results will say."""
+    """The JSON of a run folder's file, or nothing; reading the results reports the error."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -59,7 +59,7 @@ def _facts(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        fix = f"delete {path.parent}, and the same comparison runs it again"
+        fix = f"delete {path.parent} and repeat the comparison to rerun it"
         raise ConfigError([Fault(str(path), f"cannot be read: {error}", fix)]) from error
 
 

@@ -104,7 +104,7 @@ def _check_reported(planned: ComparisonPlan) -> None:
         for spot in planned.spots(paper)
     }
     idle = [k for k, caveat in enumerate(spec.caveats) if reported.isdisjoint(planned.spots(caveat))]
-    faults = [Fault(f"compare.caveats.{k}", "no value of a paper is there for it to be about") for k in idle]
+    faults = [Fault(f"compare.caveats.{k}", "no paper value matches this caveat") for k in idle]
     what, fix = "needs a value of the paper at each of its places", "add it to [[compare.paper]], or set where"
     within = [(k, claim) for k, claim in enumerate(spec.claims) if claim.test == "within"]
     faults += [Fault(f"compare.claims.{k}", what, fix) for k, c in within if not compared.issuperset(planned.spots(c))]

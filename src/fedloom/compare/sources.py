@@ -87,7 +87,7 @@ def superseded(folder: Path, found: Collection[str]) -> list[Path]:
 
 
 def _settings(file: KeptFile) -> dict[str, Any] | None:
-    """The settings of a kept result; what is damaged is of no comparison."""
+    """The settings of a kept result; None if the file is damaged."""
     try:
         settings = json.loads(file.content)["settings"]
     except (ValueError, KeyError, TypeError, RecursionError):

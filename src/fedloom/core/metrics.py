@@ -139,7 +139,7 @@ def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dic
 
     A client whose loss is not finite is left out of the loss and counted as ``diverged``; only if no
     client's loss is finite, the loss is not either. Not so where all clients have one ``shared`` model:
-    it has diverged if it has on anybody's rows. A client without an area is left out of that area, and
+    it has diverged if it has on any client's rows. A client without an area is left out of that area, and
     an area that no client has is not named at all.
     """
     order = found.ids.cpu().argsort()  # sums of floats depend on their order: let it always be the same

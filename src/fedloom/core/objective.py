@@ -36,7 +36,7 @@ class Objective(Spec):
     )
     class_weights: Annotated[Literal["none", "balanced"], when(kind="classification")] = Field(
         "none",
-        description="balanced: the loss of a row counts by how rare its class is among all training rows: n / (C n_c)",
+        description="balanced: weight each row by the rarity of its class: n / (C n_c)",
     )
 
     @property

@@ -316,13 +316,13 @@ class Local(Spec):
     )
     lr: PositiveFloat = Field(0.1, description="learning rate of the first round")
     momentum: Annotated[float, of_optimizer("momentum")] = Field(
-        0.0, ge=0, lt=1, description="share of the last step's direction that is kept (sgd, rmsprop)"
+        0.0, ge=0, lt=1, description="momentum coefficient (sgd, rmsprop)"
     )
     nesterov: Annotated[bool, of_optimizer("nesterov", momentum=over(0))] = Field(
         False, description="look ahead along the momentum (sgd)"
     )
     weight_decay: Annotated[NonNegativeFloat, of_optimizer("weight_decay")] = Field(
-        0.0, description="pull towards zero, added to the gradient"
+        0.0, description="weight decay, added to the gradient"
     )
     clip: Annotated[NonNegativeFloat, of_optimizer("clip")] = Field(
         0.0, description="largest norm of a gradient; 0 leaves gradients as they are"
@@ -340,7 +340,7 @@ class Local(Spec):
         None, description=f"added to what a step is divided by, so that it is never 0; unset: {_defaults('eps')}"
     )
     lambd: Annotated[NonNegativeFloat | None, of_optimizer("lambd")] = Field(
-        None, description=f"pull towards zero and decay of the rate in ASGD; unset: {_defaults('lambd')}"
+        None, description=f"weight decay and decay of the rate in ASGD; unset: {_defaults('lambd')}"
     )
     power: Annotated[NonNegativeFloat | None, of_optimizer("power")] = Field(
         None, description=f"power of ASGD's rate, torch's alpha; unset: {_defaults('power')}"
@@ -355,7 +355,7 @@ class Local(Spec):
         None, description=f"where the sum of squared gradients begins; unset: {_defaults('initial_sum')}"
     )
     state: Literal["reset", "persist"] = Field(
-        "reset", description="the optimiser's memory: made anew in each round, or kept by each client between rounds"
+        "reset", description="the optimiser's memory: reset in each round, or kept by each client between rounds"
     )
     epochs: Annotated[PositiveInt, when(steps=None)] = Field(1, description="passes over the client's data")
     steps: PositiveInt | None = Field(None, description="exact number of local steps, instead of epochs")

@@ -16,7 +16,7 @@ _BRANCHES = (
 _REMEDIES = {
     "data-dependent control flow": _BRANCHES,
     "calling .item() on a Tensor": _BRANCHES,
-    "called random operation": "this draws random numbers, which would be others when the run is repeated: take "
+    "called random operation": "this draws random numbers that would differ when the run is repeated: use "
     "rng.unit(rng.fold(batch.key, torch.arange(n))) of fedloom.core.rng instead, n numbers from 0 to 1",
 }
 

@@ -90,7 +90,7 @@ class IsSet(NamedTuple):
         return f"{name} is set"
 
 
-class Said(NamedTuple):
+class WordedTest(NamedTuple):
     """A test in words of its own: of what no setting has by its name, such as whether an algorithm has a server."""
 
     test: Test
@@ -129,7 +129,7 @@ def when(others: Mapping[str, Any] | None = None, /, **tests: Any) -> When:
     """The field has an effect only where each of these settings has its value, or one of a tuple of values.
 
     Instead of a value there may be a test: ``other_than("none")``, ``over(0)``, ``under(0)`` or ``GIVEN``, and
-    ``said(test, so, not_so)`` puts it in words. ``others`` is for names with a dot. ``when(...) | when(...)`` holds
+    ``worded(test, so, not_so)`` puts it in words. ``others`` is for names with a dot. ``when(...) | when(...)`` holds
     where either does.
     """
     return When(({name: _test(asked) for name, asked in {**(others or {}), **tests}.items()},))
@@ -150,25 +150,9 @@ def under(limit: float) -> Under:
 GIVEN = IsSet()
 
 
-def said(asked: Any, so: str, not_so: str) -> Said:
+def worded(asked: Any, so: str, not_so: str) -> WordedTest:
     """A value or a test, with the words for where it holds and for where it does not."""
-    return Said(_test(asked), so, not_so)
-
-
-class Unseen(NamedTuple):
-    """Why the effect of a setting cannot be seen in the small federation of the laws."""
-
-    reason: str
-
-
-def unseen(reason: str) -> Unseen:
-    """The setting has an effect, which the law of settings cannot see for this reason: the law leaves it out."""
-    return Unseen(reason)
-
-
-def excused(field: FieldInfo) -> str:
-    """Why the law of settings leaves this one out, or nothing."""
-    return next((m.reason for m in field.metadata if isinstance(m, Unseen)), "")
+    return WordedTest(_test(asked), so, not_so)
 
 
 def _test(asked: Any) -> Test:
@@ -211,7 +195,7 @@ class Spec(BaseModel):
         if not isinstance(given, dict):
             return make(given)
         written = as_python_has_it(cls, given)
-        made = make(meant(cls, written))
+        made = make(with_presets(cls, written))
         made.model_fields_set.intersection_update(written)
         return made
 
@@ -224,11 +208,11 @@ def conditions(cls: type[BaseModel]) -> Mapping[str, When]:
 
 def explained(field: FieldInfo, meaning: str = "") -> str:
     """What a setting means, and when only it has an effect."""
-    said = [field.description or meaning]
-    return "; ".join([*said, *(f"only if {m.words()}" for m in field.metadata if isinstance(m, When))])
+    words = [field.description or meaning]
+    return "; ".join([*words, *(f"only if {m.words()}" for m in field.metadata if isinstance(m, When))])
 
 
-def meant(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
+def with_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
     """What was written, with what its presets stand for."""
     found: dict[str, Any] = {}
     for setting, named in cls.presets.items():
@@ -279,7 +263,7 @@ def without_effect(
 
 def _instead(test: Test, name: str, value: Any) -> str:
     """How things are where a test fails."""
-    return test.not_so if isinstance(test, Said) else f"{name} is {_shown(value)}"
+    return test.not_so if isinstance(test, WordedTest) else f"{name} is {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
@@ -290,7 +274,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def overruled(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
+def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
     """Presets of which nothing is left, since everything they stand for was written otherwise."""
     found = {}
     for setting, named in cls.presets.items():
@@ -336,8 +320,8 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
     faults = [_fault(cls, item, at) for item in wrong]
     if issubclass(cls, Spec):
         written, doubtful = as_python_has_it(cls, table), {str(item["loc"][0]) for item in wrong if item["loc"]}
-        useless = without_effect(cls, meant(cls, written), written, doubtful=doubtful)
-        for name, why in (useless | ({} if wrong else overruled(cls, written))).items():
+        useless = without_effect(cls, with_presets(cls, written), written, doubtful=doubtful)
+        for name, why in (useless | ({} if wrong else overridden_presets(cls, written))).items():
             where = f"{at}.{name}" if at else name
             faults.append(Fault(where, f"{why} (got {_short(written[name])})", "leave it out"))
         for name in (name for name, value in written.items() if name not in doubtful and _huge(value)):

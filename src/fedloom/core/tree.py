@@ -89,7 +89,7 @@ _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def mix(rows: Tensor, tree: T) -> T:
-    """``[R, K] @ [K, ...]`` on every leaf, summed in float64: the one reduction in the house."""
+    """``[R, K] @ [K, ...]`` on every leaf, summed in float64: the only reduction in fedloom."""
     weights = rows.double()
 
     def one(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What becomes of each column of a table: filled, turned into numbers, scaled; learned from training rows alone.
+"""How each column of a table is filled, encoded and scaled; fitted on training rows only.
 
 A ``Recipe`` holds all of it as plain values, so that a run folder can keep it, and new rows are prepared in the same
 way. Words become one column of 0 and 1 each, by scikit-learn's ColumnTransformer. Then missing numbers are filled and
@@ -89,11 +89,11 @@ def refuse_bad(table: RawTable) -> None:
     """One error with every column that cannot be used as it is."""
     bad = {name: column.fault for name, column in table.columns.items() if column.fault}
     if bad:
-        told = "\n".join(f"  column '{name}': {why}" for name, why in bad.items())
+        details = "\n".join(f"  column '{name}': {why}" for name, why in bad.items())
         names = ",".join(bad)
         fix = f"correct the cells, leave columns out (data.drop={names}), or take them as words (data.words={names})"
         raise DataError(
-            f"{table.at}: {len(bad)} column{'s' * (len(bad) > 1)} cannot be used as written\n{told}\n  {fix}"
+            f"{table.at}: {len(bad)} column{'s' * (len(bad) > 1)} cannot be used as written\n{details}\n  {fix}"
         )
 
 
@@ -110,11 +110,13 @@ def _is_identifier(column: Column) -> bool:
 
 
 def learned_features(table: RawTable, train: NDArray[np.bool_], most_words: int) -> tuple[Feature, ...]:
-    """What becomes of each column, from the training rows."""
+    """How each column is filled and encoded, fitted on the training rows."""
     named = [name for name in identifiers(table) if table.columns[name].kind == "words"]
     if named:
-        told, names = ", ".join(f"'{name}'" for name in named), ",".join(named)
-        what = f"a different word in each of {table.rows} rows in {told}, from which nothing can be learned"
+        details, names = ", ".join(f"'{name}'" for name in named), ",".join(named)
+        what = (
+            f"column{'s' * (len(named) > 1)} {details}: a different word in every row; nothing can be learned from it"
+        )
         raise DataError(f"{table.at}: {what} (leave out names and numbers of rows: data.drop={names})")
     words = {name: column for name, column in table.columns.items() if column.kind == "words"}
     taught = _taught_words({name: column.values[train] for name, column in words.items()}, most_words)
@@ -256,11 +258,11 @@ def filled_and_scaled(x: NDArray[np.float32], recipe: Recipe, clients: Sequence[
     return out
 
 
-# ------------------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------------------------- listing
 
 
 def listed(recipe: Recipe, table: str = "") -> list[str]:
-    """Each kind of column and what becomes of it, in a line."""
+    """How each kind of column is filled, encoded and scaled, in a line."""
     by_kind = {kind: [f for f in recipe.features if f.kind == kind] for kind in ("number", "date", "words")}
     scaled_ = any(s not in (0.0, 1.0) for s in recipe.scaling.std)
     then = {"all": "", "sums": ", from sums", "own": ", by each client"}[recipe.statistics]
@@ -273,9 +275,10 @@ def listed(recipe: Recipe, table: str = "") -> list[str]:
     if any(f.missing for f in by_kind["number"] + by_kind["date"]):
         lines.append(f"a missing number or date becomes the {gap}{then}")
     if by_kind["words"]:
-        told = [f"{f.name}{_lacking(f)} ({_vocabulary(f)})" for f in by_kind["words"]]
+        details = [f"{f.name}{_lacking(f)} ({_vocabulary(f)})" for f in by_kind["words"]]
         lines.append(
-            f"words: {_several(told)}; what is missing becomes the most frequent, an unknown word none of them"
+            f"words: {_several(details)}; missing values become the most frequent word; "
+            "unknown words are encoded as all zeros"
         )
     if recipe.dropped:
         lines.append(f"left out: {_several(list(recipe.dropped))}")
@@ -308,21 +311,21 @@ def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str) -> None:
     """One error with every column that a new table lacks."""
     lost = [f.name for f in recipe.features if f.name not in header]
     if lost:
-        told = ", ".join(f"'{name}' ({nearest(name, header)})" for name in lost[:10])
+        details = ", ".join(f"'{name}' ({nearest(name, header)})" for name in lost[:10])
         more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
-        raise DataError(f"{at}: lacks columns that the model was trained with: {told}{more}")
+        raise DataError(f"{at}: lacks columns that the model was trained with: {details}{more}")
 
 
 def refuse_other_kinds(recipe: Recipe, table: RawTable) -> None:
     """One error with every column that does not hold what it held in training; an empty column may be anything."""
     kinds = {f.name: f.kind for f in recipe.features}
-    told = [
+    details = [
         f"  column '{name}': {column.fault or f'has {column.kind}, and had {kinds[name]} in training'}"
         for name, column in table.columns.items()
         if (column.fault or column.kind != kinds[name]) and not column.missing.all()
     ]
-    if told:
-        raise DataError(f"{table.at}: does not hold what the model was trained with\n" + "\n".join(told))
+    if details:
+        raise DataError(f"{table.at}: does not hold what the model was trained with\n" + "\n".join(details))
 
 
 def with_kinds(recipe: Recipe, table: RawTable) -> RawTable:

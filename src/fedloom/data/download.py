@@ -142,7 +142,7 @@ def _download(
                 _receive(url, remote, part, tell, timeout)
                 trouble = _fault(part, remote)
             except _NETWORK_ERRORS as error:
-                trouble = _told(error)
+                trouble = _reason(error)
             if not trouble:
                 return
             if _size(part) >= remote.size:  # all bytes, but wrong ones
@@ -205,7 +205,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"the server answers {error.code} {error.reason}"
     reason = error.reason if isinstance(error, urllib.error.URLError) else error

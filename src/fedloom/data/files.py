@@ -332,8 +332,8 @@ def _joined(found: Mapping[str, NDArray[Any]], path: Path) -> dict[str, NDArray[
     for split in splits:
         sizes = {key: len(np.atleast_1d(found[f"{key}_{split}"])) for key in keys}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{key}_{split} {size}" for key, size in sizes.items())
-            raise DataError(f"{path}: the {split} arrays must have equally many rows (got {told})")
+            listed = ", ".join(f"{key}_{split} {size}" for key, size in sizes.items())
+            raise DataError(f"{path}: the {split} arrays must have equally many rows (got {listed})")
     try:
         joined = {key: np.concatenate([found[f"{key}_{split}"] for split in splits]) for key in keys}
     except ValueError as error:

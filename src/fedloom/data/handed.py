@@ -69,7 +69,7 @@ def from_anything(data: Any, *, name: str = "data", seed: int = 0, numbers: bool
     if isinstance(data, Mapping | list) and is_data(data):
         parts = data if isinstance(data, Mapping) else {str(k): part for k, part in enumerate(data)}
         return _joined(parts, name, seed, numbers, split=False)
-    raise DataError(f"data '{name}': has the form {type(data).__name__}, and should be one of {FORMS}")
+    raise DataError(f"data '{name}': unsupported type {type(data).__name__}; expected one of {FORMS}")
 
 
 def _from_tuple(data: tuple[Any, ...], name: str, seed: int, numbers: bool) -> Arrays:
@@ -117,8 +117,8 @@ def _joined(parts: Mapping[str, Any], name: str, seed: int, numbers: bool, *, sp
         labels = labels or own
         sizes.append(len(x))
     holder = np.repeat(np.array(list(parts)), sizes)
-    told: dict[str, Any] = {"test": holder == "test"} if split else {"client": holder}
-    return from_arrays(np.concatenate(xs), ys, name=name, labels=labels, seed=seed, numbers=numbers, **told)
+    more: dict[str, Any] = {"test": holder == "test"} if split else {"client": holder}
+    return from_arrays(np.concatenate(xs), ys, name=name, labels=labels, seed=seed, numbers=numbers, **more)
 
 
 def _arrays(part: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Spec, other_than, said, when
+from fedloom.core.schema import Spec, other_than, when, worded
 from fedloom.data.arrays import Arrays, Ints
 
-_SOME = said(other_than(None, 0), "size is set and not 0", "size is not set, or is 0")
-_USES = {"algorithm.uses_proxy": said(True, "the algorithm uses proxy rows", "this one uses no proxy rows")}
+_SOME = worded(other_than(None, 0), "size is set and not 0", "size is not set, or is 0")
+_USES = {"algorithm.uses_proxy": worded(True, "the algorithm uses proxy rows", "this one uses no proxy rows")}
 _USED = when(_USES) | when(size=_SOME)
 
 

@@ -171,9 +171,9 @@ def remember(places: Mapping[str, Path]) -> None:
     """Write down the checksums of files that are right, so that they need not be computed again."""
     for folder in {path.parent for path in places.values()}:
         here = {path.name: path for path in places.values() if path.parent == folder}
-        told = {name: {"sha256": disk.digest(path), "stamp": _stamp(path)} for name, path in here.items()}
+        found = {name: {"sha256": disk.digest(path), "stamp": _stamp(path)} for name, path in here.items()}
         with suppress(OSError):  # a folder that cannot be written to is hashed each time
-            disk.write_bytes(folder / CHECKSUMS, json.dumps(told, indent=1).encode() + b"\n")
+            disk.write_bytes(folder / CHECKSUMS, json.dumps(found, indent=1).encode() + b"\n")
 
 
 def _remembered(path: Path) -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Table(File):
     ] = 100
     day_first: Annotated[
         bool | None,
-        Field(description="whether dates such as 03/04/2024 begin with the day; unset: as the values tell"),
+        Field(description="whether dates such as 03/04/2024 begin with the day; unset: inferred from the values"),
     ] = None
     standardise: Annotated[bool, Field(description="give each number mean 0, std 1 over the training rows")] = True
     statistics: Annotated[
@@ -415,7 +415,7 @@ class Table(File):
         return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
 
     def prepared(self, table: RawTable, rows: Rows, train: NDArray[np.bool_]) -> tuple[Recipe, NDArray[np.float32]]:
-        """What becomes of each column, and the features as numbers, before they are filled and scaled."""
+        """How each column is prepared, and the features as numbers, before they are filled and scaled."""
         features = learned_features(table, train, self.most_words)
         x = encoded(table, features)
         common = learned_scaling(x, features, train, self.statistics, self.standardise)
@@ -438,7 +438,7 @@ class Table(File):
     def pointed_out(self, table: RawTable) -> list[str]:
         """What looks like a mistake in the choice of columns."""
         return [
-            f"column '{name}' has another whole number in every row: if it only numbers them, data.drop={name}"
+            f"column '{name}' has a different whole number in every row: if it only numbers them, data.drop={name}"
             for name in identifiers(table)
             if name not in self.features
         ]

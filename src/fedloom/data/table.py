@@ -1,6 +1,6 @@
 """Tables: CSV files as people have them, Parquet files and DataFrames, read into columns of numbers, words and dates.
 
-Nothing is filled, scaled or left out here: ``data/columns.py`` decides what becomes of each column.
+Nothing is filled, scaled or left out here: ``data/columns.py`` fills, encodes and scales the columns.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[
     asked |= {"drop": wanted.drop, "features": wanted.features, "words": wanted.words}
     lost = [(field, name) for field, names in asked.items() for name in names if name not in header]
     if lost:
-        told = "; ".join(f"'{name}'{_said_by(field)} ({nearest(name, header)})" for field, name in lost)
-        raise DataError(f"{at}: has no column {told}")
+        listed = "; ".join(f"'{name}'{_said_by(field)} ({nearest(name, header)})" for field, name in lost)
+        raise DataError(f"{at}: has no column {listed}")
     rest = [name for name in header if name not in (*wanted.named, *wanted.drop)]
     rest = [name for name in rest if name in wanted.features] if wanted.features else rest
     if not rest:

@@ -1,4 +1,4 @@
-"""A server that waits for nobody: it takes each upload when it arrives, and sends its new model at once.
+"""An asynchronous server: it applies each upload when it arrives and sends the new model at once.
 
 The devices and links are those of ``clock``, but there are no rounds: a client trains on the model that it was sent,
 however old that has become, and while it does so others change the server's. All that happens, happens at an instant

@@ -92,8 +92,8 @@ def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor]
         _forget(folder / f"{old:08d}")
 
 
-def retell(folder: Path, round_: int, lengths: dict[str, Any]) -> None:
-    """Let the checkpoint of a round say other lengths; a crash leaves its old record or the new one."""
+def rewrite_lengths(folder: Path, round_: int, lengths: dict[str, Any]) -> None:
+    """Record other lengths in the checkpoint of a round; a crash leaves its old record or the new one."""
     home = folder / f"{round_:08d}"
     meta = _record(home)
     _write_record(home / "meta.json", meta | {"lengths": meta["lengths"] | lengths})

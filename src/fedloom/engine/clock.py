@@ -14,19 +14,19 @@ from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import GIVEN, Spec, over, said, when
+from fedloom.core.schema import GIVEN, Spec, over, when, worded
 from fedloom.engine.plan import Amount, Drawn
 
 _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
 
 
-_SENDS = when({"algorithm.communicates": said(True, "the algorithm sends something", "this one sends nothing")})
-_COMPUTES = {"algorithm.takes_steps": said(True, "clients take local steps", "those of this algorithm take none")}
-_WAITS = when({"algorithm.reads_waiting_time": said(
+_SENDS = when({"algorithm.communicates": worded(True, "the algorithm sends something", "this one sends nothing")})
+_COMPUTES = {"algorithm.takes_steps": worded(True, "clients take local steps", "those of this algorithm take none")}
+_WAITS = when({"algorithm.reads_waiting_time": worded(
     True, "the algorithm trains as long as clients wait", "this one does not ask how long they wait"
 )})  # fmt: skip
 _IN_EPOCHS = {"local.steps": None, "local.epochs": over(1)}
-_USED_IN_PART = {"algorithm.partial_work": said(
+_USED_IN_PART = {"algorithm.partial_work": worded(
     True, "the algorithm uses what late clients have", "this one leaves late clients out"
 )}  # fmt: skip
 
@@ -42,10 +42,10 @@ class System(Spec):
         Literal["epoch", "step"],
         when(_IN_EPOCHS, stragglers=over(0), policy="partial")
         | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
-    ] = Field("epoch", description="in what a late client's part of the work is counted")
+    ] = Field("epoch", description="the unit in which a late client's partial work is drawn")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
     speed: Annotated[PositiveFloat, when(_COMPUTES, speeds=((),))] = Field(
-        1000.0, description="examples per second of the middle client"
+        1000.0, description="examples per second of the median client"
     )
     speed_spread: Annotated[NonNegativeFloat, when(_COMPUTES, speeds=((),))] = Field(
         0.0, description="spread of speeds: deviation of their logarithm"
@@ -60,20 +60,20 @@ class System(Spec):
         (), description="numbers of the clients that are slow"
     )
     slow_factor: Annotated[float, when(_COMPUTES, slow=GIVEN)] = Field(
-        1.5, ge=1, description="times as many seconds a slow client takes for an example"
+        1.5, ge=1, description="slow clients take this many times as long per example"
     )
     jitter: Annotated[float, when(_COMPUTES)] = Field(
-        0.0, ge=0, lt=1, description="largest share by which a client's time of computing varies from round to round"
+        0.0, ge=0, lt=1, description="largest relative change of a client's compute time from round to round"
     )
     link_spread: Annotated[NonNegativeFloat, _SENDS] = Field(
         0.0, description="spread of up and down: deviation of their logarithm"
     )
     aggregation: NonNegativeFloat = Field(0.0, description="seconds that the server takes to make the next model")
     deadline: PositiveFloat | None = Field(
-        None, description="seconds of a round after which late clients are left out; unset: all are waited for"
+        None, description="seconds of a round after which late clients are left out; unset: the server waits for all"
     )
     overlap_upload: Annotated[bool, _WAITS] = Field(
-        True, description="a client that trains on while it waits also does so while it sends"
+        True, description="a client that trains while waiting also trains during its upload"
     )
 
 

@@ -1,7 +1,7 @@
 """Lanes on a GPU: one step of many clients as one CUDA graph, compiled where a run is long enough to pay for it.
 
 A step of a small net is dozens of kernels that each take less time than Python needs to start them. So the step
-is recorded once for each width, and replayed: what it reads (the rows of the data, who is served, the learning
+is captured once for each width, and replayed: what it reads (the rows of the data, the schedule, the learning
 rate) lies in tensors at fixed places, and the graph itself counts which tick it is at.
 
 Clients do not own lanes. At every tick each lane serves whichever client ``pack`` says: it fetches what this
@@ -43,14 +43,14 @@ _SMALL = 1 << 18
 
 
 class Packed(NamedTuple):
-    """Who is served when: client ``who`` [S, L] takes its step ``when`` [S, L]; a lane that idles serves client K."""
+    """The schedule: at tick s, lane l runs step ``when[s, l]`` of ``client[s, l]``; idle lanes point at client K."""
 
-    who: Tensor
+    client: Tensor
     when: Tensor
 
     @property
     def ticks(self) -> int:
-        return len(self.who)
+        return len(self.client)
 
 
 @lru_cache(maxsize=64)  # in most rounds clients are as long as in the last one
@@ -73,11 +73,11 @@ def pack(steps: tuple[int, ...], width: int) -> Packed:
     step = place - first[client]
     ahead = each[client] - wrapped[client]  # steps on the first of its two lanes
     when = torch.where(step < ahead, step + wrapped[client], step - ahead)
-    who = torch.full((ticks, width), len(steps))
+    found = torch.full((ticks, width), len(steps))
     then = torch.zeros(ticks, width, dtype=torch.int64)
     lane = torch.div(place, max(ticks, 1), rounding_mode="floor")
-    who[tick, lane], then[tick, lane] = client, when
-    return Packed(who, then)
+    found[tick, lane], then[tick, lane] = client, when
+    return Packed(found, then)
 
 
 def width_for(steps: list[int], batch: int, usual: int = 0) -> int:
@@ -142,7 +142,7 @@ def descend(
             graphs.note(f"the GPU's memory is full: {width} lanes from here on")
         except _NotCapturableError as error:
             graphs.refused[which] = alg
-            graphs.note(f"the step '{phase.name}' cannot be recorded, and runs as it is ({error})")
+            graphs.note(f"the step '{phase.name}' cannot be captured, and runs eagerly ({error})")
             return None
 
 
@@ -225,7 +225,7 @@ def _graphs(task: Task) -> _Graphs:
 class _Plan(NamedTuple):
     """What the lanes do at each tick, or at one."""
 
-    who: Tensor  # [S, L] clients
+    client: Tensor  # [S, L]
     rows: Tensor  # [S, L, B]
     mask: Tensor  # [S, L, B]
     keys: Tensor  # [S, L]
@@ -274,7 +274,7 @@ class _Tables:
         self.buffers[:n] = given.buffers
 
     def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay:
-        """The recorded tick of these lanes, with room for ``ticks``.
+        """The captured tick of these lanes, with room for ``ticks``.
 
         ``straight``: every client keeps its lane to the end, so that nothing has to be fetched and put back.
         """
@@ -303,7 +303,7 @@ class _Tables:
     def given(self, plan: _Plan, *, straight: bool) -> tuple[Any, ...]:
         """What a tick is a function of."""
         if straight:
-            lanes = slice(0, len(plan.who))
+            lanes = slice(0, len(plan.client))
             down = self.down if self.shared else tree.take(self.down, lanes)
             return *tree.take((self.carry, self.mine, self.buffers), lanes), down, plan, self.lr
         return self.carry, self.mine, self.buffers, self.down, plan, self.lr
@@ -320,11 +320,11 @@ class _Tables:
                 for table, rows in zip(tree.leaves(carry), moved, strict=True):
                     table.copy_(rows)
                 return
-            here, own, held = tree.tmap(lambda x: _fetched(x, plan.who), (carry, mine, buffers))
-            sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.who), down)
+            here, own, held = tree.tmap(lambda x: _fetched(x, plan.client), (carry, mine, buffers))
+            sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.client), down)
             moved = self._step(here, sent, own, held, plan, lr)
             for table, rows in zip(tree.leaves(carry), moved, strict=True):
-                table.index_copy_(0, plan.who, rows)
+                table.index_copy_(0, plan.client, rows)
 
         if self.alg.task.capture != "compiled":
             return plain
@@ -348,7 +348,7 @@ class _Tables:
         except Exception as error:  # whatever a compiler can say
             if self.lr.device.type == "cpu":
                 raise _NotCapturableError(_brief(error)) from error
-            self.graphs.note(f"the compiler does not take this step, which is recorded without it ({_brief(error)})")
+            self.graphs.note(f"the compiler rejected this step; it is captured uncompiled ({_brief(error)})")
             return plain
         took = time.perf_counter() - began
         self.graphs.spent(compiling=took)
@@ -371,24 +371,24 @@ class _Tables:
             torch.set_num_threads(before)
 
 
-def _fetched(table: Tensor, who: Tensor) -> Tensor:
+def _fetched(table: Tensor, client: Tensor) -> Tensor:
     """Rows of a table, which again begin at aligned addresses."""
     if table.ndim != 2 or table.is_contiguous():
-        return table[who]
+        return table[client]
     whole = table.as_strided((len(table), table.stride(0)), (table.stride(0), 1))
-    return whole[who][:, : table.shape[1]]
+    return whole[client][:, : table.shape[1]]
 
 
 def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for a plan in which nobody is served."""
+    """Room for an empty plan."""
     whole = torch.zeros(*lead, batch + 2, dtype=torch.int64, device=device)
     real = torch.zeros(*lead, batch + 1, device=device)
-    _Plan.of(whole, real).who.fill_(idle)
+    _Plan.of(whole, real).client.fill_(idle)
     return whole, real
 
 
 class _Replay:
-    """The tick of these lanes, recorded: it reads what to do from a plan, at the place where its counter is."""
+    """The tick of these lanes, captured: it reads what to do from a plan, at the place where its counter is."""
 
     def __init__(self, tables: _Tables, lanes: int, step: Callable[..., None], ticks: int, straight: bool) -> None:
         self._tables, self.step, self.ticks, self._straight = tables, step, ticks, straight
@@ -401,9 +401,9 @@ class _Replay:
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
         n, wide, device = len(group.ids), group.rows.shape[2], self._tick.device
-        who, when = tree.on_device(packed, device)
-        client, real, ticks = who.clamp(max=n - 1), who < n, slice(0, packed.ticks)
-        self._plan.who[ticks] = torch.where(real, who, self._tables.clients)
+        place, when = tree.on_device(packed, device)
+        client, real, ticks = place.clamp(max=n - 1), place < n, slice(0, packed.ticks)
+        self._plan.client[ticks] = torch.where(real, place, self._tables.clients)
         self._plan.rows[ticks, :, :wide] = group.rows[client, when]
         self._plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
         self._plan.mask[ticks, :, wide:] = 0  # where wider batches may have been before
@@ -411,7 +411,7 @@ class _Replay:
         self._plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
         self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
-        with self._tables.threads(packed.who.shape[1]):
+        with self._tables.threads(packed.client.shape[1]):
             for _ in range(packed.ticks):
                 if self._graph is None:
                     self._advance()
@@ -430,7 +430,7 @@ class _Replay:
         beside.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(beside):
-                for _ in range(2):  # libraries choose their algorithms and take their memory before the recording
+                for _ in range(2):  # libraries choose their algorithms and take their memory before the capture
                     self._advance()
             torch.cuda.current_stream().wait_stream(beside)
             torch.cuda.synchronize()
@@ -445,7 +445,7 @@ class _Replay:
         torch.cuda.synchronize()
         took = time.perf_counter() - began
         graphs.spent(capturing=took, graphs=1)
-        graphs.note(f"a step of {self._plan.who.shape[1]} lanes was recorded in {took:.1f} s")
+        graphs.note(f"a step of {self._plan.client.shape[1]} lanes was captured in {took:.1f} s")
         return graph
 
 

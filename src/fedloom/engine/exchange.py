@@ -17,7 +17,7 @@ class Tally(NamedTuple):
 
     total: Any = None  # float64
     buffers: Any = None
-    weight: Any = 0.0  # a tensor, so that nobody waits for its value
+    weight: Any = 0.0  # a tensor, to avoid a device synchronisation
     senders: float = 0.0
     kept: tuple[Any, ...] = ()  # (ids, uploads, weights) of each group, for algorithms that need every upload
     excluded: tuple[int, ...] = ()  # clients whose work was not finite
@@ -37,7 +37,7 @@ class Received(NamedTuple):
     excluded: tuple[int, ...]
     weights: Tensor  # [K] float64: how much each counts, as often as it was drawn
     sums: Any  # [1, ...] float64: the weighted sums of uploads and statistics
-    finite: Any = ()  # [] whether all is finite, where nobody has checked yet
+    finite: Any = ()  # [] whether all is finite, if not checked yet
 
 
 def keep_finite(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:

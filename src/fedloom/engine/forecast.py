@@ -74,7 +74,7 @@ def _star(exp: Experiment) -> Iterator[Spent]:
 
 
 def _arrivals(exp: Experiment) -> Iterator[Spent]:
-    """Of a server that waits for nobody: arrivals do not depend on what clients have learned."""
+    """Of an asynchronous server: arrivals do not depend on what clients have learned."""
     state, spent = begin(exp), Spent()
     traffic, sizes = traffic_of(exp, state), exp.federation.train.sizes
     while True:

@@ -398,7 +398,7 @@ def _means(heard: Inbox[Any]) -> Any:
 
 
 def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any, mass: Any, ok: Mask) -> Any:
-    """What nodes have under push-sum: their model times their mass, and their move; who did not train has none."""
+    """Under push-sum: models times mass, and moves; nodes that did not train have no move."""
     scale, moved = torch.from_numpy(mass).to(exp.device), torch.from_numpy(ok).to(exp.device)
     rows = NodeRows(store, len(ok))
     for part in _parts(len(ok), exp.lanes):

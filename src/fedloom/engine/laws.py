@@ -25,7 +25,6 @@ from fedloom.core import tree
 from fedloom.core.errors import ConfigError, FedloomError
 from fedloom.core.optim import Local
 from fedloom.core.own_line import own_line, remedy
-from fedloom.core.schema import excused
 from fedloom.core.task import Batch, Capture, Task
 from fedloom.data.arrays import Arrays
 from fedloom.data.federation import federate
@@ -80,10 +79,10 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     _agree(ends[0], ends[1], "uploads in one order and in the other")
 
 
-def late_is_unheard(cls: type[AnyAlgorithm]) -> None:
+def late_uploads_are_ignored(cls: type[AnyAlgorithm]) -> None:
     """The upload of a late client is not used; the client keeps what it learned, unless the server mirrors it."""
     if cls.family == "gossip" or not cls().traits.synchronous:
-        return  # without a server, or with one that waits for nobody, there is nothing to be late for
+        return  # without a server, or with an asynchronous one, there is nothing to be late for
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
     state, store, present = begin(world), _store(world), world.present(0)
     ahead = foresee_lateness(world, state, present, 0)
@@ -238,7 +237,7 @@ def settings_have_an_effect(cls: type[AnyAlgorithm], most: int | None = 6) -> No
 
 def idle_settings(cls: type[AnyAlgorithm], most: int | None) -> Iterator[tuple[str, str]]:
     """Settings that have no effect and do not say so, each with the settings beside which that was seen."""
-    names = [name for name, field in cls.model_fields.items() if not excused(field)]
+    names = list(cls.model_fields)
     ways = None if most is None else 1  # of having the settings that one needs
     alone = [(name, needed) for name in names for needed in islice(variation.needed(cls, name, _WORDS), ways)]
     pairs = [(name, around) for name, needed in alone for around in variation.beside(cls, name, needed, _WORDS)]
@@ -254,7 +253,7 @@ LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
     replayed_is_alone,
     lane_count_is_irrelevant,
     client_order_is_irrelevant,
-    late_is_unheard,
+    late_uploads_are_ignored,
     mirrors_are_declared,
     resumed_is_never_crashed,
     ram_is_disk,

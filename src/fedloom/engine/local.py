@@ -49,7 +49,7 @@ _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
 _GATHERED = 1 << 22
 # Examples in one step of a survey.
 _SURVEYED = 256
-# Ticks of a run from which on it pays to record a step (a second or two), and to compile it (ten to twenty).
+# Ticks of a run from which on it pays to capture a step (a second or two), and to compile it (ten to twenty).
 _CAPTURE, _COMPILE = 100, 8_000
 # How vmap maps a batch: all of it by lane, but for the learning rate.
 _BATCH: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
@@ -83,8 +83,8 @@ class Outcome(NamedTuple):
     buffers: Tensor  # [K, Q]
     steps: Any = ()  # [K] steps of local training that were taken
     memory: Any = ()  # [K, ...] the optimiser's, where it is kept
-    begun: Any = ()  # [K, P] where local training began, if somebody wants to look
-    models: Any = ()  # [K, P] where it ended, likewise
+    begun: Any = ()  # [K, P] the models before training, if requested
+    models: Any = ()  # [K, P] the models after it, likewise
     gradients: Any = ()  # [K] that were evaluated, each on one batch
 
 
@@ -133,7 +133,7 @@ def _has_compiler() -> bool:
 def arithmetic(task: Task) -> Iterator[None]:
     """Products of float32 as short as the task's precision allows, for as long as this lasts.
 
-    Only local training is computed so; sums of uploads never are. Where steps are recorded, cuDNN also tries which of
+    Only local training is computed so; sums of uploads never are. Where steps are captured, cuDNN also tries which of
     its convolutions is the fastest: those of many nets at once are twice as fast with another than it would guess.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -232,7 +232,7 @@ def _begin(alg: AnyAlgorithm, group: Group, given: Given) -> Now:
 
 
 def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given, *, forget: bool = False) -> Now:
-    """One phase of every client; ``forget``: nobody needs the optimiser's memory afterwards."""
+    """One phase of every client; ``forget``: the optimizer state is not needed afterwards."""
     over, group, at, buffers = _over(alg.task), now.group, now.at, now.buffers
     between = (0, given.down_dim, 0)
     if phase.enter is not None:

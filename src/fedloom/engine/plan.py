@@ -31,8 +31,8 @@ class Cohort(Spec):
     )
     sampling: Literal["uniform", "proportional", "poisson", "all"] = Field(
         "uniform",
-        description="without replacement; by data, with replacement; each by itself, so that size is only the mean; "
-        "or everybody",
+        description="uniform: without replacement; proportional: by data, with replacement; poisson: each client "
+        "independently, size is the mean; all: every client",
     )
 
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 MEETING = "FEDLOOM_MEETING"  # the folder in which ranks of one machine meet
 SECRET = "secret"  # the file in it that they all know
 TIMEOUT = "FEDLOOM_TIMEOUT"  # seconds for which a rank waits for another
-_PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; who dies is noticed at once
+_PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; a rank that dies is noticed at once
 
 
 class RankError(FedloomError):
@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
     def gathered(self, rows: T, whose: Sequence[int]) -> T:
         """The rows of all ranks in one order: place k is the next row of rank ``whose[k]``.
 
-        A rank without rows brings some all the same, of which only the form counts.
+        A rank without rows passes placeholder rows of the right shape.
         """
         if self.size == 1:
             return rows
@@ -107,7 +107,7 @@ class Ranks(NamedTuple):
         """These stacked tensors of all ranks, one rank's rows after another's, at rank 0; elsewhere nothing."""
         if self.size == 1:
             return tensors
-        forms = self._all_told({name: (x.shape, str(x.dtype)) for name, x in tensors.items()})
+        forms = self._exchanged({name: (x.shape, str(x.dtype)) for name, x in tensors.items()})
         with _reaching():
             if not self.leads:
                 for x in tensors.values():
@@ -133,8 +133,8 @@ class Ranks(NamedTuple):
             dist.broadcast(words, 0)
         return _understood(words)
 
-    def _all_told(self, value: Any) -> list[Any]:
-        """What each rank says, on every rank."""
+    def _exchanged(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
         words = _spoken(value)
         lengths = [torch.tensor(0) for _ in range(self.size)]
         with _reaching():
@@ -145,7 +145,7 @@ class Ranks(NamedTuple):
         return [_understood(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
 
     def any_rank(self, yes: bool = False) -> bool:
-        """Whether one of the ranks says yes; all of them know when all have come here."""
+        """Whether any rank says yes; a barrier for all."""
         if self.size == 1:
             return yes
         flag = torch.tensor(int(yes))
@@ -167,7 +167,7 @@ class Ranks(NamedTuple):
         except Exception as error:
             failure = error
         if self.any_rank(failure is not None):
-            words = self._all_told(None if failure is None else _in_words(failure))
+            words = self._exchanged(None if failure is None else _in_words(failure))
             if failure is not None:
                 raise failure
             rank = next(rank for rank, said in enumerate(words) if said is not None)
@@ -233,7 +233,7 @@ def _introduced(ranks: Ranks, secret: bytes) -> None:
     proofs = [
         hmac.digest(secret, f"rank {rank} of {ranks.size}".encode(), "sha256").hex() for rank in range(ranks.size)
     ]
-    said = ranks._all_told(proofs[ranks.rank])
+    said = ranks._exchanged(proofs[ranks.rank])
     if not hmac.compare_digest("".join(map(str, said)), "".join(proofs)):
         raise LostRankError("a process that was not started with the others has joined them; nothing was exchanged")
 
@@ -309,7 +309,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 
 def _first(error: Exception) -> str:
-    """What an error says first: where in a library it was raised, and what it advises, is for who reads its code."""
+    """The first line of an error; the rest is for developers."""
     words = re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [""])[0])
     return words.partition(". ")[0] or type(error).__name__
 
@@ -335,7 +335,7 @@ def _patience() -> float:
 
 
 def _left(folder: str | None) -> None:
-    """Take leave; who led takes the meeting place along, in case nobody is left who made it."""
+    """Leave the group; rank 0 also removes the rendezvous folder if the launcher is gone."""
     with suppress(RuntimeError, AssertionError):
         dist.destroy_process_group()
     if folder is not None:

@@ -8,15 +8,15 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedloom.core.metrics import Auc
 from fedloom.core.quality import ClassMeasure, NumberMeasure
-from fedloom.core.schema import Spec, other_than, said, when
+from fedloom.core.schema import Spec, other_than, when, worded
 
 Diagnostic: TypeAlias = Literal[
     "updates", "gamma", "dissimilarity", "rho", "hessian", "hessian_weights", "variance", "weights"
 ]
 
-_NETWORK = {"algorithm.family": said("gossip", "the algorithm has no server", "this one has a server")}
-_SERVER = {"algorithm.family": said(other_than("gossip"), "the algorithm has a server", "this one has none")}
-_GLOBAL = {"algorithm.has_global_model": said(True, "the server has a model", "there is none common to all clients")}
+_NETWORK = {"algorithm.family": worded("gossip", "the algorithm has no server", "this one has a server")}
+_SERVER = {"algorithm.family": worded(other_than("gossip"), "the algorithm has a server", "this one has none")}
+_GLOBAL = {"algorithm.has_global_model": worded(True, "the server has a model", "there is none common to all clients")}
 
 
 class Evaluate(Spec):

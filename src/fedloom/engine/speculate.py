@@ -1,4 +1,4 @@
-"""Rounds that a GPU is given before anybody has looked whether the last one is finite, which it mostly is.
+"""Rounds that are started on a GPU before the previous one has been checked for non-finite values.
 
 A speculative round is an ordinary one whose clients are not screened and whose writes to the store wait. Once its
 numbers are there, it counts as it is, or, if something was not finite, it is thrown away and done again, screened.
@@ -20,7 +20,7 @@ from fedloom.engine.store import ClientStore
 
 
 def may_speculate(exp: Experiment) -> bool:
-    """Whether rounds of this experiment can be finished before anybody checks that they are finite."""
+    """Whether rounds of this experiment can be finished before the finiteness check."""
     unusual = exp.guard is not None or bool(exp.bad) or exp.system.deadline is not None
     together = exp.local.batch > 0  # else clients of unequal width train in groups of their own
     star = not (exp.is_network or exp.is_asynchronous) and exp.fleet is None

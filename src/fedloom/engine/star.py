@@ -100,7 +100,7 @@ class Finished(NamedTuple):
 
     state: RunState
     excluded: tuple[int, ...] = ()
-    found: dict[str, float] = {}  # noqa: RUF012  (a value: nobody writes into it)
+    found: dict[str, float] = {}  # noqa: RUF012  (never mutated)
     work: tuple[GroupWork, ...] = ()
     lateness: Lateness | None = None
     finite: Any = ()  # [] whether all that arrived is finite, where that was not checked

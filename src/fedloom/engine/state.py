@@ -41,7 +41,7 @@ class RunState(NamedTuple):
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
     ledger: Ledger | None = None  # what a private run has released so far
-    under_way: Any = ()  # clients at work and their models, where the server waits for nobody: UnderWay
+    under_way: Any = ()  # clients at work and their models, of an asynchronous server: UnderWay
 
     @property
     def busiest(self) -> int:
@@ -120,7 +120,7 @@ class Experiment:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are recorded on a GPU, and replayed."""
+        """Whether steps are captured on a GPU, and replayed."""
         return self.task.capture != "eager"
 
     @property

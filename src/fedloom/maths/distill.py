@@ -47,10 +47,10 @@ def logits(task: Task, w: Tensor, x: Tensor) -> Tensor:
     return torch.cat([task.apply(w, some, task.buffers0) for some in torch.split(x, _CHUNK)])
 
 
-def averaged(said: Iterable[Tensor], voices: Iterable[float] = repeat(1.0)) -> Tensor:
+def averaged(logits_: Iterable[Tensor], voices: Iterable[float] = repeat(1.0)) -> Tensor:
     """The mean of what several say, one after another so that only one is held, in float64."""
     total, weight = torch.zeros(()), 0.0
-    for each, voice in zip(said, voices, strict=False):  # equal voices have no end
+    for each, voice in zip(logits_, voices, strict=False):  # equal voices have no end
         total, weight = total.to(each.device) + voice * each.double(), weight + voice
     return total / weight
 
@@ -60,12 +60,12 @@ def divergence(said: Tensor, target: Tensor) -> Tensor:
     return (target.exp() * (target - said)).sum(-1).mean()
 
 
-def apart(task: Task, w: Tensor, x: Tensor, target: Tensor, temperature: float = 1.0) -> float:
+def kl_to_target(task: Task, w: Tensor, x: Tensor, target: Tensor, temperature: float = 1.0) -> float:
     """How far a student is from its target, in float64."""
     return float(divergence(log_softmax(logits(task, w, x).double() / temperature, -1), target))
 
 
-def taught(
+def distilled(
     task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]
 ) -> Iterator[Tensor]:
     """The student after each step."""
@@ -92,7 +92,7 @@ def _order(rows: int, address: tuple[int, int], epoch: int) -> Tensor:
 
 
 # -- what of the way is kept -----------------------------------------------------------------------
-def best(
+def best_student(
     task: Task,
     w: Tensor,
     x: Tensor,
@@ -108,17 +108,17 @@ def best(
 
     ``patience``: it stops after this many epochs without a gain.
     """
-    if apart(task, w, x, target, how.temperature) <= _ALIKE:
+    if kl_to_target(task, w, x, target, how.temperature) <= _ALIKE:
         return w
     order = torch.from_numpy(rng.stream(address[0], "distill_held_out").permutation(len(x))).to(x.device)
     aside, rows = order[: int(held_out * len(x))], order[int(held_out * len(x)) :]
     if not len(aside):
-        return last(task, w, x, target, how, address)
-    found, least, waited = w, apart(task, w, x[aside], target[aside], how.temperature), 0
-    for step, student in enumerate(taught(task, w, x[rows], target[rows], how, address), 1):
+        return last_student(task, w, x, target, how, address)
+    found, least, waited = w, kl_to_target(task, w, x[aside], target[aside], how.temperature), 0
+    for step, student in enumerate(distilled(task, w, x[rows], target[rows], how, address), 1):
         if step % how.steps(len(rows)):
             continue
-        now = apart(task, student, x[aside], target[aside], how.temperature)
+        now = kl_to_target(task, student, x[aside], target[aside], how.temperature)
         found, least, waited = (student, now, 0) if now < least else (found, least, waited + 1)
         if waited == patience:
             break
@@ -135,15 +135,15 @@ def swa(
     total = how.epochs * how.steps(len(x))
     start = start if start < total else total // 2
     sum_, count = torch.zeros_like(w, dtype=torch.float64), 0
-    for step, student in enumerate(taught(task, w, x, target, how, address), 1):
+    for step, student in enumerate(distilled(task, w, x, target, how, address), 1):
         if step == total or (step >= start and (step - start) % every == 0):
             sum_, count = sum_ + student.double(), count + 1
     return (sum_ / count).to(w.dtype) if count else w
 
 
-def last(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]) -> Tensor:
+def last_student(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]) -> Tensor:
     """The student after the last step."""
-    for student in taught(task, w, x, target, how, address):
+    for student in distilled(task, w, x, target, how, address):
         w = student
     return w
 

@@ -88,7 +88,7 @@ class NormedSpec(NetSpec):
         2, description="most groups of a layer; it takes the most that leave two channels each"
     )
     buffers: Annotated[Literal["average", "local"], when(norm="batch")] = Field(
-        "average", description="what becomes of BatchNorm's statistics"
+        "average", description="running statistics of BatchNorm: averaged by the server, or kept by each client"
     )
 
     def normal(self, channels: int) -> nn.Module:

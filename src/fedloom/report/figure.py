@@ -43,7 +43,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def styled(make: Callable[[], Figure], suffix: str = ".png") -> bytes:
-    """A figure, made in the style of the house, as a file of this kind."""
+    """A figure, in fedloom's style, as a file of this kind."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):

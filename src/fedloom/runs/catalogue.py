@@ -1,4 +1,4 @@
-"""The catalogue: what there is by name, and a page for each thing, read off its class."""
+"""The catalogue: every algorithm, data set, model and so on by name, and a page for each, generated from its class."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
 
 
 class Page(NamedTuple):
-    """All that is to be said of one thing."""
+    """The page of one entry."""
 
     name: str
     family: str
@@ -155,7 +155,7 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
 
     phases = phases_of(alg)
     refused = [why for phase in phases if (why := traced(phase))]
-    replayed = "are recorded once and replayed, in lanes"
+    replayed = "are captured once and replayed, in lanes"
     if refused:
         replayed = f"cannot be taken side by side; set engine.executor=loop ({refused[0]})"
     keeper = "each node" if alg.family == "gossip" else "the server"

@@ -31,10 +31,8 @@ def changes_since(path: Path, accept: bool) -> list[str]:
         return []
     changed = [f"{file} {what}" for file, what in usercode.changes(_recorded(path, "files")).items()]
     if changed and not accept:
-        fix = "put it back as it was, or go on with what is there now: --accept-changes"
-        raise CheckpointError(
-            f"{path}: what this run began with is not what it would go on with: {'; '.join(changed)} ({fix})"
-        )
+        fix = "restore it, or continue with the new version: --accept-changes"
+        raise CheckpointError(f"{path}: cannot resume: changed since the run started: {'; '.join(changed)} ({fix})")
     return changed + other_versions(path)
 
 
@@ -68,9 +66,9 @@ def changed_data(path: Path, prepared: Prepared, accept: bool) -> list[str]:
     if found and pairs["clients"][0] != pairs["clients"][1]:
         raise CheckpointError(f"{path}: {words[0]}: there were {then['clients']} clients, and are {now['clients']} now")
     if found and prepared.experiment.guard is not None:
-        raise CheckpointError(f"{path}: {words[0]}, and a private run goes on with nothing else")
+        raise CheckpointError(f"{path}: {words[0]}; a private run cannot continue with different data")
     if found and not accept:
-        fix = "put it back as it was, or go on with what is there now: --accept-changes"
+        fix = "restore it, or continue with the new version: --accept-changes"
         raise CheckpointError(f"{path}: {words[0]} ({fix})")
     return words
 
@@ -126,7 +124,7 @@ def refuse_other_noise(path: Path, config: Config) -> None:
         return
     if not began.is_file():
         if private:
-            what = "this run began without privacy, and has released what no noise can hide any more"
+            what = "this run started without privacy; what it has already released cannot be protected"
             raise ConfigError([Fault("privacy", what, "start a new run")])
         return
     try:
@@ -156,8 +154,8 @@ def key_of(path: Path, config: Config) -> Key | None:
         return None
     key = read_key(path)
     if key is None and (path / "partition.json").is_file():
-        what = "is gone, and with it the noise of this private run: no other noise may be added to the same numbers"
-        raise CheckpointError(f"{path / 'noise.key'}: {what}; put it back, or start a new run")
+        what = "is missing; without it the noise of this private run cannot be continued"
+        raise CheckpointError(f"{path / 'noise.key'}: {what}; restore it, or start a new run")
     return key
 
 

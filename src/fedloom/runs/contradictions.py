@@ -99,7 +99,7 @@ def no_cohort_in_a_network(table: Table, algorithm: AnyAlgorithm, cohort: Cohort
 def no_deadline_in_a_network(algorithm: AnyAlgorithm, system: System) -> Iterator[Fault]:
     for key in ("stragglers", "dropout", "deadline", "aggregation") if algorithm.family == "gossip" else ():
         if getattr(system, key):
-            what = f"is for algorithms with a server, which can be late for it (got {getattr(system, key)})"
+            what = f"needs a server: nodes of a network have no deadline to miss (got {getattr(system, key)})"
             yield Fault(f"system.{key}", what, "leave it out")
 
 
@@ -170,7 +170,7 @@ def nothing_of_a_global_model_without_one(algorithm: AnyAlgorithm, evaluate: Eva
 
 def some_model_is_evaluated(algorithm: AnyAlgorithm, partition: Partition) -> Iterator[Fault]:
     if not has_global_model(algorithm) and partition.holdout == 0 and not isinstance(partition, Natural):
-        why = "there is no common model to evaluate, and no client holds out rows of its own"
+        why = "there is no common model to evaluate, and no client has held-out rows"
         yield Fault("partition.holdout", why, "set partition.holdout=0.2")
 
 

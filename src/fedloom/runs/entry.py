@@ -97,7 +97,7 @@ def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> l
         # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
         # checkpoint is written first, so that a crash leaves it with what it needs.
         shorter = folder.before_last()
-        checkpoint.retell(folder.checkpoints, done, shorter)
+        checkpoint.rewrite_lengths(folder.checkpoints, done, shorter)
         folder.rewind(shorter, done)
         records.pop()
     return records

@@ -21,7 +21,7 @@ _CLOSE = 1e-4  # how far outputs of the exported net may be from ours
 
 
 def export(models: Predictor, path: Path, kind: Format) -> float:
-    """Write the model with the preparation of its inputs; returns how far its outputs are from ours at most."""
+    """Write the model and how its inputs are prepared; returns the largest difference between its outputs and ours."""
     net = models.module
     x = example_rows(models)
     part = disk.new_part(path)

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import Lookup, Spec, as_python_has_it, meant, read, without_effect
+from fedloom.core.schema import Lookup, Spec, as_python_has_it, read, with_presets, without_effect
 from fedloom.runs.find import CHOOSE, DEFAULTS, KEYS, find_algorithm
 from fedloom.runs.settings import SECTIONS, fact, toml_of, with_defaults
 
@@ -45,7 +45,7 @@ def read_pairs(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Take out the section that a newly chosen algorithm has no use for, unless it was asked for just now."""
+    """Take out the section that the new algorithm does not use, unless it was set on the same command line."""
     chosen = given.get("algorithm.kind", given.get("algorithm"))
     if not isinstance(chosen, str):
         return []
@@ -130,7 +130,7 @@ def _lookup(table: Mapping[str, Any]) -> Lookup:
 
     def algorithm() -> AnyAlgorithm:
         cls, given = written("algorithm")
-        spec, _ = read(cls, {k: v for k, v in meant(cls, given).items() if k != "kind"}, "algorithm")
+        spec, _ = read(cls, {k: v for k, v in with_presets(cls, given).items() if k != "kind"}, "algorithm")
         if not isinstance(spec, Algorithm):
             raise KeyError("algorithm")
         return spec
@@ -148,7 +148,7 @@ def _lookup(table: Mapping[str, Any]) -> Lookup:
 
 def _read(cls: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a section of a file stands for, its lists as tuples."""
-    return meant(cls, as_python_has_it(cls, given))
+    return with_presets(cls, as_python_has_it(cls, given))
 
 
 def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str]]:

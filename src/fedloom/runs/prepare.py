@@ -55,7 +55,7 @@ class Shared(NamedTuple):
     notes: tuple[str, ...]  # the repairs that the partition needed
     proxy: Arrays  # what the server took before the rest was split among clients
     bad: tuple[int, ...] = ()  # the bad clients, in order
-    badness: str = ""  # what they do
+    corruption: str = ""  # what they do
     validation: NDArray[np.bool_] | None = None  # [n] whether it is for validation, where any is
     elsewhere: bool = False  # whether the clients' rows are on their own machines, and only their number is known here
 
@@ -106,7 +106,7 @@ class Shared(NamedTuple):
             "sha256": fingerprint(self.owner, self.held_out + 2 * (~self.held_out & ~self.trains)),
             "data_sha256": data_fingerprint(self.arrays),
             "notes": list(self.notes),
-            **({"bad_clients": list(self.bad), "corruption": self.badness} if self.bad else {}),
+            **({"bad_clients": list(self.bad), "corruption": self.corruption} if self.bad else {}),
             **({} if self.validation is None else {"validation_rows": int(self.validation.sum())}),
             **({"clients": self.clients, "rows": len(self.owner)} if self.elsewhere else self.summary()._asdict()),
             "labels": list(self.arrays.labels),
@@ -172,7 +172,7 @@ def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
     """The data as the task needs it: numbers to be learned in their unit, or classes that are classes."""
     if config.task.is_regression:
         if arrays.target is None:
-            what = f"'{arrays.name}' has classes, and no numbers to be learned"
+            what = f"'{arrays.name}' has classes; task=regression needs a numeric label"
             raise ConfigError([Fault("task.kind", what, "leave it at classification")])
         return with_unit(arrays)
     why = "" if "kind" in config.task.model_fields_set else looks_like_numbers(arrays)
@@ -189,7 +189,7 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     augment = getattr(config.data, "augment", "none")
     dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
     federation = federate(*dealt, device=device, augment=augment, validation=shared.validation)
-    federation = _spoiled(federation, config.corruption, shared.bad, config.basics.seed)
+    federation = _corrupted(federation, config.corruption, shared.bad, config.basics.seed)
     _check_fit(config, shared, federation)
     clients = shared.clients
     cohort = clients if config.algorithm.family == "gossip" else config.cohort.size or min(10, clients)
@@ -270,12 +270,12 @@ def _world(config: Config, shared: Shared, federation: Federation) -> World:
     if not has_fixed_features(task, federation):
         return World(task, federation, held, [])
     wide = task.linear_head.in_features
-    note = f"the body is frozen: its {wide:,} features of each of {len(federation.x):,} rows are computed once"
+    note = f"the body is frozen: its {wide:,} features are computed once for all {len(federation.x):,} rows"
     return World(*on_features(task, federation, held), [note])
 
 
 def _placed(config: Config, world: World, device: torch.device, cohort: int) -> Placed:
-    """Choose the executor, and whether its steps are recorded or compiled."""
+    """Choose the executor, and whether its steps are captured or compiled."""
     engine = config.engine
     executor, reason = _executor(config, world.task, device, cohort)
     steps = amounts(config.local, world.federation.train.sizes).steps.double().mean()
@@ -407,7 +407,7 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
         raise ConfigError(faults)
 
 
-def _spoiled(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
+def _corrupted(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
     """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
     if not bad or not how.spoils:
         return fed

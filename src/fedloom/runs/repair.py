@@ -21,7 +21,7 @@ def repaired(folder: RunFolder, loaded: checkpoint.Loaded) -> tuple[checkpoint.L
     """
     kept, all_of_them = folder.intact_lines(loaded.lengths), len(loaded.lengths.get(f"{METRICS} lines", "")) // 8
     lengths = Checksums(kept).lengths()
-    checkpoint.retell(folder.checkpoints, loaded.state.round, lengths)
+    checkpoint.rewrite_lengths(folder.checkpoints, loaded.state.round, lengths)
     folder.mend(kept)
     kept_words = f"{len(kept)} of {all_of_them} lines are kept; what was there is in {DAMAGED}"
     return loaded._replace(lengths=lengths), f"metrics.jsonl was damaged: {kept_words}"

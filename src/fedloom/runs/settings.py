@@ -70,7 +70,7 @@ class Engine(Spec):
     )
     compile: Annotated[Literal["auto", "on", "off"], when(executor=other_than("loop"))] = Field(
         "auto",
-        description="whether the steps of clients side by side are compiled, and recorded on a GPU (on), or run as "
+        description="whether the steps of clients side by side are compiled, and captured on a GPU (on), or run as "
         "they are (off); auto: on a GPU as much of it as the length of the run pays for, on a CPU off",
     )
 

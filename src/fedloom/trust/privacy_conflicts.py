@@ -116,7 +116,7 @@ def _of_moves_and_means(how: Privacy, alg: Any, sampling: str, system: Any) -> l
         return [Fault("privacy.feature_clip", what, "keep one of them")]
     for key, what in (("clip", "moves of models"), ("feature_clip", "sums over examples")):
         if getattr(how, key) is None:
-            said = f"is unset, and clients of {name} send {what}, which it bounds, beside what is hidden"
+            said = f"is unset, but clients of {name} also send {what}, which it must bound"
             return [Fault(f"privacy.{key}", said, f"set privacy.{key}, too")]
     faults = sums.against_noise(how.mechanism == "local")
     if how.mechanism != "local":
@@ -145,7 +145,7 @@ def privacy_refusals(how: Privacy, upload: Any, travelling: int, clients: int, e
     if not how.on:
         return []
     if how.clip is None:  # the algorithm has checked what else it sends
-        what = f"{how.delta:g} is too large for {examples} examples: publishing one of them whole would be allowed"
+        what = f"{how.delta:g} is too large for {examples} examples: it would allow publishing one of them in full"
         too_large = Fault("privacy.delta", what, f"below {1 / max(examples, 1):.2g}")
         return [too_large] if how.delta * examples >= 1 else []
     faults = []
@@ -156,6 +156,6 @@ def privacy_refusals(how: Privacy, upload: Any, travelling: int, clients: int, e
         what = f"{travelling} running statistics of BatchNorm are sent beside the clipped upload"
         faults.append(Fault("model", what, 'set model.buffers="local", or take a net without BatchNorm'))
     if how.delta > clients**-1.1:
-        what = f"{how.delta:g} is too large for {clients} clients: publishing one of them whole would be allowed"
+        what = f"{how.delta:g} is too large for {clients} clients: it would allow publishing one of them in full"
         faults.append(Fault("privacy.delta", what, f"at most {clients**-1.1:.2g}"))
     return faults

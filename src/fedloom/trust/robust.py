@@ -64,7 +64,7 @@ def rule_conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
     if what:
         faults.append(Fault("aggregation.rule", f"'{how.rule}' {what}", "set aggregation.rule=mean"))
     if sampling == "proportional":
-        what = f"'proportional' may draw a client twice, which '{how.rule}' would count as two that agree"
+        what = f"'proportional' may draw a client twice, which '{how.rule}' would treat as two agreeing clients"
         faults.append(Fault("cohort.sampling", what, "use uniform, poisson or all"))
     return faults
 

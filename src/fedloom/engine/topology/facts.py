@@ -35,7 +35,7 @@ def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False
         strange = set(zip(weights.to[used].tolist(), weights.by[used].tolist(), strict=True)) - allowed
         if strange:
             i, j = min(strange)
-            found.append(f"has a weight from {j} to {i}, who are no neighbours")
+            found.append(f"has a weight from {j} to {i}, which are not neighbours")
     return found
 
 
@@ -84,7 +84,7 @@ def _disconnected(topology: Topology, nodes: int, seed: int) -> Fault | None:
     steps, parts = window(topology, nodes, seed)
     if len(parts) == 1 or topology.allow_disconnected:
         return None
-    when = f"stays apart for {steps} gossip steps" if topology.redrawn else "is not connected"
+    when = f"is disconnected for {steps} gossip steps" if topology.redrawn else "is not connected"
     listed = " | ".join(", ".join(map(str, part[:6])) + (" ..." if len(part) > 6 else "") for part in parts[:4])
     what = f"the network {when}: {len(parts)} parts, {listed}{' | ...' if len(parts) > 4 else ''}"
     return Fault("topology", what, "add edges, or set topology.allow_disconnected=true")
@@ -161,16 +161,16 @@ def _divided(matrix: Floats) -> Floats:
 def _notes(
     topology: Topology, nodes: int, parts: list[list[int]], *, preserves: bool, contraction: float
 ) -> Iterator[str]:
-    """What can be meant, and is worth to be said."""
+    """What is allowed but deserves a note."""
     if isinstance(topology, Grid) and topology.rows is None and nodes > 3 and shape_of(nodes, None)[0] == 1:
         yield f"{nodes} nodes make only one row: this is a {'ring' if isinstance(topology, Torus) else 'path'}"
     if len(parts) > 1:
-        yield f"the network falls apart into {len(parts)} parts, which never exchange anything"
+        yield f"the network splits into {len(parts)} parts, which never exchange anything"
     if not preserves:
         yield "the weights do not preserve the mean of the models"
     if len(parts) == 1 and preserves and topology.mixing == "average" and contraction > 1 - 1e-9:
         yield "mixing does not bring the nodes nearer to each other (psi is 1): try topology.lazy=true"
     if topology.dies:
-        yield "nodes die: psi is that of the first round, and means are of those who are left"
+        yield "nodes die: psi is that of the first round; means are over the surviving nodes"
     if topology.fails and topology.link_policy != "self":
         yield f"with link_policy = '{topology.link_policy}' every link that fails shifts the mean"

@@ -67,9 +67,8 @@ class Topology(Kind):
     node_loss: float = Field(0.0, ge=0, lt=1, description="chance that a node is offline for a round")
     link_policy: Annotated[Literal["self", "renorm", "stale"], _FAILS] = Field(
         "self",
-        description="where the weight of a link that is down goes: back to both of its ends, which preserves the mean; "
-        "to all from which the node still receives; or to what it last received over the link, if that is no "
-        "more than stale_after rounds old",
+        description="where the weight of a failed link goes: back to both ends (preserves the mean); to the neighbours "
+        "still reached; or to the last message received over the link, if no older than stale_after rounds",
     )
     node_death: float = Field(0.0, ge=0, lt=1, description="chance that a node dies in a round, and is gone for good")
     deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
@@ -77,23 +76,23 @@ class Topology(Kind):
     )
     on_split: Annotated[Literal["rewire", "components", "abort"], _DIES] = Field(
         "rewire",
-        description="where those who are left can no longer all reach each other because nodes died: join the parts by "
-        "random links, let each go on by itself, or stop the run",
+        description="what to do when deaths split the network: join the parts by random links, let each part continue, "
+        "or stop the run",
     )
     train_offline: Annotated[bool, _OFFLINE] = Field(
         False, description="a node that is offline trains nevertheless; else it stands still"
     )
     rejoin: Annotated[Literal["stale", "pull"], _OFFLINE] = Field(
         "stale",
-        description="a node that comes back goes on with its model; pull: it takes the mean of its neighbours' "
-        "if it was away for more than stale_after rounds",
+        description="a node that comes back keeps its model; pull: it takes its neighbours' mean if it was offline for "
+        "more than stale_after rounds",
     )
     stale_after: Annotated[NonNegativeInt, when(rejoin="pull") | when(link_policy="stale")] = Field(
         10,
         description="rounds of absence after which rejoin = pull asks the others, and messages are too old for stale",
     )
     allow_row_stochastic: bool = Field(False, description="allow weights that do not preserve the mean")
-    allow_disconnected: bool = Field(False, description="allow a network that falls apart into several")
+    allow_disconnected: bool = Field(False, description="allow a disconnected network")
 
     @property
     def directed(self) -> bool:
@@ -138,7 +137,7 @@ class Topology(Kind):
         if len(bridges) and self.on_split == "abort":
             gone = ", ".join(map(str, np.flatnonzero(dead)[:10]))
             raise SplitError(
-                f"round {at.round + 1}: without the nodes that have died ({gone}) the network falls apart into "
+                f"round {at.round + 1}: without the nodes that have died ({gone}) the network splits into "
                 f"{len(bridges) + 1} parts (set topology.on_split=rewire or components to go on)"
             )
         return left if self.on_split == "components" else ordered(np.concatenate([left, bridges]))

@@ -104,8 +104,8 @@ def cut(weights: Weights, up: Mask, policy: str) -> Weights:
     """The matrix without the entries that are not ``up`` [A].
 
     ``self``, as ``stale`` where there is nothing to use again, gives the weight of each back to the node that would
-    have heard it; where both directions of a link fail together, rows and columns keep their sums. ``sender`` gives
-    it back to who sent it, as push-sum needs. ``renorm`` divides each row by what is left of it.
+    have received it; where both directions of a link fail together, rows and columns keep their sums. ``sender`` gives
+    it back to the sender, as push-sum needs. ``renorm`` divides each row by what is left of it.
     """
     if bool(up.all()):
         return weights

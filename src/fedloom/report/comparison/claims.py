@@ -159,7 +159,7 @@ def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
 
 
 def _at_least(what: str, gaps: Sequence[float], least: float) -> Difference:
-    """Better by at least so much; of equals, none is better."""
+    """Better by at least the margin; ties do not count."""
     low, high = _interval(gaps)
     verdict: Verdict = "undecided"
     if low is not None and high is not None:

@@ -66,7 +66,7 @@ def number(value: Any, metric: str = "", digits: int = 4) -> PageCell:
 
 
 def shown(value: float, metric: str = "", digits: int = 4) -> str:
-    """A share of one in percent, any other number with so many digits."""
+    """A share of one in percent, any other number with this many digits."""
     if is_share(metric):
         return f"{100 * value:.2f} %"
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.{digits}g}"

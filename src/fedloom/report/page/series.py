@@ -81,7 +81,7 @@ def lines_for(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def _points(curve: Curve) -> dict[str, Any]:
-    """Mean and standard deviation at every round that was evaluated, at most so many of them."""
+    """Mean and standard deviation at every round that was evaluated, thinned to at most so many points."""
     at: dict[int, list[Mapping[str, Any]]] = {}
     for run in curve.runs:
         for line in run.evaluations:
