@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 FRESH = subprocess.Popen
-_FLOWER = ("client_app", "server_app", "gate", "keys", "serve", "local")
+_FLOWER = ("client_app", "server_app", "gate", "keys", "serve", "local", "peers")
 _lock = threading.Lock()
 _address: list[str] = []  # of the server, once there is one
 _processes: list[subprocess.Popen[bytes]] = []

@@ -22,6 +22,7 @@ from fedloom.cli import (
     evaluate,
     export,
     partition,
+    peers,
     predict,
     report,
     resume,
@@ -62,6 +63,7 @@ app.command()(check.check)
 app.command()(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(peers.app, name="peers")
 
 
 def main() -> None:

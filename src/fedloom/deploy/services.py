@@ -14,7 +14,7 @@ StartLimitIntervalSec=0
 User=fedloom
 UMask=0077
 WorkingDirectory={folder}
-ExecStart=fedloom deploy {command}
+ExecStart=fedloom {command}
 Restart=always
 RestartSec=10
 KillSignal=SIGTERM
@@ -58,7 +58,7 @@ server {{
 
 def server_files(home: Path, host: str, port: int) -> dict[str, bytes]:
     """The files for a server's services, by name."""
-    unit = _UNIT.format(what="server", folder=home.parent, command=f"server {home.parent}")
+    unit = _UNIT.format(what="server", folder=home.parent, command=f"deploy server {home.parent}")
     return {
         "fedloom-server.service": unit.encode(),
         "compose.yaml": _COMPOSE.format(port=port).encode(),
@@ -68,4 +68,10 @@ def server_files(home: Path, host: str, port: int) -> dict[str, bytes]:
 
 def unit_of_node(slug: str) -> bytes:
     """The systemd unit of a node whose folder lies in /srv."""
-    return _UNIT.format(what=f"node {slug}", folder=f"/srv/{slug}", command=f"node /srv/{slug}").encode()
+    return _UNIT.format(what=f"node {slug}", folder=f"/srv/{slug}", command=f"deploy node /srv/{slug}").encode()
+
+
+def unit_of_peer(slug: str) -> bytes:
+    """The systemd unit of a node of a network without a server; once its rounds are done, it is not started again."""
+    unit = _UNIT.format(what=f"peer {slug}", folder=f"/srv/{slug}", command=f"peers start /srv/{slug}")
+    return unit.replace("Restart=always", "Restart=on-failure").encode()

@@ -28,7 +28,7 @@ from fedloom.core.signals import handling
 if TYPE_CHECKING:
     import torch
 
-_PARENT = "FEDLOOM_PARENT"  # the process that started this one
+PARENT = "FEDLOOM_PARENT"  # the process that started this one
 _PREFIX = "fedloom-ranks-"  # of the folders in which ranks meet, before the number of the launcher
 _GRACE = 30.0  # seconds that the others have to end by themselves once one has failed
 _LOOK = 0.05  # seconds between two looks at the ranks
@@ -145,10 +145,10 @@ def without_ranks(words: list[str]) -> list[str]:
 
 def follow_parent(world: Mapping[str, str] = os.environ) -> None:
     """Let a rank that was started here be stopped, as by SIGTERM, when its launcher dies."""
-    if _PARENT in world and platform.system() == "Linux":
+    if PARENT in world and platform.system() == "Linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != int(world[_PARENT]):  # it died before it was asked for
+        if os.getppid() != int(world[PARENT]):  # it died before it was asked for
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -162,7 +162,7 @@ def rank_environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
         MEETING: folder,
-        _PARENT: os.getpid(),
+        PARENT: os.getpid(),
     }
     # Nothing listens on a network, whatever the name of this machine and the variables set for other programs.
     loopback = {"Linux": "lo", "Darwin": "lo0"}.get(platform.system())

@@ -1,0 +1,141 @@
+"""``fedloom peers``: methods without a server between real machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
+from fedloom.core.errors import ConfigError, Fault
+
+app = typer.Typer(
+    help="Run a method without a server between real machines.", no_args_is_help=True, rich_markup_mode=None
+)
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")]
+_FINE = ("idle", "joining", "running", "waiting", "completed", "stopped")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _root(given: Path | None) -> Path:
+    from fedloom.data.files import default_root
+
+    return given or default_root()
+
+
+def _ready() -> None:
+    try:
+        import zmq  # noqa: F401
+    except ImportError:
+        what = "ZeroMQ is not installed"
+        raise ConfigError([Fault("fedloom peers", what, "pip install 'fedloom[peers]'")]) from None
+
+
+@app.command()
+def init(
+    settings: Settings = None,
+    nodes: Annotated[str, typer.Option(help="The names of the nodes, separated by commas.")] = "",
+    hosts: Annotated[
+        str, typer.Option(help="host or host:port of each node, separated by commas; by default this machine.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("site"),
+    trust: Trust = False,
+    data_root: Root = None,
+) -> None:
+    """Make a bundle for each node: the contract, the membership file, and the node's own key."""
+    _ready()
+    from fedloom.deploy.peers.bundles import initialise_peers
+    from fedloom.runs.start import load_config
+
+    config = load_config(*file_and_overrides(settings or []), trust=trust)
+    names, places = ([word.strip() for word in words.split(",") if word.strip()] for words in (nodes, hosts))
+    for slug in initialise_peers(config, names, places, out, _root(data_root)):
+        print(
+            f"{out}/{slug}: hand it to this node, over a channel that you trust, and delete it here; it holds its key"
+        )
+
+
+@app.command()
+def start(
+    folder: Folder,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
+    ] = None,
+    data_root: Root = None,
+) -> None:
+    """Take part in a network with one's own data until all rounds are done; after a stop, go on."""
+    _ready()
+    from fedloom.deploy.peers.start import start_peer
+
+    data = ""
+    for word in settings or []:
+        key, equals, value = word.partition("=")
+        if key != "data" or not equals or not value:
+            raise ConfigError([Fault(word, "is not understood", "data=FILE")])
+        data = value
+    start_peer(folder, data, _root(data_root), _say)
+
+
+@app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A node's folder, or a folder of several.")],
+    json_: Json = False,
+) -> None:
+    """Show how a node is doing, by what it has written down; exit code 5 if it has failed."""
+    from fedloom.deploy.peers.status import bundles_in, status_of_peer
+
+    folders = bundles_in(folder)
+    _show([status_of_peer(each) for each in folders], json_, single=folders == [folder])
+
+
+def _show(found: list[dict[str, Any]], as_json: bool, *, single: bool = False) -> None:
+    """Print the status of nodes; exit code 5 if one has failed."""
+    if as_json:
+        print(json.dumps(found[0] if single else found))
+    else:
+        for one in found:
+            _print_status(one)
+    if any(one["state"] not in _FINE for one in found):
+        raise typer.Exit(5)
+
+
+def _print_status(found: dict[str, Any]) -> None:
+    print(f"{found['node']}: {found['state']}, round {found['round']} of {found['rounds']}")
+    last = found.get("last_round", {})
+    for name, state in found["neighbours"].items():
+        closed = found["closed"].get(name, 0)
+        why = last.get("down", {}).get(name, "in doubt" if name in last.get("doubt", []) else "")
+        print(f"  {name}: {state}" + (f", closed in {closed} rounds" if closed else "") + (f": {why}" if why else ""))
+    if found["skipped"]:
+        print(f"  {found['skipped']} rounds were left out")
+    if "test/accuracy/mean" in last:
+        print(f"  accuracy on its own held-out rows {last['test/accuracy/mean']:.4f}")
+    if found.get("why"):
+        print(f"  why: {found['why']}")
+
+
+@app.command()
+def local(
+    settings: Settings = None,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="The folder to make; by default a new one below runs/.")] = None,
+    json_: JsonResult = False,
+    trust: Trust = False,
+    data_root: Root = None,
+) -> None:
+    """Run a whole network on this machine: real processes, real keys, encrypted links."""
+    _ready()
+    from fedloom.deploy.peers.local import run_peers
+    from fedloom.runs.folder import unused
+    from fedloom.runs.start import load_config
+
+    config = load_config(*file_and_overrides(settings or []), trust=trust)
+    folder = out or unused(Path("runs") / f"peers-{config.kinds['algorithm']}")
+    _show(run_peers(config, nodes, folder, _root(data_root), _say), json_)

@@ -1,0 +1,1 @@
+"""Networks without a server: nodes that exchange with their neighbours, over encrypted links."""

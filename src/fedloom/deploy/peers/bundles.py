@@ -1,0 +1,175 @@
+"""The folders of a network: one to hand to each node, with the contract, the membership file and the node's own key.
+
+site/hospital-a/   experiment.toml, federation.json, members.toml: the same at every node
+                   node.key: the secret key of this node, which nobody else has; node.toml: what its owner decides
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli_w
+from pydantic import Field
+
+from fedloom.algorithm.capabilities import gossip_facts
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import Spec
+from fedloom.deploy.contract import Contract, Form, only_simulated, read_contract, write_contract
+from fedloom.deploy.node import Policy
+from fedloom.deploy.peers.edges import Patience
+from fedloom.deploy.peers.members import MEMBERS, Member, Members, read_members, write_members
+from fedloom.deploy.services import unit_of_peer
+from fedloom.deploy.site import NODE_TOML, read_section, refuse_open_key, slugs_of, with_clients
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import Config
+
+KEY = "node.key"
+PORT = 9444
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::([0-9]{1,5}))?")
+
+
+class Seat(Spec):
+    """Which node this is; in ``[node]`` of node.toml."""
+
+    name: str = Field(description="its name in the contract")
+    bind: str = Field(description="the address on which it listens, as tcp://0.0.0.0:9444")
+    data: str = Field("", description="its file of data; experiment: its part of the experiment's own data")
+
+
+class Bundle(NamedTuple):
+    """What a node was handed, read and checked."""
+
+    folder: Path
+    contract: Contract
+    members: Members
+    seat: Seat
+    policy: Policy
+    patience: Patience
+
+    @property
+    def me(self) -> int:
+        return self.contract.nodes.index(self.seat.name)
+
+
+def not_for_peers(config: Config) -> list[Fault]:
+    """Settings that have no meaning between real machines without a server."""
+    topology = config.topology
+    if config.algorithm.family != "gossip" or topology is None:
+        return [Fault("algorithm.kind", "is a method with a server", "use fedloom deploy")]
+    faults = []
+    for name in ("link_loss", "node_loss", "node_death", "deaths"):
+        if getattr(topology, name):
+            faults.append(
+                Fault(f"topology.{name}", "simulates what fails; real links do by themselves", "leave it out")
+            )
+    if topology.link_policy != "self":
+        what = f"a link that fails gives its weight back to both ends (got '{topology.link_policy}')"
+        faults.append(Fault("topology.link_policy", what, "leave it out"))
+    if topology.directed or topology.mixing == "push_sum":
+        what = "links between real machines go both ways, and both ends agree whether one was up"
+        faults.append(Fault("topology", what, "take a graph without directions, and mixing = 'average'"))
+    if gossip_facts(config.algorithm).sends_once:
+        what = "what is quantised is sent as float32, so that nothing would be saved"
+        faults.append(Fault("algorithm.scheme", what, "leave it at none"))
+    return faults + only_simulated(config)
+
+
+def refuse_for_peers(config: Config) -> None:
+    faults = not_for_peers(config)
+    if faults:
+        raise ConfigError(faults)
+
+
+def addresses(hosts: list[str], count: int) -> list[str]:
+    """Where the nodes listen: host or host:port for each; without any, all of them on this machine."""
+    if not hosts:
+        return [f"tcp://127.0.0.1:{PORT + k}" for k in range(count)]
+    faults = []
+    if len(hosts) != count:
+        faults.append(Fault("--hosts", f"one for each node is needed (got {len(hosts)} for {count} nodes)"))
+    found = []
+    for host in hosts:
+        match = _HOST.fullmatch(host)
+        port = int(match[2]) if match is not None and match[2] else PORT
+        if match is None or not 1 <= port <= 65535:
+            faults.append(Fault("--hosts", f"'{host}' is no host or host:port", "as a.example.org:9444"))
+        else:
+            found.append(f"tcp://{match[1]}:{port}")
+    if len(set(found)) < len(found):
+        faults.append(Fault("--hosts", "two nodes have the same address", "give each its own host or port"))
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Path, root: Path) -> list[str]:
+    """Make the folders of a network; returns their names."""
+    from fedloom.deploy.peers.links import new_curve_keys
+
+    refuse_for_peers(config)
+    slugs, places = slugs_of(names), addresses(hosts, len(names))
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
+    config = config._replace(partition=with_clients(config, len(names)))
+    prepared = prepare(config, root)  # which refuses what cannot run
+    if prepared.shared.clients != len(names):
+        what = f"the data has {prepared.shared.clients} clients, and there are {len(names)} nodes"
+        raise ConfigError([Fault("--nodes", what, "name as many nodes")])
+    contract = Contract(config, Form.of(prepared.shared.arrays), tuple(names), secrets.token_hex(8))
+    pairs = [new_curve_keys() for _ in names]
+    members = [Member(n, at, pair.public) for n, at, pair in zip(names, places, pairs, strict=True)]
+    assert config.topology is not None
+    for slug, member, pair in zip(slugs, members, pairs, strict=True):
+        folder = out / slug
+        disk.make_folder(folder)
+        disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
+        write_members(folder / MEMBERS, contract.campaign, members, config.topology)
+        write_contract(folder, contract)
+        seat = Seat(name=member.name, bind=_bind(member.address))
+        table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
+        disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
+        disk.write_bytes(folder / "fedloom-peer.service", unit_of_peer(slug))
+    return slugs
+
+
+def _bind(address: str) -> str:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if host in ("127.0.0.1", "localhost", "[::1]"):
+        return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
+    return f"tcp://[::]:{port}" if host.startswith("[") else f"tcp://0.0.0.0:{port}"
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """What a node was handed."""
+    contract, path = read_contract(folder), folder / NODE_TOML
+    refuse_for_peers(contract.config)
+    members = read_members(folder, contract)
+    sections = (
+        read_section(path, Seat, "node"),
+        read_section(path, Policy, "policy"),
+        read_section(path, Patience, "rules"),
+    )
+    if sections[0].name not in contract.nodes:
+        raise ConfigError([Fault(f"{path}, node.name", f"'{sections[0].name}' is not in the contract")])
+    return Bundle(folder, contract, members, *sections)
+
+
+def read_secret(bundle: Bundle) -> str:
+    """The secret key of a node; refused where others can read it, or it is not the one that the others know."""
+    from fedloom.deploy.peers.links import public_of
+
+    path = bundle.folder / KEY
+    refuse_open_key(path)
+    secret = path.read_text(encoding="utf-8").strip()
+    try:
+        fits = public_of(secret) == bundle.members.nodes[bundle.me].key
+    except (OSError, ValueError):  # no key at all
+        fits = False
+    if not fits:
+        what = f"is not the key of '{bundle.seat.name}' in {MEMBERS}"
+        raise ConfigError([Fault(str(path), what, "take both from the bundle that this node was handed")])
+    return secret

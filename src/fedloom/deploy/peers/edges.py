@@ -1,0 +1,280 @@
+"""The links of one node in a gossip step: who was heard, agreed by both ends of every link.
+
+Both ends of a link must agree whether it was up: otherwise one mixes and the other does not, and the mean of all nodes
+moves. So the end with the lower number decides. A turn is a gossip step, counted from the first round on::
+
+    both       pay(turn)      what the node sends, once it has trained
+    both       have(turn)     what the other sent has arrived and is good
+    lower      verdict(turn)  up, once it has both; down, at its deadline or where the other is gone
+    higher     obeys; without a verdict in time it is down for certain if it never said have, else in doubt:
+               ask(turn) until the other says, and what the link would have added is added then
+
+Who has restarted sends pay for a turn that is past for its neighbours. They answer with what was decided, and with what
+they sent then, so that a node which was killed does its round again and comes out as if nothing had happened.
+Nothing here knows sockets, clocks or numbers: time and messages are handed in, messages are handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pydantic import Field, PositiveFloat
+
+from fedloom.core.schema import Spec
+from fedloom.deploy.messages import MessageError
+from fedloom.deploy.peers.frames import Assembly, Frame, pieces_of
+from fedloom.deploy.talk import whole
+
+REMEMBERED = 10  # turns whose verdicts a node can still tell
+
+
+class Patience(Spec):
+    """How long a node waits; in ``[rules]`` of its node.toml."""
+
+    deadline: PositiveFloat = Field(600.0, description="seconds that a neighbour has for a round, from one's own end")
+    grace: PositiveFloat = Field(60.0, description="seconds that a neighbour has to come back once its link is lost")
+    join: PositiveFloat = Field(
+        600.0, description="seconds for all nodes to be there at first, later for one neighbour"
+    )
+
+
+class Exchanged(NamedTuple):
+    """What became of a turn."""
+
+    up: dict[int, Any]  # what these neighbours sent
+    down: dict[int, str]  # why these links are closed
+    doubt: dict[int, Any]  # what these sent: whether the link was up is not known yet
+
+
+@dataclass
+class Edge:
+    """One link in the turn under way."""
+
+    theirs: Any = None
+    acked: bool = False  # the other has what this node sent
+    up: bool | None = None  # None: not decided yet
+    why: str = ""
+    doubt: bool = False
+
+
+@dataclass
+class Edges:
+    """The links of a node, from one turn to the next."""
+
+    me: int
+    patience: Patience
+    send: Callable[[int, Frame], None]
+    read: Callable[[int, int, bytes], Any]  # (neighbour, turn, payload) -> what it sent, or MessageError
+    complain: Callable[[int, str], None]
+    limit: int = 0  # bytes of a payload; 0: this node does not know yet what to expect
+    hold: int = 2  # turns of which this node can send its payload again
+    turn: int = 0  # under way, or next
+    opened: bool = False
+    at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, as it said last
+    gone: dict[int, float] = field(default_factory=dict)  # since when a neighbour cannot be reached
+    left: set[int] = field(default_factory=set)  # neighbours that said so
+    decided: dict[int, dict[int, bool]] = field(default_factory=dict)
+    doubts: set[tuple[int, int]] = field(default_factory=set)
+    settled: list[tuple[int, int, bool]] = field(default_factory=list)  # doubts that are none any more
+    edges: dict[int, Edge] = field(default_factory=dict)
+    since: float = 0.0  # when the turn was opened
+    sent: dict[int, bytes] = field(default_factory=dict)
+    _early: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    _parts: dict[int, Assembly] = field(default_factory=dict)
+
+    # -- what the node does -----------------------------------------------------------------------
+    def open(self, payload: bytes | None, neighbours: Iterable[int], now: float) -> None:
+        """Begin the next turn; without a payload, the node stands still and all its links are closed."""
+        self.opened, self.since = True, now
+        self.edges = {j: Edge() for j in sorted(neighbours)}
+        self.decided[self.turn] = {}
+        for old in [turn for turn in self.decided if turn <= self.turn - REMEMBERED]:
+            del self.decided[old]
+        for turn, j in sorted(self.doubts):
+            self.say(j, "ask", turn=turn)
+        if payload is None:
+            for j in self.edges:
+                self._decide(j, False, "the numbers of one end are not finite")
+            return
+        self.sent = {t: data for t, data in self.sent.items() if t > self.turn - self.hold} | {self.turn: payload}
+        for j in self.edges:
+            self._pay(j, self.turn)
+            turn, data = self._early.pop(j, (-1, b""))
+            if turn == self.turn:
+                self._receive(j, data, again=False)
+            elif turn > self.turn:
+                self._early[j] = turn, data
+        self.tick(now)
+
+    def result(self) -> Exchanged | None:
+        """What became of the turn under way, once all links are decided, or in doubt."""
+        if not self.opened or any(edge.up is None and not edge.doubt for edge in self.edges.values()):
+            return None
+        return Exchanged(
+            {j: edge.theirs for j, edge in self.edges.items() if edge.up},
+            {j: edge.why for j, edge in self.edges.items() if edge.up is False},
+            {j: edge.theirs for j, edge in self.edges.items() if edge.doubt},
+        )
+
+    def close(self) -> None:
+        """End the turn."""
+        self.opened, self.turn, self.edges = False, self.turn + 1, {}
+
+    def skip_to(self, turn: int) -> None:
+        """Leave turns out that are past for everybody else."""
+        self.opened, self.turn, self.edges = False, turn, {}
+
+    def tick(self, now: float) -> None:
+        """Close links that have taken too long."""
+        for j, edge in self.edges.items():
+            if edge.up is not None or edge.doubt:
+                continue
+            why = self._lost(j, now)
+            leads = self.me < j
+            limit = self.patience.deadline * (1.0 if leads else 1.5)  # the other end decides first
+            if not why and now - self.since > limit:
+                why = f"is late: nothing for {limit:g} seconds"
+            if why and not leads and edge.theirs is not None:
+                edge.doubt = True
+                self.doubts.add((self.turn, j))
+            elif why:
+                self._decide(j, False, why)
+
+    def _lost(self, j: int, now: float) -> str:
+        if j in self.left:
+            return "has left"
+        if j in self.gone and now - self.gone[j] > self.patience.grace:
+            return f"cannot be reached for {self.patience.grace:g} seconds"
+        return ""
+
+    # -- what happens to the node -----------------------------------------------------------------
+    def back(self, j: int) -> None:
+        """A neighbour can be reached again: it is told again what it may not have received."""
+        for turn in sorted(self.decided):
+            if self.me < j and j in self.decided[turn]:
+                self.say(j, "verdict", turn=turn, up=self.decided[turn][j])
+        for turn, other in sorted(self.doubts):
+            if other == j:
+                self.say(j, "ask", turn=turn)
+        edge = self.edges.get(j)
+        if edge is not None and edge.up is None:
+            self._pay(j, self.turn)
+            if edge.theirs is not None:
+                self.say(j, "have", turn=self.turn)
+
+    def heard(self, j: int, frame: Frame) -> None:
+        """A message of a neighbour about a turn."""
+        turn = whole(frame.facts, "turn")
+        if frame.kind == "pay":
+            self._heard_pay(j, turn, frame)
+        elif frame.kind == "have":
+            if turn == self.turn and j in self.edges:
+                self.edges[j].acked = True
+                self._settle(j)
+        elif frame.kind == "verdict":
+            self._heard_verdict(j, turn, frame)
+        elif self.me < j and (turn < self.turn or j in self.decided.get(turn, {})):
+            self.say(j, "verdict", turn=turn, up=self.decided.get(turn, {}).get(j, False))
+
+    def _heard_pay(self, j: int, turn: int, frame: Frame) -> None:
+        again = frame.facts.get("again") is True
+        if not self.limit:  # this node is not ready; it will greet, and is then told again
+            return
+        try:
+            data = self._parts.setdefault(j, Assembly()).add(frame, self.limit)
+        except MessageError as error:
+            self._spoiled(j, turn, str(error))
+            return
+        if data is None:
+            return
+        if turn > self.turn or (turn == self.turn and not self.opened):
+            self._early[j] = turn, data
+        elif turn == self.turn and j in self.edges:
+            self._receive(j, data, again=again)
+        elif not again:
+            self.complain(j, f"sends turn {turn} again, or too late: here it is turn {self.turn}")
+            self._answer_past(j, turn)
+
+    def _heard_verdict(self, j: int, turn: int, frame: Frame) -> None:
+        up, why = frame.facts.get("up") is True, str(frame.facts.get("why", "closed by the other end"))[:200]
+        edge = self.edges.get(j) if turn == self.turn else None
+        if edge is not None and edge.doubt:
+            edge.doubt = False
+            self.doubts.discard((turn, j))
+            self._mark(j, up, why)
+        elif (turn, j) in self.doubts and j < self.me:
+            self.doubts.discard((turn, j))
+            self.settled.append((turn, j, up))
+        elif edge is not None and edge.up is None and not (up and edge.theirs is None):
+            self._mark(j, up, why)
+
+    def _receive(self, j: int, data: bytes, *, again: bool) -> None:
+        edge = self.edges[j]
+        if edge.up is not None or edge.doubt:
+            if not again:
+                self._answer_past(j, self.turn)
+            return
+        if edge.theirs is None:
+            try:
+                edge.theirs = self.read(j, self.turn, data)
+            except MessageError as error:
+                self._spoiled(j, self.turn, str(error))
+                return
+        self.say(j, "have", turn=self.turn)
+        self._settle(j)
+
+    def _spoiled(self, j: int, turn: int, why: str) -> None:
+        """Something arrived that cannot be used: the link is closed for this turn, and its other end is told."""
+        edge = self.edges.get(j) if turn == self.turn else None
+        if edge is not None and edge.up is None and edge.theirs is None:
+            self.complain(j, why)
+            self._decide(j, False, f"what was sent {why}")
+        elif edge is None:
+            self.complain(j, why)
+
+    def _answer_past(self, j: int, turn: int) -> None:
+        """What was decided about a turn that is past here, to a neighbour that does it again, or has come too late."""
+        doubt = (turn, j) in self.doubts
+        up = self.decided.get(turn, {}).get(j, False) and turn in self.sent
+        if (doubt or up) and turn in self.sent:
+            self._pay(j, turn, again=True)
+        if doubt:
+            self.say(j, "have", turn=turn)
+        else:
+            self.say(j, "verdict", turn=turn, up=up, why="" if up else "its turn is past")
+
+    # -- decisions --------------------------------------------------------------------------------
+    def _settle(self, j: int) -> None:
+        edge = self.edges[j]
+        if self.me < j and edge.acked and edge.theirs is not None and edge.up is None:
+            self._decide(j, True, "")
+
+    def _decide(self, j: int, up: bool, why: str) -> None:
+        self._mark(j, up, why)
+        if self.me < j or not up:
+            self.say(j, "verdict", turn=self.turn, up=up, why=why)
+
+    def _mark(self, j: int, up: bool, why: str) -> None:
+        edge = self.edges[j]
+        edge.up, edge.why = up, why
+        self.decided[self.turn][j] = up
+
+    # -- what is said -----------------------------------------------------------------------------
+    def say(self, j: int, kind: str, **facts: Any) -> None:
+        self.send(j, Frame(kind, {**facts, "at": self.turn}))
+
+    def _pay(self, j: int, turn: int, *, again: bool = False) -> None:
+        for frame in pieces_of(turn, self.sent[turn]):
+            self.send(j, frame._replace(facts={**frame.facts, "at": self.turn, "again": again}))
+
+    # -- across a restart -------------------------------------------------------------------------
+    def remembered(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, beside the corrections of links in doubt."""
+        decided = {str(t): {str(j): up for j, up in row.items()} for t, row in self.decided.items()}
+        return {"decided": decided, "doubts": sorted(self.doubts)}
+
+    def remember(self, told: Mapping[str, Any]) -> None:
+        self.decided = {int(t): {int(j): bool(up) for j, up in row.items()} for t, row in told["decided"].items()}
+        self.doubts = {(int(turn), int(j)) for turn, j in told["doubts"]}

@@ -1,0 +1,95 @@
+"""The membership file of a network: who its nodes are, where they listen, and with which keys.
+
+It is the same file at every node, in everybody's hands before the start, and part of what nodes must agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from fedloom.core import disk
+from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.deploy.contract import Contract
+from fedloom.engine.topology.network import START, Topology
+
+MEMBERS = "members.toml"
+PROTOCOL = "1"  # of messages between peers
+
+
+class Member(NamedTuple):
+    """A node of the network."""
+
+    name: str
+    address: str  # tcp://host:port
+    key: str  # its public key, in Z85
+
+
+class Members(NamedTuple):
+    """All nodes, in the order of their numbers."""
+
+    nodes: tuple[Member, ...]
+    sha256: str  # of the file
+
+
+def write_members(path: Path, campaign: str, nodes: list[Member], topology: Topology) -> None:
+    """Write the membership file."""
+    table = {
+        "federation": campaign,
+        "node": [{"number": number, **node._asdict()} for number, node in enumerate(nodes)],
+        "graph": graph_of(topology, len(nodes)),
+    }
+    disk.write_bytes(path, tomli_w.dumps(table).encode())
+
+
+def graph_of(topology: Topology, count: int) -> dict[str, Any]:
+    """The links of the first gossip step with their weights, so that everybody can see who talks to whom."""
+    by_data = topology.weights == "data_weighted"
+    weights = topology.weigh(count, START)
+    links = [
+        [int(to), int(by)] + ([] if by_data else [float(value)])
+        for to, by, value in zip(weights.to, weights.by, weights.value, strict=True)
+        if to != by
+    ]
+    said = "by training examples, known once all nodes are there" if by_data else "receiver, sender, weight"
+    return {"kind": topology.kind, "redrawn": topology.redrawn, "columns": said, "links": links}
+
+
+def read_members(folder: Path, contract: Contract) -> Members:
+    """The membership file of a bundle; refused where it is not that of its contract."""
+    path = folder / MEMBERS
+    try:
+        data = path.read_bytes()
+        table = tomllib.loads(data.decode())
+        nodes = tuple(Member(str(n["name"]), str(n["address"]), str(n["key"])) for n in table["node"])
+        graph, federation = table["graph"], str(table["federation"])
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing (make one with: fedloom peers init)") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+    assert contract.config.topology is not None
+    faults = []
+    if tuple(node.name for node in nodes) != contract.nodes or federation != contract.campaign:
+        faults.append(Fault(str(path), "names other nodes than the contract", "take both from one bundle"))
+    elif graph != json.loads(json.dumps(graph_of(contract.config.topology, len(nodes)))):
+        faults.append(Fault(f"{path}, graph", "is not that of the experiment", "take both from one bundle"))
+    if len({node.key for node in nodes}) < len(nodes):
+        faults.append(Fault(str(path), "two nodes have the same key"))
+    if faults:
+        raise ConfigError(faults)
+    return Members(nodes, hashlib.sha256(data).hexdigest())
+
+
+def agreed_parts(contract: Contract, members: Members) -> dict[str, str]:
+    """What all nodes must have alike, by name."""
+    return contract.parts | {"members": members.sha256, "protocol": PROTOCOL}
+
+
+def agreement(parts: dict[str, str]) -> str:
+    """One hash of all that nodes have agreed on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

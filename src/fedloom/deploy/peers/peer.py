@@ -1,0 +1,143 @@
+"""The numbers of a node: its experiment, its state on disk, and what it sends as bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedloom.core.errors import CheckpointError
+from fedloom.core.metrics import client_metrics
+from fedloom.deploy.contract import Contract
+from fedloom.deploy.ends import OwnRows, Population, node_end
+from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of
+from fedloom.deploy.node import save_own_model
+from fedloom.deploy.talk import expected
+from fedloom.engine import checkpoint
+from fedloom.engine.peer import (
+    OwnWork,
+    Sent,
+    begin_node,
+    corrected,
+    correction,
+    evaluate_node,
+    mix_node,
+    model_of_node,
+    sent_form,
+    train_node,
+)
+from fedloom.engine.state import Experiment
+from fedloom.engine.store import RamStore
+from fedloom.runs.models import record_of
+
+_CHECKPOINTS = "checkpoints"
+
+
+class PeerPlace(NamedTuple):
+    """Where and as whom a node of a network works."""
+
+    contract: Contract
+    me: int
+    own: OwnRows
+    folder: Path
+
+
+class Peer:
+    """One node of a network, from one round to the next."""
+
+    def __init__(self, place: PeerPlace, population: Population) -> None:
+        self._place = place
+        prepared = node_end(place.contract.config, place.own, place.me, population)
+        self.exp: Experiment = prepared.experiment
+        self._record = record_of(prepared)
+        self.state = begin_node(self.exp, place.me)
+        self._store = RamStore(len(population.train))
+        self._form = sent_form(self.exp, place.me)
+        self.limit = most_bytes(self._form)
+        self._doubts: dict[tuple[int, int], Sent] = {}
+
+    @property
+    def steps(self) -> int:
+        assert self.exp.topology is not None
+        return self.exp.topology.gossip_steps
+
+    # -- a round ----------------------------------------------------------------------------------
+    def train(self) -> OwnWork:
+        return train_node(self.exp, self.state, self._place.me, self._store)
+
+    def packed(self, sent: Sent, turn: int) -> bytes:
+        """What the node sends in a turn."""
+        facts = {"campaign": self._place.contract.campaign, "turn": turn, "node": self._place.me}
+        return packed(Envelope("model", facts, named("sent", sent)))
+
+    def read(self, j: int, turn: int, data: bytes) -> Sent:
+        """What a neighbour sent; refused where it is not what it should be."""
+        message = expected(data, "model", self.limit)
+        want = {"campaign": self._place.contract.campaign, "turn": turn, "node": j}
+        for name, value in want.items():
+            if message.facts.get(name) != value:
+                raise MessageError(f"'{name}' should be {value!r} (got {str(message.facts.get(name))[:60]!r})")
+        strangers = [name for name in message.tensors if not name.startswith("sent.")]
+        if strangers:
+            raise MessageError(f"has '{strangers[0][:60]}' that nobody asked for")
+        return tree_of(self._form, "sent", message.tensors)
+
+    def mix(self, own: Sent, heard: dict[int, Sent], doubt: dict[int, Sent], turn: int) -> Sent:
+        """Mix what was heard; what is in doubt is kept until it is known whether it counts."""
+        step, me = turn % self.steps, self._place.me
+        for j, theirs in doubt.items():
+            self._doubts[turn, j] = correction(self.exp, self.state, me, own, (j, theirs), step)
+        self.state, following = mix_node(self.exp, self.state, me, own, heard, step)
+        return following
+
+    def settle(self, settled: list[tuple[int, int, bool]]) -> None:
+        """Add what links in doubt have turned out to add."""
+        for turn, j, up in settled:
+            late = self._doubts.pop((turn, j), None)
+            if up and late is not None:
+                self.state = corrected(self.state, late)
+
+    def advance(self, rounds: int = 1, gradients: float = 0.0) -> None:
+        """Count a round, or rounds that were left out."""
+        self.state = self.state._replace(round=self.state.round + rounds, gradients=self.state.gradients + gradients)
+
+    def evaluated(self) -> dict[str, float]:
+        """How the node's model does on its own held-out rows."""
+        return client_metrics("test", evaluate_node(self.exp, self.state, self._place.me, self._store))
+
+    # -- on disk ----------------------------------------------------------------------------------
+    def save(self, told: dict[str, Any]) -> None:
+        """Write a checkpoint; ``told``: what the node's links have to remember."""
+        order = sorted(self._doubts)
+        state = self.state._replace(under_way=tuple(self._doubts[key] for key in order))
+        lengths = {"links": told, "corrections": order}
+        checkpoint.save(self._place.folder / _CHECKPOINTS, state, self._store, lengths)
+
+    def load(self) -> dict[str, Any] | None:
+        """Go back to the newest checkpoint, and say what its links remember; None where there is none."""
+        folder = self._place.folder / _CHECKPOINTS
+        if not folder.is_dir() or not checkpoint.saved_rounds(folder):
+            return None
+        newest = max(checkpoint.saved_rounds(folder))
+        try:
+            order = [(int(t), int(j)) for t, j in checkpoint.readable(folder)[newest]["lengths"]["corrections"]]
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / f'{newest:08d}'}: is damaged; delete it to go on from the older one"
+            ) from error
+        begun = begin_node(self.exp, self._place.me)
+        like = begun._replace(under_way=tuple(self._form for _ in order))
+        blank = self.exp.blank(self.exp.algorithm.send(begun.server))
+        found = checkpoint.load_state(folder, like, self._store, blank=blank)
+        self._doubts = dict(zip(order, found.state.under_way, strict=True))
+        self.state = found.state._replace(under_way=())
+        told: dict[str, Any] = found.lengths["links"]
+        return told
+
+    def save_model(self) -> None:
+        """Write the model with which this node predicts."""
+        found = model_of_node(self.exp, self.state, self._place.me, self._store)
+        tensors: dict[str, Tensor] = self.exp.task.tensors(found.w[0], found.buffers[0])
+        name = self._place.contract.nodes[self._place.me]
+        save_own_model(self._place.folder, self._place.contract, self._record, (name, self.state.round), tensors)

@@ -1,0 +1,231 @@
+"""A node of a network as a process: from the first greeting to the last round, and again from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError, ConfigError, Fault, FedloomError
+from fedloom.deploy.audit import write_audit
+from fedloom.deploy.ends import population_of
+from fedloom.deploy.messages import MessageError
+from fedloom.deploy.own_data import rows_for
+from fedloom.deploy.peers.bundles import Bundle, read_bundle, read_secret
+from fedloom.deploy.peers.edges import Edges, Exchanged
+from fedloom.deploy.peers.links import CurveKeys, Links
+from fedloom.deploy.peers.members import agreed_parts
+from fedloom.deploy.peers.peer import Peer, PeerPlace
+from fedloom.deploy.peers.station import Identity, Station, StoppedError
+from fedloom.deploy.waits import until_stopped
+from fedloom.engine.peer import OwnWork, links_of
+from fedloom.engine.topology.network import START
+
+LOCK, NODE_STATE, NODE_ROUNDS, POPULATION = ".node.lock", "state.json", "rounds.jsonl", "population.json"
+
+
+def start_peer(folder: Path, data: str, root: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Take part in a network as the node whose folder this is, until its rounds are done or it is stopped."""
+    bundle = read_bundle(folder)
+    secret = read_secret(bundle)
+    _refuse_by_policy(bundle)
+    own = rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
+    try:
+        lock = disk.lock(folder / LOCK)
+    except BlockingIOError as error:
+        raise CheckpointError(f"{folder}: another process is this node") from error
+    try:
+        place = PeerPlace(bundle.contract, bundle.me, own, folder)
+        with until_stopped() as stop:
+            return PeerProcess(bundle, place, secret, stop, say).run()
+    finally:
+        os.close(lock)
+
+
+def _refuse_by_policy(bundle: Bundle) -> None:
+    why, least = bundle.policy.refusal(bundle.contract), bundle.policy.min_cohort
+    if not why and len(bundle.contract.nodes) < least:
+        why = f"policy.min_cohort: a network of {len(bundle.contract.nodes)} nodes, and here {least} are wanted"
+    if why:
+        raise ConfigError([Fault(str(bundle.folder / "node.toml"), why)])
+
+
+def lines_of(bundle: Bundle) -> dict[int, tuple[str, str]]:
+    """Address and key of every node that may be a neighbour in some round."""
+    topology, me, nodes = bundle.contract.config.topology, bundle.me, bundle.members.nodes
+    assert topology is not None
+    links = topology.edges(len(nodes), START)
+    others = range(len(nodes)) if topology.redrawn else {int(k) for k in links[(links == me).any(1)].ravel()}
+    return {k: (nodes[k].address, nodes[k].key) for k in sorted(others) if k != me}
+
+
+class PeerProcess:
+    """One node at work."""
+
+    def __init__(
+        self, bundle: Bundle, place: PeerPlace, secret: str, stop: threading.Event, say: Callable[[str], None]
+    ) -> None:
+        self._bundle, self._place, self._stop, self._say = bundle, place, stop, say
+        nodes, lines = bundle.members.nodes, lines_of(bundle)
+        who = Identity(bundle.me, bundle.contract.nodes, agreed_parts(bundle.contract, bundle.members), tuple(lines))
+        keys = CurveKeys(nodes[bundle.me].key, secret)
+        known = {nodes[k].key: k for k in lines}
+        self.links = Links(keys, bundle.seat.bind, known, lines)
+        edges = Edges(bundle.me, bundle.patience, lambda *_: None, self._not_yet, lambda *_: None)
+        self.station = Station(who, self.links, edges, stop.is_set)
+        self.station.say = say
+        self.station.rows[bundle.me] = (place.own.train, place.own.test)
+        self._rounds = bundle.contract.config.basics.rounds
+        self._round = self._skipped = 0
+
+    @staticmethod
+    def _not_yet(_j: int, _turn: int, _data: bytes) -> Any:
+        raise MessageError("comes before the first round")
+
+    # -- the whole --------------------------------------------------------------------------------
+    def run(self) -> dict[str, Any]:
+        """All rounds that are left; what the node's state is then."""
+        try:
+            peer = self._joined()
+            while peer.state.round < self._rounds and not self._stop.is_set():
+                self._one_round(peer)
+            if peer.state.round < self._rounds:
+                raise StoppedError("stopped")
+            return self._finished(peer)
+        except StoppedError:
+            self._say(f"stopped after round {self._round}; go on with: fedloom peers start {self._bundle.folder}")
+            return self._tell("stopped")
+        except (FedloomError, OSError) as error:
+            self._tell("failed", why=str(error))
+            raise
+        finally:
+            self.station.close()
+
+    def _finished(self, peer: Peer) -> dict[str, Any]:
+        peer.save_model()
+        self._tell("waiting")
+        try:
+            self.station.linger(self._rounds * peer.steps)
+        except StoppedError:
+            self._say("stopped before all neighbours were done")
+        if self.station.edges.settled:
+            self._settle(peer)
+            peer.save(self.station.edges.remembered())
+            peer.save_model()
+        self._say(f"all {self._rounds} rounds are done: {self._bundle.folder}")
+        return self._tell("completed")
+
+    # -- before the first round -------------------------------------------------------------------
+    def _joined(self) -> Peer:
+        """Meet the others; at first all of them, after a restart those that are there."""
+        bundle, station = self._bundle, self.station
+        kept = bundle.folder / POPULATION
+        me = bundle.contract.nodes[bundle.me]
+        self._say(
+            f"{me}: {self._place.own.train} training rows and {self._place.own.test} test rows, {bundle.seat.bind}"
+        )
+        if kept.exists():
+            station.rows |= dict(enumerate(map(tuple, json.loads(kept.read_bytes()))))
+            if station.rows[bundle.me] != (self._place.own.train, self._place.own.test):
+                train, test = station.rows[bundle.me]
+                what = f"the run began with {train} training and {test} test rows"
+                raise ConfigError([Fault("data", what, "start it with the same data")])
+        self._tell("joining")
+        if not kept.exists():
+            station.join(bundle.patience.join)
+            disk.write_bytes(kept, json.dumps([station.rows[k] for k in range(len(station.rows))]).encode())
+        population = population_of([station.rows[k] for k in range(len(bundle.contract.nodes))])
+        peer = station.meanwhile(lambda: Peer(self._place, population))
+        edges = station.edges
+        edges.read, edges.limit, edges.hold = peer.read, peer.limit, peer.steps + 1
+        told = peer.load()
+        if told is not None:
+            edges.remember(told)
+            self._say(f"going on after round {peer.state.round}")
+        self._round = peer.state.round
+        edges.skip_to(peer.state.round * peer.steps)
+        for j in station.present():  # who may have sent something before this node was ready
+            station.greet(j)
+        return peer
+
+    # -- a round ----------------------------------------------------------------------------------
+    def _one_round(self, peer: Peer) -> None:
+        station = self.station
+        self._tell("running")
+        station.accompanied(self._bundle.patience.join)
+        if self._caught_up(peer):
+            return
+        began, round_ = time.monotonic(), peer.state.round
+        station.complaints = {}
+        work = station.meanwhile(peer.train)
+        closed: list[Exchanged] = []
+        sent = work.sent
+        for step in range(peer.steps):
+            turn = round_ * peer.steps + step
+            links = links_of(peer.exp, self._bundle.me, round_, step)
+            data = None if sent is None else peer.packed(sent, turn)
+            if data is not None:
+                to = [self._bundle.contract.nodes[j] for j in sorted(links)]
+                write_audit(self._bundle.folder, data, asked="gossip", round_=round_, to=to)
+            found = station.exchange(data, links)
+            closed.append(found)
+            if sent is not None:
+                sent = peer.mix(sent, found.up, found.doubt, turn)
+        self._settle(peer)
+        peer.advance(gradients=work.gradients)
+        peer.save(station.edges.remembered())
+        self._round = peer.state.round
+        self._log(peer, work, closed, time.monotonic() - began)
+
+    def _caught_up(self, peer: Peer) -> bool:
+        """Whether rounds were left out: those that are past for neighbours, but for one, which can be repeated."""
+        steps, edges = peer.steps, self.station.edges
+        theirs = [edges.at[j] // steps for j in self.station.present() if j in edges.at]
+        behind = min(max(theirs, default=0), self._rounds) - peer.state.round
+        if behind <= 1:
+            return False
+        self._say(f"rounds {peer.state.round + 1} to {peer.state.round + behind} are past: they are left out")
+        self._skipped += behind
+        peer.advance(behind)
+        edges.skip_to(peer.state.round * steps)
+        peer.save(edges.remembered())
+        return True
+
+    def _settle(self, peer: Peer) -> None:
+        settled, self.station.edges.settled = self.station.edges.settled, []
+        peer.settle(settled)
+
+    # -- what others can see ----------------------------------------------------------------------
+    def _log(self, peer: Peer, work: OwnWork, closed: list[Exchanged], seconds: float) -> None:
+        names, round_ = self._bundle.contract.nodes, peer.state.round
+        down = {names[j]: why for found in closed for j, why in found.down.items()}
+        doubt = sorted({names[j] for found in closed for j in found.doubt})
+        up = sorted({names[j] for found in closed for j in found.up} - set(down) - set(doubt))
+        line: dict[str, Any] = {"round": round_, "up": up, "down": down, "doubt": doubt}
+        line |= {"refused": self.station.complaints, "finite": work.sent is not None, "seconds": round(seconds, 3)}
+        if peer.exp.evaluate.due(round_, self._rounds):
+            line |= self.station.meanwhile(peer.evaluated)
+        file = disk.open_own(self._bundle.folder / NODE_ROUNDS, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(file, "ab") as out:
+            out.write(json.dumps(line).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        said = [f"round {round_} of {self._rounds}: heard {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
+        said += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
+        self._say("; ".join(said))
+
+    def _tell(self, state: str, **more: Any) -> dict[str, Any]:
+        """Write down how the node is doing."""
+        edges, names = self.station.edges, self._bundle.contract.nodes
+        links = {
+            names[j]: "left" if j in edges.left else "away" if j in edges.gone else "connected"
+            for j in self.station.who.neighbours
+        }
+        found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
+        disk.write_bytes(self._bundle.folder / NODE_STATE, json.dumps(found).encode() + b"\n")
+        return found

@@ -1,0 +1,237 @@
+"""A node among its neighbours: it greets them, keeps its links, and exchanges with them turn by turn.
+
+A neighbour takes part only once both sides have found the same agreement: experiment, data, code, versions and members.
+Everything here runs in one thread; what takes long is done in another one, while messages are answered here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from fedloom.core.errors import FedloomError
+from fedloom.deploy.contract import differences
+from fedloom.deploy.fleet import LostNodesError
+from fedloom.deploy.messages import MessageError
+from fedloom.deploy.peers.edges import Edges, Exchanged
+from fedloom.deploy.peers.frames import Frame
+from fedloom.deploy.peers.links import Event, Links
+from fedloom.deploy.peers.members import agreement
+from fedloom.deploy.talk import whole
+
+T = TypeVar("T")
+_TICK = 0.2  # seconds between two looks at the clock
+
+
+class RefusedError(FedloomError):
+    """Most neighbours refuse this node: it has agreed to something else than they have."""
+
+
+class StoppedError(FedloomError):
+    """The node was asked to stop."""
+
+
+class Identity(NamedTuple):
+    """Who a node is, and what it has agreed to."""
+
+    me: int
+    names: tuple[str, ...]
+    parts: dict[str, str]
+    neighbours: tuple[int, ...]  # of any round
+
+
+class Station:
+    """The end of all links of one node."""
+
+    def __init__(self, who: Identity, links: Links, edges: Edges, stopped: Callable[[], bool]) -> None:
+        self.who, self.links, self.edges, self._stopped = who, links, edges, stopped
+        edges.send, edges.complain = self.send, self.complain
+        self.rows: dict[int, tuple[int, int]] = {}  # training and test rows of the nodes, as far as known
+        self.complaints: dict[str, str] = {}  # of the turn under way, by name
+        self.refused: dict[int, str] = {}
+        self.say: Callable[[str], None] = lambda _: None
+        self._agreement = agreement(who.parts)
+        self._strangers: set[str] = set()
+        self._aside = ThreadPoolExecutor(1)
+        now = time.monotonic()
+        edges.gone |= dict.fromkeys(who.neighbours, now)
+
+    # -- waiting ----------------------------------------------------------------------------------
+    def pump(self, seconds: float = _TICK) -> None:
+        """Answer what has arrived, or arrives in this time."""
+        for event in self.links.poll(seconds):
+            try:
+                self._happened(event)
+            except MessageError as error:
+                self.complain(event.node, str(error))
+        self.edges.tick(time.monotonic())
+
+    def meanwhile(self, work: Callable[[], T]) -> T:
+        """The result of work that takes long; neighbours are answered meanwhile."""
+        future = self._aside.submit(work)
+        future.add_done_callback(lambda _: self.links.wake())
+        while not future.done():
+            self.pump()
+        return future.result()
+
+    def wait(self, true: Callable[[], bool], seconds: float) -> bool:
+        """Whether something has become true in time; a node that is stopped waits no longer."""
+        until = time.monotonic() + seconds
+        while not true():
+            if self._stopped():
+                raise StoppedError("stopped")
+            if time.monotonic() > until:
+                return False
+            self.pump()
+        return True
+
+    def exchange(self, payload: bytes | None, neighbours: Iterable[int]) -> Exchanged:
+        """One turn: what was heard, and which links are closed."""
+        self.edges.open(payload, neighbours, time.monotonic())
+        while (found := self.edges.result()) is None:
+            if self._stopped():
+                raise StoppedError("stopped")
+            self.pump()
+        self.edges.close()
+        return found
+
+    # -- who is there -----------------------------------------------------------------------------
+    def present(self) -> list[int]:
+        """The neighbours that can be reached and have agreed."""
+        return [j for j in self.who.neighbours if j not in self.edges.gone and j not in self.edges.left]
+
+    def join(self, seconds: float) -> None:
+        """Wait for all nodes of the network, until the numbers of everybody's rows are known."""
+        count = len(self.who.names)
+        whole_ = self.wait(lambda: len(self.rows) == count and len(self.present()) == len(self.who.neighbours), seconds)
+        if not whole_:
+            missing = [k for k in range(count) if k not in self.rows or (k in self.edges.gone)]
+            why = "; ".join(f"{self.who.names[k]}: {self._reason(k)}" for k in missing)
+            raise LostNodesError(f"the network is not complete after {seconds:g} seconds; {why}")
+
+    def accompanied(self, seconds: float) -> None:
+        """Wait until a neighbour is there: a node that trains by itself would only drift away."""
+        if self.who.neighbours and not self.wait(lambda: bool(self.present()), seconds):
+            why = "; ".join(f"{self.who.names[k]}: {self._reason(k)}" for k in self.who.neighbours)
+            what = f"no neighbour can be reached for {seconds:g} seconds; {why}"
+            raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
+
+    def linger(self, last: int) -> None:
+        """Stay until all neighbours have done their last turn, have left or cannot be reached any more."""
+        patience = self.edges.patience
+        for j in self.who.neighbours:
+            self.edges.say(j, "done")
+
+        def over(j: int) -> bool:
+            away = j in self.edges.gone and time.monotonic() - self.edges.gone[j] > patience.grace
+            return j in self.edges.left or away or self.edges.at.get(j, 0) >= last
+
+        done = self.wait(lambda: all(map(over, self.who.neighbours)) and not self.edges.doubts, patience.deadline)
+        if not done:
+            self.say("not all neighbours have done their last round")
+
+    def close(self) -> None:
+        for j in self.who.neighbours:
+            self.send(j, Frame("leave", {"at": self.edges.turn}))
+        self.links.close()
+        self._aside.shutdown(wait=False, cancel_futures=True)
+
+    def _reason(self, k: int) -> str:
+        if k in self.refused:
+            return f"refuses this node: {self.refused[k]}"
+        name = self.who.names[k]
+        return self.complaints.get(name, "not heard of")
+
+    # -- messages ---------------------------------------------------------------------------------
+    def send(self, j: int, frame: Frame) -> None:
+        self.links.send(j, frame._replace(facts={**frame.facts, "agree": self._agreement}))
+
+    def complain(self, j: int, why: str) -> None:
+        """Name a neighbour that has sent something wrong, once for each turn."""
+        name = self.who.names[j]
+        if name not in self.complaints:
+            self.complaints[name] = why
+            self.say(f"{name}: {why}")
+
+    def greet(self, j: int, kind: str = "hello") -> None:
+        rows = {str(k): list(pair) for k, pair in self.rows.items()}
+        self.edges.say(j, kind, parts=self.who.parts, rows=rows)
+
+    def _happened(self, event: Event) -> None:
+        j = event.node
+        if event.kind == "heard" and event.frame is not None:
+            self._heard(j, event.frame)
+        elif event.kind == "up":
+            self.greet(j)
+        elif event.kind == "down":
+            self.edges.gone.setdefault(j, time.monotonic())
+        elif event.kind == "stranger":
+            if event.why not in self._strangers and len(self._strangers) < 1000:
+                self._strangers.add(event.why)
+                self.say(f"refused: {event.why}")
+        else:
+            self.complain(j, event.why)
+
+    def _heard(self, j: int, frame: Frame) -> None:
+        if frame.kind in ("hello", "welcome"):
+            self._greeted(j, frame)
+        elif frame.kind == "refuse":
+            self._turned_away(j, str(frame.facts.get("why", ""))[:1000])
+        elif frame.facts.get("agree") != self._agreement:
+            raise MessageError("speaks of another agreement")
+        elif j not in self.who.neighbours:
+            raise MessageError("is no neighbour of this node")
+        else:
+            self.edges.at[j] = whole(frame.facts, "at")
+            if frame.kind == "leave":
+                self.edges.left.add(j)
+            elif frame.kind != "done":
+                self.edges.heard(j, frame)
+
+    def _greeted(self, j: int, frame: Frame) -> None:
+        theirs = frame.facts.get("parts")
+        why = differences(self.who.parts, theirs if isinstance(theirs, dict) else {})
+        told = self._told_rows(frame.facts.get("rows"))
+        mine = self.rows.get(j)
+        if not why and mine is not None and told.get(j) != mine:
+            why = [f"it has {told.get(j)} training and test rows, the run began with {mine}"]
+        if why:
+            self.complain(j, "; ".join(why))
+            if frame.kind == "hello":
+                self.send(j, Frame("refuse", {"why": "; ".join(why), "at": self.edges.turn}))
+            return
+        news = {k: pair for k, pair in told.items() if k not in self.rows}
+        self.rows |= news
+        self.refused.pop(j, None)
+        self.edges.at[j] = whole(frame.facts, "at")
+        self.edges.left.discard(j)
+        if frame.kind == "hello":
+            self.greet(j, "welcome")
+            if j in self.edges.gone:  # an earlier greeting may not have been answered: the way back was not there yet
+                self.greet(j)
+        else:
+            self.edges.gone.pop(j, None)
+        if j not in self.edges.gone:
+            self.edges.back(j)
+        for other in self.present() if news else []:
+            if other != j:
+                self.greet(other)
+
+    def _told_rows(self, told: Any) -> dict[int, tuple[int, int]]:
+        try:
+            found = {int(k): (int(train), int(test)) for k, (train, test) in dict(told).items()}
+        except (ValueError, TypeError) as error:
+            raise MessageError("'rows' should have two whole numbers for each node") from error
+        if any(not 0 <= k < len(self.who.names) or min(pair) < 0 or max(pair) >= 1 << 40 for k, pair in found.items()):
+            raise MessageError("'rows' has a node that does not exist, or a number that cannot be")
+        return found
+
+    def _turned_away(self, j: int, why: str) -> None:
+        """Stop where most neighbours refuse this node; where few do, they may be the ones that are wrong."""
+        self.refused[j] = why
+        self.complain(j, f"refuses this node: {why}")
+        if 2 * len(self.refused) > len(self.who.neighbours):
+            said = "; ".join(f"{self.who.names[k]}: {text}" for k, text in sorted(self.refused.items()))
+            raise RefusedError(f"refused by {len(self.refused)} of {len(self.who.neighbours)} neighbours; {said}")

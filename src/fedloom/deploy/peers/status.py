@@ -1,0 +1,81 @@
+"""How the nodes of a network are doing, from what they have written down and whether their processes live."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedloom.core import disk
+from fedloom.core.errors import DataError
+from fedloom.deploy.peers.bundles import read_bundle
+from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, NODE_STATE
+from fedloom.deploy.site import NODE_TOML
+
+_AT_WORK = ("joining", "running", "waiting")
+
+
+def bundles_in(folder: Path) -> list[Path]:
+    """A node's folder, or those in a site."""
+    found = [folder] if (folder / NODE_TOML).is_file() else sorted(p.parent for p in folder.glob(f"*/{NODE_TOML}"))
+    if not found:
+        raise DataError(f"{folder}: is no node's folder, and has none in it (make one with: fedloom peers init)")
+    return found
+
+
+def status_of_peer(folder: Path) -> dict[str, Any]:
+    """How one node is doing."""
+    bundle = read_bundle(folder)
+    told, lines = _told(folder), list(read_node_rounds(folder))
+    state, why = told.get("state", "idle"), told.get("why", "")
+    if state in _AT_WORK and not _lives(folder):
+        state, why = "failed", f"its process is gone; its last checkpoint stays: fedloom peers start {folder}"
+    done = lines[-1]["round"] if lines else 0
+    found: dict[str, Any] = {
+        "node": bundle.seat.name,
+        "state": state,
+        "round": done,
+        "rounds": bundle.contract.config.basics.rounds,
+        "neighbours": told.get("neighbours", {}),
+        "closed": _closed(lines),
+        "doubts": told.get("doubts", 0),
+        "skipped": told.get("skipped", 0),
+        "folder": str(folder),
+    }
+    if why:
+        found["why"] = why
+    if lines:
+        found["last_round"] = lines[-1]
+    return found
+
+
+def _closed(lines: list[dict[str, Any]]) -> dict[str, int]:
+    """In how many rounds the link to each neighbour was closed."""
+    names = [name for line in lines for name in line["down"]]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / NODE_STATE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _lives(folder: Path) -> bool:
+    """Whether a process is this node now."""
+    try:
+        os.close(disk.lock(folder / LOCK))
+    except BlockingIOError:
+        return True
+    return False
+
+
+def read_node_rounds(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a node's log of rounds; one that a crash cut short is left out."""
+    path = folder / NODE_ROUNDS
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        yield json.loads(line)

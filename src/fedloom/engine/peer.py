@@ -1,0 +1,148 @@
+"""One node's part of a network without a server: train, mix what arrived, evaluate.
+
+The experiment is that of the whole network, but for its data: it holds the rows of this node alone. A ``RunState`` here
+is that of one node, without the first axis that the simulator's has. ``tests/deploy/test_peers.py`` holds both equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Inbox
+from fedloom.core import tree
+from fedloom.core.metrics import Verdicts
+from fedloom.engine.clock import Present
+from fedloom.engine.evaluate import ClientModels, evaluate_models, models_of
+from fedloom.engine.messages import Message, inbox_of, next_upload
+from fedloom.engine.plan import Drawn, amounts
+from fedloom.engine.state import Experiment, RunState
+from fedloom.engine.store import ClientStore
+from fedloom.engine.topology.network import Moment
+from fedloom.engine.topology.weights import cut
+from fedloom.engine.training import groups_of, keep, marked, train_all
+from fedloom.engine.uploads import example_upload
+
+
+class Sent(NamedTuple):
+    """What travels over a link in a gossip step."""
+
+    upload: Any
+    buffers: Any  # [Q] running statistics; () where they stay with the nodes
+
+
+class OwnWork(NamedTuple):
+    """What a node did in a round before it exchanges."""
+
+    sent: Sent | None  # None: its numbers are not finite, and it stands still in this round
+    gradients: float = 0.0
+
+
+def begin_node(exp: Experiment, node: int) -> RunState:
+    """The state of one node before the first round."""
+    w = exp.task.w0 if exp.starts is None else exp.starts[node]
+    return RunState(0, exp.algorithm.init(w), exp.task.buffers0, 0, 0)
+
+
+def sent_form(exp: Experiment, node: int) -> Sent:
+    """What a neighbour might send, for its form."""
+    state = begin_node(exp, node)
+    return Sent(example_upload(exp, state), exp.travelling(state.buffers))
+
+
+def train_node(exp: Experiment, state: RunState, node: int, store: ClientStore) -> OwnWork:
+    """Train this node's round; the store keeps what the node keeps for itself."""
+    with torch.no_grad():
+        ids = torch.tensor([node])
+        steps = amounts(exp.local, exp.federation.train.sizes[ids]).steps
+        groups = groups_of(exp, state.round, Present(Drawn(ids, torch.ones(1)), steps, 1))
+        (part,) = train_all(exp, _everywhere(exp, state), store, groups)
+        outcome = marked(part.outcome)._replace(begun=(), models=())
+        gradients = float(outcome.gradients.sum())
+        if not bool(tree.finite_rows(outcome, 1)):
+            return OwnWork(None, gradients)
+        keep(exp, store, part, ids)
+        row = tree.take(outcome, 0)
+        return OwnWork(Sent(row.uploads, exp.travelling(row.buffers)), gradients)
+
+
+def links_of(exp: Experiment, node: int, round_: int, step: int) -> dict[int, float]:
+    """The neighbours of a node in a gossip step, and what it makes of each."""
+    return {by: value for by, value in _row(exp, node, round_, step, None).items() if by != node}
+
+
+def mix_node(
+    exp: Experiment, state: RunState, node: int, own: Sent, heard: Mapping[int, Sent], step: int
+) -> tuple[RunState, Sent]:
+    """The state after a gossip step in which only these neighbours were heard, and what the node has for the next step.
+
+    The weight of a link that is down goes back to both of its ends, as with ``link_policy = "self"``.
+    """
+    with torch.no_grad():
+        weights = _row(exp, node, state.round, step, heard)
+        everyone = {node: own, **heard}
+        mine = own.buffers if isinstance(own.buffers, Tensor) else state.buffers
+        messages = {
+            k: Message(state.round, step, k, x.upload, x.buffers if isinstance(x.buffers, Tensor) else mine)
+            for k, x in everyone.items()
+        }
+        sizes = exp.federation.train.sizes
+        inbox, mixed = inbox_of(node, weights, messages, nodes=len(sizes), examples=int(sizes.sum()))
+        buffers = mixed.to(state.buffers.dtype)
+        assert exp.topology is not None
+        if step < exp.topology.gossip_steps - 1:
+            return state, Sent(next_upload(inbox, own.upload), exp.travelling(buffers))
+        return state._replace(server=_updated(exp, state.server, inbox), buffers=buffers), own
+
+
+def correction(exp: Experiment, state: RunState, node: int, own: Sent, theirs: tuple[int, Sent], step: int) -> Sent:
+    """What a link in doubt adds to a node, if it turns out to have been up: its weight times the difference."""
+    by, heard = theirs
+    weight = links_of(exp, node, state.round, step)[by]
+    return tree.tmap(lambda a, b: (weight * (b.double() - a.double())).to(a.dtype), own, heard)
+
+
+def corrected(state: RunState, by: Sent) -> RunState:
+    """The state with a correction that came late; mixing is linear, so that the mean of all nodes is right again."""
+    server = state.server._replace(w=state.server.w + by.upload.w)
+    return state._replace(server=server, buffers=state.buffers + by.buffers if len(by.buffers) else state.buffers)
+
+
+def model_of_node(exp: Experiment, state: RunState, node: int, store: ClientStore) -> ClientModels:
+    """The model with which a node predicts."""
+    with torch.no_grad():
+        (found,) = models_of(exp, _everywhere(exp, state), store, torch.tensor([node]))
+        return found
+
+
+def evaluate_node(exp: Experiment, state: RunState, node: int, store: ClientStore) -> Verdicts:
+    """How that model does on the node's own held-out rows."""
+    with torch.no_grad():
+        return evaluate_models(exp, model_of_node(exp, state, node, store))
+
+
+def _row(exp: Experiment, node: int, round_: int, step: int, up: Mapping[int, Any] | None) -> dict[int, float]:
+    """The node's row of the mixing matrix, without the links that are not ``up``."""
+    assert exp.topology is not None
+    sizes = exp.federation.train.sizes.numpy()
+    weights = exp.topology.weigh(len(sizes), Moment(exp.seed, round_, step), sizes)
+    if up is not None:
+        mine = np.isin(weights.by, [node, *up]) | (weights.to != node)
+        weights = cut(weights, mine, "self")
+    at = weights.to == node
+    return {int(by): float(value) for by, value in zip(weights.by[at], weights.value[at], strict=True)}
+
+
+def _updated(exp: Experiment, server: Any, inbox: Inbox[Any]) -> Any:
+    return exp.algorithm.update(server, inbox)
+
+
+def _everywhere(exp: Experiment, state: RunState) -> RunState:
+    """The state as the simulator has it, with this node's row in the place of everybody's; nothing is copied."""
+    count = exp.federation.clients
+    server, buffers = tree.tmap(lambda x: x.expand(count, *x.shape), (state.server, state.buffers))
+    return state._replace(server=server, buffers=buffers)

@@ -1,0 +1,87 @@
+"""Whole networks as processes: keys, bundles, kills and restarts as between real machines."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("zmq")
+
+from fedloom.engine.evaluate import models_of
+from fedloom.runs.settings import parse, read_toml
+from support import warm
+from support.federation import simulated, table_of
+from support.peers import ports
+
+PATIENCE = 300.0  # seconds: a busy machine is no fault of the code
+
+
+def peers(*words: Any, **more: Any) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | more
+    return warm.Popen([sys.executable, "-P", "-m", "fedloom", "peers", *map(str, words)], **pipes)
+
+
+def said(process: subprocess.Popen[str], code: int = 0) -> str:
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, out
+    return out
+
+
+def experiment(folder: Path, **more: Any) -> Path:
+    table = table_of("dpsgd", **({"topology": {"kind": "ring"}} | more))
+    del table["cohort"]
+    (folder / "exp.toml").write_text(tomli_w.dumps(table))
+    return folder / "exp.toml"
+
+
+def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports(3))
+    words = ("init", experiment(tmp_path), "--nodes", "Ada, Bea, Cem", "--hosts", hosts, "--out", site)
+    assert "over a channel that you trust" in said(peers(*words))
+    assert [stat.S_IMODE((site / n / "node.key").stat().st_mode) for n in ("ada", "bea", "cem")] == [0o600] * 3
+    secrets = {(site / name / "node.key").read_text().strip() for name in ("ada", "bea", "cem")}
+    assert len(secrets) == 3
+    others = b"".join(p.read_bytes() for p in (site / "ada").iterdir() if p.name != "node.key")
+    assert not [secret for secret in secrets if secret.encode() in others]
+    assert json.loads(said(peers("status", site / "ada", "--json")))["state"] == "idle"
+
+    ada, cem = (peers("start", site / name, "data=experiment") for name in ("ada", "cem"))
+    for files in (30, 45):  # killed before it touches so many of its files: in the first round, then in a later one
+        bea = peers("start", site / "bea", "data=experiment", crash_at=files, place=str(site / "bea"))
+        said(bea, -signal.SIGKILL)
+        killed = json.loads(said(peers("status", site / "bea", "--json"), 5))
+        assert (killed["state"], killed["round"] < 3) == ("failed", True)
+    for process in (peers("start", site / "bea", "data=experiment"), ada, cem):
+        assert "all 3 rounds are done" in said(process)
+
+    found = json.loads(said(peers("status", site, "--json")))
+    assert [(one["node"], one["state"], one["round"]) for one in found] == [
+        (name, "completed", 3) for name in ("Ada", "Bea", "Cem")
+    ]
+    assert [one["closed"] for one in found] == [{}] * 3
+    exp, state, store = simulated(parse(read_toml(site / "ada" / "experiment.toml")))
+    (models,) = models_of(exp, state, store, torch.arange(3))
+    for k, name in enumerate(("ada", "bea", "cem")):
+        expected = exp.task.tensors(models.w[k], models.buffers[k])
+        model = load_file(site / name / "model.safetensors")
+        assert all((model[key] == expected[key]).all() for key in expected)
+
+
+def test_a_network_on_one_machine(tmp_path: Path) -> None:
+    words = ("local", experiment(tmp_path, rounds=2), "--nodes", 2, "--out", tmp_path / "site", "--json")
+    found = json.loads(said(peers(*words)).splitlines()[-1])
+    assert [(one["state"], one["round"], one["last_round"]["up"]) for one in found] == [
+        ("completed", 2, ["Node 2"]),
+        ("completed", 2, ["Node 1"]),
+    ]

@@ -1,0 +1,108 @@
+"""Networks in this process: each node in a thread of its own, with real keys, sockets and files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.core import tree
+from fedloom.deploy.ends import rows_of_client
+from fedloom.deploy.flower import free_port
+from fedloom.deploy.peers.bundles import initialise_peers, read_bundle, read_secret
+from fedloom.deploy.peers.peer import Peer, PeerPlace
+from fedloom.deploy.peers.start import PeerProcess
+from fedloom.engine.state import RunState
+from fedloom.runs.prepare import share
+from fedloom.runs.settings import Config, parse
+from support.federation import table_of
+
+NAMES = ("Ada", "Bea", "Cem")
+GOSSIP = ("dpsgd", "dfedavg", "dfedavgm", "dfedsam", "dfedgam")
+
+
+def network_of(kind: str, **more: Any) -> Config:
+    table = table_of(kind, **({"topology": {"kind": "ring"}} | more))
+    return parse({name: value for name, value in table.items() if name != "cohort"})
+
+
+class Network:
+    """Nodes that can be started, stopped and started again."""
+
+    def __init__(self, folder: Path, config: Config, names: tuple[str, ...] = NAMES) -> None:
+        hosts = [f"127.0.0.1:{port}" for port in ports(len(names))]
+        self.slugs = initialise_peers(config, list(names), hosts, folder, Path())
+        self.folder, self.names = folder, names
+        self.processes: dict[int, PeerProcess] = {}
+        self.said: dict[int, list[str]] = {k: [] for k in range(len(names))}
+        self.failed: dict[int, BaseException] = {}
+        self._shared = None
+
+    def process(self, k: int, *, alter: Callable[[Any], Any] = lambda bundle: bundle, **rules: Any) -> PeerProcess:
+        """A node that is ready to run."""
+        bundle = read_bundle(self.folder / self.slugs[k])
+        bundle = alter(bundle._replace(patience=bundle.patience.model_copy(update=rules)))
+        self._shared = self._shared or share(bundle.contract.config, Path())
+        place = PeerPlace(bundle.contract, k, rows_of_client(self._shared, k), bundle.folder)
+        self.processes[k] = PeerProcess(bundle, place, read_secret(bundle), threading.Event(), self.said[k].append)
+        return self.processes[k]
+
+    def start(self, k: int, **how: Any) -> threading.Thread:
+        return self.run(k, self.process(k, **how))
+
+    def run(self, k: int, process: PeerProcess) -> threading.Thread:
+        def body() -> None:
+            try:
+                process.run()
+            except BaseException as error:
+                self.failed[k] = error
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        return thread
+
+    def completed(self, **how: Any) -> list[RunState]:
+        """Run all nodes to their end; the state of each."""
+        threads = [self.start(k, **how) for k in range(len(self.names))]
+        for thread in threads:
+            thread.join(300)
+            assert not thread.is_alive()
+        if self.failed:
+            raise next(iter(self.failed.values()))
+        return [self.state(k) for k in range(len(self.names))]
+
+    def peer(self, k: int) -> Peer:
+        """A node as its last checkpoint has it."""
+        process = self.processes[k]
+        rows = [process.station.rows[i] for i in range(len(self.names))]
+        from fedloom.deploy.ends import population_of
+
+        peer = Peer(process._place, population_of(rows))
+        peer.load()
+        return peer
+
+    def state(self, k: int) -> RunState:
+        return self.peer(k).state
+
+
+def ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return sorted(found)
+
+
+def furthest(nodes: list[RunState], simulated: RunState) -> float:
+    """The largest difference between nodes and the rows of a simulation; exactly 0 where they are bit for bit alike."""
+    far = 0.0
+    for k, node in enumerate(nodes):
+        pairs = zip(
+            tree.leaves((node.server, node.buffers)), tree.leaves((simulated.server, simulated.buffers)), strict=True
+        )
+        for mine, rows in pairs:
+            if mine.numel() and not torch.equal(mine, rows[k]):
+                far = max(far, float((mine.double() - rows[k].double()).abs().max()))
+    return far
