@@ -10,17 +10,27 @@ from typing import Any
 import torch
 
 from fedloom.core import tree
-from fedloom.deploy.ends import rows_of_client
+from fedloom.deploy.ends import population_of, rows_of_client
 from fedloom.deploy.flower import free_port
+from fedloom.deploy.peers import start
 from fedloom.deploy.peers.bundles import initialise_peers, read_bundle, read_secret
 from fedloom.deploy.peers.peer import Peer, PeerPlace
-from fedloom.deploy.peers.start import PeerProcess
 from fedloom.engine.state import RunState
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config, parse
 from support.federation import table_of
 
 NAMES = ("Ada", "Bea", "Cem")
+_building = threading.Lock()
+
+
+def _built(*args: Any) -> Peer:
+    """Build nets one after another: torch has one random generator in a process, which real nodes do not share."""
+    with _building:
+        return Peer(*args)
+
+
+start.Peer = _built  # type: ignore[assignment,misc]
 GOSSIP = ("dpsgd", "dfedavg", "dfedavgm", "dfedsam", "dfedgam")
 
 
@@ -36,24 +46,28 @@ class Network:
         hosts = [f"127.0.0.1:{port}" for port in ports(len(names))]
         self.slugs = initialise_peers(config, list(names), hosts, folder, Path())
         self.folder, self.names = folder, names
-        self.processes: dict[int, PeerProcess] = {}
+        self.processes: dict[int, start.PeerProcess] = {}
         self.said: dict[int, list[str]] = {k: [] for k in range(len(names))}
         self.failed: dict[int, BaseException] = {}
         self._shared = None
 
-    def process(self, k: int, *, alter: Callable[[Any], Any] = lambda bundle: bundle, **rules: Any) -> PeerProcess:
+    def process(
+        self, k: int, *, alter: Callable[[Any], Any] = lambda bundle: bundle, **rules: Any
+    ) -> start.PeerProcess:
         """A node that is ready to run."""
         bundle = read_bundle(self.folder / self.slugs[k])
         bundle = alter(bundle._replace(patience=bundle.patience.model_copy(update=rules)))
         self._shared = self._shared or share(bundle.contract.config, Path())
         place = PeerPlace(bundle.contract, k, rows_of_client(self._shared, k), bundle.folder)
-        self.processes[k] = PeerProcess(bundle, place, read_secret(bundle), threading.Event(), self.said[k].append)
+        self.processes[k] = start.PeerProcess(
+            bundle, place, read_secret(bundle), threading.Event(), self.said[k].append
+        )
         return self.processes[k]
 
-    def start(self, k: int, **how: Any) -> threading.Thread:
+    def begin(self, k: int, **how: Any) -> threading.Thread:
         return self.run(k, self.process(k, **how))
 
-    def run(self, k: int, process: PeerProcess) -> threading.Thread:
+    def run(self, k: int, process: start.PeerProcess) -> threading.Thread:
         def body() -> None:
             try:
                 process.run()
@@ -66,7 +80,7 @@ class Network:
 
     def completed(self, **how: Any) -> list[RunState]:
         """Run all nodes to their end; the state of each."""
-        threads = [self.start(k, **how) for k in range(len(self.names))]
+        threads = [self.begin(k, **how) for k in range(len(self.names))]
         for thread in threads:
             thread.join(300)
             assert not thread.is_alive()
@@ -78,8 +92,6 @@ class Network:
         """A node as its last checkpoint has it."""
         process = self.processes[k]
         rows = [process.station.rows[i] for i in range(len(self.names))]
-        from fedloom.deploy.ends import population_of
-
         peer = Peer(process._place, population_of(rows))
         peer.load()
         return peer

@@ -48,7 +48,10 @@ def init(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Make a bundle for each node: the contract, the membership file, and the node's own key."""
+    """Make a bundle for each node.
+
+    It holds the contract, the membership file, and the node's own key.
+    """
     _ready()
     from fedloom.deploy.peers.bundles import initialise_peers
     from fedloom.runs.start import load_config
@@ -68,9 +71,13 @@ def start(
         list[str] | None,
         typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
     ] = None,
+    trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Take part in a network with one's own data until all rounds are done; after a stop, go on."""
+    """Take part in a network with one's own data.
+
+    A node ends when all rounds are done. Started again after a stop or a crash, it resumes.
+    """
     _ready()
     from fedloom.deploy.peers.start import start_peer
 
@@ -80,7 +87,7 @@ def start(
         if key != "data" or not equals or not value:
             raise ConfigError([Fault(word, "is not understood", "data=FILE")])
         data = value
-    start_peer(folder, data, _root(data_root), _say)
+    start_peer(folder, data, _root(data_root), _say, trust=trust)
 
 
 @app.command()
@@ -88,7 +95,10 @@ def status(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A node's folder, or a folder of several.")],
     json_: Json = False,
 ) -> None:
-    """Show how a node is doing, by what it has written down; exit code 5 if it has failed."""
+    """Show the state of a node.
+
+    The exit code is 5 if it has failed.
+    """
     from fedloom.deploy.peers.status import bundles_in, status_of_peer
 
     folders = bundles_in(folder)
@@ -115,8 +125,8 @@ def _print_status(found: dict[str, Any]) -> None:
         print(f"  {name}: {state}" + (f", closed in {closed} rounds" if closed else "") + (f": {why}" if why else ""))
     if found["skipped"]:
         print(f"  {found['skipped']} rounds were left out")
-    if "test/accuracy/mean" in last:
-        print(f"  accuracy on its own held-out rows {last['test/accuracy/mean']:.4f}")
+    if "test/accuracy" in last:
+        print(f"  accuracy on its own held-out rows {last['test/accuracy']:.4f}")
     if found.get("why"):
         print(f"  why: {found['why']}")
 
@@ -130,7 +140,10 @@ def local(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Run a whole network on this machine: real processes, real keys, encrypted links."""
+    """Run a whole network on this machine.
+
+    Processes, keys and encrypted links are real.
+    """
     _ready()
     from fedloom.deploy.peers.local import run_peers
     from fedloom.runs.folder import unused

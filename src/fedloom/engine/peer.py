@@ -108,7 +108,8 @@ def correction(exp: Experiment, state: RunState, node: int, own: Sent, theirs: t
 
 def corrected(state: RunState, by: Sent) -> RunState:
     """The state with a correction that came late; mixing is linear, so that the mean of all nodes is right again."""
-    server = state.server._replace(w=state.server.w + by.upload.w)
+    shared = [name for name in by.upload._fields if name in state.server._fields]
+    server = state.server._replace(**{name: getattr(state.server, name) + getattr(by.upload, name) for name in shared})
     return state._replace(server=server, buffers=state.buffers + by.buffers if len(by.buffers) else state.buffers)
 
 

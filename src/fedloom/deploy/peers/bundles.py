@@ -20,6 +20,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Spec
 from fedloom.deploy.contract import Contract, Form, only_simulated, read_contract, write_contract
 from fedloom.deploy.node import Policy
+from fedloom.deploy.own_files import own_files
 from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.members import MEMBERS, Member, Members, read_members, write_members
 from fedloom.deploy.services import unit_of_peer
@@ -119,7 +120,7 @@ def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Pa
     if prepared.shared.clients != len(names):
         what = f"the data has {prepared.shared.clients} clients, and there are {len(names)} nodes"
         raise ConfigError([Fault("--nodes", what, "name as many nodes")])
-    contract = Contract(config, Form.of(prepared.shared.arrays), tuple(names), secrets.token_hex(8))
+    contract = Contract(config, Form.of(prepared.shared.arrays), tuple(names), secrets.token_hex(8), own_files(config))
     pairs = [new_curve_keys() for _ in names]
     members = [Member(n, at, pair.public) for n, at, pair in zip(names, places, pairs, strict=True)]
     assert config.topology is not None
@@ -143,9 +144,9 @@ def _bind(address: str) -> str:
     return f"tcp://[::]:{port}" if host.startswith("[") else f"tcp://0.0.0.0:{port}"
 
 
-def read_bundle(folder: Path) -> Bundle:
-    """What a node was handed."""
-    contract, path = read_contract(folder), folder / NODE_TOML
+def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
+    """What a node was handed; ``trust``: the code in it may run."""
+    contract, path = read_contract(folder, trust=trust), folder / NODE_TOML
     refuse_for_peers(contract.config)
     members = read_members(folder, contract)
     sections = (

@@ -24,7 +24,7 @@ from pydantic import Field, PositiveFloat
 
 from fedloom.core.schema import Spec
 from fedloom.deploy.messages import MessageError
-from fedloom.deploy.peers.frames import Assembly, Frame, pieces_of
+from fedloom.deploy.peers.frames import Assembly, WireFrame, pieces_of
 from fedloom.deploy.talk import whole
 
 REMEMBERED = 10  # turns whose verdicts a node can still tell
@@ -65,7 +65,7 @@ class Edges:
 
     me: int
     patience: Patience
-    send: Callable[[int, Frame], None]
+    send: Callable[[int, WireFrame], None]
     read: Callable[[int, int, bytes], Any]  # (neighbour, turn, payload) -> what it sent, or MessageError
     complain: Callable[[int, str], None]
     limit: int = 0  # bytes of a payload; 0: this node does not know yet what to expect
@@ -164,7 +164,7 @@ class Edges:
             if edge.theirs is not None:
                 self.say(j, "have", turn=self.turn)
 
-    def heard(self, j: int, frame: Frame) -> None:
+    def heard(self, j: int, frame: WireFrame) -> None:
         """A message of a neighbour about a turn."""
         turn = whole(frame.facts, "turn")
         if frame.kind == "pay":
@@ -178,7 +178,7 @@ class Edges:
         elif self.me < j and (turn < self.turn or j in self.decided.get(turn, {})):
             self.say(j, "verdict", turn=turn, up=self.decided.get(turn, {}).get(j, False))
 
-    def _heard_pay(self, j: int, turn: int, frame: Frame) -> None:
+    def _heard_pay(self, j: int, turn: int, frame: WireFrame) -> None:
         again = frame.facts.get("again") is True
         if not self.limit:  # this node is not ready; it will greet, and is then told again
             return
@@ -197,7 +197,7 @@ class Edges:
             self.complain(j, f"sends turn {turn} again, or too late: here it is turn {self.turn}")
             self._answer_past(j, turn)
 
-    def _heard_verdict(self, j: int, turn: int, frame: Frame) -> None:
+    def _heard_verdict(self, j: int, turn: int, frame: WireFrame) -> None:
         up, why = frame.facts.get("up") is True, str(frame.facts.get("why", "closed by the other end"))[:200]
         edge = self.edges.get(j) if turn == self.turn else None
         if edge is not None and edge.doubt:
@@ -263,7 +263,7 @@ class Edges:
 
     # -- what is said -----------------------------------------------------------------------------
     def say(self, j: int, kind: str, **facts: Any) -> None:
-        self.send(j, Frame(kind, {**facts, "at": self.turn}))
+        self.send(j, WireFrame(kind, {**facts, "at": self.turn}))
 
     def _pay(self, j: int, turn: int, *, again: bool = False) -> None:
         for frame in pieces_of(turn, self.sent[turn]):

@@ -19,7 +19,7 @@ HEAD = 1 << 16  # bytes of a header
 KINDS = ("hello", "welcome", "refuse", "pay", "have", "verdict", "ask", "done", "leave")
 
 
-class Frame(NamedTuple):
+class WireFrame(NamedTuple):
     """One message as it travels."""
 
     kind: str
@@ -27,12 +27,12 @@ class Frame(NamedTuple):
     body: bytes = b""
 
 
-def written(frame: Frame) -> tuple[bytes, bytes]:
+def written(frame: WireFrame) -> tuple[bytes, bytes]:
     """A frame as header and body."""
     return json.dumps({"kind": frame.kind, **frame.facts}).encode(), frame.body
 
 
-def read_frame(parts: list[bytes]) -> Frame:
+def read_frame(parts: list[bytes]) -> WireFrame:
     """The frame that these bytes are; refused where they are none."""
     if len(parts) != 2:
         raise MessageError(f"has {len(parts)} parts where 2 are expected")
@@ -46,16 +46,16 @@ def read_frame(parts: list[bytes]) -> Frame:
         raise MessageError(f"is no message of fedloom ({type(error).__name__})") from error
     if kind not in KINDS:
         raise MessageError(f"is of kind {str(kind)[:40]!r}, which this version does not know")
-    return Frame(kind, facts, body)
+    return WireFrame(kind, facts, body)
 
 
-def pieces_of(turn: int, data: bytes) -> Iterator[Frame]:
+def pieces_of(turn: int, data: bytes) -> Iterator[WireFrame]:
     """The frames of a payload."""
     count = max(1, -(-len(data) // PIECE))
     for number in range(count):
         body = data[number * PIECE : (number + 1) * PIECE]
         facts = {"turn": turn, "piece": number, "pieces": count, "bytes": len(data), "crc": zlib.crc32(body)}
-        yield Frame("pay", facts, body)
+        yield WireFrame("pay", facts, body)
 
 
 class Assembly:
@@ -64,7 +64,7 @@ class Assembly:
     def __init__(self) -> None:
         self.turn, self._data, self._next = -1, bytearray(), 0
 
-    def add(self, frame: Frame, limit: int) -> bytes | None:
+    def add(self, frame: WireFrame, limit: int) -> bytes | None:
         """The whole payload with its last piece, None before; where a piece does not fit, all of it is dropped."""
         try:
             return self._added(frame, limit)
@@ -72,7 +72,7 @@ class Assembly:
             self.turn, self._data, self._next = -1, bytearray(), 0
             raise
 
-    def _added(self, frame: Frame, limit: int) -> bytes | None:
+    def _added(self, frame: WireFrame, limit: int) -> bytes | None:
         facts = frame.facts
         turn, number, count, size = (whole(facts, name) for name in ("turn", "piece", "pieces", "bytes"))
         if size > limit:

@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.deploy.messages import MessageError
-from fedloom.deploy.peers.frames import PIECE, Frame, read_frame, written
+from fedloom.deploy.peers.frames import PIECE, WireFrame, read_frame, written
 
 _MARK = 8  # messages that a socket holds for a neighbour
 _AGAIN = 5.0  # seconds after which a neighbour is dialled again that refused this node's key
@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
     kind: str  # heard, bad, up, down, refused, stranger
     node: int = -1
-    frame: Frame | None = None
+    frame: WireFrame | None = None
     why: str = ""
 
 
@@ -62,7 +62,7 @@ class _Line:
     def __init__(self, context: zmq.Context[Any], address: str, key: str, own: CurveKeys) -> None:
         self._context, self._address, self._key, self._own = context, address, key, own
         self.connected, self.redial = False, 0.0
-        self.queue: deque[tuple[Frame, tuple[bytes, bytes]]] = deque()
+        self.queue: deque[tuple[WireFrame, tuple[bytes, bytes]]] = deque()
         self.dial()
 
     def dial(self) -> None:
@@ -74,7 +74,7 @@ class _Line:
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.connect(self._address)
 
-    def put(self, frame: Frame) -> None:
+    def put(self, frame: WireFrame) -> None:
         """Have a frame sent; what was not sent of an earlier payload is dropped for a later one."""
         if not self.connected:  # it will be said again once it can be heard
             return
@@ -106,7 +106,7 @@ def _prepared(socket: zmq.Socket[Any], own: CurveKeys, address: str) -> zmq.Sock
     return socket
 
 
-class Links:
+class CurveLinks:
     """The sockets of one node."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Links:
             raise ConfigError([Fault(bind, f"cannot be listened on: {error.strerror}", fix)]) from error
         self._lines |= {j: _Line(self._context, address, key, own) for j, (address, key) in lines.items()}
 
-    def send(self, j: int, frame: Frame) -> None:
+    def send(self, j: int, frame: WireFrame) -> None:
         self._lines[j].put(frame)
 
     def wake(self) -> None:

@@ -18,7 +18,7 @@ from fedloom.deploy.messages import MessageError
 from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.peers.bundles import Bundle, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Edges, Exchanged
-from fedloom.deploy.peers.links import CurveKeys, Links
+from fedloom.deploy.peers.links import CurveKeys, CurveLinks
 from fedloom.deploy.peers.members import agreed_parts
 from fedloom.deploy.peers.peer import Peer, PeerPlace
 from fedloom.deploy.peers.station import Identity, Station, StoppedError
@@ -29,9 +29,14 @@ from fedloom.engine.topology.network import START
 LOCK, NODE_STATE, NODE_ROUNDS, POPULATION = ".node.lock", "state.json", "rounds.jsonl", "population.json"
 
 
-def start_peer(folder: Path, data: str, root: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Take part in a network as the node whose folder this is, until its rounds are done or it is stopped."""
-    bundle = read_bundle(folder)
+def start_peer(
+    folder: Path, data: str, root: Path, say: Callable[[str], None], *, trust: bool = False
+) -> dict[str, Any]:
+    """Take part in a network as the node whose folder this is, until its rounds are done or it is stopped.
+
+    ``trust``: the code in its contract may run.
+    """
+    bundle = read_bundle(folder, trust=trust)
     secret = read_secret(bundle)
     _refuse_by_policy(bundle)
     own = rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
@@ -55,7 +60,7 @@ def _refuse_by_policy(bundle: Bundle) -> None:
         raise ConfigError([Fault(str(bundle.folder / "node.toml"), why)])
 
 
-def lines_of(bundle: Bundle) -> dict[int, tuple[str, str]]:
+def lines_to_neighbours(bundle: Bundle) -> dict[int, tuple[str, str]]:
     """Address and key of every node that may be a neighbour in some round."""
     topology, me, nodes = bundle.contract.config.topology, bundle.me, bundle.members.nodes
     assert topology is not None
@@ -71,11 +76,11 @@ class PeerProcess:
         self, bundle: Bundle, place: PeerPlace, secret: str, stop: threading.Event, say: Callable[[str], None]
     ) -> None:
         self._bundle, self._place, self._stop, self._say = bundle, place, stop, say
-        nodes, lines = bundle.members.nodes, lines_of(bundle)
+        nodes, lines = bundle.members.nodes, lines_to_neighbours(bundle)
         who = Identity(bundle.me, bundle.contract.nodes, agreed_parts(bundle.contract, bundle.members), tuple(lines))
         keys = CurveKeys(nodes[bundle.me].key, secret)
         known = {nodes[k].key: k for k in lines}
-        self.links = Links(keys, bundle.seat.bind, known, lines)
+        self.links = CurveLinks(keys, bundle.seat.bind, known, lines)
         edges = Edges(bundle.me, bundle.patience, lambda *_: None, self._not_yet, lambda *_: None)
         self.station = Station(who, self.links, edges, stop.is_set)
         self.station.say = say
@@ -215,7 +220,7 @@ class PeerProcess:
             out.write(json.dumps(line).encode() + b"\n")
             out.flush()
             os.fsync(out.fileno())
-        said = [f"round {round_} of {self._rounds}: heard {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
+        said = [f"round {round_} of {self._rounds}: received from {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
         said += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
         self._say("; ".join(said))
 

@@ -16,8 +16,8 @@ from fedloom.deploy.contract import differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.edges import Edges, Exchanged
-from fedloom.deploy.peers.frames import Frame
-from fedloom.deploy.peers.links import Event, Links
+from fedloom.deploy.peers.frames import WireFrame
+from fedloom.deploy.peers.links import CurveLinks, Event
 from fedloom.deploy.peers.members import agreement
 from fedloom.deploy.talk import whole
 
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
 class Station:
     """The end of all links of one node."""
 
-    def __init__(self, who: Identity, links: Links, edges: Edges, stopped: Callable[[], bool]) -> None:
+    def __init__(self, who: Identity, links: CurveLinks, edges: Edges, stopped: Callable[[], bool]) -> None:
         self.who, self.links, self.edges, self._stopped = who, links, edges, stopped
         edges.send, edges.complain = self.send, self.complain
         self.rows: dict[int, tuple[int, int]] = {}  # training and test rows of the nodes, as far as known
@@ -134,7 +134,7 @@ class Station:
 
     def close(self) -> None:
         for j in self.who.neighbours:
-            self.send(j, Frame("leave", {"at": self.edges.turn}))
+            self.send(j, WireFrame("leave", {"at": self.edges.turn}))
         self.links.close()
         self._aside.shutdown(wait=False, cancel_futures=True)
 
@@ -145,7 +145,7 @@ class Station:
         return self.complaints.get(name, "not heard of")
 
     # -- messages ---------------------------------------------------------------------------------
-    def send(self, j: int, frame: Frame) -> None:
+    def send(self, j: int, frame: WireFrame) -> None:
         self.links.send(j, frame._replace(facts={**frame.facts, "agree": self._agreement}))
 
     def complain(self, j: int, why: str) -> None:
@@ -174,7 +174,7 @@ class Station:
         else:
             self.complain(j, event.why)
 
-    def _heard(self, j: int, frame: Frame) -> None:
+    def _heard(self, j: int, frame: WireFrame) -> None:
         if frame.kind in ("hello", "welcome"):
             self._greeted(j, frame)
         elif frame.kind == "refuse":
@@ -190,7 +190,7 @@ class Station:
             elif frame.kind != "done":
                 self.edges.heard(j, frame)
 
-    def _greeted(self, j: int, frame: Frame) -> None:
+    def _greeted(self, j: int, frame: WireFrame) -> None:
         theirs = frame.facts.get("parts")
         why = differences(self.who.parts, theirs if isinstance(theirs, dict) else {})
         told = self._told_rows(frame.facts.get("rows"))
@@ -200,7 +200,7 @@ class Station:
         if why:
             self.complain(j, "; ".join(why))
             if frame.kind == "hello":
-                self.send(j, Frame("refuse", {"why": "; ".join(why), "at": self.edges.turn}))
+                self.send(j, WireFrame("refuse", {"why": "; ".join(why), "at": self.edges.turn}))
             return
         news = {k: pair for k, pair in told.items() if k not in self.rows}
         self.rows |= news

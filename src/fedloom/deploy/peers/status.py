@@ -10,9 +10,10 @@ from typing import Any
 
 from fedloom.core import disk
 from fedloom.core.errors import DataError
-from fedloom.deploy.peers.bundles import read_bundle
+from fedloom.deploy.contract import read_outline
+from fedloom.deploy.peers.bundles import Seat
 from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, NODE_STATE
-from fedloom.deploy.site import NODE_TOML
+from fedloom.deploy.site import NODE_TOML, read_section
 
 _AT_WORK = ("joining", "running", "waiting")
 
@@ -27,17 +28,17 @@ def bundles_in(folder: Path) -> list[Path]:
 
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """How one node is doing."""
-    bundle = read_bundle(folder)
+    seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
     told, lines = _told(folder), list(read_node_rounds(folder))
     state, why = told.get("state", "idle"), told.get("why", "")
     if state in _AT_WORK and not _lives(folder):
         state, why = "failed", f"its process is gone; its last checkpoint stays: fedloom peers start {folder}"
     done = lines[-1]["round"] if lines else 0
     found: dict[str, Any] = {
-        "node": bundle.seat.name,
+        "node": seat.name,
         "state": state,
         "round": done,
-        "rounds": bundle.contract.config.basics.rounds,
+        "rounds": outline.rounds,
         "neighbours": told.get("neighbours", {}),
         "closed": _closed(lines),
         "doubts": told.get("doubts", 0),
