@@ -312,7 +312,7 @@ PAPER = """# {paper}: what was measured
 
 {made}
 
-[All papers](../reproduction.md), [what to doubt](../papers.md#{anchor}),
+[All papers](../reproduction.md), [caveats](../papers.md#{anchor}),
 [recipes](../../experiments/README.md#{anchor}). Values are means ± sample standard deviations over seeds.
 
 Claims: {claims}.

@@ -233,6 +233,17 @@ def test_the_page_on_the_architecture_names_what_there_is() -> None:
         assert re.search(rf"(def |class |^ *){name}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (name, path)
 
 
+def test_decision_records_name_files_that_exist() -> None:
+    root = ROOT.parents[1]
+    named = [
+        (page.name, path)
+        for page in sorted((root / "docs" / "adr").glob("*.md"))
+        for path in re.findall(r"`([a-z_]+/[\w/]*\.py)`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 20
+    assert [(page, path) for page, path in named if not (ROOT / path).exists() and not (root / path).exists()] == []
+
+
 def test_banned_names_are_not_used() -> None:
     banned = {"utils", "util", "helper", "helpers", "manager", "common", "misc"}
     assert {name.split(".")[-1] for name in SOURCES} & banned == set()
