@@ -28,6 +28,7 @@ from fedloom.cli import (
     resume,
     run,
     show,
+    tune,
     watch,
 )
 from fedloom.cli import list as listing
@@ -52,6 +53,7 @@ app.command()(predict.predict)
 app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(compare.compare)
+app.command()(tune.tune)
 app.command()(collect.collect)
 app.command()(show.show)
 app.command()(report.report)

@@ -25,6 +25,7 @@ from fedloom.report.words import as_bytes, brief, plural, short, span
 if TYPE_CHECKING:
     from fedloom.compare.crew import Standing
     from fedloom.compare.plan import ComparisonPlan
+    from fedloom.compare.tune import Search
     from fedloom.compare.write import Comparison
     from fedloom.engine.state import Experiment
     from fedloom.report.comparison.sheet import Sheet
@@ -297,6 +298,7 @@ class ComparisonScreen:
         self._bar: Bar | None = None
         self._said = time.perf_counter()
         self._pace: float | None = None
+        self._kind = "cells"  # what is counted
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -313,6 +315,14 @@ class ComparisonScreen:
         if self._console.is_terminal and standing.reused < standing.cells:
             self._bar = Bar(self._console, "cells", standing.done, standing.cells)
 
+    def searching(self, search: Search, folder: Path) -> None:
+        """A search begins, whose trials take the place of cells."""
+        tried = ", ".join(each.words() for each in search.ranges)
+        self.say(f"fedloom {__version__} · {plural(search.trials, 'trial')} of {tried} · {folder}")
+        self._kind = "trials"
+        if self._console.is_terminal:
+            self._bar = Bar(self._console, self._kind, 0, search.trials)
+
     def moved(self, standing: Standing) -> None:
         left = "" if standing.seconds_left is None else f"{span(standing.seconds_left)} left"
         self._pace = standing.cells_an_hour
@@ -325,7 +335,7 @@ class ComparisonScreen:
                 self.say(ended)
         elif ended or clock - self._said >= _EVERY[1]:
             self._said = clock
-            parts = (f"cells {standing.done}/{standing.cells}", ended, left if ended else now)
+            parts = (f"{self._kind} {standing.done}/{standing.cells}", ended, left if ended else now)
             self.say("  ".join(part for part in parts if part))
 
     def stopping(self) -> None:

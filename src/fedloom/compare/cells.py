@@ -112,6 +112,12 @@ def _cell(spot: _Spot, seed: int) -> Cell:
     return Cell(spot.method, spot.place, seed, config, _short(spot.hashed | {"seed": seed}))
 
 
+def single_cell(label: str, config: Config) -> Cell:
+    """A cell that is no part of a grid."""
+    method = Method(label, config.kinds["algorithm"], {}, {})
+    return Cell(method, (), config.basics.seed, config, _short(as_hashed(config)))
+
+
 def _short(hashed: Mapping[str, Any]) -> str:
     return hash_of(hashed)[:16]
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
@@ -128,8 +128,18 @@ class Crew:
     """Workers that go through a list of cells side by side."""
 
     def __init__(
-        self, folder: Path, cells: Path, root: Path, missing: Sequence[Cell], *, done: int, watcher: Watcher
+        self,
+        folder: Path,
+        cells: Path,
+        root: Path,
+        missing: Sequence[Cell],
+        *,
+        done: int,
+        watcher: Watcher,
+        more: Callable[[Cell, str], Sequence[Cell]] | None = None,
     ) -> None:
+        """``more``: the cells that are to run as well, now that this one has ended, and how."""
+        self._more = more
         self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
         self._environment: Mapping[str, str] = {}
         self._waiting = deque(missing)
@@ -188,6 +198,11 @@ class Crew:
             self._watcher.moved(self.standing())
         else:
             self._ended(worker, message["state"], message.get("message", ""))
+            self._give_work()
+
+    def _give_work(self) -> None:
+        """Give waiting cells to workers that have none."""
+        for worker in (each for each in self._workers if each.cell is None):
             if self._waiting:
                 following = self._waiting.popleft()
                 worker.give(following, self._cells / following.hash, self._root)
@@ -199,6 +214,8 @@ class Crew:
         self._done += 1
         if state == "failed":
             self._failures[cell.name] = message
+        if self._more is not None:
+            self._waiting.extend(self._more(cell, state))
         self._watcher.moved(self.standing(f"{cell.name}: {state}" + (f" ({message})" if message else "")))
 
     def _stop(self) -> None:

@@ -121,7 +121,7 @@ def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: P
     """
     here = {cells / cell.hash: cell for cell in planned.cells if (cells / cell.hash).is_dir()}
     data = Fingerprints(root)
-    reasons = {home: _stale(home, cell, data) for home, cell in here.items()}
+    reasons = {home: stale_reasons(home, cell, data) for home, cell in here.items()}
     stale = {home: why for home, why in reasons.items() if why}
     for home in stale:
         disk.make_folder(folder / _ASIDE)
@@ -133,7 +133,7 @@ def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: P
     return notes + data.unknown()
 
 
-def _stale(home: Path, cell: Cell, data: Fingerprints) -> list[str]:
+def stale_reasons(home: Path, cell: Cell, data: Fingerprints) -> list[str]:
     """What the run in this folder began with that is something else now, in words."""
     found = [f"{file} has changed" for file in changed_files(home)] + other_versions(home)
     return found + (["the data has changed"] if data.differs(home, cell) else [])

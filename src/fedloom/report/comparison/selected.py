@@ -48,7 +48,10 @@ class Selection(NamedTuple):
 
 def select(question: Question, results: Sequence[Result], wanted: str, over: Sequence[str]) -> Selection:
     """Choose for each method among the places of the axes ``over`` that finished with every seed."""
-    metrics = {m: _metric(wanted, question.metrics[m], [r for r in results if r.method == m]) for m in question.methods}
+    metrics = {
+        m: validation_metric(wanted, question.metrics[m], recorded([r for r in results if r.method == m]))
+        for m in question.methods
+    }
     values = dict(_values(question, results, metrics))
     kept = [k for k, axis in enumerate(question.axes) if axis not in over]
     choices: dict[tuple[Place, str], Choice] = {}
@@ -72,9 +75,8 @@ def select(question: Question, results: Sequence[Result], wanted: str, over: Seq
     return Selection(metrics, tuple(over), choices, values, left, statistics.rows(left, mine))
 
 
-def _metric(wanted: str, metric: str, results: Sequence[Result]) -> str:
-    """The metric on validation rows; a bare word is a quantity, of the models that the table is about."""
-    names = recorded(results)
+def validation_metric(wanted: str, metric: str, names: Sequence[str]) -> str:
+    """The metric on validation rows among these names; a bare word is a quantity, of the models of ``metric``."""
     if "/" in wanted:
         return next(matching(wanted, names), wanted)
     twin = as_validation(metric)[: -len(leaf(metric))] + wanted

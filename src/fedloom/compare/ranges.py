@@ -1,0 +1,98 @@
+"""What a search may try of a setting: ``local.lr=0.001..1:log``, ``local.epochs=1..5`` or ``local.batch=16,32,64``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.runs.overrides import value_of
+
+_DIGITS = 4  # of a number that is tried: enough to tell two apart, and few enough to write them down
+_FORMS = "a range is LOW..HIGH or LOW..HIGH:log, and a choice A,B,C"
+
+
+class Range(NamedTuple):
+    """The values that a setting may take: all between two bounds, or one of a few."""
+
+    key: str
+    low: float = 0
+    high: float = 0
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """The values that show whether all of them are allowed."""
+        return self.choices or (self.low, self.high)
+
+    def setting(self, drawn: Any) -> Any:
+        """The value as it is set, of few digits, where it was drawn between two bounds."""
+        if self.choices or self.whole:
+            return drawn
+        return min(max(float(f"{drawn:.{_DIGITS}g}"), self.low), self.high)
+
+    def words(self) -> str:
+        """The range as it is written on the command line."""
+        if self.choices:
+            return f"{self.key}={','.join(map(str, self.choices))}"
+        return f"{self.key}={self.low}..{self.high}{':log' if self.log else ''}"
+
+
+def is_range(word: str) -> bool:
+    """Whether a word of a command line gives a setting several values, and not one."""
+    _, equals, text = word.partition("=")
+    text = text.strip()
+    return bool(equals) and (".." in text or ("," in text and text[:1] not in ("[", "{", '"', "'")))
+
+
+def ranges_of(words: Iterable[str]) -> tuple[Range, ...]:
+    """The ranges that these words give, or one ConfigError with everything that is wrong with them."""
+    faults: list[Fault] = []
+    found: dict[str, Range] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        try:
+            if key in found:
+                raise ValueError("is given twice")
+            found[key] = _range(key, text.strip())
+        except ValueError as error:
+            faults.append(Fault(key, f"{error} (got '{text}')", _FORMS))
+    if faults:
+        raise ConfigError(faults)
+    return tuple(found.values())
+
+
+def _range(key: str, text: str) -> Range:
+    if key in ("seed", "name") or key.partition(".")[0] == "evaluate":
+        raise ValueError("is not a setting to search")
+    if ".." not in text:
+        choices = tuple(value_of(word.strip()) for word in text.split(","))
+        if any(isinstance(value, dict | list) or value == "" for value in choices):
+            raise ValueError("each choice is a number, a word, true or false")
+        if len(set(map(repr, choices))) < len(choices):
+            raise ValueError("two choices are the same")
+        return Range(key, choices=choices)
+    bounds, colon, scale = text.partition(":")
+    if colon and scale != "log":
+        raise ValueError(f"there is no scale '{scale}'")
+    low, high = (_number(word) for word in bounds.split("..", 1))
+    if low >= high:
+        raise ValueError("the first bound must be below the second")
+    if colon and low <= 0:
+        raise ValueError("on a log scale both bounds are above 0")
+    if not (isinstance(low, int) and isinstance(high, int)):
+        low, high = float(low), float(high)
+    return Range(key, low, high, bool(colon))
+
+
+def _number(word: str) -> float:
+    value = value_of(word.strip())
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"'{word}' is not a number")
+    return value

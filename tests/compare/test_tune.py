@@ -1,0 +1,135 @@
+"""A search by Optuna: resumable, by validation rows alone, on the same cells as a comparison."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import optuna
+import pytest
+
+from fedloom.compare.ranges import is_range, ranges_of
+from fedloom.compare.tune import Search, checked_search
+from fedloom.core.errors import ConfigError
+from fedloom.runs.settings import as_table, parse, read_toml
+from support.terminal import HANG, SMALL, fedloom, started
+
+FIXED = (*SMALL, "rounds=2", "evaluate.validation=0.3")
+
+
+def trials(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "trials.csv").open()))
+
+
+def written(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in (folder / "cells").rglob("metrics.jsonl")}
+
+
+def test_a_search_finds_the_best_on_validation_rows_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    words = ("tune", *FIXED, "local.lr=0.01,0.3,1e30", "local.batch=8..64:log", "--out", "s", "--seeds", 2, "--jobs", 2)
+    done = fedloom(*words, "--trials", 4, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    folder, found = tmp_path / "s", trials(tmp_path / "s")
+    assert [trial["trial"] for trial in found] == ["0", "1", "2", "3"]
+    for trial in found:  # with this rate nothing is finite
+        assert (trial["state"] == "diverged") == (float(trial["local.lr"]) == 1e30)
+    finished = [trial for trial in found if trial["state"] == "done"]
+    best = max(finished, key=lambda trial: float(trial["value"]))
+    assert done.json["best"]["number"] == int(best["trial"])
+    chosen = read_toml(folder / "best.toml")
+    assert (chosen["local"]["lr"], chosen["local"]["batch"]) == (float(best["local.lr"]), int(best["local.batch"]))
+
+    # By hand, from the run folders of both seeds.
+    mine = [home for home in (folder / "cells").iterdir() if _settings(home) == (best["local.lr"], best["local.batch"])]
+    lines = [(home / "metrics.jsonl").read_text().splitlines()[1:] for home in mine]
+    each = [sum(json.loads(line)["global/validation/accuracy"] for line in run) / len(run) for run in lines]
+    assert len(each) == 2
+    assert float(best["value"]) == pytest.approx(sum(each) / 2)
+
+    study = optuna.load_study(study_name="fedloom", storage=f"sqlite:///{folder / 'study.db'}")
+    assert [trial.state.is_finished() for trial in study.trials] == [True] * 4
+
+    before = written(folder)
+    assert fedloom(*words, "--trials", 4, "--json", cwd=tmp_path).json == done.json  # nothing is left to do
+    assert written(folder) == before
+    more = fedloom(*words, "--trials", 5, cwd=tmp_path)
+    assert more.code == 0
+    assert trials(folder)[:4] == found
+    assert len(trials(folder)) == 5
+    now = read_toml(folder / "best.toml")["local"]
+    assert f"local.lr={now['lr']} local.batch={now['batch']}\n" in more.out  # at the end of a command
+    other = fedloom("tune", *FIXED, "local.lr=0.01,0.3", "--out", "s", cwd=tmp_path)
+    assert other.code == 2
+    assert "s holds another search" in other.err
+
+
+def _settings(home: Path) -> tuple[str, str]:
+    local = read_toml(home / "config.toml")["local"]
+    return str(local["lr"]), str(local["batch"])
+
+
+def test_after_ctrl_c_the_same_command_continues(tmp_path: Path) -> None:
+    words = ("tune", *FIXED, "local.lr=0.01..1", "--trials", 4, "--jobs", 1, "--out", "s")
+    with started(*words, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("trials 1/4"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=HANG)
+    assert (process.returncode, err) == (130, "")
+    assert "trials done; repeat the command to continue" in out
+    first = trials(tmp_path / "s")
+    assert 1 <= len(first) <= 3
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    assert trials(tmp_path / "s")[: len(first)] == first
+    assert [trial["state"] for trial in trials(tmp_path / "s")] == ["done"] * 4
+    homes = [home for home in (tmp_path / "s" / "cells").iterdir() if (home / "summary.json").is_file()]
+    assert len(homes) == 4  # the trial that was at work was finished, and none was begun in its place
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["local.lr=1..0.1"], "local.lr: the first bound must be below the second"),
+        (["local.lr=0..1:log"], "local.lr: on a log scale both bounds are above 0"),
+        (["local.lr=0.1..1:exp"], "local.lr: there is no scale 'exp'"),
+        (["local.lr=a..b"], "local.lr: 'a' is not a number"),
+        (["local.lr=0.1,0.1"], "local.lr: two choices are the same"),
+        (["local.lr=0.1,0.2", "local.lr=1..2"], "local.lr: is given twice"),
+        (["seed=0..9"], "seed: is not a setting to search"),
+        (["local.lr=-1..1"], r"local.lr: should be .*got -1"),
+        (["local.rl=0.1..1"], "local.rl: unknown key"),
+        (["algorithm.kind=fedavg,fedavgg"], "there is no algorithm 'fedavgg'"),
+        ([], "fedloom tune: no setting has a range to search"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(words: list[str], fault: str) -> None:
+    base = as_table(parse({"evaluate": {"validation": 0.2}}))
+    with pytest.raises(ConfigError, match=fault):
+        checked_search(Search(base, ranges_of(words), 3, ""))
+
+
+def test_a_search_needs_validation_rows_a_known_metric_and_a_folder_of_its_own(tmp_path: Path) -> None:
+    ranges = ranges_of(["local.lr=0.1..1"])
+    with pytest.raises(ConfigError, match=r"evaluate\.validation is 0"):
+        checked_search(Search({}, ranges, 3, ""))
+    with pytest.raises(ConfigError, match=r"--metric: nothing on validation rows is called 'acuracy' \(did you mean"):
+        checked_search(Search({"evaluate": {"validation": 0.2}}, ranges, 3, "acuracy"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine\n")
+    done = fedloom("tune", *FIXED, "local.lr=0.1..1", "--out", "mine", cwd=tmp_path)
+    assert (done.code, done.out.count("trials 1/")) == (2, 0)
+    assert "mine already exists and is not of a search" in done.err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_numbers_are_drawn_with_few_digits_and_within_their_bounds() -> None:
+    lr, epochs, kind = ranges_of(["local.lr=0.12341..0.2:log", "local.epochs=1..5", "model.kind=mlp,logistic"])
+    assert lr.setting(0.150000001) == 0.15
+    assert lr.setting(0.123411) == 0.12341  # with four digits it would be below
+    assert (epochs.whole, kind.choices) == (True, ("mlp", "logistic"))
+    assert [is_range(word) for word in ("a=1..2", "a=b,c", 'a=["b", "c"]', "a=0.5", "exp.toml")] == [
+        *(True, True, False, False, False),
+    ]
