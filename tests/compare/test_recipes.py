@@ -451,7 +451,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Task, "features", features)
     nets: dict[str, Task] = {}
 
-    def net(model: NetSpec, arrays: Arrays, seed: int) -> Task:
+    def net(model: NetSpec, arrays: Arrays, seed: int, *_: int) -> Task:
         name = f"{model!r} {arrays.shape} {arrays.classes}"
         if name not in nets:
             nets.clear()  # cells come sorted by nets, and some are of 100 MB
