@@ -322,6 +322,51 @@ def test_who_forges_what_the_run_began_with_meets_the_ledger(tmp_path: Path) -> 
         resumed(tmp_path / "run", rounds=4)
 
 
+OWN = """
+from fedloom import FedAvg
+
+
+class Own(FedAvg):
+    def finish(self, x, down, mine, work):
+        return super().finish(x, down, mine, work)
+"""
+
+
+def test_other_code_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
+    """The same noise on two models of one round would cancel, and what clients sent would be bare."""
+    code = tmp_path / "own.py"
+    code.write_text(OWN)
+    started(tmp_path / "run", 3, algorithm={"kind": f"{code}:Own", "weighting": "uniform"})
+    before = contents(tmp_path / "run")
+    code.write_text(OWN.replace("finish(x,", "finish(down.w,"))
+    with pytest.raises(
+        CheckpointError, match=r"own\.py has changed .* private run cannot continue with different code"
+    ):
+        resumed(tmp_path / "run", at=2, accept_changes=True)
+    assert contents(tmp_path / "run") == before
+    code.write_text(OWN)
+    resumed(tmp_path / "run", at=2, accept_changes=True)
+    assert contents(tmp_path / "run") == before
+
+
+def test_other_weights_are_refused_whatever_is_accepted(tmp_path: Path) -> None:
+    """Also where the folder does not say with which files it began."""
+    started(tmp_path / "first", 1, privacy={})
+    weights = shutil.copy(tmp_path / "first" / "model.safetensors", tmp_path / "w.safetensors")
+    started(tmp_path / "run", 2, model=SMALL["model"] | {"weights": str(weights)})
+    started(tmp_path / "second", 2, privacy={})
+    shutil.copy(tmp_path / "second" / "model.safetensors", weights)
+    before = contents(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"w\.safetensors has changed .* different code or weights"):
+        resumed(tmp_path / "run", at=1, accept_changes=True)
+    assert contents(tmp_path / "run") == before
+    path = tmp_path / "run" / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {}}))
+    (tmp_path / "run" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"the net \(model\.weights: .*\) is not what this run began with"):
+        resumed(tmp_path / "run", at=1, accept_changes=True)
+
+
 def test_an_edited_file_is_one_error_of_the_command_line(quick: Quick, tmp_path: Path) -> None:
     words = ("privacy.clip=1", "privacy.noise=0.2", "algorithm.weighting=uniform", "rounds=2", "model=logistic")
     assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0

@@ -35,7 +35,9 @@ def resume(
     trust: Trust = False,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Continue even if your code, model.weights or the data has changed."),
+        typer.Option(
+            "--accept-changes", help="Continue if your code, weights or data has changed; private runs never do."
+        ),
     ] = False,
     no_user_code: NoUserCode = False,
     data_root: Root = None,

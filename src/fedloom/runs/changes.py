@@ -26,14 +26,24 @@ def changes_since(path: Path, accept: bool) -> list[str]:
     """What has changed since the run began and may change its numbers, in words.
 
     Other versions are reported, as they mostly differ by rounding; other code or weights are refused unless accepted.
+    A private run never goes on with them: its noise is that of the rounds it may have released already, and the
+    difference of two models with the same noise has none.
     """
     if not (path / "partition.json").is_file():  # the run was killed before its first round
         return []
     changed = [f"{file} {what}" for file, what in usercode.changes(_recorded(path, "files")).items()]
-    if changed and not accept:
+    private = is_private(path)
+    if changed and (private or not accept):
         fix = "restore it, or continue with the new version: --accept-changes"
+        if private:
+            fix = "restore it, or start a new run: a private run cannot continue with different code or weights"
         raise CheckpointError(f"{path}: cannot resume: changed since the run started: {'; '.join(changed)} ({fix})")
     return changed + other_versions(path)
+
+
+def is_private(path: Path) -> bool:
+    """Whether the run of this folder began with privacy."""
+    return (path / "privacy.json").is_file()
 
 
 def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fedloom.core.errors import (
 )
 from fedloom.engine import checkpoint
 from fedloom.engine.ranks import joined
-from fedloom.runs.changes import changed_data, changes_since, key_of, refuse_other_net, refuse_other_noise
+from fedloom.runs.changes import changed_data, changes_since, is_private, key_of, refuse_other_net, refuse_other_noise
 from fedloom.runs.entry import Resumption
 from fedloom.runs.environment import other_versions, read_environment
 from fedloom.runs.folder import held, opened
@@ -49,9 +49,9 @@ def resume(
     ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
     to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
     lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
-    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with. A run
-    that is refused is left as it was. Relative paths lead from the folder in which the run began, unless everything is
-    here; ``data_root`` is the one with which it began, unless it is given.
+    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with; a
+    private run never does. A run that is refused is left as it was. Relative paths lead from the folder in which the
+    run began, unless everything is here; ``data_root`` is the one with which it began, unless it is given.
     """
     root, ranks = root_of(Path(run_dir), data_root), joined()
     with from_its_folder(Path(run_dir)) as path, held(path, opened, ranks) as folder:
@@ -70,7 +70,7 @@ def resume(
         with ranks.agreed():
             if (path / "partition.json").is_file():
                 other_data = changed_data(path, prepared, accept_changes)
-                if not accept_changes:
+                if not accept_changes or is_private(path):
                     refuse_other_net(path, prepared)
         revised = rounds is not None or bool(forget)
         how = Resumption(at, revised, repair, (*changed, *other_data), other_data=bool(other_data))
