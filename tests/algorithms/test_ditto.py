@@ -7,6 +7,7 @@ import torch
 
 import fedloom
 from fedloom.algorithm import Carry, Model, Setup
+from fedloom.algorithm.capabilities import warnings_of
 from fedloom.algorithms.ditto import Both, Ditto, Mine
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -172,8 +173,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_a_pull_that_grows_is_doubted() -> None:
-    assert Ditto(mu=1.0).warnings(0.1, 10) == []
-    assert "grow" in Ditto(mu=20.0).warnings(0.1, 10)[0]
+    assert warnings_of(Ditto(mu=1.0), 0.1, 10) == []
+    assert "local.lr x algorithm.mu is 2: proximal steps diverge" in warnings_of(Ditto(mu=20.0), 0.1, 10)[0]
 
 
 @pytest.mark.slow

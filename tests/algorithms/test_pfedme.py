@@ -7,6 +7,7 @@ import torch
 
 import fedloom
 from fedloom.algorithm import Carry, Model, Setup, Update
+from fedloom.algorithm.capabilities import warnings_of
 from fedloom.algorithms.pfedme import Mine, Pair, PFedMe
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import sgd
@@ -158,8 +159,8 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
 
 
 def test_steps_that_grow_are_doubted() -> None:
-    assert PFedMe().warnings(0.1, 10) == []
-    assert [doubt.split()[0] for doubt in PFedMe(inner_lr=0.5).warnings(0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
+    assert warnings_of(PFedMe(), 0.1, 10) == []
+    assert [doubt.split()[0] for doubt in warnings_of(PFedMe(inner_lr=0.5), 0.2, 10)] == ["local.lr", "algorithm.inner_lr"]
 
 
 @pytest.mark.slow

@@ -335,7 +335,22 @@ def defaults_of(alg: AnyAlgorithm) -> Mapping[str, Mapping[str, Any]]:
 
 
 def warnings_of(alg: AnyAlgorithm, lr: float, rounds: int) -> list[str]:
-    return alg.warnings(lr, rounds) if isinstance(alg, Configures) else []
+    own = alg.warnings(lr, rounds) if isinstance(alg, Configures) else []
+    return own + _diverging(alg, lr)
+
+
+def _diverging(alg: AnyAlgorithm, lr: float) -> list[str]:
+    """Learning rates at which a pull towards another model overshoots."""
+    if not alg.traits.pull:
+        return []
+    setting, *own = alg.traits.pull
+    sizes = {"local.lr": lr} | {f"algorithm.{name}": getattr(alg, name) for name in own}
+    products = {name: rate * getattr(alg, setting) for name, rate in sizes.items()}
+    return [
+        f"{name} x algorithm.{setting} is {size:g}: proximal steps diverge from 2 on"
+        for name, size in products.items()
+        if size >= 2
+    ]
 
 
 def sent_bytes(alg: AnyAlgorithm, down: Any) -> int:

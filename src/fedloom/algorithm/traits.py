@@ -26,6 +26,8 @@ class Traits(NamedTuple):
         plain_sgd: the method is defined for local steps without momentum, decay or clipping.
         distinct: a client must not be drawn twice in a round.
         proximal: the weight mu of a proximal term in what clients minimise.
+        pull: the setting that weighs a pull towards another model, and then the method's own learning rates beside
+            ``local.lr``, if any: at a rate of 2 / weight and above the steps diverge, which is warned of.
         classes_only: why the method learns classes and no numbers, after its name; empty: it learns both.
         gradients_per_step: gradients of one net on one batch; a Hessian-vector product counts as two. It is what
             ``work/gradients`` counts and what a step takes in simulated time. A gradient on a part of a batch counts as
@@ -53,7 +55,7 @@ class Traits(NamedTuple):
     plain_sgd: bool = False
     distinct: bool = False
     proximal: float = 0.0
-
+    pull: tuple[str, ...] = ()
     classes_only: str = ""
 
     # -- what a round costs

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Configures, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -33,7 +33,7 @@ class Both(NamedTuple):
     v: Any
 
 
-class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts, Configures):
+class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts):
     family = "personal"
     fedavg_when = {}
 
@@ -52,15 +52,12 @@ class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts, Configures):
             server_lr=self.server_lr,
             weighs_examples=self.weighting == "samples",
             equal_if_private=False,
+            pull=("mu",),
         )
 
     def memory(self, x: Any) -> Any:
         """The steps of the two models are remembered apart."""
         return Both(self.optimizer.init(x.w), self.optimizer.init(x.v))
-
-    def warnings(self, lr: float, rounds: int) -> list[str]:
-        growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
-        return [growing] if lr * self.mu >= 2 else []
 
     def join(self, down: Model) -> Mine:
         return Mine(down.w)

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Configures, Inbox, TrainsParts, Traits, Update, Work, like
+from fedloom.algorithm import Algorithm, Carry, Inbox, TrainsParts, Traits, Update, Work, like
 from fedloom.core.task import Batch
 
 
@@ -44,19 +44,15 @@ class Moving(NamedTuple):
     alpha: Tensor  # []
 
 
-class FedDyn(Algorithm[Server, Mine, Update], TrainsParts, Configures):
+class FedDyn(Algorithm[Server, Mine, Update], TrainsParts):
     alpha: PositiveFloat = Field(0.01, description="strength of the regulariser; too small is unstable")
     alpha_by: Literal["one", "samples"] = Field("one", description="the same for all clients, or by their data")
     shown: Literal["mean", "sent"] = Field("mean", description="the model that is evaluated: the clients' mean, or w")
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(weighs_examples=False, distinct=True, mirrored=True)  # h is the mean of all g_k
-
-    def warnings(self, lr: float, rounds: int) -> list[str]:
-        size = lr * self.alpha
-        growing = f"local.lr x algorithm.alpha is {size:g}: from 2 on, the proximal steps grow instead of shrink"
-        return [growing] if size >= 2 else []
+        # h is the mean of all g_k
+        return super().traits._replace(weighs_examples=False, distinct=True, mirrored=True, pull=("alpha",))
 
     def init(self, w: Tensor) -> Server:
         return Server(w, torch.zeros_like(w), w)

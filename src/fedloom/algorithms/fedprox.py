@@ -31,14 +31,10 @@ class FedProx(FedAvg, Configures):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(partial_work=True, proximal=self.mu)
+        return super().traits._replace(partial_work=True, proximal=self.mu, pull=("mu",))
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
-
-    def warnings(self, lr: float, rounds: int) -> list[str]:
-        growing = f"local.lr x algorithm.mu is {lr * self.mu:g}: from 2 on, the proximal steps grow instead of shrink"
-        return [growing] if lr * self.mu >= 2 else []
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
         g = self.task.grad(x, batch)

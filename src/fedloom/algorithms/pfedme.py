@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Configures, Model, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, Model, TrainsParts, Traits, Update, Work
 from fedloom.core.task import Batch
 
 
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     theta: Tensor  # [P] its own
 
 
-class PFedMe(Algorithm[Model, Mine, Update], TrainsParts, Configures):
+class PFedMe(Algorithm[Model, Mine, Update], TrainsParts):
     family = "personal"
 
     lam: NonNegativeFloat = Field(15.0, description="lambda: how strongly a client's own model is held near the common")
@@ -58,12 +58,8 @@ class PFedMe(Algorithm[Model, Mine, Update], TrainsParts, Configures):
             server_lr=self.beta,
             weighs_examples=self.weighting == "samples",
             equal_if_private=False,
+            pull=("lam", "inner_lr"),
         )
-
-    def warnings(self, lr: float, rounds: int) -> list[str]:
-        rates = {"local.lr": lr, "algorithm.inner_lr": self.inner_lr}
-        growing = "from 2 on, the proximal steps grow instead of shrink"
-        return [f"{k} x algorithm.lam is {r * self.lam:g}: {growing}" for k, r in rates.items() if r * self.lam >= 2]
 
     def join(self, down: Model) -> Mine:
         return Mine(down.w)
