@@ -40,14 +40,14 @@ def address(unfinished: Path) -> Iterator[str]:
     assert process.stdout is not None
     yield process.stdout.readline().split()[0]
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode in (0, 130)
 
 
 def answer(url: str, **options: object) -> tuple[int, str]:
     request = urllib.request.Request(url, **options)  # type: ignore[arg-type]
     try:
-        with urllib.request.urlopen(request, timeout=60) as found:
+        with urllib.request.urlopen(request, timeout=600) as found:
             return found.status, found.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()
@@ -83,12 +83,12 @@ def test_curves_grow_while_the_run_goes_on(
     page.goto(address)
     points = """(count) => echarts.getInstanceByDom(document.getElementById("curve"))
         .getOption().series[0].data.length === count"""
-    page.wait_for_function(points, arg=2, timeout=60_000)
+    page.wait_for_function(points, arg=2, timeout=600_000)
     page.get_by_label("Metric").select_option("loss")
     for name in ("clients.csv", "metrics.jsonl", "timings.jsonl", "summary.json"):
         shutil.copy(hostile_run / name, unfinished / name)
-    page.wait_for_function(points, arg=4, timeout=60_000)
-    page.wait_for_function("""() => document.querySelector("#results .card.done") !== null""", timeout=60_000)
+    page.wait_for_function(points, arg=4, timeout=600_000)
+    page.wait_for_function("""() => document.querySelector("#results .card.done") !== null""", timeout=600_000)
     assert page.get_by_label("Metric").input_value() == "loss"  # what was chosen stays
     page.close()
     assert complaints == []
@@ -109,7 +109,7 @@ def test_a_run_serves_its_page_and_takes_the_server_along(tmp_path: Path) -> Non
     assert code == 200
     assert "/ 1,000,000" in text
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode == 130
     with pytest.raises(URLError):
         answer(url)

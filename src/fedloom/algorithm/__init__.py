@@ -15,6 +15,7 @@ from fedloom.algorithm.capabilities import (
     Surveys,
     TrainsParts,
     TrainsWhileWaiting,
+    Unlearns,
     UsesProxy,
 )
 from fedloom.algorithm.contract import Algorithm, AnyAlgorithm
@@ -62,6 +63,7 @@ __all__ = [
     "TrainsParts",
     "TrainsWhileWaiting",
     "Traits",
+    "Unlearns",
     "Update",
     "UsesProxy",
     "Work",

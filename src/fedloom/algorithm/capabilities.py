@@ -6,7 +6,7 @@ plain training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -206,6 +206,14 @@ class ForeseesUploads:
         raise NotImplementedError
 
 
+class Unlearns:
+    """A client can be taken out exactly: those in the setting ``forget``, the next time that they take part."""
+
+    def cannot_forget(self, server: Any, clients: Sequence[int]) -> str:
+        """Why one of these clients cannot be forgotten; empty where all can."""
+        return ""
+
+
 class PrivateSums:
     """Clients send sums over their examples, which noise can hide (``privacy.feature_clip``)."""
 
@@ -248,6 +256,7 @@ CAPABILITIES: tuple[type, ...] = (
     Configures,
     Costs,
     ForeseesUploads,
+    Unlearns,
     PrivateSums,
 )
 

@@ -36,6 +36,8 @@ class Traits(NamedTuple):
         equal_if_private: weights are numbers of examples, which privacy may replace by 1; else it refuses.
         unit_uploads: no upload is longer than 1, whatever it is clipped to.
         tolerates_noise: the method reads every upload, and may be given noised ones.
+        ignores_reports: why the server does not use what clients report of their own quality; empty: it does, if they
+            report it.
         size_varies: the size of an upload depends on the client's data.
     """
 
@@ -47,6 +49,7 @@ class Traits(NamedTuple):
     synchronous: bool = True
     has_global_model: bool = True
     mirrored: bool = False
+    ignores_reports: str = ""
 
     # -- what clients do
     communicates: bool = True

@@ -68,10 +68,11 @@ from fedloom.algorithm import (
     Setup,
     Surveys,
     Traits,
+    Unlearns,
     Work,
 )
 from fedloom.core import tree
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.core.schema import GIVEN, other_than, when
 from fedloom.core.task import Batch
 from fedloom.maths.as_printed import merge_as_printed
@@ -120,6 +121,7 @@ class Analytic(
     HasPhases,
     OwnStatistics,
     PrivateSums,
+    Unlearns,
     Diagnoses,
     Contributes,
     Costs,
@@ -158,9 +160,9 @@ class Analytic(
     def bind(self, setup: Setup) -> Self:
         check_head(setup.task, self.bias)
         clients = len(setup.sizes)
-        strangers = [i for i in self.forget if clients and i >= clients]
-        if strangers:
-            raise ConfigError([Fault("algorithm.forget", f"there is no client {strangers[0]} among {clients}")])
+        faults = outside("algorithm.forget", "client", self.forget, clients) if clients else []
+        if faults:
+            raise ConfigError(faults)
         return super().bind(setup)
 
     def against_noise(self, local: bool) -> list[Fault]:
@@ -264,7 +266,6 @@ class Analytic(
         return found
 
     def cannot_forget(self, server: Server, clients: Sequence[int]) -> str:
-        """Why one of these clients cannot be forgotten; empty where all can."""
         why = {_NEVER: "has given nothing yet", _FORGOTTEN: "is forgotten already"}
         found = [f"client {i} {why[s]}" for i in clients if (s := int(server.standing[i])) in why]
         return found[0] if found else ""

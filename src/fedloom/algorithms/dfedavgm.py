@@ -28,6 +28,7 @@ where share is W_ii for ``direct``, and else 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -146,8 +147,7 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
             chance = rng.uniform(self.setup.seed, "quantise", work.round.to(torch.int64), work.client, place).to(
                 v.dtype
             )
-        whole = self.task.tensors(self.task.w0, self.task.buffers0)
-        sizes = [whole[name].numel() for name in self.task.names]
+        sizes = [math.prod(shape) for shape in self.task.layout.values()]
         parts = zip(torch.split(v, sizes), torch.split(chance, sizes), strict=True)
         return torch.cat([quantised(part, self.bits, by) for part, by in parts])
 

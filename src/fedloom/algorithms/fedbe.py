@@ -17,6 +17,7 @@ the mean. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -133,9 +134,8 @@ class FedBE(FedAvg, UsesProxy):
 
     def _unit_moves(self, dw: Tensor) -> tuple[Tensor, Tensor]:
         """The same of their directions, tensor by tensor, as long as the moves are in the mean."""
-        whole = self.task.tensors(self.task.w0, self.task.buffers0)
         parts = []
-        for moves in torch.split(dw, [whole[name].numel() for name in self.task.names], dim=1):
+        for moves in torch.split(dw, [math.prod(shape) for shape in self.task.layout.values()], dim=1):
             norms = torch.linalg.vector_norm(moves, dim=1, keepdim=True)
             unit = moves / torch.where(norms > 0, norms, torch.ones_like(norms))
             sd = unit.var(0, correction=0).clamp(min=_VARIANCE).sqrt()

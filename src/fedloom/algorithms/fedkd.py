@@ -131,8 +131,7 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
 
     def shapes(self) -> list[torch.Size]:
         """The shapes of the net's parameters, in order."""
-        held = self.task.tensors(self.task.w0, self.task.buffers0)
-        return [held[name].shape for name in self.task.names]
+        return list(map(torch.Size, self.task.layout.values()))
 
     def features(self) -> int:
         """F, how many hidden states the head reads."""

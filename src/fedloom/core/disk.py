@@ -63,11 +63,11 @@ def new_part(path: Path) -> Path:
     return part
 
 
-def lock(path: Path) -> int:
-    """Hold a lock file until its descriptor is closed; BlockingIOError where another process does."""
+def lock(path: Path, *, wait: bool = False) -> int:
+    """Hold a lock file until its descriptor is closed; where another process does, wait, or BlockingIOError."""
     file = _open(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(file)
         raise

@@ -63,6 +63,13 @@ class LostRankError(FedloomError):
     exit_code = 5
 
 
+def outside(where: str, word: str, numbers: Iterable[int], count: int) -> list[Fault]:
+    """A fault where one of these numbers is that of no client, or node (``word``), among ``count``."""
+    strangers = [number for number in numbers if number >= count]
+    fix = f"{word}s are numbered 0 to {count - 1}"
+    return [Fault(where, f"there is no {word} {min(strangers)} among {count}", fix)] if strangers else []
+
+
 # What other tools call our settings and values.
 SYNONYMS = {
     "batch_size": "batch",

@@ -7,7 +7,6 @@ Where torch has an optimiser of the name, this is the same one, step for step.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -273,7 +272,7 @@ def find_optimizer(name: str, at: str) -> Maker:
     return known[name]
 
 
-@functools.cache
+@cache
 def takes(make: Maker) -> tuple[str, ...]:
     """The names of an optimiser's settings."""
     return tuple(inspect.signature(make).parameters)

@@ -51,6 +51,9 @@ class Batch(NamedTuple):
     buffers: Tensor
 
 
+BATCH_DIMS: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]  # for vmap: by lane, but for the learning rate
+
+
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of a key, so that it is the same in every executor and after a resume."""
 

@@ -288,17 +288,9 @@ def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
                     raise DataError(
                         f"{archive}: '{member.name}' must be a plain file of {sizes[file]} bytes (found {member.size})"
                     )
-                content = tar.extractfile(member)
-                assert content is not None
                 new = folder / f"{file}.new"
                 staged[new] = folder / file
-                with _writing(new):
-                    out = new.open("wb")
-                with out:
-                    while block := content.read(_BLOCK):
-                        with _writing(new):
-                            out.write(block)
-                            out.flush()
+                _copy_member(tar, member, new)
         missing = [name for name, file in members.items() if folder / f"{file}.new" not in staged]
         if missing:
             raise DataError(f"{archive}: does not hold {', '.join(missing)}")
@@ -313,6 +305,18 @@ def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
         _discard(staged)
         raise
     return staged
+
+
+def _copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, new: Path) -> None:
+    content = tar.extractfile(member)
+    assert content is not None
+    with _writing(new):
+        out = new.open("wb")
+    with out:
+        while block := content.read(_BLOCK):
+            with _writing(new):
+                out.write(block)
+                out.flush()
 
 
 def _install(staged: Mapping[Path, Path]) -> None:

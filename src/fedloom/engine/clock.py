@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from fedloom.core import rng
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.core.schema import GIVEN, Spec, over, when, worded
 from fedloom.engine.plan import Amount, Drawn
 
@@ -133,10 +133,7 @@ def check_clients(system: System, clients: int) -> None:
         what = f"has {len(system.speeds)} numbers, but there are {clients} clients"
         fix = f"give {clients} numbers, or use speed and speed_spread"
         faults.append(Fault("system.speeds", what, fix))
-    strangers = sorted({i for i in system.slow if i >= clients})
-    if strangers:
-        what = f"there is no client {strangers[0]} among {clients} (got {list(system.slow)})"
-        faults.append(Fault("system.slow", what, f"clients are numbered 0 to {clients - 1}"))
+    faults += outside("system.slow", "client", system.slow, clients)
     if faults:
         raise ConfigError(faults)
 

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedloom.algorithm import Algorithm, Carry, Phase
 from fedloom.core import tree
 from fedloom.core.lanes import ops
-from fedloom.core.task import Batch, Task
+from fedloom.core.task import BATCH_DIMS, Batch, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine.plan import Group
@@ -288,14 +288,13 @@ class _Tables:
 
     def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
         """A tick as a function of tensors alone, of what the clients in the lanes have: where these are after it."""
-        dims: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
         fed, shared = self.fed, self.shared
 
         def step(carry: Any, down: Any, mine: Any, buffers: Tensor, plan: _Plan, lr: Tensor) -> list[Tensor]:
             x, y = fed.examples(plan.rows)
             x = augmented(x, plan.keys, fed.augment)
             batch = Batch(x, y, plan.mask, plan.keys, plan.progress, lr, buffers)
-            in_dims = (0, dims, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
+            in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
             return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
 
         return step

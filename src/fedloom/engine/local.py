@@ -33,7 +33,7 @@ from fedloom.algorithm.capabilities import (
 )
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.task import Batch, Capture, Task
+from fedloom.core.task import BATCH_DIMS, Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine import cuda_graphs
@@ -51,8 +51,6 @@ _GATHERED = 1 << 22
 _SURVEYED = 256
 # Ticks of a run from which on it pays to capture a step (a second or two), and to compile it (ten to twenty).
 _CAPTURE, _COMPILE = 100, 8_000
-# How vmap maps a batch: all of it by lane, but for the learning rate.
-_BATCH: Any = Batch(0, 0, 0, 0, 0, None, 0)  # type: ignore[arg-type]
 
 
 class Given(NamedTuple):
@@ -335,7 +333,7 @@ def _looks(task: Task, look: Look, fed: Federation, ids: Tensor, x: Any, given: 
     if not task.lanes:
         every = range(len(ids))
         return _stacked([_look_one(look, fed, rows[k], mask[k], tree.take(x, k), given.rows(k)) for k in every])
-    seen = mapped(look, (_BATCH, 0, given.down_dim, 0))
+    seen = mapped(look, (BATCH_DIMS, 0, given.down_dim, 0))
     sizes = fed.train.sizes[ids]
     total: Any = None
     for t in range(rows.shape[1]):
@@ -381,7 +379,7 @@ def _descend_lanes(step: Step, fed: Federation, group: Group, at: Carry, given: 
     def kept(at: Carry) -> Carry:
         return at._replace(memory=()) if forget else at
 
-    run = mapped(steps, (0, _BATCH, given.down_dim, 0))
+    run = mapped(steps, (0, BATCH_DIMS, given.down_dim, 0))
     done, now = [], given
     for stretch in stretches(group, fed.x[0].numel()):
         if stretch.lanes < len(now.buffers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm
@@ -36,8 +37,13 @@ def contradictions(table: Table, chosen: Mapping[str, Any]) -> list[Fault]:
     return [fault for rule in RULES for fault in _asked(rule, known)]
 
 
+@cache
+def _parameters(rule: Callable[..., Iterable[Fault]]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(rule).parameters
+
+
 def _asked(rule: Callable[..., Iterable[Fault]], known: Mapping[str, Any]) -> Iterable[Fault]:
-    parameters = inspect.signature(rule).parameters
+    parameters = _parameters(rule)
     if any(name not in known and parameter.default is parameter.empty for name, parameter in parameters.items()):
         return ()
     return rule(**{name: known[name] for name in parameters if name in known})

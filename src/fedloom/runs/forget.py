@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from fedloom.algorithm import AnyAlgorithm
+from fedloom.algorithm import Unlearns
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.engine import checkpoint
 from fedloom.engine.rounds import begin
@@ -20,25 +20,11 @@ from fedloom.runs.settings import Config
 def clients_to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int]:
     """The clients that a run is to forget, with those that were named before."""
     kind, before = table["algorithm"]["kind"], table["algorithm"].get("forget", [])
-    if not _forgets(find_algorithm(kind, "algorithm.kind")):
-        able = " or ".join(name for name, cls in algorithms(own=False).items() if _forgets(cls))
+    if not issubclass(find_algorithm(kind, "algorithm.kind"), Unlearns):
+        able = " or ".join(name for name, cls in algorithms(own=False).items() if issubclass(cls, Unlearns))
         why = f"what a client gave cannot be taken out of {kind} exactly"
         raise ConfigError([Fault("--forget", why, f"take algorithm.kind={able}, or run it without the client")])
     return list(dict.fromkeys([*before, *clients]))
-
-
-@runtime_checkable
-class Forgets(Protocol):
-    """An algorithm with a setting ``forget``: the clients whose part it takes out again when they come next."""
-
-    forget: tuple[int, ...]
-
-    def cannot_forget(self, server: Any, clients: Sequence[int]) -> str:
-        """Why these clients cannot be forgotten; empty where they can."""
-
-
-def _forgets(cls: type[AnyAlgorithm]) -> bool:
-    return "forget" in cls.model_fields and hasattr(cls, "cannot_forget")
 
 
 _FAR = 10_000  # rounds in which a client should have come again
@@ -50,7 +36,7 @@ def until_forgotten(
     """The experiment with as many rounds as it takes until these clients have come once more."""
     folder, store = path / "checkpoints", RamStore(exp.federation.clients)
     state = checkpoint.load_state(folder, begin(exp), store, at=at, blank=blank_client(exp)).state
-    assert isinstance(exp.algorithm, Forgets)
+    assert isinstance(exp.algorithm, Unlearns)
     if why := exp.algorithm.cannot_forget(state.server, forget):
         raise ConfigError([Fault("--forget", why)])
     missing, needed = set(forget), state.round

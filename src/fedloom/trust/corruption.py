@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
 from fedloom.core import rng, tree
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.core.schema import GIVEN, Spec, When, other_than, over, when
 from fedloom.maths.ridge import features_in_upload
 
@@ -105,10 +105,8 @@ class Corruption(Spec):
 
     def bad(self, clients: int, seed: int) -> tuple[int, ...]:
         """The bad ones among this many clients, in order."""
-        strangers = sorted({i for i in self.clients if i >= clients})
-        if strangers:
-            what = f"there is no client {strangers[0]} among {clients} (got {list(self.clients)})"
-            raise ConfigError([Fault("corruption.clients", what, f"clients are numbered 0 to {clients - 1}")])
+        if faults := outside("corruption.clients", "client", self.clients, clients):
+            raise ConfigError(faults)
         if self.clients:
             return tuple(sorted(set(self.clients)))
         order = rng.stream(seed, "corruption").permutation(clients)
@@ -126,10 +124,10 @@ def corruption_conflicts(how: Corruption, alg: Any) -> list[Fault]:
 
 def ineffective(how: Corruption, alg: Any) -> list[str]:
     """Warnings about corruption that has no effect."""
-    asked = getattr(alg, "quality", "report")
-    if not how.any or asked == "report" or not set(_BEST) & set(how.changes):
+    why = alg.traits.ignores_reports
+    if not how.any or not why or not set(_BEST) & set(how.changes):
         return []
-    return [f"corruption: forged reports have no effect, since algorithm.quality = '{asked}' does not use them"]
+    return [f"corruption: forged reports have no effect, since {why}"]
 
 
 class ClientRows(NamedTuple):

@@ -263,9 +263,9 @@ class LawAFL(
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
-            each_upload=True, distinct=True, classes_only="weighs clients by how well they tell classes apart"
-        )
+        reports = "" if self.quality == "report" else f"algorithm.quality = '{self.quality}' does not use them"
+        classes = "weighs clients by how well they tell classes apart"
+        return super().traits._replace(each_upload=True, distinct=True, classes_only=classes, ignores_reports=reports)
 
     def bind(self, setup: Setup) -> Self:
         bound, task = super().bind(setup), setup.task

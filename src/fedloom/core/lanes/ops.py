@@ -8,7 +8,6 @@ compiler's cache.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
+
+from fedloom.core import disk
+from fedloom.core.errors import CheckpointError
 
 Pair = tuple[int, int]
 Ints = Sequence[int]
@@ -338,10 +340,9 @@ def _alone() -> Iterator[None]:
         yield
         return
     file = None
-    with suppress(OSError):
+    with suppress(OSError, CheckpointError):
         _store().parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(_store().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        file = disk.lock(_store().with_suffix(".lock"), wait=True)
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.data.arrays import Ints
 from fedloom.engine.topology.graphs import components, no_edges, ordered, shape_of
 from fedloom.engine.topology.kinds import Grid, Torus
@@ -52,10 +52,8 @@ def window(topology: Topology, nodes: int, seed: int) -> tuple[int, list[list[in
 
 def faults(topology: Topology, nodes: int, seed: int, sizes: Ints | None = None) -> list[Fault]:
     """Why this network cannot be used as it is."""
-    strangers = [node for node, _ in topology.deaths if node >= nodes]
-    if strangers:
-        what = f"there is no node {strangers[0]} among {nodes}"
-        return [Fault("topology.deaths", what, f"nodes are numbered 0 to {nodes - 1}")]
+    if found := outside("topology.deaths", "node", [node for node, _ in topology.deaths], nodes):
+        return found
     try:
         edges, weights = topology.edges(nodes, Moment(seed)), topology.weigh(nodes, Moment(seed), sizes)
     except ConfigError as error:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.data.arrays import Ints
 from fedloom.engine.topology.graphs import complement, edges_of, hops, ordered, rings, shape_of
 from fedloom.engine.topology.network import START, Moment, Redrawn, Topology, Turning
@@ -244,9 +244,8 @@ class Custom(Topology):
 
     def planned(self, nodes: int, at: Moment) -> Ints:
         pairs = np.array(self.links, dtype=np.int64)
-        if pairs.max() >= nodes:
-            what = f"there is no node {pairs.max()} among {nodes}"
-            raise ConfigError([Fault("topology.links", what, f"nodes are numbered 0 to {nodes - 1}")])
+        if found := outside("topology.links", "node", pairs.ravel().tolist(), nodes):
+            raise ConfigError(found)
         here = np.isin(pairs, self.active(nodes, at)).all(1) & (pairs[:, 0] != pairs[:, 1])
         # A line is (receiver, sender); an edge is (sender, receiver).
         return ordered(pairs[here][:, ::-1] if self.directed else np.sort(pairs[here], axis=1))
