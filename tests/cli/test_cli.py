@@ -636,6 +636,20 @@ def test_the_doctor_trains_a_little(tmp_path: Path) -> None:
     assert files(tmp_path) == set()
 
 
+def test_what_a_run_says_is_what_was_meant(tmp_path: Path, quick: Quick) -> None:
+    """Names as they are, diagnostics that were asked for, of which round a value is, and of how many a mean."""
+    (tmp_path / "loaders.py").write_text(
+        "import numpy as np\ndef three(seed): return np.eye(90, 3), np.arange(90) % 2\n"
+    )
+    settings = ("rounds=3", "evaluate.every=2", "partition.clients=3", "model=logistic", "evaluate.diagnostics=updates")
+    done = quick("run", "data=loaders.py:three", *settings, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "loaders.py:three: 72 rows" in done.out
+    assert re.search(r"^round 1/3 .*accuracy \S+ after round 0 ", done.out, re.MULTILINE)
+    assert re.search(r"^metric +last +best +mean of all 2$", done.out, re.MULTILINE)
+    assert re.search(r"^server/step_norm +\S+ +- +\S+$", done.out, re.MULTILINE)
+
+
 def test_version_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     script = """
 import os, sys

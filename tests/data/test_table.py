@@ -70,11 +70,14 @@ def test_all_bad_columns_are_told_at_once(tmp_path: Path) -> None:
     path = messy(tmp_path, f"id,height,day,name,label\n{rows}")
     with pytest.raises(DataError) as error:
         Csv(path=str(path)).load(tmp_path, 0)
-    assert "2 columns cannot be used" in str(error.value)
+    assert "3 columns cannot be used" in str(error.value)
+    assert "column 'name': a different word in every row" in str(error.value)
+    assert "data.drop=height,day,name)" in str(error.value)
+    assert "data.words=height,day)" in str(error.value)
     assert "column 'height'" in str(error.value)
     assert "line 5: is not a number (got 'x')" in str(error.value)
     assert "data.day_first" in str(error.value)
-    with pytest.raises(DataError, match=r"column 'name': a different word in every row.*data\.drop=name"):
+    with pytest.raises(DataError, match=r"(?s)'name': a different word in every row.*data\.drop=name"):
         Csv(path=str(path), drop=("height", "day")).load(tmp_path, 0)
     a = Csv(path=str(path), drop=("name",), words=("height",), day_first=True, most_words=5).load(tmp_path, 0)
     assert any("column 'id'" in note and "data.drop=id" in note for note in a.notes)

@@ -138,6 +138,13 @@ def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
         parse({"algorithm": "dpsgd", "topology": {"kind": "ring", "fresh_steps": True}})
 
 
+def test_a_key_that_takes_a_list_says_of_what() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse({"evaluate": {"auc": True, "metrics": ["f1"]}})
+    assert "auc: should be a list of micro_logits | micro_softmax | macro_present (got True)" in str(error.value)
+    assert "evaluate.metrics.0: should be 'balanced_accuracy', 'f1_macro'," in str(error.value)
+
+
 def test_a_list_of_words_needs_no_quotes_which_a_shell_takes_away() -> None:
     given = read_pairs(["evaluate.diagnostics=[updates, weights]", "a=[1, b]", 'b=["x", y]', "c=[]"])
     assert list(given.values()) == [["updates", "weights"], [1, "b"], ["x", "y"], []]

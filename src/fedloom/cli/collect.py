@@ -136,15 +136,14 @@ def _planned(recipe: Path, settings: list[str], *, trust: bool) -> ComparisonPla
 
 def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, trust: bool, as_json: bool) -> None:
     """For each comparison the cells that no comparison's results have yet, and how to run the next ones."""
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.compare.collect import missing_cells
 
     found = {recipe: missing_cells(_planned(recipe, settings, trust=trust), results) for recipe in recipes}
     if as_json:
         print(json.dumps({str(recipe): each.as_json() for recipe, each in found.items()}))
         return
-    screen = Console(highlight=False, soft_wrap=True)
+    screen = plain_console(soft_wrap=True)
     for recipe, each in found.items():
         by_seed = ", ".join(f"seed {seed}: {there} of {cells}" for seed, (there, cells) in each.seeds.items())
         screen.print(f"{recipe}: {each.there} of {each.cells} cells ({by_seed})", markup=False)
@@ -156,15 +155,14 @@ def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, t
 
 def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:
     """The tables of one comparison, or a line for each of several."""
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.report.comparison import text
 
     if as_json:
         each = {str(recipe): _as_json(done) for recipe, done in found.items()}
         print(json.dumps(each if many else next(iter(each.values()))))
         return
-    screen = Console(highlight=False, soft_wrap=True)
+    screen = plain_console(soft_wrap=True)
     for recipe, done in found.items():
         if not many:
             screen.print(text.markdown(done.comparison.question, done.comparison.rows), markup=False)

@@ -125,14 +125,13 @@ def _shown(
     watch: bool,
 ) -> Comparison:
     """Run the cells on the screen; an interruption says how to go on."""
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
     from fedloom.cli.watch import watched
     from fedloom.compare.crew import InterruptedComparison
     from fedloom.compare.run import run
 
-    screen = ComparisonScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
+    screen = ComparisonScreen(plain_console(stderr=as_json, soft_wrap=True))
     try:
         with watched(screen, watch) as watcher:
             done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watcher)

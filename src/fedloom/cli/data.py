@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json, Root
 
 app = typer.Typer(help="Get, import and list data sets.", no_args_is_help=True)
@@ -40,7 +40,7 @@ def get(name: Annotated[str, typer.Argument(help="As fedloom data list has it.")
     from fedloom.data import download
     from fedloom.data.files import default_root
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

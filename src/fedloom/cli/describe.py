@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json, NoUserCode, refuse_user_code
 from fedloom.core.errors import ConfigError, Fault
 
@@ -48,7 +48,7 @@ def describe(
     if json_:
         print(json.dumps(page.as_json()))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     console.print(f"{page.name} ({page.family})\n")
     console.print(page.text.rstrip())
     if page.settings:
@@ -79,7 +79,7 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in report.table(described):
         table.add_row(name, value)
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     console.print(table)
     for note in described["notes"]:
         console.print(f"note: {note}")

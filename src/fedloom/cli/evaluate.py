@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json, NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client
 
@@ -31,7 +31,7 @@ def evaluate(
 
         print(as_json(found))
         return
-    console = Console(highlight=False)
+    console = plain_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in found.items():
         if name != "confusion":

@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json
 
 
@@ -31,4 +31,4 @@ def list_(
     table = Table(box=None, show_header=False, pad_edge=False)
     for entry in found:
         table.add_row(entry.name, entry.summary + (f"  [{entry.origin}]" if entry.origin != "fedloom" else ""))
-    Console().print(table, markup=False)
+    plain_console().print(table)

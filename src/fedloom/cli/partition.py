@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import NoUserCode, Root, Settings, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
 
@@ -45,7 +45,7 @@ def partition(
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in report.table(shared.summary()):
         table.add_row(name, value)
-    console = Console()
+    console = plain_console()
     console.print(table)
     for note in shared.notes:
         console.print(f"repair: {note}", highlight=False, markup=False)

@@ -48,11 +48,10 @@ def run(
     given |= {"on_round": on_round, "on_evaluate": on_evaluate, "on_end": on_end, **settings}
     if listener is not None or not _is_shown(progress):
         return quietly(algorithm, listener=listener, **given)
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.cli.screen import RunScreen
 
-    with closing(RunScreen(Console(highlight=False, soft_wrap=True))) as screen:
+    with closing(RunScreen(plain_console(soft_wrap=True))) as screen:
         history = quietly(algorithm, listener=screen, **given)
     screen.ended(history)
     return history
@@ -91,11 +90,10 @@ def compare(
     folder = Path(out) if out is not None else None
     if not _is_shown(progress):
         return compared(table, folder, data_root=data_root, jobs=jobs)
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
 
-    with closing(ComparisonScreen(Console(highlight=False, soft_wrap=True))) as screen:
+    with closing(ComparisonScreen(plain_console(soft_wrap=True))) as screen:
         done = compared(table, folder, data_root=data_root, jobs=jobs, watcher=screen)
     screen.ended(done)
     return done

@@ -18,8 +18,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
+from fedloom.cli.console import plain_console
 from fedloom.cli.ranks import follows
-from fedloom.core.vocabulary import accuracies, headline, is_evaluation, is_share, is_summarised
+from fedloom.core.vocabulary import accuracies, headline, is_diagnostic, is_evaluation, is_share, is_summarised
 from fedloom.report.words import as_bytes, brief, plural, short, span
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
         except InterruptedRun as stop:
             raise typer.Exit(130) from stop
         return
-    screen = RunScreen(Console(stderr=as_json, highlight=False, soft_wrap=True))
+    screen = RunScreen(plain_console(stderr=as_json, soft_wrap=True))
     try:
         history = work(screen)
     except InterruptedRun as stop:
@@ -148,6 +149,9 @@ class RunScreen:
         pace = (progress.round - self._done) / elapsed
         left = (progress.rounds - progress.round) / pace
         shown = [f"{short(name)} {brief(progress.metrics[name])}" for name in headline(progress.metrics)]
+        evaluated = progress.metrics.get("round", progress.round)
+        if shown and evaluated != progress.round:
+            shown[-1] += f" after round {evaluated:.0f}"
         text = "  ".join([*shown, f"{self._clients / elapsed:,.3g} clients/s", f"{span(left)} left"])
         for note in progress.notes:
             self.say(f"round {progress.round}: {note}")
@@ -176,6 +180,8 @@ class RunScreen:
         for name, value in history.summary.items():
             if is_summarised(name):
                 table.add_row(name, *(f"{v:.4f}" for v in value))
+            elif is_diagnostic(name):
+                table.add_row(name, f"{value.last:.4g}", "-", f"{value.mean_last_10:.4g}")
         self._show(table)
         for line in (*_sketch(history), *self._losses(history), _spent(history), *_next(history)):
             self.say(line)
@@ -351,7 +357,7 @@ class ComparisonScreen:
         from fedloom.report.comparison.notes import notes
         from fedloom.report.comparison.text import narrowed, sections
 
-        console = self._console if self._console.is_terminal else Console(file=self._console.file, width=250)
+        console = self._console if self._console.is_terminal else plain_console(file=self._console.file, width=250)
         for whole in sections(done.question, done.rows):
             self._section(narrowed(whole, console.width), console)
         self.say("")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json, ResultFolders
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def show(
     if json_:
         print(json.dumps(_as_json(view)))
         return
-    console = Console(highlight=False)
-    wide = console if console.is_terminal else Console(highlight=False, width=250)
+    console = plain_console()
+    wide = console if console.is_terminal else plain_console(width=250)
     content = content_of(view, "en")
     _show(content._replace(splits=()) if isinstance(view, FolderView) else content, wide)
     if plot is not None:

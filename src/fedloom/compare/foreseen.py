@@ -127,7 +127,9 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
     if any(map(reports_itself, configs)) and not is_ours(metric):
         return []
     asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
-    return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names)))]
+    place = metric.rpartition("/")[0]
+    could = {f"{place}/{name}" for name in get_args(ClassMeasure)} if is_test(metric) else set()
+    return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names | could)))]
 
 
 def reports_itself(config: Config) -> bool:

@@ -27,7 +27,10 @@ def kind_words(kind: Any, code: Callable[[str], str] = str) -> str:
     if get_origin(kind) is Literal:
         return " | ".join(code(str(value)) for value in get_args(kind))
     if get_origin(kind) is tuple:
-        word = kind_words(get_args(kind)[0], code)
+        inner = get_args(kind)[0]
+        word = kind_words(inner, code)
+        if get_origin(inner) is Literal:
+            return f"list of {word}"
         return f"list of lists of {word[8:]}" if word.startswith("list of ") else f"list of {word}s"
     name = getattr(getattr(kind, "__origin__", kind), "__name__", str(kind))
     return f"{code('true')} | {code('false')}" if name == "bool" else _PLAIN.get(name, name)

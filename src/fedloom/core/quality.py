@@ -12,6 +12,7 @@ from torch import Tensor
 # By the name under which ``evaluate.metrics`` asks for it, and under which it is recorded.
 ClassMeasure: TypeAlias = Literal["balanced_accuracy", "f1_macro", "auc", "brier", "ece"]
 NumberMeasure: TypeAlias = Literal["mae", "rmse", "r2"]
+AnyMeasure: TypeAlias = Literal[ClassMeasure, NumberMeasure]
 _BINS = 15  # of the expected calibration error, as in Guo et al. (2017)
 
 

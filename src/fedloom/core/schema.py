@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic.fields import FieldInfo
 
 from fedloom.core.errors import Fault, nearest
+from fedloom.core.fields import type_words
 
 
 # -- when a setting has an effect ------------------------------------------------------------------
@@ -377,6 +378,8 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if item["type"] == "tuple_type" and path[0] in cls.model_fields:
+        message = f"should be a {type_words(cls.model_fields[path[0]])}"
     return Fault(where, f"{message} (got {_short(item['input'])})")
 
 

@@ -159,6 +159,11 @@ def is_summarised(name: str) -> bool:
     return name.endswith(("/accuracy", "/loss", "/accuracy_worst10", "/mae_worst10", "/distance")) or is_extra(name)
 
 
+def is_diagnostic(name: str) -> bool:
+    """Whether this says something about a round, by the engine's diagnostics or by the method itself: none is best."""
+    return "/" in name and not is_ours(name)
+
+
 def is_extra(name: str) -> bool:
     """Whether this is a measure that somebody asked for beside accuracy and loss, over all clients."""
     end = leaf(name)

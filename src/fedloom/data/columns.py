@@ -87,11 +87,15 @@ class Recipe(BaseModel):
 
 def refuse_bad(table: RawTable) -> None:
     """One error with every column that cannot be used as it is."""
-    bad = {name: column.fault for name, column in table.columns.items() if column.fault}
+    odd = {name: column.fault for name, column in table.columns.items() if column.fault}
+    named = [name for name in identifiers(table) if table.columns[name].kind == "words" and name not in odd]
+    same = "a different word in every row; nothing can be learned from it"
+    bad = odd | dict.fromkeys(named, same)
     if bad:
         details = "\n".join(f"  column '{name}': {why}" for name, why in bad.items())
-        names = ",".join(bad)
-        fix = f"correct the cells, leave columns out (data.drop={names}), or take them as words (data.words={names})"
+        fix = f"leave columns out (data.drop={','.join(bad)})"
+        if odd:
+            fix = f"correct the cells, {fix}, or take them as words (data.words={','.join(odd)})"
         raise DataError(
             f"{table.at}: {len(bad)} column{'s' * (len(bad) > 1)} cannot be used as written\n{details}\n  {fix}"
         )
@@ -111,13 +115,6 @@ def _is_identifier(column: Column) -> bool:
 
 def learned_features(table: RawTable, train: NDArray[np.bool_], most_words: int) -> tuple[Feature, ...]:
     """How each column is filled and encoded, fitted on the training rows."""
-    named = [name for name in identifiers(table) if table.columns[name].kind == "words"]
-    if named:
-        details, names = ", ".join(f"'{name}'" for name in named), ",".join(named)
-        what = (
-            f"column{'s' * (len(named) > 1)} {details}: a different word in every row; nothing can be learned from it"
-        )
-        raise DataError(f"{table.at}: {what} (leave out names and numbers of rows: data.drop={names})")
     words = {name: column for name, column in table.columns.items() if column.kind == "words"}
     taught = _taught_words({name: column.values[train] for name, column in words.items()}, most_words)
     found = []

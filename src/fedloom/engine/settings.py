@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedloom.core.metrics import Auc
-from fedloom.core.quality import ClassMeasure, NumberMeasure
+from fedloom.core.quality import AnyMeasure
 from fedloom.core.schema import Spec, other_than, when, worded
 
 Diagnostic: TypeAlias = Literal[
@@ -47,7 +47,7 @@ class Evaluate(Spec):
     auc: tuple[Auc, ...] = Field(
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
-    metrics: tuple[ClassMeasure | NumberMeasure, ...] = Field(
+    metrics: tuple[AnyMeasure, ...] = Field(
         (),
         description="also measure, of classes: balanced_accuracy, f1_macro, auc, brier, ece; "
         "of numbers (which always have mae, rmse and r2) nothing more",
