@@ -46,8 +46,7 @@ def tune(
 
     fedloom tune local.lr=0.001..1:log local.epochs=1..5 --trials 30 evaluate.validation=0.2
     """
-    from rich.console import Console
-
+    from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
     from fedloom.compare.ranges import is_range, ranges_of
     from fedloom.compare.tune import InterruptedSearch, Search, checked_search
@@ -64,7 +63,7 @@ def tune(
     base, name = _experiment(file, fixed, trust=trust)
     search = checked_search(Search(base, ranges_of([word for word in given if is_range(word)]), trials, metric, seeds))
     folder = out or Path("runs") / f"tune-{as_name(name)}"
-    screen = ComparisonScreen(Console(stderr=json_, highlight=False, soft_wrap=True))
+    screen = ComparisonScreen(plain_console(stderr=json_, soft_wrap=True))
     screen.searching(search, folder)
     try:
         done = searched(search, folder, data_root or default_root(), jobs, screen)
