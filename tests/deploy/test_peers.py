@@ -1,17 +1,27 @@
-"""A network of real links computes what the simulation of it computes."""
+"""A network of real links computes what the simulation of it computes, and keeps what is wrong out."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import zmq
 
-pytest.importorskip("zmq")
-
+from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
+from fedloom.deploy.messages import Envelope, packed, unpacked
+from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
+from fedloom.deploy.peers.frames import PIECE, WireFrame
+from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
-from support.federation import simulated
-from support.peers import GOSSIP, Network, furthest, network_of
+from support.federation import config_of, simulated
+from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
 
 
 @pytest.mark.parametrize("kind", GOSSIP)
@@ -24,4 +34,194 @@ def test_simulation_is_a_network_of_peers(kind: str, tmp_path: Path) -> None:
     found = status_of_peer(tmp_path / "site" / "bea")
     assert (found["state"], found["round"], found["closed"], found["skipped"]) == ("completed", 3, {}, 0)
     assert found["last_round"]["up"] == ["Ada", "Cem"]
-    assert [line["round"] for line in read_audit(tmp_path / "site" / "bea")] == [0, 1, 2]
+    assert [(line["round"], line["to"]) for line in read_audit(tmp_path / "site" / "bea")] == [
+        (k, ["Ada", "Cem"]) for k in range(3)
+    ]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "steps": {"topology": {"kind": "full", "gossip_steps": 3}},
+    "star, by data": {"topology": {"kind": "star", "weights": "data_weighted", "allow_row_stochastic": True}},
+    "redrawn": {"topology": {"kind": "random", "max_degree": 1, "start": "independent"}},
+    "memory": {"local": {"batch": 32, "momentum": 0.9, "state": "persist"}},
+    "statistics": {"model": {"kind": "resnet20", "norm": "batch"}, "data": {"source": "digits", "test": 0.97}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_settings_mean_the_same_between_peers(variant: str, tmp_path: Path) -> None:
+    config = network_of("dfedavg", rounds=2, **VARIANTS[variant])
+    nodes = Network(tmp_path / "site", config).completed()
+    assert furthest(nodes, simulated(config, 2)[1]) == 0.0
+
+
+# -- nodes that are late, leave and come back ------------------------------------------------------
+def test_a_late_node_is_closed_at_both_ends_and_nobody_else_waits(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=2))
+
+    def hold() -> None:
+        others = [network.processes[k].station.edges for k in (0, 2)]
+        wait_until(lambda: all(edges.turn == 1 and edges.opened for edges in others))
+        for edges in others:
+            edges.since -= 1e6  # as if they had waited for so long
+        wait_until(lambda: all(len(network.lines(k)) == 2 for k in (0, 2)))
+
+    network.before(1, 1, hold)
+    network.completed()
+    found = [status_of_peer(tmp_path / "site" / slug) for slug in network.slugs]
+    assert [(one["state"], one["closed"]) for one in found] == [
+        ("completed", {"Bea": 1}),
+        ("completed", {"Ada": 1, "Cem": 1}),
+        ("completed", {"Bea": 1}),
+    ]
+    assert "is late" in network.lines(0)[1]["down"]["Bea"]
+    assert network.lines(1)[1]["down"] == {"Ada": "its turn is past", "Cem": "its turn is past"}
+    assert network.lines(0)[1]["up"] == ["Cem"]
+
+
+def test_a_node_that_left_comes_back_and_leaves_out_what_it_missed(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=6))
+    network.before(1, 1, lambda: network.stop(1))
+    network.before(0, 4, lambda: wait_until(lambda: 1 in network.processes[0].station.present()))
+    network.before(2, 4, lambda: wait_until(lambda: 1 in network.processes[2].station.present()))
+    threads = [network.begin(k) for k in range(3)]
+    threads[1].join(120)
+    assert status_of_peer(tmp_path / "site" / "bea")["state"] == "stopped"
+    wait_until(lambda: len(network.lines(0)) == len(network.lines(2)) == 4)
+    network.ended([threads[0], network.begin(1), threads[2]])
+    found = status_of_peer(tmp_path / "site" / "bea")
+    assert (found["state"], found["round"], found["skipped"]) == ("completed", 6, 3)
+    assert [line["round"] for line in network.lines(1)] == [1, 5, 6]
+    assert [line["down"] for line in network.lines(0)] == [{}, *[{"Bea": "has left"}] * 3, {}, {}]
+
+
+# -- intruders -------------------------------------------------------------------------------------
+def altered(frame: WireFrame, body: bytes, **facts: Any) -> WireFrame:
+    return frame._replace(body=body, facts={**frame.facts, "bytes": len(body), "crc": zlib.crc32(body), **facts})
+
+
+def rewritten(frame: WireFrame, change: Callable[[torch.Tensor], torch.Tensor], **facts: Any) -> WireFrame:
+    message = unpacked(frame.body, len(frame.body))
+    tensors = {**message.tensors, "sent.upload.w": change(message.tensors["sent.upload.w"])}
+    return altered(frame, packed(Envelope(message.kind, {**message.facts, **facts}, tensors)))
+
+
+ATTACKS: dict[str, Callable[[WireFrame], WireFrame]] = {
+    "'sent.upload.w' has numbers that are not finite": lambda f: rewritten(f, lambda w: w / 0),
+    "'sent.upload.w' should be [650] float32 (got [649] float32)": lambda f: rewritten(f, lambda w: w[1:]),
+    "'sent.upload.w' should be [650] float32 (got [650] float64)": lambda f: rewritten(f, torch.Tensor.double),
+    "'node' should be 1 (got '2')": lambda f: rewritten(f, lambda w: w, node=2),
+    "'turn' should be 4 (got '0')": lambda f: rewritten(f, lambda w: w, turn=0),  # one that was recorded
+    "piece 0 of 1 is damaged": lambda f: f._replace(body=f.body[:-9]),
+    "is cut short": lambda f: altered(f, f.body[:-9], bytes=len(f.body)),
+    "is no message of fedloom": lambda f: altered(f, pickle.dumps(print)),
+    "has 10,737,418,240 bytes where": lambda f: altered(f, f.body, bytes=10 << 30),
+    "'turn' should be a whole number": lambda f: altered(f, f.body, turn="9"),
+    "is of kind 'run', which this version does not know": lambda f: f._replace(kind="run"),
+    "and 1,048,577 bytes where 65,536 and 1,048,576 are allowed": lambda f: f._replace(body=b"0" * (PIECE + 1)),
+}
+
+
+def test_what_a_member_sends_wrongly_is_refused_and_named_and_the_round_goes_on(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=len(ATTACKS) + 1))
+    attacks = list(ATTACKS.values())
+    processes = [network.process(k) for k in range(3)]
+    edges, honest = processes[1].station.edges, processes[1].station.send
+
+    def tampered(j: int, frame: WireFrame) -> None:
+        wrong = frame.kind == "pay" and frame.facts["turn"] < len(attacks) and not frame.facts["again"]
+        honest(j, attacks[frame.facts["turn"]](frame) if wrong else frame)
+
+    edges.send = tampered
+    network.ended([network.run(k, process) for k, process in enumerate(processes)])
+    for k in (0, 2):
+        lines = network.lines(k)
+        refused = "; ".join(why for line in lines for why in line["refused"].get("Bea", []))
+        assert [why for why in ATTACKS if why not in refused] == []
+        assert all(line["up"] == [NAMES[2 - k]] for line in lines[:-1])
+        assert lines[-1]["up"] == [name for name in NAMES if name != NAMES[k]]
+
+
+def test_strangers_are_refused_in_the_handshake_and_named(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+    ada = network.process(0)
+    bundle, context = read_bundle(tmp_path / "site" / "ada"), zmq.Context()
+    bea = read_secret(read_bundle(tmp_path / "site" / "bea"))
+    key = bundle.members.nodes[0].key.encode()
+    public, secret = zmq.curve_keypair()
+    sockets = []
+    known = (zmq.curve_public(bea.encode()), bea.encode())
+    for mine, server in (((public, secret), key), (known, public), (None, b"")):
+        socket = context.socket(zmq.DEALER)
+        if mine is not None:
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = *mine, server
+        socket.connect(bundle.seat.bind)
+        socket.send_multipart([b'{"kind": "hello"}', b""])
+        sockets.append(socket)
+
+    def all_named() -> bool:
+        ada.station.pump(0.05)
+        words = " ".join(network.said[0])
+        return f"its key {public.decode()} is not known here" in words and "without encryption" in words
+
+    wait_until(all_named)
+    assert ada.station.rows == {0: (178, 45)}
+    assert not ada.station.present()
+    for socket in sockets:
+        socket.close(0)
+    context.term()
+    ada.station.close()
+
+
+def test_a_node_that_has_agreed_to_something_else_is_told_what_differs(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+
+    def other(bundle: Any) -> Any:
+        form = bundle.contract.form._replace(mean=(9.0,))
+        return bundle._replace(contract=bundle.contract._replace(form=form))
+
+    threads = [network.begin(0), network.begin(1), network.begin(2, alter=other)]
+    threads[2].join(120)
+    assert isinstance(network.failed[2], RefusedError)
+    assert "2 of 2 neighbours have not agreed to what this node has; Ada: data differs (here" in str(network.failed[2])
+    assert status_of_peer(tmp_path / "site" / "cem")["state"] == "failed"
+    for k in (0, 1):
+        network.stop(k)
+        threads[k].join(120)
+        assert [line for line in network.said[k] if line.startswith("Cem: data differs")]
+        assert status_of_peer(tmp_path / "site" / network.slugs[k])["state"] == "stopped"
+
+
+# -- refused before anything is made ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"topology": {"kind": "ring", "link_loss": 0.1}}, "topology.link_loss"),
+        ({"topology": {"kind": "exp", "mixing": "push_sum"}}, "topology"),
+        ({"algorithm": {"kind": "dfedavgm", "scheme": "choco"}}, "algorithm.scheme"),
+        ({"system": {"speed": 10.0}}, "system"),
+    ],
+)
+def test_settings_without_a_meaning_between_peers_are_refused(more: dict[str, Any], where: str) -> None:
+    assert where in [fault.where for fault in not_for_peers(network_of("dfedavg", **more))]
+
+
+def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    assert not_for_peers(config_of("fedavg"))[0].fix == "use fedloom deploy"
+    for hosts, why in ((["a"], "one for each node"), (["a", "a b"], "is no host"), (["a", "a"], "the same address")):
+        with pytest.raises(ConfigError, match=why):
+            addresses(hosts, 2)
+    assert addresses(["a", "[::1]:70"], 2) == ["tcp://a:9444", "tcp://[::1]:70"]
+    Network(tmp_path / "site", network_of("dfedavg"))
+    ada, bea = tmp_path / "site" / "ada", tmp_path / "site" / "bea"
+    (ada / "node.key").write_bytes((bea / "node.key").read_bytes())
+    with pytest.raises(ConfigError, match=r"is not the key of 'Ada' in members\.toml"):
+        read_secret(read_bundle(ada))
+    (bea / "node.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read_secret(read_bundle(bea))
+    text = (ada / "members.toml").read_text()
+    (ada / "members.toml").write_text(text.replace("0.33", "0.43", 1))
+    with pytest.raises(ConfigError, match="graph: is not that of the experiment"):
+        read_bundle(ada)
+    assert json.loads((bea / "federation.json").read_text())["nodes"] == list(NAMES)

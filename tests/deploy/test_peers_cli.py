@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
-
-pytest.importorskip("zmq")
 
 from fedloom.engine.evaluate import models_of
 from fedloom.runs.settings import parse, read_toml

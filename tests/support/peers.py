@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 
 from fedloom.core import tree
-from fedloom.deploy.ends import population_of, rows_of_client
+from fedloom.deploy.ends import Population, population_of, rows_of_client
 from fedloom.deploy.flower import free_port
 from fedloom.deploy.peers import start
 from fedloom.deploy.peers.bundles import initialise_peers, read_bundle, read_secret
 from fedloom.deploy.peers.peer import Peer, PeerPlace
+from fedloom.deploy.peers.status import read_node_rounds
+from fedloom.engine.peer import OwnWork
 from fedloom.engine.state import RunState
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config, parse
@@ -22,15 +25,24 @@ from support.federation import table_of
 
 NAMES = ("Ada", "Bea", "Cem")
 _building = threading.Lock()
+Hook = Callable[[], None]
+_hooks: dict[tuple[Path, int], Hook] = {}  # what happens in a node's folder before it trains a round
 
 
-def _built(*args: Any) -> Peer:
-    """Build nets one after another: torch has one random generator in a process, which real nodes do not share."""
-    with _building:
-        return Peer(*args)
+class TestedPeer(Peer):
+    """A node that can be held up before it trains."""
+
+    def __init__(self, place: PeerPlace, population: Population) -> None:
+        """Nets are built in turn: torch has one random generator in a process, which real nodes do not share."""
+        with _building:
+            super().__init__(place, population)
+
+    def train(self) -> OwnWork:
+        _hooks.pop((self._place.folder, self.state.round), lambda: None)()
+        return super().train()
 
 
-start.Peer = _built  # type: ignore[assignment,misc]
+start.Peer = TestedPeer  # type: ignore[misc]
 GOSSIP = ("dpsgd", "dfedavg", "dfedavgm", "dfedsam", "dfedgam")
 
 
@@ -64,6 +76,14 @@ class Network:
         )
         return self.processes[k]
 
+    def before(self, k: int, round_: int, hook: Hook) -> None:
+        """Let a node do something before it trains a round, counted from 0."""
+        _hooks[self.folder / self.slugs[k], round_] = hook
+
+    def stop(self, k: int) -> None:
+        """What Ctrl-C does."""
+        self.processes[k]._stop.set()
+
     def begin(self, k: int, **how: Any) -> threading.Thread:
         return self.run(k, self.process(k, **how))
 
@@ -80,13 +100,20 @@ class Network:
 
     def completed(self, **how: Any) -> list[RunState]:
         """Run all nodes to their end; the state of each."""
-        threads = [self.begin(k, **how) for k in range(len(self.names))]
+        self.ended([self.begin(k, **how) for k in range(len(self.names))])
+        return [self.state(k) for k in range(len(self.names))]
+
+    def ended(self, threads: list[threading.Thread]) -> None:
+        """Wait for nodes to end by themselves."""
         for thread in threads:
             thread.join(300)
             assert not thread.is_alive()
-        if self.failed:
-            raise next(iter(self.failed.values()))
-        return [self.state(k) for k in range(len(self.names))]
+        for error in self.failed.values():
+            raise error
+
+    def lines(self, k: int) -> list[dict[str, Any]]:
+        """What a node has logged of its rounds."""
+        return list(read_node_rounds(self.folder / self.slugs[k]))
 
     def peer(self, k: int) -> Peer:
         """A node as its last checkpoint has it."""
@@ -98,6 +125,13 @@ class Network:
 
     def state(self, k: int) -> RunState:
         return self.peer(k).state
+
+
+def wait_until(true: Callable[[], Any]) -> None:
+    until = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def ports(count: int) -> list[int]:

@@ -27,7 +27,7 @@ from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.frames import Assembly, WireFrame, pieces_of
 from fedloom.deploy.talk import whole
 
-REMEMBERED = 10  # turns whose verdicts a node can still tell
+REMEMBERED = 100  # turns whose verdicts a node can still tell
 
 
 class Patience(Spec):
@@ -82,6 +82,7 @@ class Edges:
     since: float = 0.0  # when the turn was opened
     sent: dict[int, bytes] = field(default_factory=dict)
     _early: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    _bad: dict[int, tuple[int, str]] = field(default_factory=dict)  # neighbours whose payload cannot be used
     _parts: dict[int, Assembly] = field(default_factory=dict)
 
     # -- what the node does -----------------------------------------------------------------------
@@ -101,12 +102,20 @@ class Edges:
         self.sent = {t: data for t, data in self.sent.items() if t > self.turn - self.hold} | {self.turn: payload}
         for j in self.edges:
             self._pay(j, self.turn)
-            turn, data = self._early.pop(j, (-1, b""))
-            if turn == self.turn:
-                self._receive(j, data, again=False)
-            elif turn > self.turn:
-                self._early[j] = turn, data
+            self._use_early(j)
         self.tick(now)
+
+    def _use_early(self, j: int) -> None:
+        """Read what a neighbour sent before this turn was opened."""
+        turn, why = self._bad.pop(j, (-1, ""))
+        if turn == self.turn:
+            self._decide(j, False, why)
+            return
+        turn, data = self._early.pop(j, (-1, b""))
+        if turn == self.turn:
+            self._receive(j, data, again=False)
+        elif turn > self.turn:
+            self._early[j] = turn, data
 
     def result(self) -> Exchanged | None:
         """What became of the turn under way, once all links are decided, or in doubt."""
@@ -185,7 +194,7 @@ class Edges:
         try:
             data = self._parts.setdefault(j, Assembly()).add(frame, self.limit)
         except MessageError as error:
-            self._spoiled(j, turn, str(error))
+            self.spoiled(j, turn, str(error))
             return
         if data is None:
             return
@@ -220,19 +229,24 @@ class Edges:
             try:
                 edge.theirs = self.read(j, self.turn, data)
             except MessageError as error:
-                self._spoiled(j, self.turn, str(error))
+                self.spoiled(j, self.turn, str(error))
                 return
         self.say(j, "have", turn=self.turn)
         self._settle(j)
 
-    def _spoiled(self, j: int, turn: int, why: str) -> None:
-        """Something arrived that cannot be used: the link is closed for this turn, and its other end is told."""
+    def spoiled(self, j: int, turn: int | None, why: str) -> None:
+        """Something arrived that cannot be used: the link is closed for its turn, and the other end is told.
+
+        Where nobody can tell of which turn it is, it is of the one for which something is awaited.
+        """
+        self.complain(j, why)
+        if turn is None:
+            turn = self.turn + (j in self.edges and self.edges[j].up is not None)
         edge = self.edges.get(j) if turn == self.turn else None
         if edge is not None and edge.up is None and edge.theirs is None:
-            self.complain(j, why)
             self._decide(j, False, f"what was sent {why}")
-        elif edge is None:
-            self.complain(j, why)
+        elif turn > self.turn or not self.opened:
+            self._bad[j] = turn, f"what was sent {why}"
 
     def _answer_past(self, j: int, turn: int) -> None:
         """What was decided about a turn that is past here, to a neighbour that does it again, or has come too late."""

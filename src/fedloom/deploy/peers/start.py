@@ -166,7 +166,6 @@ class PeerProcess:
         if self._caught_up(peer):
             return
         began, round_ = time.monotonic(), peer.state.round
-        station.complaints = {}
         work = station.meanwhile(peer.train)
         closed: list[Exchanged] = []
         sent = work.sent
@@ -212,7 +211,8 @@ class PeerProcess:
         doubt = sorted({names[j] for found in closed for j in found.doubt})
         up = sorted({names[j] for found in closed for j in found.up} - set(down) - set(doubt))
         line: dict[str, Any] = {"round": round_, "up": up, "down": down, "doubt": doubt}
-        line |= {"refused": self.station.complaints, "finite": work.sent is not None, "seconds": round(seconds, 3)}
+        refused, self.station.complaints = self.station.complaints, {}
+        line |= {"refused": refused, "finite": work.sent is not None, "seconds": round(seconds, 3)}
         if peer.exp.evaluate.due(round_, self._rounds):
             line |= self.station.meanwhile(peer.evaluated)
         file = disk.open_own(self._bundle.folder / NODE_ROUNDS, os.O_WRONLY | os.O_APPEND)

@@ -23,10 +23,11 @@ from fedloom.deploy.talk import whole
 
 T = TypeVar("T")
 _TICK = 0.2  # seconds between two looks at the clock
+_MOST = 10  # complaints about a neighbour in a round
 
 
 class RefusedError(FedloomError):
-    """Most neighbours refuse this node: it has agreed to something else than they have."""
+    """Most neighbours have agreed to something else than this node."""
 
 
 class StoppedError(FedloomError):
@@ -49,7 +50,7 @@ class Station:
         self.who, self.links, self.edges, self._stopped = who, links, edges, stopped
         edges.send, edges.complain = self.send, self.complain
         self.rows: dict[int, tuple[int, int]] = {}  # training and test rows of the nodes, as far as known
-        self.complaints: dict[str, str] = {}  # of the turn under way, by name
+        self.complaints: dict[str, list[str]] = {}  # of the round under way, by name
         self.refused: dict[int, str] = {}
         self.say: Callable[[str], None] = lambda _: None
         self._agreement = agreement(who.parts)
@@ -65,7 +66,7 @@ class Station:
             try:
                 self._happened(event)
             except MessageError as error:
-                self.complain(event.node, str(error))
+                self.edges.spoiled(event.node, None, str(error))
         self.edges.tick(time.monotonic())
 
     def meanwhile(self, work: Callable[[], T]) -> T:
@@ -123,12 +124,15 @@ class Station:
         patience = self.edges.patience
         for j in self.who.neighbours:
             self.edges.say(j, "done")
+        for turn, j in sorted(self.edges.doubts):
+            self.edges.say(j, "ask", turn=turn)
 
         def over(j: int) -> bool:
             away = j in self.edges.gone and time.monotonic() - self.edges.gone[j] > patience.grace
-            return j in self.edges.left or away or self.edges.at.get(j, 0) >= last
+            doubt = any(other == j for _, other in self.edges.doubts)
+            return j in self.edges.left or away or (self.edges.at.get(j, 0) >= last and not doubt)
 
-        done = self.wait(lambda: all(map(over, self.who.neighbours)) and not self.edges.doubts, patience.deadline)
+        done = self.wait(lambda: all(map(over, self.who.neighbours)), patience.deadline)
         if not done:
             self.say("not all neighbours have done their last round")
 
@@ -140,19 +144,20 @@ class Station:
 
     def _reason(self, k: int) -> str:
         if k in self.refused:
-            return f"refuses this node: {self.refused[k]}"
+            return self.refused[k]
         name = self.who.names[k]
-        return self.complaints.get(name, "not heard of")
+        return "; ".join(self.complaints.get(name, ["not heard of"]))
 
     # -- messages ---------------------------------------------------------------------------------
     def send(self, j: int, frame: WireFrame) -> None:
         self.links.send(j, frame._replace(facts={**frame.facts, "agree": self._agreement}))
 
     def complain(self, j: int, why: str) -> None:
-        """Name a neighbour that has sent something wrong, once for each turn."""
+        """Name a neighbour that has sent something wrong, for each thing once in a round."""
         name = self.who.names[j]
-        if name not in self.complaints:
-            self.complaints[name] = why
+        known = self.complaints.setdefault(name, [])
+        if why not in known and len(known) < _MOST:
+            known.append(why)
             self.say(f"{name}: {why}")
 
     def greet(self, j: int, kind: str = "hello") -> None:
@@ -171,6 +176,8 @@ class Station:
             if event.why not in self._strangers and len(self._strangers) < 1000:
                 self._strangers.add(event.why)
                 self.say(f"refused: {event.why}")
+        elif event.kind == "bad":
+            raise MessageError(event.why)
         else:
             self.complain(j, event.why)
 
@@ -194,14 +201,14 @@ class Station:
         theirs = frame.facts.get("parts")
         why = differences(self.who.parts, theirs if isinstance(theirs, dict) else {})
         told = self._told_rows(frame.facts.get("rows"))
-        mine = self.rows.get(j)
-        if not why and mine is not None and told.get(j) != mine:
-            why = [f"it has {told.get(j)} training and test rows, the run began with {mine}"]
         if why:
-            self.complain(j, "; ".join(why))
-            if frame.kind == "hello":
-                self.send(j, WireFrame("refuse", {"why": "; ".join(why), "at": self.edges.turn}))
+            self._turned_away(j, "; ".join(why))
             return
+        mine = self.rows.get(j)
+        if mine is not None and told.get(j) != mine:
+            what = f"has {told.get(j)} training and test rows where the run began with {mine}"
+            self.send(j, WireFrame("refuse", {"why": what, "at": self.edges.turn}))
+            raise MessageError(what)
         news = {k: pair for k, pair in told.items() if k not in self.rows}
         self.rows |= news
         self.refused.pop(j, None)
@@ -229,9 +236,10 @@ class Station:
         return found
 
     def _turned_away(self, j: int, why: str) -> None:
-        """Stop where most neighbours refuse this node; where few do, they may be the ones that are wrong."""
+        """Stop where most neighbours disagree with this node; where few do, they may be the ones that are wrong."""
         self.refused[j] = why
-        self.complain(j, f"refuses this node: {why}")
+        self.complain(j, why)
         if 2 * len(self.refused) > len(self.who.neighbours):
             said = "; ".join(f"{self.who.names[k]}: {text}" for k, text in sorted(self.refused.items()))
-            raise RefusedError(f"refused by {len(self.refused)} of {len(self.who.neighbours)} neighbours; {said}")
+            count = f"{len(self.refused)} of {len(self.who.neighbours)} neighbours"
+            raise RefusedError(f"{count} have not agreed to what this node has; {said}")
