@@ -19,7 +19,7 @@ from fedloom.algorithm.capabilities import (
     UsesProxy,
 )
 from fedloom.algorithm.contract import Algorithm, AnyAlgorithm
-from fedloom.algorithm.traits import Family, Traits
+from fedloom.algorithm.traits import Family, Traits, Weighting
 from fedloom.algorithm.values import (
     Carry,
     HasModel,
@@ -66,6 +66,7 @@ __all__ = [
     "Unlearns",
     "Update",
     "UsesProxy",
+    "Weighting",
     "Work",
     "like",
 ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from pydantic import Field
 
 Family: TypeAlias = Literal["server", "personal", "closed_form", "gossip"]
+Weighting: TypeAlias = Annotated[
+    Literal["samples", "uniform"], Field(description="weight clients by their number of examples, or equally")
+]
 
 
 class Traits(NamedTuple):
@@ -70,3 +75,7 @@ class Traits(NamedTuple):
     unit_uploads: bool = False
     tolerates_noise: bool = False
     size_varies: bool = False
+
+    def weighted_by(self, weighting: str, **others: Any) -> Traits:
+        """With these others, the traits of a method whose setting ``weighting`` decides how clients count."""
+        return self._replace(weighs_examples=weighting != "uniform", equal_if_private=False, **others)

@@ -30,7 +30,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Work, like
+from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Weighting, Work, like
 from fedloom.core.schema import when
 
 
@@ -43,15 +43,11 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
     sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
     discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
     exponent: Annotated[PositiveFloat, when(discount="polynomial")] = Field(0.5, description="a")
-    weighting: Literal["samples", "uniform"] = Field(
-        "uniform", description="weight clients by their number of examples, or equally"
-    )
+    weighting: Weighting = "uniform"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
-            synchronous=False, weighs_examples=self.weighting == "samples", equal_if_private=False
-        )
+        return super().traits.weighted_by(self.weighting, synchronous=False)
 
     def init(self, w: Tensor) -> Model:
         return Model(w)

@@ -13,12 +13,12 @@ local training only; the larger mu, the nearer v_k stays to w. BatchNorm's stati
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, HasPhases, Model, Phase, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, HasPhases, Model, Phase, TrainsParts, Traits, Update, Weighting, Work
 from fedloom.core.task import Batch
 
 
@@ -40,18 +40,15 @@ class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts):
     mu: NonNegativeFloat = Field(0.1, description="how strongly a client's own model is held near the common one")
     personal_epochs: PositiveInt = Field(1, description="passes over the data in which a client trains its own model")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["samples", "uniform"] = Field(
-        "samples", description="weight clients by their number of examples, or equally"
-    )
+    weighting: Weighting = "samples"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
+        return super().traits.weighted_by(
+            self.weighting,
             served="post_fit",
             distinct=True,
             server_lr=self.server_lr,
-            weighs_examples=self.weighting == "samples",
-            equal_if_private=False,
             pull=("mu",),
         )
 

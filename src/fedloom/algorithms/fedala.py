@@ -39,6 +39,7 @@ from fedloom.algorithm import (
     TrainsParts,
     Traits,
     Update,
+    Weighting,
     Work,
 )
 from fedloom.core.schema import other_than, when
@@ -96,15 +97,11 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
     model_mode: Annotated[Literal["train", "eval"], _WORKS] = Field(
         "train", description="mode of dropout and BatchNorm during ALA"
     )
-    weighting: Literal["samples", "uniform"] = Field(
-        "samples", description="weight clients by their number of examples, or equally"
-    )
+    weighting: Weighting = "samples"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
-            distinct=True, weighs_examples=self.weighting == "samples", equal_if_private=False
-        )
+        return super().traits.weighted_by(self.weighting, distinct=True)
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
         return {"local": {"state": "persist"}}

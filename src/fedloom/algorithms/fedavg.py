@@ -30,9 +30,7 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
-            weighs_examples=self.weighting != "uniform", equal_if_private=False, server_lr=self.server_lr
-        )
+        return super().traits.weighted_by(self.weighting, server_lr=self.server_lr)
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         return server._replace(w=server.w + like(self.server_lr * self.mean(inbox), server.w))

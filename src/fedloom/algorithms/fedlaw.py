@@ -162,12 +162,11 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
+        return super().traits.weighted_by(
+            self.weighting,
             each_upload=True,
             distinct=True,
             tolerates_noise=True,
-            weighs_examples=self.weighting == "samples",
-            equal_if_private=False,
         )
 
     def bind(self, setup: Setup) -> Self:

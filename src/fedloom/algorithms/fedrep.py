@@ -45,6 +45,7 @@ from fedloom.algorithm import (
     TrainsParts,
     Traits,
     Update,
+    Weighting,
     Work,
 )
 from fedloom.core.errors import ConfigError, Fault, nearest
@@ -98,9 +99,7 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         1, description="passes over the data in which only the private part is trained"
     )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["samples", "uniform"] = Field(
-        "samples", description="weight clients by their number of examples, or equally"
-    )
+    weighting: Weighting = "samples"
 
     _layout: Layout | None = PrivateAttr(None)
 
@@ -121,13 +120,12 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
+        return super().traits.weighted_by(
+            self.weighting,
             has_global_model=False,
             distinct=True,
             served="post_fit" if self.schedule == "body" else "pre_fit",
             server_lr=self.server_lr,
-            weighs_examples=self.weighting == "samples",
-            equal_if_private=False,
         )
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from fedloom.algorithm import Algorithm, Model, Setup, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Model, Setup, Traits, Update, Weighting, Work
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import over, when
 from fedloom.core.task import Batch
@@ -44,16 +44,11 @@ class Moon(Algorithm[Model, Mine, Update]):
         "skip", description="what stands for v_prev in a client's first round"
     )
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-
-    weighting: Literal["samples", "uniform"] = Field(
-        "samples", description="weight clients by their number of examples, or equally"
-    )
+    weighting: Weighting = "samples"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
-            distinct=True, server_lr=self.server_lr, weighs_examples=self.weighting == "samples", equal_if_private=False
-        )
+        return super().traits.weighted_by(self.weighting, distinct=True, server_lr=self.server_lr)
 
     def bind(self, setup: Setup) -> Self:
         task = setup.task

@@ -18,12 +18,12 @@ BatchNorm's statistics are those of w_k.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Carry, Model, TrainsParts, Traits, Update, Work
+from fedloom.algorithm import Algorithm, Carry, Model, TrainsParts, Traits, Update, Weighting, Work
 from fedloom.core.task import Batch
 
 
@@ -45,19 +45,16 @@ class PFedMe(Algorithm[Model, Mine, Update], TrainsParts):
     inner_steps: PositiveInt = Field(5, description="K: steps of a client's own model for each batch")
     inner_lr: PositiveFloat = Field(0.01, description="learning rate of these steps; local.lr is that of w")
     beta: PositiveFloat = Field(1.0, description="how far the server goes to the clients' mean; beyond it above 1")
-    weighting: Literal["uniform", "samples"] = Field(
-        "uniform", description="weight clients equally, or by their number of examples"
-    )
+    weighting: Weighting = "uniform"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
+        return super().traits.weighted_by(
+            self.weighting,
             served="post_fit",
             distinct=True,
             gradients_per_step=float(self.inner_steps),
             server_lr=self.beta,
-            weighs_examples=self.weighting == "samples",
-            equal_if_private=False,
             pull=("lam", "inner_lr"),
         )
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Inbox, Surveys, Traits, Work, like
+from fedloom.algorithm import Algorithm, Inbox, Surveys, Traits, Weighting, Work, like
 from fedloom.core.task import Batch
 
 
@@ -39,18 +39,15 @@ class Moved(NamedTuple):
 class Scaffold(Algorithm[Server, Mine, Moved], Surveys):
     option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
     server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
-    weighting: Literal["uniform", "samples"] = Field(
-        "uniform", description="weight clients equally, or by their number of examples, in the model's mean"
-    )
+    weighting: Weighting = "uniform"
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(
+        return super().traits.weighted_by(
+            self.weighting,
             plain_sgd=True,
             distinct=True,
             mirrored=True,  # c is the mean of all c_i
-            weighs_examples=self.weighting == "samples",
-            equal_if_private=False,
             server_lr=self.server_lr,
         )
 
