@@ -18,6 +18,7 @@ from fedloom.core import usercode
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
 from fedloom.runs.folder import write_text
+from fedloom.runs.tracking import refuse_missing_trackers
 
 
 def run(
@@ -40,6 +41,8 @@ def run(
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)
+    for cell in planned.cells:
+        refuse_missing_trackers(cell.config)
     planned = equalised(planned, root)
     with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)

@@ -27,6 +27,7 @@ from fedloom.runs.folder import RunFolder, Timing, intact, storage
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import Config
+from fedloom.runs.tracking import tracking
 
 _ONE_SIGNAL = 2.0  # seconds within which several ranks may receive one signal more than once
 
@@ -111,8 +112,11 @@ def _rounds(
     listener.started(prepared._replace(config=config._replace(notes=(*config.notes, *notes))), path, state.round)
     earlier = folder.spent() if folder else 0.0
     began = time.perf_counter()
-    with _interruptible(listener, exp.ranks) as stop:
-        records += _first_line(run, state, records)
+    with _interruptible(listener, exp.ranks) as stop, tracking(prepared, path, state.round) as tracked:
+        first = _first_line(run, state, records)
+        records += first
+        for line in first:
+            tracked.track(line)
         newest, saved, reported = records[-1], state.round, 0
         coming = rounds(exp, state, run.store)
         while state.round < exp.rounds:
@@ -125,11 +129,14 @@ def _rounds(
             newest = lines[-1] if lines and evaluates(lines[-1], state.round) else newest
             clock.append(time.perf_counter())
             _write(run, done, lines)
+            for line in lines:
+                tracked.track(line)
             ends = exp.ranks.any_rank(stop.is_set()) or state.round == exp.rounds
             saved = _save(run, state, saved, ends=ends)
             clock.append(time.perf_counter())
             noted = cuda_graphs.built(exp.task).notes
-            listener.advanced(_progress(run, done, newest, clock, noted[reported:]))
+            said = (*noted[reported:], *tracked.new_notes())
+            listener.advanced(_progress(run, done, newest, clock, said))
             reported = len(noted)
             if ends and state.round < exp.rounds:
                 raise InterruptedRun(path, state.round)

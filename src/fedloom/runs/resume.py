@@ -28,6 +28,7 @@ from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
 from fedloom.runs.settings import Config, config_hash, parse, read_toml
+from fedloom.runs.tracking import refuse_missing_trackers
 
 
 def resume(
@@ -58,6 +59,7 @@ def resume(
         with ranks.agreed():
             changed = changes_since(path, accept_changes)
             config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)
+            refuse_missing_trackers(config)
             refuse_other_noise(path, config)
             key = key_of(path, config)
         arrays = as_arrays(data, config.basics.seed, numbers=config.task.is_regression)

@@ -51,6 +51,15 @@ class Basics(Spec):
     seed: NonNegativeInt = Field(0, lt=1 << 63, description="all randomness follows from it")
     rounds: PositiveInt = Field(50, description="how many rounds to train")
     name: str = Field("", max_length=200, description="a name for the run folder; unset: algorithm, data and seed")
+    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = Field(
+        (),
+        description="also send evaluations to these, as track=tensorboard: see docs/run-folder.md; changes no number",
+    )
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_or_more(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else given
 
 
 class Engine(Spec):
@@ -451,7 +460,7 @@ def hash_of(hashed: Mapping[str, Any]) -> str:
 def as_hashed(config: Config) -> dict[str, Any]:
     """The experiment without the settings that cannot change a number."""
     table = as_table(config)
-    for section in ("checkpoint", "name"):
+    for section in ("checkpoint", "name", "track"):
         table.pop(section, None)
     for section in ("corruption", "aggregation", "privacy", "task"):  # which do nothing unless they are asked to
         if getattr(config, section) == SECTIONS[section]():

@@ -24,6 +24,7 @@ from fedloom.runs.overrides import override
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
 from fedloom.runs.settings import Config, as_toml, parse, read_toml
+from fedloom.runs.tracking import refuse_missing_trackers
 
 
 def run(
@@ -93,6 +94,7 @@ def start(
     listener: Listener | None = None,
 ) -> History:
     """Run a new experiment from its first round; ``numbered``: if ``out`` is taken, in ``out-2`` and so on."""
+    refuse_missing_trackers(config)
     prepared, ranks = prepare_on_ranks(config, root, arrays), joined()
 
     def new(path: Path) -> RunFolder:

@@ -1,0 +1,203 @@
+"""Evaluations sent to TensorBoard, MLflow or Weights & Biases, where ``track`` names them.
+
+Each writes where it always does: TensorBoard into the run folder, MLflow into ``mlflow.db`` of the working folder (or
+where ``MLFLOW_TRACKING_URI`` says), Weights & Biases offline into ``wandb/`` (see ``WANDB_DIR`` and ``WANDB_MODE``). No
+number of a run depends on it, and a tracker that fails does not end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.vocabulary import is_evaluation
+from fedloom.runs.folder import write_text
+from fedloom.runs.look import flattened
+from fedloom.runs.prepare import Prepared
+from fedloom.runs.settings import Config, as_table, as_toml
+
+_IDENTITIES = "tracking.json"  # by which trackers find a run again that goes on
+_MODULES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+_MOST = 100  # settings that MLflow takes at once
+
+
+class _About(NamedTuple):
+    """The run that is tracked."""
+
+    config: Config
+    path: Path | None  # its folder
+    done: int  # rounds that were done before
+    identity: str  # under which a tracker knows it already
+
+    @property
+    def name(self) -> str:
+        return self.path.name if self.path is not None else self.config.basics.name or self.config.kinds["algorithm"]
+
+
+class _Tracker(Protocol):
+    identity: str
+
+    def log(self, round_: int, metrics: Mapping[str, float]) -> None: ...
+
+    def end(self, outcome: str) -> None: ...
+
+
+def refuse_missing_trackers(config: Config) -> None:
+    """Refuse to begin where a tracker is not installed."""
+    missing = [name for name in config.basics.track if find_spec(_MODULES[name]) is None]
+    faults = [Fault("track", f"{name} is not installed", f"pip install 'fedloom[{name}]'") for name in missing]
+    if faults:
+        raise ConfigError(faults)
+
+
+class Tracking:
+    """What every evaluation is handed to."""
+
+    def __init__(self, trackers: Mapping[str, _Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self._notes: list[str] = []
+
+    def track(self, line: Mapping[str, Any]) -> None:
+        """Send an evaluation to all trackers; other lines are none."""
+        if is_evaluation(line):
+            metrics = {name: value for name, value in line.items() if name not in ("round", "excluded")}
+            self._each(lambda tracker: tracker.log(line["round"], metrics))
+
+    def end(self, outcome: str) -> None:
+        self._each(lambda tracker: tracker.end(outcome))
+
+    def new_notes(self) -> tuple[str, ...]:
+        """What a user should know, once."""
+        said, self._notes = tuple(self._notes), []
+        return said
+
+    def _each(self, act: Callable[[_Tracker], None]) -> None:
+        """Let every tracker act; one that fails is left out from then on, and the run goes on."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                self._notes.append(f"{name} has failed, and the run goes on without it: {error}")
+
+
+@contextmanager
+def tracking(prepared: Prepared, path: Path | None, done: int) -> Iterator[Tracking]:
+    """The trackers of a run from here to its end; rank 0 speaks for all."""
+    config = prepared.config
+    names: tuple[str, ...] = config.basics.track if prepared.experiment.ranks.rank == 0 else ()
+    known = _identities(path)
+    trackers = {name: _TRACKERS[name](_About(config, path, done, known.get(name, ""))) for name in names}
+    if path is not None and trackers:
+        write_text(path / _IDENTITIES, json.dumps({name: each.identity for name, each in trackers.items()}) + "\n")
+    tracked, outcome = Tracking(trackers), "FAILED"
+    try:
+        yield tracked
+        outcome = "FINISHED"
+    except KeyboardInterrupt:
+        outcome = "KILLED"
+        raise
+    finally:
+        tracked.end(outcome)
+
+
+def _identities(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    with suppress(OSError, ValueError):
+        found = json.loads((path / _IDENTITIES).read_bytes())
+        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    return {}
+
+
+class _TensorBoard:
+    def __init__(self, about: _About) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = about.path / "tensorboard" if about.path is not None else Path("runs") / "tensorboard" / about.name
+        again = {"purge_step": about.done + 1} if about.done else {}  # what came after that round is forgotten
+        self.identity = str(folder)
+        self._writer: Any = SummaryWriter(str(folder), **again)
+        self._writer.add_text("settings", f"```toml\n{as_toml(about.config)}\n```", about.done)
+
+    def log(self, round_: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, round_)
+        self._writer.flush()
+
+    def end(self, outcome: str) -> None:  # noqa: ARG002
+        self._writer.close()
+
+
+class _MLflow:
+    def __init__(self, about: _About) -> None:
+        for name, usual in (("DISABLE_TELEMETRY", "true"), ("LOGGING_LEVEL", "WARNING")):
+            os.environ.setdefault(f"MLFLOW_{name}", usual)
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        self._client: Any = MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{Path('mlflow.db').absolute()}")
+        )
+        self.identity = about.identity
+        with suppress(MlflowException):
+            if about.identity:
+                self._client.update_run(about.identity, status="RUNNING")
+                return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedloom")
+        known = self._client.get_experiment_by_name(name)
+        home = known.experiment_id if known is not None else self._client.create_experiment(name)
+        self.identity = self._client.create_run(home, run_name=about.name).info.run_id
+        self._settings(flattened(as_table(about.config)))
+
+    def _settings(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        found = [Param(key, str(value)) for key, value in settings.items()]
+        for first in range(0, len(found), _MOST):
+            self._client.log_batch(self.identity, params=found[first : first + _MOST])
+
+    def log(self, round_: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.identity, metrics=[Metric(k, float(v), now, round_) for k, v in metrics.items()])
+
+    def end(self, outcome: str) -> None:
+        self._client.set_terminated(self.identity, outcome)
+
+
+class _Wandb:
+    def __init__(self, about: _About) -> None:
+        import wandb
+
+        self.identity = about.identity or uuid.uuid4().hex[:8]
+        usual: dict[str, Any] = {"mode": "offline", "project": "fedloom"}
+        self._run: Any = wandb.init(
+            **{key: value for key, value in usual.items() if f"WANDB_{key.upper()}" not in os.environ},
+            id=self.identity,
+            name=about.name,
+            config=as_table(about.config),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+
+    def log(self, round_: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=round_)
+
+    def end(self, outcome: str) -> None:
+        self._run.finish(exit_code=0 if outcome == "FINISHED" else 1)
+
+
+_TRACKERS: dict[str, Callable[[_About], _Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "mlflow": _MLflow,
+    "wandb": _Wandb,
+}
