@@ -13,8 +13,11 @@ import pytest
 from conftest import EVIL
 from fedloom.compare.look import look_at
 from fedloom.core.errors import CheckpointError, ConfigError
+from fedloom.report.comparison import notes, statistics
+from fedloom.report.comparison.question import Versus
 from fedloom.report.page import language
 from fedloom.report.page.render import page
+from support.comparisons import question, result
 from support.terminal import Quick
 
 HOME = Path(language.__file__).parent
@@ -121,6 +124,33 @@ def test_every_phrase_is_said_in_chinese(compared: Path) -> None:
     text = page(look_at([compared]), "zh")
     assert '<html lang="zh-Hans">' in text
     assert any(verdict in text for verdict in ("无法判定", "不成立", "成立"))
+
+
+def test_notes_of_comparisons_are_said_in_chinese(compared: Path) -> None:
+    """Those of a real page, and each kind that there is; words of a recipe stay as they are."""
+    text = page(look_at([compared]), "zh")
+    assert "rank by the mean" not in text
+    assert "按最后十次评估的均值排名" in text
+    runs = [result(m, s, [0.1, 0.5], work_gradients=g) for m, g in (("a", 5), ("b", 9)) for s in (0, 1)]
+    lost = [*runs[:3], result("b", 1, [0.1], "diverged")]
+    metrics = {"a": "global/test/accuracy", "b": "personal/pre_fit/test/accuracy"}
+    asked = [
+        question(("a", "b"), seeds, **more)
+        for seeds in (1, 2)
+        for more in (
+            {"target": 0.4, "paper": {((), "a"): 0.5}, "selected_by": {"a": "global/validation/accuracy"}},
+            {"gain": Versus("a", ("b",)), "equal": "gradients", "budgets": {(): 5.0}},
+            {"equal": "bytes", "budgets": {(): 1e-6}},
+            {"equal": "busiest", "budgets": {(): 1.0}},
+            {"metrics": metrics},
+            {"metrics": metrics, "wanted": "personal/*/test/accuracy"},
+        )
+    ]
+    said = {n for q in asked for cells in (runs, lost) for n in notes.notes(q, statistics.rows(q, cells))}
+    assert len(said) > 12
+    assert [note for note in said if language.sentence_in("zh", note) == note] == []
+    assert language.sentence_in("zh", "my own words") == "my own words"
+    assert language.sentence_in("zh", "fedala - paper (alpha=0.1)") == "fedala - 论文数值（alpha=0.1）"
 
 
 def test_several_runs_are_listed_side_by_side(compared: Path, hostile_run: Path) -> None:

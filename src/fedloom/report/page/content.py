@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.report import topology
-from fedloom.report.page.language import Language, Say, meaning_in, speaker
+from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
 from fedloom.report.page.parts import (
     Card,
     PageCell,
@@ -92,6 +92,10 @@ class _Spoken(NamedTuple):
 
     say: Say
     language: Language
+
+    def sentence(self, written: Any) -> str:
+        """A sentence that a comparison wrote into its folder."""
+        return sentence_in(self.language, str(written))
 
 
 def content_of(view: AnyView, language: Language) -> Content:
@@ -195,6 +199,7 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
     say, metric = words.say, str(view.summary.get("metric") or standing_for(view.cells))
     blank = _blank(view.cells, of_comparison(view, metric), words)
     decided = [each for each in _list(view.summary.get("claims")) if isinstance(each, Mapping)]
+    written = [*_list(_choice(view).get("notes")), *_list(view.summary.get("notes"))]
     return blank._replace(
         title=view.name,
         kind=say("Comparison"),
@@ -202,7 +207,7 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
         cards=_comparison_cards(view, metric, decided, words),
         claims=_claims(decided, metric, words) if decided else None,
         results=(*_selected(view, words), *_results(view, words)),
-        notes=tuple(str(note) for note in [*_list(_choice(view).get("notes")), *_list(view.summary.get("notes"))]),
+        notes=tuple(map(words.sentence, written)),
         progress=_comparison_progress(view, words),
         log=tuple(line for cell in view.cells if cell.state == "unfinished" for line in _log(cell, 5)),
     )
@@ -234,23 +239,21 @@ def _claims(decided: Sequence[Mapping[str, Any]], metric: str, words: _Spoken) -
     lines = []
     for each in decided:
         verdict = str(each.get("verdict"))
-        gaps = [
-            _difference(gap, metric, words.say) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)
-        ]
+        gaps = [_difference(gap, metric, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
         cells = (PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")), PageCell(str(each.get("claim"))))
         lines.append(PageLine((*cells, PageCell(str(each.get("source", ""))), PageCell("; ".join(gaps)))))
     return PageTable(heads, tuple(lines))
 
 
-def _difference(gap: Mapping[str, Any], metric: str, say: Say) -> str:
+def _difference(gap: Mapping[str, Any], metric: str, words: _Spoken) -> str:
     mean, low, high = (gap.get(key) for key in ("mean", "low", "high"))
+    what = words.sentence(gap.get("what"))
     if not isinstance(mean, int | float):
-        return f"{gap.get('what')}: {say('no seed finished')}"
+        return f"{what}: {words.say('no seed finished')}"
     scale = 100 if shown(0.5, metric).endswith("%") else 1
-    words = f"{gap.get('what')}: {scale * mean:+.3g}"
     if not isinstance(low, int | float) or not isinstance(high, int | float):
-        return f"{words} ({say('one seed')})"
-    return f"{words} [{scale * low:+.3g}, {scale * high:+.3g}]"
+        return f"{what}: {scale * mean:+.3g} ({words.say('one seed')})"
+    return f"{what}: {scale * mean:+.3g} [{scale * low:+.3g}, {scale * high:+.3g}]"
 
 
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:

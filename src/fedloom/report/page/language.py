@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 from fedloom.core.vocabulary import SPREAD, meaning
@@ -10,7 +12,7 @@ from fedloom.core.vocabulary import SPREAD, meaning
 Language = Literal["en", "zh"]
 Say = Callable[[str], str]
 
-# English on the left is also the key. What is not here (names, notes, settings) stays as it was written.
+# English on the left is also the key. What is not here (names, settings) stays as it was written.
 _CHINESE = {
     "fedloom report": "fedloom 报告",
     "Run": "单次运行",
@@ -209,6 +211,103 @@ _CHINESE_MEASURES = {
     "relative": "该距离与平均模型长度之比",
 }
 _CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端的标准差", "_worst10": "最差 10% 客户端的均值"}
+
+# Notes below tables and names of differences, as comparisons write them; {} is what differs from one to the other.
+_CHINESE_SENTENCES = {
+    "{}: mean ± sample standard deviation over {} seeds; rank by the mean of the last ten evaluations.": (
+        "{}：{} 个随机种子的均值 ± 样本标准差；按最后十次评估的均值排名。"
+    ),
+    "{}: values of {} seed; rank by the mean of the last ten evaluations.": (
+        "{}：{} 个随机种子的结果；按最后十次评估的均值排名。"
+    ),
+    "p: one seed gives none; take more seeds to tell methods apart.": (
+        "p 值：只有一个随机种子，无法计算；要区分各方法，请使用更多种子。"
+    ),
+    "p: paired t-test against {} over the seeds, two-sided, not corrected for many methods.": (
+        "p 值：各种子上与 {} 的配对 t 检验（双侧），未作多重比较校正。"
+    ),
+    (
+        "p: paired t-test against {} over the seeds, two-sided, not corrected for many methods; {} seeds are few, so a "
+        "p-value says little here."
+    ): "p 值：各种子上与 {} 的配对 t 检验（双侧），未作多重比较校正；只有 {} 个种子，p 值参考意义有限。",
+    (
+        "Evaluations of a run: only {}; the mean of the last ten is then the mean of the whole curve, and favours "
+        "methods that learn fast at first. More rounds, or a smaller evaluate.every, give ten."
+    ): (
+        "每次运行只评估了 {} 次：此时“最后十次均值”就是整条曲线的均值，对前期收敛快的方法有利。"
+        "增加轮数或减小 evaluate.every 可得到十次评估。"
+    ),
+    "Methods are evaluated at different moments of a round, as the metric's name says.": (
+        "各方法在一轮中的评估时刻不同，见指标名称。"
+    ),
+    "The methods share no accuracy: only those with the baseline's metric are ranked and tested.": (
+        "各方法没有共同的准确率指标：只对与基线指标相同的方法排名和检验。"
+    ),
+    "validation: on rows that nobody trained on and the test does not have; * is what was chosen by it.": (
+        "validation：在既未用于训练、也不在测试集中的样本上；* 为据此选出的设置。"
+    ),
+    'Until the target: at the first evaluation that reaches it; "-" where some seeds never do.': (
+        "达到目标：首次达到目标的评估；“-”表示有种子始终未达到。"
+    ),
+    "Equal {}: each method trains for as many rounds as {} gradients of a batch allow; {}": (
+        "等量对比（{}）：每个方法训练的轮数由 {} 次批梯度计算决定；表中的轮数、梯度次数和 MB 为实际花费。"
+    ),
+    "Equal {}: each method trains for as many rounds as {} MB sent by all together allow; {}": (
+        "等量对比（{}）：每个方法训练的轮数由总通信量 {} MB 决定；表中的轮数、梯度次数和 MB 为实际花费。"
+    ),
+    "Equal {}: each method trains for as many rounds as {} MB through the busiest end allow; {}": (
+        "等量对比（{}）：每个方法训练的轮数由最繁忙一端的通信量 {} MB 决定；表中的轮数、梯度次数和 MB 为实际花费。"
+    ),
+    "{} spends none of it, and has the rounds of the experiment.": "{} 不消耗该资源，轮数与实验设置相同。",
+    "{} came to {} of that: how much it trains is known only after training.": (
+        "{} 实际花费为预算的 {}：训练量在训练之后才知道。"
+    ),
+    "{} came to {} of that: one round is more than that.": "{} 实际花费为预算的 {}：一轮就已超出预算。",
+    "{} came to {} of that: a second round would be more than that.": "{} 实际花费为预算的 {}：再多一轮就会超出预算。",
+    "A method that did not finish with every seed is not ranked; its values are of the other seeds.": (
+        "有种子未完成的方法不参与排名；其数值来自其余种子。"
+    ),
+    "paper: the value that the paper reports, not one that was measured here.": "paper：论文报告的数值，并非本次测得。",
+    "gain of {}: relative to the best of {} in the same column.": "gain of {}：相对于同一列中 {} 里最优者的提升。",
+    "epsilon: other seeds share the same data out to other clients; they all reveal something of an example.": (
+        "epsilon：其他种子将同样的数据分给不同的客户端；它们都会透露样本的部分信息。"
+    ),
+    "epsilon: {} at delta {}, for each {} ({}).": "epsilon：{}，delta 为 {}，单位为每个 {}（{}）。",
+    "epsilon: {}; {} cells on the same data add up to epsilon {} at delta {}, for each {} ({}).": (
+        "epsilon：{}；同一数据上的 {} 次运行合计 epsilon {}，delta 为 {}，单位为每个 {}（{}）。"
+    ),
+    (
+        "chosen: for each method the {} with the best {} (the mean of its last evaluations, ten at most, over all "
+        "seeds; the test rows have no part in the choice)."
+    ): "选择方式：对每个方法，取 {} 中 {} 最优者（所有种子上最后至多十次评估的均值）；测试样本不参与选择。",
+    "{}: nothing to choose from, since no place finished with every seed.": (
+        "{}：没有任何设置在所有种子上完成，无从选择。"
+    ),
+    "{} of {} cells are missing: the comparison has not ended": "对比尚未结束：{} / {} 次运行尚无结果",
+    "range of {} - of {}, {} places": "{} 的极差 - {} 的极差，{} 处",
+    "{} - paper": "{} - 论文数值",
+    "{} - paper ({})": "{} - 论文数值（{}）",
+}
+
+
+def sentence_in(language: Language, sentence: str) -> str:
+    """A sentence that a comparison wrote; in English where no translation is known, as for words of a recipe."""
+    if language == "en":
+        return sentence
+    for pattern, chinese in _patterns():
+        found = pattern.fullmatch(sentence)
+        if found:
+            return chinese.format(*found.groups())
+    return sentence
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Each English sentence as a pattern that finds what stands at its {}."""
+    return tuple(
+        (re.compile("(.+?)".join(map(re.escape, english.split("{}")))), chinese)
+        for english, chinese in _CHINESE_SENTENCES.items()
+    )
 
 
 def speaker(language: Language) -> Say:
