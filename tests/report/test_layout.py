@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedloom.compare.look import look_at
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.report.comparison import curves, latex, numbers, sheet_latex, sheet_numbers, sheet_text, statistics
@@ -19,6 +20,8 @@ from fedloom.report.comparison import text as text_table
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Caveat, Question, Result, Versus
 from fedloom.report.comparison.sheet import Sheet, sheet_of
+from fedloom.report.page.paper_table import paper_tables
+from fedloom.report.page.render import page
 from fedloom.runs.folder import read_metrics
 from support.terminal import fedloom
 
@@ -187,6 +190,20 @@ def test_the_pictures_are_drawn(made: Made) -> None:
     for name in ("layout.png", "layout.svg", "curves.png"):
         assert (made.folder / name).stat().st_size > 5000
     assert "simulated seconds" in (made.folder / "layout.svg").read_text()
+
+
+def test_the_page_has_the_table_with_the_paper_s_values_below_ours(made: Made) -> None:
+    (fedavg, alone) = paper_tables(look_at([made.folder]), lambda phrase: phrase)
+    assert fedavg.caption == "in the paper's layout, algorithm = FedAvg"
+    assert [column.label for column in fedavg.columns] == ["local.optimizer", "two classes", "d_0.1"]
+    assert [line.cells[0].text for line in fedavg.lines] == ["sgd", "paper", "Adam"]
+    assert fedavg.lines[1].cells[1].text == "99.50 % / 0.001"
+    assert [line.cells[0].text for line in alone.lines] == ["sgd", "Adam"]
+    line = next(
+        c for c in made.csv if (c["algorithm"], c["local.optimizer"], c["partition"]) == ("Alone", "sgd", "d_0.1")
+    )
+    assert alone.lines[0].cells[2].text.startswith(f"{100 * float(line['mean']):.2f} ± ")
+    assert "in the paper&#39;s layout" in page(look_at([made.folder]))
 
 
 @pytest.mark.slow

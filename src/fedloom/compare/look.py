@@ -73,7 +73,8 @@ def comparison(folder: Path, name: str) -> ComparisonView:
     cells = [_cell(folder, line, axes) for line in listed.values()]
     cells += [_begun(home, axes) for home in _unlisted(folder, set(listed))]
     planned = max(len(cells), _planned(spec))
-    return ComparisonView(name, str(folder), axes, tuple(cells), planned, json_file(folder / "summary.json"))
+    summary = json_file(folder / "summary.json")
+    return ComparisonView(name, str(folder), axes, tuple(cells), planned, summary, _table(spec.get("layout")))
 
 
 def _table(value: Any) -> Mapping[str, Any]:

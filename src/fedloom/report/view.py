@@ -86,6 +86,7 @@ class ComparisonView(NamedTuple):
     cells: tuple[RunView, ...]
     planned: int  # how many cells there are to be
     summary: Mapping[str, Any]  # empty before the tables are first written
+    layout: Mapping[str, Any] = {}  # of a paper's table, where the recipe has one
 
 
 class FolderView(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fedloom.report import topology
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
+from fedloom.report.page.paper_table import paper_tables
 from fedloom.report.page.parts import (
     Card,
     PageCell,
@@ -206,7 +207,7 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
         facts=_facts(view.cells, words) if view.cells else (),
         cards=_comparison_cards(view, metric, decided, words),
         claims=_claims(decided, metric, words) if decided else None,
-        results=(*_selected(view, words), *_results(view, words)),
+        results=(*paper_tables(view, say), *_selected(view, words), *_results(view, words)),
         notes=tuple(map(words.sentence, written)),
         progress=_comparison_progress(view, words),
         log=tuple(line for cell in view.cells if cell.state == "unfinished" for line in _log(cell, 5)),

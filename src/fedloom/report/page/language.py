@@ -63,6 +63,7 @@ _CHINESE = {
     "validation": "验证集",
     "chosen": "选定",
     "chosen by validation": "按验证集选定",
+    "in the paper's layout": "按论文表格的版式",
     "paper": "论文数值",
     "baseline": "基线",
     "rounds to target": "达到目标的轮数",

@@ -1,0 +1,55 @@
+"""The table of a comparison in the layout of a paper's: methods down, places across, the paper's values below ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedloom.report.page.language import Say
+from fedloom.report.page.parts import PageCell, PageColumn, PageLine, PageTable, number, with_spread
+from fedloom.report.view import ComparisonView
+
+Spots = Sequence[Mapping[str, Any]]  # what summary.json says of each number: where it stands, and what it is
+
+
+def paper_tables(view: ComparisonView, say: Say) -> tuple[PageTable, ...]:
+    """A table for each place of the axes that go neither down nor across; none where the recipe has no layout."""
+    down, across = view.layout.get("rows"), view.layout.get("columns")
+    found = view.summary.get("layout")
+    if not isinstance(down, str) or not isinstance(across, list) or not isinstance(found, list):
+        return ()
+    spots = [spot for spot in found if isinstance(spot, Mapping)]
+    outer = [axis for axis in ("algorithm", *view.axes) if axis not in (down, *across)]
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for spot in spots:
+        groups.setdefault(_at(spot, outer), []).append(spot)
+    return tuple(
+        _table(group, down, across, ", ".join(f"{a} = {v}" for a, v in zip(outer, place, strict=True)), say)
+        for place, group in groups.items()
+    )
+
+
+def _table(spots: Spots, down: str, across: Sequence[str], caption: str, say: Say) -> PageTable:
+    columns = list(dict.fromkeys(_at(spot, across) for spot in spots))
+    lines = []
+    for row in dict.fromkeys(str(spot.get(down)) for spot in spots):
+        own = [[s for s in spots if str(s.get(down)) == row and _at(s, across) == column] for column in columns]
+        lines.append(PageLine((PageCell(row), *map(_ours, own))))
+        if any(spot.get("paper") is not None for cell in own for spot in cell):
+            lines.append(PageLine((PageCell(say("paper")), *map(_theirs, own)), "paper"))
+    heads = (PageColumn(down), *(PageColumn(", ".join(column), True) for column in columns))
+    title = ", ".join(part for part in (say("in the paper's layout"), caption) if part)
+    return PageTable(heads, tuple(lines), title)
+
+
+def _ours(spots: Spots) -> PageCell:
+    words = [with_spread(s.get("mean"), s.get("std"), str(s.get("metric"))).text for s in spots]
+    return PageCell(" / ".join(words), mark="best" if any(s.get("best") is True for s in spots) else "")
+
+
+def _theirs(spots: Spots) -> PageCell:
+    return PageCell(" / ".join(number(s.get("paper"), str(s.get("metric"))).text for s in spots))
+
+
+def _at(spot: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(spot.get(axis)) for axis in axes)
