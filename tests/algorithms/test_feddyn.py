@@ -226,7 +226,10 @@ def test_a_model_costs_its_bytes_once_each_way(world) -> None:
 
 def test_settings() -> None:
     assert parse({"algorithm": "feddyn"}).notes == ()
-    assert "grow" in parse({"algorithm": {"kind": "feddyn", "alpha": 30.0}, "local": {"lr": 0.1}}).notes[0]
+    assert (
+        "proximal steps diverge"
+        in parse({"algorithm": {"kind": "feddyn", "alpha": 30.0}, "local": {"lr": 0.1}}).notes[0]
+    )
     with pytest.raises(ConfigError, match="alpha"):
         parse({"algorithm": {"kind": "feddyn", "alpha": 0.0}})
     with pytest.raises(ConfigError, match="sampling"):

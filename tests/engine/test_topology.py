@@ -452,7 +452,7 @@ def test_flaws_are_named() -> None:
     assert [f.split(" ")[1] for f in flaws(bad)] == ["negative", "columns"]
     assert flaws(Weights(2, to, by, np.array([np.nan, 1, 1, 0]))) == ["has weights that are not finite"]
     assert flaws(Weights(2, to, by, np.array([0.7, 0.4, 0.3, 0.6])), symmetric=True)[-1] == "is not symmetric"
-    assert "no neighbours" in flaws(Weights(2, to, by, np.full(4, 0.5)), np.zeros((0, 2), dtype=np.int64))[0]
+    assert "not neighbours" in flaws(Weights(2, to, by, np.full(4, 0.5)), np.zeros((0, 2), dtype=np.int64))[0]
 
 
 def test_mixing_that_only_swaps_is_doubted() -> None:

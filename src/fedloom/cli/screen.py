@@ -235,7 +235,7 @@ def _data(prepared: Prepared) -> str:
 
 
 def _kinds(prepared: Prepared) -> str:
-    """What rows are told apart by in the partition."""
+    """The kinds of rows that the partition deals out."""
     return "classes" if prepared.shared.arrays.target is None else "bins of the target"
 
 

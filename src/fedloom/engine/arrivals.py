@@ -159,11 +159,11 @@ def _taken(
             did += client_work(ids, outcome.steps.long().tolist(), None)
     after = state._replace(up=state.up + (up if alg.traits.communicates else 0), gradients=state.gradients + gradients)
     if tally.total is not None:
-        heard = inbox(tally, exp.federation.train.sizes, (exp.seed, int(now.steps)))
-        after = after._replace(server=alg.update(state.server, heard))
+        received = inbox(tally, exp.federation.train.sizes, (exp.seed, int(now.steps)))
+        after = after._replace(server=alg.update(state.server, received))
         if not bool(tree.finite_rows(tree.tmap(lambda x: x[None], after.server), 1)[0]):
-            who = names_of(now.ids[places].tolist())
-            what = f"round {state.round + 1}: the model is no longer finite after {who}"
+            senders = names_of(now.ids[places].tolist())
+            what = f"round {state.round + 1}: the model is no longer finite after {senders}"
             raise DivergedError(f"{what}; {rate(exp, state.round)}")
     return moved_on(exp, after, places, traffic), did, tally.excluded
 

@@ -136,12 +136,12 @@ def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mas
     to, by = pulled(exp, state.round, offline, state.nodes.away.numpy())
     if not len(to):
         return state
-    heard = np.bincount(to, minlength=len(offline))
-    rows = np.flatnonzero(heard)
+    received = np.bincount(to, minlength=len(offline))
+    rows = np.flatnonzero(received)
     asked = np.unique(by)
     whose, where = torch.from_numpy(asked), torch.from_numpy(rows).to(exp.device)
     models = torch.cat([part.w for part in everyones_models(exp, state, store, whose)])
-    plain = Weights(len(offline), to, np.searchsorted(asked, by), 1.0 / heard[to])
+    plain = Weights(len(offline), to, np.searchsorted(asked, by), 1.0 / received[to])
     taken = tree.take(mixed_rows(plain, (models, state.buffers[whose.to(exp.device)])), where)
     w, buffers = tree.tmap(
         lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server.w, state.buffers), taken
@@ -285,8 +285,8 @@ def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Train
             f"round {state.round + 1}: node {int(after.argmin())} is left with a mass of {after.min():.2g}, too little "
             "to divide by (try a lower topology.link_loss)"
         )
-    heard = _statistics(exp, weights, buffers, push=push)
-    mixed = tree.where(torch.from_numpy(done.ok).to(exp.device), heard.to(state.buffers.dtype), state.buffers)
+    received = _statistics(exp, weights, buffers, push=push)
+    mixed = tree.where(torch.from_numpy(done.ok).to(exp.device), received.to(state.buffers.dtype), state.buffers)
     mail = Mail(weights, uploads, envelopes(exp, weights, after if push else None), done.ok)
     server, apart = delivered(exp, state, store, mail, apart)
     found = apart.named(done.ok) if apart is not None else {}
@@ -312,10 +312,10 @@ def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T,
     extra = [
         tree.take(past.sent[a - 1], torch.from_numpy(old[old[:, 0] == a, 1]).to(device)) for a in np.unique(old[:, 0])
     ]
-    heard = last.copy()
-    heard[whole.to[up & link], whole.by[up & link]] = at.round
+    received = last.copy()
+    received[whole.to[up & link], whole.by[up & link]] = at.round
     weights = cut(whole._replace(by=by), up | again, "self")
-    return weights, tree.cat([sent, *extra]), Past(torch.from_numpy(heard), (sent, *past.sent)[: len(past.sent)])
+    return weights, tree.cat([sent, *extra]), Past(torch.from_numpy(received), (sent, *past.sent)[: len(past.sent)])
 
 
 def _older(past: Any) -> Any:
@@ -354,11 +354,11 @@ def _by_rows(
     weights, uploads, read, ok = mail
     rows = NodeRows(store, weights.nodes)
     for part in _parts(weights.nodes, exp.lanes):
-        heard = tree.take(read._replace(total=()), part)._replace(total=mixed_rows(weights, uploads, part))
+        received = tree.take(read._replace(total=()), part)._replace(total=mixed_rows(weights, uploads, part))
         if apart is not None:
-            apart = apart.seen(_means(heard), ok[part])
+            apart = apart.seen(_means(received), ok[part])
         old, keep_new = tree.take(state.server, part), torch.from_numpy(ok[part]).to(exp.device)
-        new = tree.where(keep_new, mapped(exp.algorithm.update, (0, 0))(old, heard), old)
+        new = tree.where(keep_new, mapped(exp.algorithm.update, (0, 0))(old, received), old)
         rows.write(torch.arange(part.start, part.stop), new)
     return rows.whole(), apart
 
@@ -375,11 +375,11 @@ def _by_columns(
 
     def block(low: int) -> Consensus | None:
         part = slice(low, min(low + WIDE, size))
-        heard = read._replace(total=tree.tmap(lambda x: product(matrix, x), _columns(uploads, part)))
+        received = read._replace(total=tree.tmap(lambda x: product(matrix, x), _columns(uploads, part)))
         old = _columns(server, part)
-        new = update(old, heard)
+        new = update(old, received)
         tree.tmap(Tensor.copy_, _columns(after, part), new if ok.all() else tree.where(keep_new, new, old))
-        return None if apart is None else apart.across(_means(heard), part, ok)
+        return None if apart is None else apart.across(_means(received), part, ok)
 
     seen = in_turn(block, range(0, size, WIDE))
     if apart is not None:
@@ -393,8 +393,8 @@ def _columns(whole: T, part: slice) -> T:
     return tree.tmap(lambda x: x[:, part] if x.dim() > 1 else x, whole)
 
 
-def _means(heard: Inbox[Any]) -> Any:
-    return mapped(lambda inbox: inbox.mean, (0,))(heard)
+def _means(received: Inbox[Any]) -> Any:
+    return mapped(lambda inbox: inbox.mean, (0,))(received)
 
 
 def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any, mass: Any, ok: Mask) -> Any:

@@ -44,9 +44,9 @@ def inbox_of(
     senders = sorted(weights)
     value = np.array([weights[sender] for sender in senders])
     row = Weights(len(senders), np.zeros(len(senders), dtype=np.int64), np.arange(len(senders)), value)
-    heard = [messages[sender] for sender in senders]
-    bodies = tree.stack([(message.upload, message.buffers) for message in heard])
-    mass = np.array([message.mass for message in heard])
+    received = [messages[sender] for sender in senders]
+    bodies = tree.stack([(message.upload, message.buffers) for message in received])
+    mass = np.array([message.mass for message in received])
     total, buffers = tree.take(mixed_rows(row, bodies, slice(0, 1)), 0)
     weight = (row._replace(value=value * mass) if push_sum else row).rows()[0]
     if push_sum:
