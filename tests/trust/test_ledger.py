@@ -222,6 +222,37 @@ def test_epsilon_only_grows(tmp_path: Path, mechanism: str, sampling: str) -> No
     assert told["epsilon"] == pytest.approx(after[-1])
 
 
+@pytest.mark.parametrize("mechanism", ["distributed", "local"])
+def test_epsilon_does_not_fall_when_a_run_goes_back(tmp_path: Path, mechanism: str) -> None:
+    """Rounds that were released stay released, though the run ends before them."""
+    run, private = tmp_path / "run", PRIVATE | {"mechanism": mechanism}
+    started(run, 6, privacy=private, cohort={"sampling": "uniform", "size": 3})
+    whole, once = spent(run), contents(run)
+    resumed(run, at=5)  # to the old end
+    assert contents(run) == once
+    resumed(run, at=5, rounds=5)  # where no round is left to do
+    assert spent(run) == [*whole[:5], whole[6]]
+    assert json.loads((run / "privacy.json").read_text())["epsilon"] == pytest.approx(whole[6])
+    resumed(run, rounds=7)
+    *_, sixth, seventh = spent(run)
+    assert sixth == whole[6]
+    resumed(run, at=6, rounds=6)
+    assert spent(run)[-1] == seventh
+
+
+@pytest.mark.parametrize("place", ["config.toml.part", "checkpoints/.00000003.part"])
+def test_epsilon_does_not_fall_after_a_kill_on_the_way_back(quick: Quick, tmp_path: Path, place: str) -> None:
+    words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=4", "model=logistic")
+    assert quick("run", *words, "checkpoint.every=2", "--out", "run", cwd=tmp_path).code == 0
+    whole = spent(tmp_path / "run")
+    back = ("resume", "run", "--from", "2", "--rounds", "3")
+    assert quick(*back, cwd=tmp_path, crash_at=1, place=place).code == -9
+    assert not (tmp_path / "run" / "checkpoints" / "00000004").exists()
+    assert quick("resume", "run", "--rounds", "3", cwd=tmp_path).code == 0
+    assert spent(tmp_path / "run") == [*whole[:3], whole[4]]
+    assert "epsilon_before" not in json.loads((tmp_path / "run" / "privacy.json").read_text())
+
+
 @pytest.mark.slow
 def test_the_ledger_is_in_the_checkpoint(tmp_path: Path) -> None:
     started(tmp_path / "run", 3, privacy=PRIVATE | {"mechanism": "local"}, cohort={"sampling": "uniform", "size": 2})

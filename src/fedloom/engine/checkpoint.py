@@ -123,6 +123,15 @@ def readable(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def ledgers(folder: Path) -> list[Ledger]:
+    """What the checkpoints whose record is intact say was released, oldest first."""
+    found = []
+    for round_, meta in readable(folder).items():
+        with suppress(TypeError, KeyError, AttributeError, CheckpointError):
+            found.append(_ledger(meta, folder / f"{round_:08d}"))
+    return [ledger for ledger in found if ledger is not None]
+
+
 def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file of the checkpoints; those of large ones are in their records."""
     found = {}

@@ -22,6 +22,7 @@ from fedloom.runs.origin import whereabouts
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.repair import repaired, ways_out
 from fedloom.runs.settings import as_toml, config_hash
+from fedloom.runs.spent import remember, rewrite
 
 
 class Resumption(NamedTuple):
@@ -67,6 +68,7 @@ def _accepted(
 
     Settings that were revised come last, so that a crash on the way leaves the run as it was, at an earlier round.
     """
+    remember(folder, prepared, loaded.state)
     checkpoint.forget_after(folder.checkpoints, loaded.state.round)
     records = _rewound(prepared.experiment, folder, loaded)
     if how.revised:
@@ -75,8 +77,7 @@ def _accepted(
         write_first_files(folder, prepared)
     elif how.revised:
         folder.write("environment.json", read_environment(folder.path) | {"config_hash": config_hash(prepared.config)})
-        if prepared.experiment.guard is not None:
-            folder.write("privacy.json", privacy_record(prepared))
+        rewrite(folder, prepared)
     if how.other_data:
         write_partition(folder, prepared)
     if how.changes:
@@ -100,7 +101,22 @@ def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> l
         checkpoint.rewrite_lengths(folder.checkpoints, done, shorter)
         folder.rewind(shorter, done)
         records.pop()
+    elif records and evaluates(records[-1], done) and done == exp.rounds:
+        records.append(_last_line(exp, folder, records.pop()))
     return records
+
+
+def _last_line(exp: Experiment, folder: RunFolder, line: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation with which a run ends at this checkpoint; it tells all that a private run has spent."""
+    name, spent = ("", 0.0) if exp.guard is None else (exp.guard.metric, exp.guard.spent)
+    if line.get(name, spent) >= spent:
+        return line
+    shorter = folder.before_last()
+    checkpoint.rewrite_lengths(folder.checkpoints, line["round"], shorter)
+    folder.rewind(shorter, line["round"])
+    folder.metrics(line | {name: spent})
+    checkpoint.rewrite_lengths(folder.checkpoints, line["round"], folder.lengths())
+    return line | {name: spent}
 
 
 def blank_client(exp: Experiment) -> Any:

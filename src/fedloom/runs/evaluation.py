@@ -46,10 +46,11 @@ def evaluation_line(
 
 
 def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
-    """Epsilon so far, where uploads are private."""
+    """Epsilon up to this round, where uploads are private; at the end also of later rounds that were taken back."""
     if exp.guard is None or state.ledger is None:
         return {}
-    return {exp.guard.metric: state.ledger.epsilon()}
+    before = exp.guard.spent if state.round == exp.rounds else 0.0
+    return {exp.guard.metric: max(state.ledger.epsilon(), before)}
 
 
 def lines_of(

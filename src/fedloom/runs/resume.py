@@ -28,6 +28,7 @@ from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
 from fedloom.runs.settings import Config, config_hash, parse, read_toml
+from fedloom.runs.spent import with_spent
 from fedloom.runs.tracking import refuse_missing_trackers
 
 
@@ -74,6 +75,7 @@ def resume(
                 other_data = changed_data(path, prepared, accept_changes)
                 if not accept_changes or is_private(path):
                     refuse_other_net(path, prepared)
+                prepared = with_spent(path, prepared)
         revised = rounds is not None or bool(forget)
         how = Resumption(at, revised, repair, (*changed, *other_data), other_data=bool(other_data))
         return drive(prepared, folder, how, listener or SilentListener())

@@ -43,6 +43,7 @@ class Guard(NamedTuple):
     weight: float | None  # by which the sum of a round is divided; None: the number of senders
     sums: HiddenSums | None = None  # where sums over examples are protected
     features: float | None = None  # R, where means over examples are protected in addition to moves
+    spent: float = 0.0  # the largest epsilon that the run has recorded, where it may have gone back since
 
     @property
     def unit(self) -> Literal["client", "example"]:
@@ -69,7 +70,7 @@ class Guard(NamedTuple):
             where = "each client's sums" if self.release.local else "the sums over all clients"
             what = f"features clipped to {self.clip:g} · one example moves sums by {self.reach:.4g} at most · noise "
             what += f"{self.release.noise:.4g} times that in {where}"
-        spent = f"{self.epsilon(rounds):.4g}" if self.release.noise else "infinite: there is no noise"
+        spent = f"{max(self.epsilon(rounds), self.spent):.4g}" if self.release.noise else "infinite: there is no noise"
         simulated = f" ({SIMULATED})" if self.key.public else ""
         return (
             f"{what} · after {rounds} rounds epsilon {spent} at delta {self.delta:g}, for each {self.unit}{simulated}"
@@ -107,7 +108,7 @@ class Guard(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """What a run folder records of its privacy; infinity, which JSON cannot write, is None."""
-        spent = self.epsilon(len(self.releases) - 1)
+        spent = max(self.epsilon(len(self.releases) - 1), self.spent)
         own = {
             **self.release._asdict(),
             "clip": self.clip,
