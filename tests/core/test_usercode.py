@@ -71,6 +71,10 @@ def deal(y, clients, command=""):
 
 def slow():
     return sgd()
+
+
+def error(outputs, y):
+    return (outputs.sum(-1) - y) ** 2
 """
 
 
@@ -131,6 +135,27 @@ def test_not_even_the_user_makes_a_callable_of_a_module_a_kind(quick: Quick, des
     for command in ("run", "partition"):
         refused(quick(command, *words, cwd=desk), desk, "is not a")
     assert files(desk) == before
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:print", "mine.py:system"])
+def test_a_loss_is_a_function_of_a_file(quick: Quick, desk: Path, name: str) -> None:
+    (desk / "mine.py").write_text("from os import system\n")
+    before = files(desk)
+    refused(quick("run", *QUICK, f"task.loss={name}", cwd=desk), desk, f"task.loss: '{name}' is not a function")
+    assert files(desk) == before
+
+
+def test_a_loss_does_not_run_without_consent(quick: Quick, desk: Path, world_outside: dict[str, str]) -> None:
+    """It is not loaded before it is needed: to show the settings, or to share out rows, it is not."""
+    written(desk.parent / "theirs" / "config.toml", {"task": {"loss": "../theirs/evil.py:error"}})
+    for words in (("run", "../theirs/config.toml"), ("resume", "../theirs")):
+        refused(quick(*words, cwd=desk, env=world_outside), desk, "task.loss", "is code in", "evil.py", "--trust")
+    for words in (("run", "../theirs/config.toml", "--print-config"), ("partition", "../theirs/config.toml")):
+        assert quick(*words, cwd=desk, env=world_outside).code == 0
+        assert not (desk.parent / "marker").exists()
+    done = quick("run", "../theirs/config.toml", "--trust", "local.lr=0.001", "--out", "r", cwd=desk, env=world_outside)
+    assert done.code == 0, done.err
+    assert (desk.parent / "marker").exists()
 
 
 def test_a_base_class_is_no_kind(quick: Quick, desk: Path) -> None:

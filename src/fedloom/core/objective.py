@@ -93,6 +93,9 @@ def _row_loss(task: Objective, outputs: int) -> RowLoss:
 def _own_loss(name: str, outputs: int, *, regression: bool) -> RowLoss:
     """The user's function, once it has turned out to give a loss for each row."""
     found = usercode.load_code(name, "task.loss")
+    if not (usercode.is_written(found, name) or usercode.is_in_program(found, name)):
+        what = f"'{name}' is not a function of outputs and labels that a .py file defines"
+        raise ConfigError([Fault("task.loss", what, "name it as file.py:function")])
     y = torch.zeros(2) if regression else torch.zeros(2, dtype=torch.int64)
     try:
         shape = tuple(found(torch.zeros(2, outputs), y).shape)

@@ -244,6 +244,11 @@ def is_written(thing: Any, reference: str) -> bool:
     return made and place.endswith(".py") and thing.__module__ == _module_name(place)
 
 
+def is_in_program(thing: Any, reference: str) -> bool:
+    """Whether ``thing`` is a function that the running program of the user's defines."""
+    return reference.startswith(f"{_MAIN}:") and inspect.isfunction(thing) and thing.__module__ == _MAIN
+
+
 # -- hashes ----------------------------------------------------------------------------------------
 def files(names: Iterable[str]) -> dict[str, str]:
     """The files that were loaded for the things of these names, with their hashes; fedloom's own have none."""
