@@ -22,7 +22,7 @@ from fedloom.runs.origin import whereabouts
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.repair import repaired, ways_out
 from fedloom.runs.settings import as_toml, config_hash
-from fedloom.runs.spent import remember, rewrite
+from fedloom.runs.spent import remember_spent, rewrite_privacy
 
 
 class Resumption(NamedTuple):
@@ -68,7 +68,7 @@ def _accepted(
 
     Settings that were revised come last, so that a crash on the way leaves the run as it was, at an earlier round.
     """
-    remember(folder, prepared, loaded.state)
+    remember_spent(folder, prepared, loaded.state)
     checkpoint.forget_after(folder.checkpoints, loaded.state.round)
     records = _rewound(prepared.experiment, folder, loaded)
     if how.revised:
@@ -77,7 +77,7 @@ def _accepted(
         write_first_files(folder, prepared)
     elif how.revised:
         folder.write("environment.json", read_environment(folder.path) | {"config_hash": config_hash(prepared.config)})
-        rewrite(folder, prepared)
+        rewrite_privacy(folder, prepared)
     if how.other_data:
         write_partition(folder, prepared)
     if how.changes:

@@ -25,7 +25,7 @@ from fedloom.runs.models import (
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.result import History
 from fedloom.runs.settings import config_hash
-from fedloom.runs.spent import settle
+from fedloom.runs.spent import settle_spent
 
 _MOST_CLASSES = 100  # of a confusion matrix that is kept
 
@@ -76,5 +76,5 @@ def finish(
     write_text(folder.path / "curves.csv", csv_text(curve_table(history.records)))
     if prepared.config.checkpoint.curves:
         disk.write_bytes(folder.path / "curves.png", history.picture())
-    settle(folder, prepared)
+    settle_spent(folder, prepared)
     folder.end(history.as_json())

@@ -32,21 +32,21 @@ def with_spent(path: Path, prepared: Prepared) -> Prepared:
     return prepared._replace(experiment=replace(exp, guard=exp.guard._replace(spent=spent)))
 
 
-def remember(folder: RunFolder, prepared: Prepared, state: RunState) -> None:
+def remember_spent(folder: RunFolder, prepared: Prepared, state: RunState) -> None:
     """Write down what the later rounds have cost, before the run folder forgets them."""
     guard = prepared.experiment.guard
     if guard is not None and state.ledger is not None and guard.spent > state.ledger.epsilon():
         folder.write(_FILE, _record(folder.path) | {_BEFORE: guard.spent})
 
 
-def rewrite(folder: RunFolder, prepared: Prepared) -> None:
+def rewrite_privacy(folder: RunFolder, prepared: Prepared) -> None:
     """Describe the privacy of a run that goes on to other rounds; what it remembers stays."""
     if prepared.experiment.guard is not None:
         before = {name: value for name, value in _record(folder.path).items() if name == _BEFORE}
         folder.write(_FILE, privacy_record(prepared) | before)
 
 
-def settle(folder: RunFolder, prepared: Prepared) -> None:
+def settle_spent(folder: RunFolder, prepared: Prepared) -> None:
     """Forget what was remembered, once the last line of the metrics says it."""
     if prepared.experiment.guard is not None and _BEFORE in _record(folder.path):
         folder.write(_FILE, privacy_record(prepared))
@@ -55,7 +55,7 @@ def settle(folder: RunFolder, prepared: Prepared) -> None:
 def _recorded(path: Path, metric: str) -> Iterator[float]:
     """Each epsilon that a run folder tells of: in its metrics, its checkpoints, and from before it went back."""
     lines = (path / METRICS).read_bytes().splitlines() if (path / METRICS).is_file() else []
-    for found, name in (*((_object(line), metric) for line in lines), (_record(path), _BEFORE)):
+    for found, name in (*((_table(line), metric) for line in lines), (_record(path), _BEFORE)):
         if isinstance(value := found.get(name), int | float):
             yield float(value)
     for ledger in checkpoint.ledgers(path / "checkpoints"):
@@ -63,10 +63,10 @@ def _recorded(path: Path, metric: str) -> Iterator[float]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    return _object((path / _FILE).read_bytes()) if (path / _FILE).is_file() else {}
+    return _table((path / _FILE).read_bytes()) if (path / _FILE).is_file() else {}
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _table(text: bytes) -> dict[str, Any]:
     """A JSON object; an empty one for what was cut short or damaged, which others refuse."""
     with suppress(ValueError, RecursionError):
         return found if isinstance(found := json.loads(text), dict) else {}
