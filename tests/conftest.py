@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import signal
 
 # Two workers with two threads each on two cores would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # what is asserted here is asserted of the CPU
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that tests start would compile all of fedloom again
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+import fedloom
 from fedloom.core import usercode
 from fedloom.data.arrays import Arrays
 from fedloom.engine.state import Experiment
@@ -32,6 +33,12 @@ hypothesis_settings.load_profile("fedloom")
 
 
 COMMANDS = {"cli", "compare", "deploy", "golden", "runs"}  # folders whose tests run whole commands, runs or comparisons
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile fedloom once: else each process that a test starts would, where Python is told to write no bytecode."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(fedloom.__path__[0], quiet=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -100,7 +100,7 @@ def test_a_federation_on_one_machine_computes_what_the_simulation_does(tmp_path:
 def test_a_run_whose_process_was_killed_goes_on_and_strangers_stay_out(tmp_path: Path) -> None:
     site, port = tmp_path / "site", _free_port()
     named = ("--nodes", "Hospital A, Hospital B", "--port", port, "--out", site)
-    said("init", experiment(tmp_path, "scaffold"), *named)
+    said("init", experiment(tmp_path, "scaffold", rounds=2), *named)
     with ExitStack() as stack:
         server = stack.enter_context(running(tmp_path / "server.log", "server", site))
         wait_until(lambda: "ready for nodes" in (tmp_path / "server.log").read_text(), server)
@@ -117,9 +117,9 @@ def test_a_run_whose_process_was_killed_goes_on_and_strangers_stay_out(tmp_path:
         assert "has resumed" in said("resume", site)
         wait_until(lambda: json.loads(state.read_text())["state"] in ("completed", "failed"), server, *nodes)
         found = json.loads(said("status", site, "--json"))
-        assert (found["state"], found["round"], found["server"]) == ("completed", 3, "running")
+        assert (found["state"], found["round"], found["server"]) == ("completed", 2, "running")
         assert found["nodes"] == {"Hospital A": "online", "Hospital B": "online"}
-        assert "round 3 of 3" in said("logs", site)
+        assert "round 2 of 2" in said("logs", site)
         assert "has ended" in said("resume", site, code=2)
         said("revoke", site, "Hospital B")
         assert json.loads(said("status", site, "--json"))["nodes"]["Hospital B"] == "no key"

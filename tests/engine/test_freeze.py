@@ -145,6 +145,7 @@ def test_a_freeze_that_makes_no_sense_is_refused(frozen: tuple[str, ...], words:
 # -- runs ------------------------------------------------------------------------------------------
 MODEL = {"kind": "mlp", "widths": [12]}
 SMALL = {"partition": {"clients": 4, "kind": "iid", "holdout": 0.2}, "cohort": {"size": 3}, "rounds": 2}
+SMALL |= {"checkpoint": {"curves": False}}
 
 
 @pytest.mark.slow

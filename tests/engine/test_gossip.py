@@ -59,7 +59,7 @@ def scattered(exp: Experiment, spread_: float = 1.0) -> RunState:
 
 def still(**more: Any) -> dict[str, Any]:
     """Settings under which training moves nothing, so that a round is only gossip."""
-    return {"local": Local(batch=4, lr=1e-30, steps=1), **more}
+    return {"local": Local(batch=4, lr=1e-30, steps=1), "executor": "lanes", **more}
 
 
 # -- the sum ---------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class OneWay(Custom):
 def test_push_sum_corrects_for_unequal_graphs() -> None:
     """Some are heard far more often than others; mass makes up for it, training and all."""
     links = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 4), (0, 5), (1, 4))
-    common: dict[str, Any] = {"local": Local(batch=0, lr=0.05, steps=1), "rounds": 150}
+    common: dict[str, Any] = {"local": Local(batch=0, lr=0.05, steps=1), "rounds": 150, "executor": "lanes"}
     exp = network(OneWay(links=links, mixing="push_sum", gossip_steps=2), (6,) * 8, **common)
     full = network(Full(), (6,) * 8, **common)
     ends = []

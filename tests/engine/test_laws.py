@@ -177,10 +177,10 @@ def test_the_share_of_data_for_ala_has_an_effect_where_later_rounds_take_one_bat
     """In the start phase, on clients with more than a batch: 100 % has to be tried, since less is a batch."""
     around = {"later_passes": "step"}
     assert 100.0 in variation.others(FedALA, "sample_percent", around)
-    few, all_of_it = (laws._observed(FedALA, around | more, "plain") for more in ({}, {"sample_percent": 100.0}))
-    assert few is not None
-    assert all_of_it is not None
-    assert few != all_of_it
+    few, all_of_it = (
+        laws._Observed(laws._observe(FedALA, around | more, "plain")) for more in ({}, {"sample_percent": 100.0})
+    )
+    assert laws._differ(few, all_of_it)
 
 
 # -- what is said of code that torch cannot map over clients -----------------------------------------

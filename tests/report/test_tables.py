@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import fedloom
 
 SMALL = {"partition": {"clients": 6}, "cohort": {"size": 3}, "model": "logistic", "rounds": 2}
+SMALL |= {"checkpoint": {"curves": False}}
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])

@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "partition": {"kind": "natural", "holdout": 0},
     "model": {"kind": "mlp", "widths": [5]},
     "local": {"batch": 8},
+    "checkpoint": {"curves": False},
 }
 
 

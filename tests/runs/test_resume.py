@@ -28,11 +28,11 @@ from fedloom.runs.start import load_config
 from fedloom.runs.start import run as start
 from support.terminal import Quick, environment, fedloom, started
 
-BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4")
+BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4", "checkpoint.curves=false")
 SERVER = (*BASE, "cohort.size=3")
 KINDS: dict[str, tuple[str, ...]] = {
     "fedavg": (*SERVER, "algorithm.kind=fedavg", "local.momentum=0.5"),
-    "fedopt": (*SERVER, "algorithm.kind=fedopt"),
+    "fedopt": (*SERVER, "algorithm.kind=fedopt", "checkpoint.curves=true"),
     "local_only/ram": (*SERVER, "algorithm.kind=local_only"),
     "local_only/disk": (*SERVER, "algorithm.kind=local_only", "engine.store=disk"),
     "dpsgd": (*BASE, "algorithm.kind=dpsgd"),
@@ -350,7 +350,7 @@ LIMITS: dict[str, tuple[tuple[str, ...], int]] = {
     "metrics": (("local_only", "evaluate.every=1"), 18_000),
     "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp"), 20_000),
     "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 200_000),
-    "picture": (("fedavg", "evaluate.every=10"), 20_000),
+    "picture": (("fedavg", "evaluate.every=10", "checkpoint.curves=true"), 20_000),
     "partition": (("fedavg",), 5_000),
 }
 

@@ -20,9 +20,7 @@ import fedloom as package
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, StorageError
 from fedloom.runs.loop import Progress, SilentListener
-from support.terminal import Quick, environment, fedloom, files
-
-SMALL = ("partition.clients=6", "cohort.size=3", "model.kind=logistic")
+from support.terminal import SMALL, Quick, environment, fedloom, files
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "partition": {"kind": "natural", "holdout": 0.0},
     "model": {"kind": "logistic"},
     "cohort": {"sampling": "all"},
-    "checkpoint": {"every": 1},
+    "checkpoint": {"every": 1, "curves": False},
 }
 PRIVATE = {"clip": 1.0, "noise": 2.0}
 

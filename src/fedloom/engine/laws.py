@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -348,7 +348,36 @@ def _store(world: Experiment) -> ClientStore:
 
 # -- whether a setting is felt ---------------------------------------------------------------------
 _WORDS = ("bias", "bn", "head.", "body.", "body.0.bias")  # texts of settings, which name parts of the net
-_Observed: TypeAlias = bytes | None  # all that a user can see of a run; None where it was refused
+_ROUNDS = 3  # of a run that is observed
+
+
+class _Observed:
+    """All that a user can see of a run, round by round; a round is computed when it is first asked for.
+
+    There are fewer than ``_ROUNDS`` where the settings were refused, or the run failed.
+    """
+
+    def __init__(self, rounds: Iterator[bytes]) -> None:
+        self._rounds = rounds
+        self._seen: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        for k in range(_ROUNDS):
+            if k == len(self._seen):
+                self._seen += islice(self._rounds, 1)
+            if k == len(self._seen):
+                return
+            yield self._seen[k]
+
+
+def _differ(a: _Observed, b: _Observed) -> bool | None:
+    """Whether two runs differ; None where there is no telling, since one of them failed before they did."""
+    both = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            return True
+        both += 1
+    return False if both == _ROUNDS else None
 
 
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
@@ -358,11 +387,11 @@ def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, tri
     for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
         for world, beside in _places(cls, name, around) if some else ():
             before = _tried(cls, {**around, **beside}, world, trials)
-            for value in some if before is not None else ():
-                after = _tried(cls, {**around, **beside, name: value}, world, trials)
-                if after is not None and after != before:
+            for value in some if next(iter(before), None) is not None else ():
+                found = _differ(before, _tried(cls, {**around, **beside, name: value}, world, trials))
+                if found:
                     return True
-                compared = compared or after is not None
+                compared = compared or found is False
     return not compared
 
 
@@ -380,28 +409,26 @@ def _tried(
 ) -> _Observed:
     key = f"{world} {sorted(settings.items(), key=str)}"
     if key not in trials:
-        trials[key] = _observed(cls, settings, world)
+        trials[key] = _Observed(_observe(cls, settings, world))
     return trials[key]
 
 
-def _observed(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> _Observed:
-    """All that a user can see of three rounds: metrics, diagnostics, bytes, time, and every client's model."""
+def _observe(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> Iterator[bytes]:
+    """All that a user can see of each round: metrics, diagnostics, bytes, time, and every client's model."""
     if not variation.accepted(cls, settings):
-        return None
+        return
     try:
         exp = _TRIALS[world](cls, dict(settings))
-        state, store = begin(exp), _store(exp)
-        seen: list[Any] = [defaults_of(exp.algorithm)]
-        for _ in range(3):
+        state, store, everybody = begin(exp), _store(exp), torch.arange(exp.federation.clients)
+        while True:
             done = advance_watched(exp, state, store)
             state = done.state
-            seen += [done.found, done.work, evaluate(exp, state, store), state.up, state.down, state.busiest]
-            seen += [state.seconds, state.gradients]
-        everybody = torch.arange(exp.federation.clients)
-        models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
+            seen = [defaults_of(exp.algorithm), done.found, done.work, evaluate(exp, state, store)]
+            seen += [state.up, state.down, state.busiest, state.seconds, state.gradients]
+            models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
+            yield repr(seen).encode() + models.numpy().tobytes()
     except (FedloomError, ValueError, RuntimeError):  # numbers that are too large for it, say
-        return None
-    return repr(seen).encode() + models.numpy().tobytes()
+        return
 
 
 def _shown(settings: variation.Settings) -> str:
