@@ -145,7 +145,7 @@ def test_many_features_are_not_stacked_side_by_side(world) -> None:
     assert lane_limit(wide.task, exp.device, wide.lane_size) == 1
 
 
-def test_it_is_judged_where_it_has_batch_normalisation(world) -> None:
+def test_it_is_evaluated_where_it_has_batch_normalisation(world) -> None:
     """The body is in evaluation mode at clients and server, and its statistics never move."""
     arrays = dealt(OWNERS["two"])
     images = arrays._replace(x=np.random.default_rng(0).normal(size=(80, 1, 6, 6)).astype(np.float32))

@@ -172,7 +172,7 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
         parse(table)
 
 
-def test_a_pull_that_grows_is_doubted() -> None:
+def test_a_pull_that_grows_is_warned_about() -> None:
     assert warnings_of(Ditto(mu=1.0), 0.1, 10) == []
     assert "local.lr x algorithm.mu is 2: proximal steps diverge" in warnings_of(Ditto(mu=20.0), 0.1, 10)[0]
 

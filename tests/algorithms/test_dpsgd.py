@@ -90,7 +90,7 @@ def test_full_graph_atc_is_parallel_sgd(world) -> None:
     assert evaluate(exp, state, store)["consensus/distance"] < 1e-6
 
 
-def test_a_round_is_one_step_unless_told_otherwise(world) -> None:
+def test_a_round_is_one_step_unless_set_otherwise(world) -> None:
     assert parse({"algorithm": "dpsgd"}).local.steps == 1
     assert parse({"algorithm": "dpsgd", "local": {"epochs": 2}}).local.steps is None
     epoch = {"kind": "dpsgd", "local": "epoch"}

@@ -790,25 +790,19 @@ def test_f1_weights_sum_to_one(world, weighting) -> None:
 
 # -- o1, o3, o4: what optimisers remember ------------------------------------------------------------------
 @pytest.mark.slow
-def test_o1_for_plain_sgd_there_is_nothing_to_remember(world) -> None:
-    a, b = (ran(laid_out(world, local=RAGGED | {"state": s})) for s in ("persist", "reset"))
-    assert same(a.kept, b.kept)
-    assert torch.equal(a.w, b.w)
-
-
-@pytest.mark.slow
-def test_o1_clients_remember_unless_told_otherwise(world) -> None:
+def test_o1_clients_remember_unless_set_otherwise(world) -> None:
     """The default of FedALA, where the user says nothing."""
-    assert parse({"algorithm": "fedala"}).local.state == "persist"
-    assert parse({"algorithm": "fedala", "local": {"state": "reset"}}).local.state == "reset"
-    assert parse({"algorithm": "fedavg"}).local.state == "reset"
+    heavy = {"local": {"momentum": 0.9}}
+    assert parse({"algorithm": "fedala", **heavy}).local.state == "persist"
+    assert parse({"algorithm": "fedala", "local": {"momentum": 0.9, "state": "reset"}}).local.state == "reset"
+    assert parse({"algorithm": "fedavg", **heavy}).local.state == "reset"
     momentum = RAGGED | {"momentum": 0.9}
     a, b = (ran(laid_out(world, local=momentum | more), 2) for more in ({}, {"state": "reset"}))
     assert (a.w - b.w).abs().max() > 1e-3
 
 
 @pytest.mark.slow
-def test_o3_adagrads_sum_grows_from_round_to_round_and_begins_anew_only_if_told(world) -> None:
+def test_o3_adagrads_sum_grows_from_round_to_round_and_begins_anew_only_if_asked_to(world) -> None:
     adagrad = LOCAL | {"optimizer": "adagrad", "lr": 0.05}
     now = ran(laid_out(world, local=adagrad), 1)
     for _ in range(3):
@@ -842,7 +836,7 @@ def test_o4_who_is_absent_keeps_its_memory(world) -> None:
 # -- evaluation ---------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @EXECUTORS
-def test_a_participant_is_judged_with_the_model_its_next_round_begins_with(world, executor) -> None:
+def test_a_participant_is_evaluated_with_the_model_its_next_round_begins_with(world, executor) -> None:
     exp = laid_out(world, (6, 14, 9, 11), cohort={"size": 2}, engine={"executor": executor}, partition=HELD)
     now = ran(exp, 3)
     for _ in range(3):
@@ -854,7 +848,7 @@ def test_a_participant_is_judged_with_the_model_its_next_round_begins_with(world
         now = now.on()
 
 
-def test_who_never_took_part_is_judged_with_the_servers_model(world) -> None:
+def test_who_never_took_part_is_evaluated_with_the_servers_model(world) -> None:
     exp = laid_out(world, (6, 14, 9, 11), cohort={"size": 1}, partition=HELD, algorithm={"w_init": 0.4})
     now = ran(exp, 2)
     absent = (now.kept.seen == 0).nonzero().squeeze(1)

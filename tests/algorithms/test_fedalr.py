@@ -407,7 +407,7 @@ def test_clients_are_sent_the_model_alone() -> None:
     assert down.m.numel() == down.t.numel() == 0
 
 
-def test_told_rates_are_those_that_were_used() -> None:
+def test_reported_rates_are_those_that_were_used() -> None:
     """With a lag the first round has no direction yet, and every rate is exp(-1)."""
     alg = FedALR(momentum_lag=1)
     one = torch.ones((), dtype=torch.float64)

@@ -200,7 +200,7 @@ def test_who_misses_rounds_keeps_its_state(world) -> None:
         before = now
 
 
-def test_the_mean_is_judged_and_w_is_sent(world) -> None:
+def test_the_mean_is_evaluated_and_w_is_sent(world) -> None:
     exp = feddyn(world, algorithm={"alpha": 0.3}, local=RAGGED)
     state, store = begin(exp), RamStore(3)
     for _ in range(2):

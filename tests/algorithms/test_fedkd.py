@@ -390,7 +390,7 @@ def test_what_it_cannot_do_is_refused(world) -> None:
         parse({"algorithm": "fedkd", "cohort": {"sampling": "proportional"}})
 
 
-def test_mentors_are_judged_after_training_and_the_mentee_is_the_common_model(world) -> None:
+def test_mentors_are_evaluated_after_training_and_the_mentee_is_the_common_model(world) -> None:
     exp = world((8, 12, 7), algorithm="fedkd", model=MLP, partition=HOLDOUT, local=RAGGED)
     found = evaluate(exp, *run(exp, 1))
     assert {name.rpartition("/")[0] for name in found} == {"personal/post_fit/test", "global/test"}

@@ -183,7 +183,7 @@ def test_neutral_settings_through_the_command_line(tmp_path: Path) -> None:
         quick.close()
 
 
-def test_a_proximal_step_that_grows_is_doubted() -> None:
+def test_a_proximal_step_that_grows_is_warned_about() -> None:
     from fedloom.runs.settings import parse
 
     def notes(mu):

@@ -259,7 +259,7 @@ def test_head_epochs_of_fedbabu_are_plain_training_of_the_head(world) -> None:
     torch.testing.assert_close(served(exp, begin(exp), RamStore(3)), plain.served(), rtol=1e-5, atol=1e-6)
 
 
-def test_when_a_model_is_judged() -> None:
+def test_when_a_model_is_evaluated() -> None:
     assert [FedRep(preset=preset).traits.served for preset in PRESETS] == ["pre_fit", "pre_fit", "post_fit"]
 
 

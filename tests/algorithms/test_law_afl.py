@@ -184,7 +184,7 @@ def test_quality_as_printed_knows_no_sizes(laid_out) -> None:
     assert not torch.allclose(by, plain)
 
 
-def test_a_warm_up_that_never_ends_is_doubted() -> None:
+def test_a_warm_up_that_never_ends_is_warned_about() -> None:
     alg = LawAFL(schedule="warmup_then_analytic", warmup=5)
     assert alg.warnings(0.1, 6) == []
     assert "never solved" in alg.warnings(0.1, 5)[0]

@@ -25,7 +25,7 @@ from fedloom.engine.store import RamStore
 from fedloom.maths.centres import CentreModels
 from fedloom.runs.settings import as_table, parse
 from support.ala import EXECUTORS, HELD, LOCAL, NORMED, OPTIMIZERS, Ran, laid_out, memory_of, ran, recorded, same
-from support.quadratic import RAGGED, hear
+from support.quadratic import hear
 from support.terminal import Quick
 
 FREE = {"latency": 0.0, "up": 1e12, "down": 1e12}  # a network that costs nothing
@@ -589,7 +589,7 @@ def test_c1_who_sees_all_copies_hears_what_everybody_sends(world) -> None:
 
 
 # -- evaluation, settings ---------------------------------------------------------------------------------------
-def test_a_client_is_judged_with_what_its_next_round_begins_with(world) -> None:
+def test_a_client_is_evaluated_with_what_its_next_round_begins_with(world) -> None:
     exp = waits(
         world, (6, 14, 9), partition=HELD, engine={"executor": "loop"}, algorithm={"layers": "all", "w_init": 0.5}
     )
@@ -672,9 +672,3 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(quick: Quick, whole, tm
     assert resumed.code == 0, resumed.err
     assert "resumed after round 3 of 5" in resumed.out
     assert results(tmp_path / "r") == whole
-
-
-def test_plain_sgd_is_the_same_whether_memory_is_kept_or_not(world) -> None:
-    a, b = (ran(waits(world, local=RAGGED | {"state": s})) for s in ("persist", "reset"))
-    assert torch.equal(a.w, b.w)
-    assert same(a.kept, b.kept)

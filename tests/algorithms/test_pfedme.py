@@ -158,9 +158,9 @@ def test_what_its_definition_excludes_is_refused(table, match) -> None:
         parse(table)
 
 
-def test_steps_that_grow_are_doubted() -> None:
+def test_steps_that_grow_are_warned_about() -> None:
     assert warnings_of(PFedMe(), 0.1, 10) == []
-    assert [doubt.split()[0] for doubt in warnings_of(PFedMe(inner_lr=0.5), 0.2, 10)] == [
+    assert [said.split()[0] for said in warnings_of(PFedMe(inner_lr=0.5), 0.2, 10)] == [
         "local.lr",
         "algorithm.inner_lr",
     ]

@@ -75,7 +75,7 @@ def test_more_seeds_than_anybody_waits_for_are_refused(quick: Quick, tmp_path: P
     assert files(tmp_path) == set()
 
 
-def test_a_file_in_the_way_of_all_runs_is_told(quick: Quick, tmp_path: Path) -> None:
+def test_a_file_in_the_way_of_all_runs_is_reported(quick: Quick, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a folder")
     done = quick("run", "rounds=1", "model.kind=logistic", cwd=tmp_path)
     assert (done.code, "writing below runs/" in done.err) == (4, True), done.err
@@ -160,7 +160,7 @@ def test_labels_that_differ_stay_apart(tmp_path: Path) -> None:
         from_arrays(ROWS[:2], ["a", "a\0"])
 
 
-def test_a_label_beyond_the_named_classes_is_told_as_it_is(tmp_path: Path) -> None:
+def test_a_label_beyond_the_named_classes_is_reported_as_it_is(tmp_path: Path) -> None:
     y = np.array([0, 1] * 29 + [0, 2**64 - 1], np.uint64)
     with pytest.raises(DataError, match=f"row 59: the label must lie in 0..1 \\(got {2**64 - 1}\\)"):
         read_npz(saved(tmp_path / "d.npz", x=ROWS, y=y, labels=np.array(["a", "b"])))

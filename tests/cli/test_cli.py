@@ -222,6 +222,8 @@ BAD = [
     (["ronuds=3"], "ronuds: unknown key .*did you mean 'rounds'"),
     (["lr=0.1"], r"lr: unknown key \(got 0.1\) \(did you mean local\.lr\?\)"),
     (["num_clients=9"], r"num_clients: unknown key .*did you mean partition\.clients\?"),
+    (["data=rows.csv", "data.target=x"], r"data\.target: unknown key .*did you mean 'label'\?"),
+    (["target=x"], r"target: unknown key .*did you mean data\.label\?"),
     (["local.learning_rate=1"], r"local\.learning_rate: unknown key .*did you mean 'lr'"),
     (["engine.device=gpu"], r"engine\.device: there is no such device, did you mean 'cuda'\? \(got 'gpu'\)"),
     (["fedavg"], r"fedavg: no such experiment file \(did you mean algorithm=fedavg\?\)"),
@@ -726,7 +728,7 @@ def test_a_method_that_cannot_run_in_lanes_is_described_as_such_and_runs_in_a_lo
     assert "Traceback" not in wrong.err
 
 
-def test_what_a_cpu_does_not_do_is_told(tmp_path: Path) -> None:
+def test_what_a_cpu_does_not_do_is_reported(tmp_path: Path) -> None:
     done = fedloom("run", *SMALL, "rounds=1", "engine.compile=on", "--out", "run", cwd=tmp_path)
     assert done.code == 0
     assert "note: engine.compile = 'on' does nothing here" in done.out

@@ -67,7 +67,7 @@ def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> Non
         plan(table(**settings))
 
 
-def test_missing_data_is_told_once_and_nothing_written(tmp_path: Path) -> None:
+def test_missing_data_is_reported_once_and_nothing_written(tmp_path: Path) -> None:
     done = fedloom("compare", "fedavg", "fedprox", "data=cifar10", "--data-root", "none", cwd=tmp_path)
     assert done.code == 2
     assert done.err.count("fedloom data get cifar10") == 1
@@ -135,7 +135,7 @@ def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
     assert any("fedprox draws other clients than fedavg" in note for note in planned.notes)
 
 
-def test_policies_that_differ_by_definition_are_told() -> None:
+def test_policies_that_differ_by_definition_are_reported() -> None:
     """FedALA's clients keep their optimisers' memory, others do not: with Adam that is half of a difference."""
     table = {"compare": {"algorithms": ["fedavg", "fedala"], "seeds": 1}, "local": {"optimizer": "adam"}}
     said = "local.state differs by the methods' own definitions: reset for fedavg; persist for fedala"

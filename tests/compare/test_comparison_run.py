@@ -261,7 +261,7 @@ def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> No
 
 
 def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: Path) -> None:
-    """The other reading of when a personal model is judged, by settings that a recipe can have."""
+    """The other reading of when a personal model is measured, by settings that a recipe can have."""
     settings = SMALL | {"rounds": 2, "evaluate": {"participants": True}, "cohort": {"sampling": "all"}}
     wanted = {"algorithms": ["fedala", "fedavg"], "seeds": [0], "metric": "participants/post_fit/test/accuracy"}
     done = run({**settings, "compare": wanted}, tmp_path / "out", jobs=1)

@@ -44,7 +44,7 @@ def test_models_side_by_side_never_take_more_than_the_rule_for_lanes_allows() ->
     assert 0.9 * memory._MOST < most - 0.6e9 < 1.1 * memory._MOST
 
 
-def test_memory_of_files_and_of_what_cannot_be_told(tmp_path: Path) -> None:
+def test_memory_of_files_and_of_what_cannot_be_estimated(tmp_path: Path) -> None:
     path = tmp_path / "own.npz"
     np.savez(path, x=np.zeros((100, 5), np.float32), y=np.arange(100) % 2)
     assert of(data=str(path)) == 0.6e9 + 4 * path.stat().st_size + 1.6e9

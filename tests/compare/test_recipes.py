@@ -553,7 +553,7 @@ def test_an_extractor_is_trained_and_all_methods_train_heads_on_it(tmp_path: Pat
     found = {}
     for entry in compare["algorithms"]:
         out = tmp_path / label(entry)
-        history = start(parse(applied(base, "algorithm", entry)), out=out, root=Path("unused"))
+        history = start(parse(of_use(applied(base, "algorithm", entry))), out=out, root=Path("unused"))
         held = load_file(out / "model.safetensors")
         assert all(np.array_equal(x, held[name]) for name, x in body.items()), label(entry)
         assert not np.array_equal(held["head.weight"], load_file(file)["head.weight"])
@@ -589,7 +589,7 @@ def test_figures_and_tables_share_their_runs() -> None:
 
 
 def test_the_data_of_pfedala_is_dealt_as_said() -> None:
-    """Digits stand for MNIST: everything is pooled, a quarter of a client's rows is its test, and these are judged."""
+    """Digits stand for MNIST: everything is pooled, a quarter of a client's rows is its test, which is measured."""
     base, _ = split(ROOT / "pfedala" / "smoke.toml")
     fed = prepare(parse(base), Path("unused")).experiment.federation
     sizes = (fed.train.sizes + fed.test.sizes).tolist()

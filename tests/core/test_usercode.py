@@ -416,7 +416,7 @@ def rewrite(path: Path, said: dict[str, object]) -> None:
     (path.parent / "manifest.json").unlink(missing_ok=True)
 
 
-def test_changed_weights_are_refused_and_other_versions_are_told(
+def test_changed_weights_are_refused_and_other_versions_are_reported(
     quick: Quick, desk: Path, world_outside: dict[str, str]
 ) -> None:
     assert quick("run", *QUICK, "--out", "first", cwd=desk, env=world_outside).code == 0
@@ -639,7 +639,7 @@ def test_a_constant_without_a_type_in_a_class_gets_both_ways_to_write_it(tmp_pat
     assert "pydantic" not in str(error.value).lower()
 
 
-def test_another_failed_import_is_told_as_it_is(tmp_path: Path) -> None:
+def test_another_failed_import_is_reported_as_it_is(tmp_path: Path) -> None:
     own = tmp_path / "missing.py"
     own.write_text("import nothing_of_this_name\n")
     with pytest.raises(

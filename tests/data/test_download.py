@@ -237,7 +237,7 @@ def test_a_broken_connection_is_taken_up_again(tmp_path: Path, server: Server) -
     assert content_of(folder) == files
 
 
-def test_a_connection_that_keeps_breaking_is_told_and_kept(tmp_path: Path, server: Server) -> None:
+def test_a_connection_that_keeps_breaking_is_reported_and_kept(tmp_path: Path, server: Server) -> None:
     server.files = files = idx_files()
     published = offered(IDX, files, server.url)
     server.breaks = [1000, 500, 0]
@@ -332,7 +332,7 @@ def test_an_unreachable_network_is_one_clear_error(tmp_path: Path, server: Serve
             get("mnist", tmp_path, base_url=nonsense, published=offered(IDX, files), timeout=5)
 
 
-def test_a_missing_page_is_told(tmp_path: Path, server: Server) -> None:
+def test_a_missing_page_is_reported(tmp_path: Path, server: Server) -> None:
     with pytest.raises(DataError, match="the server answers 404"):
         get("mnist", tmp_path, published=offered(IDX, idx_files(), server.url))
 

@@ -758,7 +758,7 @@ def test_pixel_scale_is_over_all_blocks() -> None:
     assert np.allclose(std, (x[~test] / 255).std((0, 2, 3)))
 
 
-def test_a_lost_digits_file_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lost_digits_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     assert "pip install scikit-learn" in refusal(Digits())
 

@@ -65,7 +65,7 @@ def test_each_client_may_have_its_own_statistics(tmp_path: Path) -> None:
         parse({"data": {"source": "csv", "path": path, "statistics": "own"}})
 
 
-def test_all_bad_columns_are_told_at_once(tmp_path: Path) -> None:
+def test_all_bad_columns_are_reported_at_once(tmp_path: Path) -> None:
     rows = "".join(f"{i},{'x' if i == 3 else i % 12},0{i % 9 + 1}/05/2024,p{i},{i % 2}\n" for i in range(30))
     path = messy(tmp_path, f"id,height,day,name,label\n{rows}")
     with pytest.raises(DataError) as error:

@@ -256,7 +256,7 @@ def test_the_record_says_what_is_in_it(saved: Saved) -> None:
     assert set(meta["sha256"]) == {p.name for p in files_of(saved)} - {"meta.json"}
 
 
-def test_other_lengths_can_be_told_and_nothing_else_changes(saved: Saved) -> None:
+def test_other_lengths_can_be_recorded_and_nothing_else_changes(saved: Saved) -> None:
     end, before = saved.everything(), json.loads(newest(saved, "meta.json").read_text())
     checkpoint.rewrite_lengths(saved.checkpoints, 3, {"metrics.jsonl": 1})
     after = json.loads(newest(saved, "meta.json").read_text())

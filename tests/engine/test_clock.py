@@ -417,7 +417,7 @@ def test_slow_clients_are_slower_to_the_last_bit() -> None:
     assert found.tolist() == [v / 1.2 if i in (1, 4) else v for i, v in enumerate(plain.tolist())]
 
 
-def test_speeds_can_be_told_one_by_one() -> None:
+def test_speeds_can_be_set_one_by_one() -> None:
     system = System(speeds=(10.0, 20.0, 40.0), speed=7.0, speed_spread=2.0, slow=(2,), slow_factor=2)
     assert speeds(system, 3, 0).tolist() == [10.0, 20.0, 20.0]
 

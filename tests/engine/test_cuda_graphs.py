@@ -176,7 +176,7 @@ def test_a_run_that_diverges_says_so_in_the_round_in_which_it_does() -> None:
         in_a_row(exp)
 
 
-def test_rounds_end_where_they_are_told_to() -> None:
+def test_rounds_end_where_they_are_asked_to() -> None:
     exp = world()
     assert [done.state.round for done in rounds(exp, begin(exp), RamStore(len(SIZES)), last=2)] == [1, 2]
 

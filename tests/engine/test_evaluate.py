@@ -101,7 +101,7 @@ def same(got: dict[int, list[float]], want: dict[int, list[float]]) -> None:
 # -- judging clients -------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(5,), IMAGE], ids=["vector", "image"])
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
-def test_each_client_is_judged_as_a_plain_module_would_be(executor: Any, shape: tuple[int, ...]) -> None:
+def test_each_client_is_evaluated_as_a_plain_module_would_be(executor: Any, shape: tuple[int, ...]) -> None:
     exp = world(executor=executor, shape=shape)
     part = models(exp, range(5))
     want = {k: by_hand(exp, part, k) for k, rows in enumerate(OWN_TEST) if rows}  # who has no rows is skipped

@@ -130,7 +130,7 @@ def test_what_is_in_the_sums_is_not_looked_at_again(monkeypatch: pytest.MonkeyPa
     assert sum(looked) < 2000  # one total and a few numbers for each client, not 50,000
 
 
-def test_a_group_in_which_nobody_is_sound_adds_nothing() -> None:
+def test_a_group_in_which_nobody_is_finite_adds_nothing() -> None:
     part = group([1, 2], torch.full((2, 3), NAN), [1.0, 1.0])
     tally = add(Tally(), part, keep=False)
     assert tally.total is None

@@ -287,7 +287,7 @@ def test_pre_train_freeze_and_train_heads_with_many_methods(tmp_path: Path, quic
     assert first.code == 0, first.err
     extractor = {n: x for n, x in load_file(tmp_path / "pre" / "model.safetensors").items() if n.startswith("body.")}
     frozen = ("model.weights=pre/model.safetensors", "model.weights_part=body", "model.freeze=body")
-    few = ("partition.clients=5", "rounds=2", "local.lr=0.1")
+    few = ("partition.clients=5", "rounds=2")
     for kind, beside in METHODS.items():
         done = quick("run", f"algorithm={kind}", *small, *frozen, *few, *beside, "--out", kind, cwd=tmp_path)
         assert done.code == 0, (kind, done.err)

@@ -645,7 +645,7 @@ def test_nodes_that_agree_have_one_accuracy() -> None:
     assert found["consensus/distance"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_subset_of_nodes_is_judged_and_changes_nothing_else() -> None:
+def test_a_subset_of_nodes_is_evaluated_and_changes_nothing_else() -> None:
     """E6, E7: judging is looking; and the mean over some nodes is that of these nodes."""
     all_, some = (network(Ring(), evaluate=Evaluate(nodes=n)) for n in (None, 5))
     none = network(Ring(), evaluate=Evaluate(pre_mix=False, every=2))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.algorithm.capabilities import takes_steps
 from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, is_rank, joined, ranks_by_cost, take_device
 from fedloom.runs.find import algorithms
@@ -34,9 +35,11 @@ def job(algorithm: Any = "fedavg", **settings: Any) -> crew.Job:
         "seed": 1,
         "model": {"kind": "mlp", "widths": [6]},
         "partition": {"kind": "natural", "holdout": 0.2},
-        "local": {"lr": 0.05, "batch": 4, "epochs": 1} | ({} if cls().traits.plain_sgd else {"momentum": 0.5}),
         "engine": LOOP,
     }
+    if takes_steps(cls()):
+        momentum = {} if cls().traits.plain_sgd else {"momentum": 0.5}
+        table["local"] = {"lr": 0.05, "batch": 4, "epochs": 1} | momentum
     if cls.family != "gossip":
         table["cohort"] = {"size": 5}
     return table | settings

@@ -455,7 +455,7 @@ def test_flaws_are_named() -> None:
     assert "not neighbours" in flaws(Weights(2, to, by, np.full(4, 0.5)), np.zeros((0, 2), dtype=np.int64))[0]
 
 
-def test_mixing_that_only_swaps_is_doubted() -> None:
+def test_mixing_that_only_swaps_is_warned_about() -> None:
     swap = Custom(links=((0, 1), (1, 0)), link_weights=(1.0, 1.0))
     assert faults(swap, 2, 0) == []
     assert facts(swap, 2).psi == pytest.approx(1)

@@ -63,7 +63,7 @@ def test_quality_that_is_no_number_drops_its_client() -> None:
     assert quality_weights(one, one, one, 0 * one).tolist() == pytest.approx([1 / 3] * 3)
 
 
-def test_a_client_is_judged_on_the_classes_it_holds() -> None:
+def test_a_client_is_evaluated_on_the_classes_it_holds() -> None:
     y = torch.tensor([0, 1, 2, 2])
     always = torch.zeros(1, 4, 3)
     always[..., 2] = 5.0
@@ -75,7 +75,7 @@ def test_a_client_is_judged_on_the_classes_it_holds() -> None:
     assert proxy_scores(always[:, :2], y[:2], counts).accuracy.isnan().all()
 
 
-def test_clients_own_heads_are_judged_as_they_are() -> None:
+def test_clients_own_heads_are_evaluated_as_they_are() -> None:
     x, y, x_test, y_test = digits()
     owner = torch.arange(len(y)) % 4
     wrong = torch.where(owner == 3, (y + 1) % 10, y)

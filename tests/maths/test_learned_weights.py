@@ -89,7 +89,7 @@ def full_batch(grad, epochs):
 
 # -- parametrisations ------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_starts_where_it_is_told(kind) -> None:
+def test_it_starts_where_it_is_set_to(kind) -> None:
     lam = SIZES / SIZES.sum()
     how = weighing(kind, initial(kind, lam, 0.9))
     torch.testing.assert_close(how.lam, lam)
@@ -431,7 +431,7 @@ def test_groups_are_averaged_over_those_who_train_them() -> None:
     torch.testing.assert_close(aggregated_by_depth(stack, how, everything, group), aggregated(stack, how))
 
 
-def test_fedlaw_silences_bad_models_only_with_enough_steps() -> None:
+def test_fedlaw_suppresses_bad_models_only_with_enough_steps() -> None:
     """Softmax regression on digits: half of the clients have shifted labels; FedLAW's own budget barely moves."""
     x, y, _, _ = digits(64)
     owner = torch.arange(len(y)) % 10

@@ -122,7 +122,7 @@ def test_l14_statistics_of_another_body_are_discarded() -> None:
     assert not other.rows.any()
 
 
-def test_l14_a_body_is_told_by_its_weights_and_running_statistics() -> None:
+def test_l14_a_body_is_recognised_by_its_weights_and_running_statistics() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = body_fingerprint(net.state_dict().values())
     assert before == body_fingerprint([x.clone() for x in net.state_dict().values()])

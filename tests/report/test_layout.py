@@ -29,7 +29,7 @@ RECIPE = """
 rounds = 2
 data = { source = "digits", pool = true, normalise = "half" }
 model = "logistic"
-local = { lr = 0.01, state = "persist" }
+local = { lr = 0.01 }
 cohort = { sampling = "all" }
 evaluate = { auc = ["micro_logits"] }
 
@@ -286,7 +286,7 @@ def test_of_a_loss_the_lowest_is_best_and_tolerance_decides_what_misses() -> Non
     assert same.blocks[0].cells[1][0][0].paper is None
 
 
-def test_lost_seeds_are_told_and_do_not_compete() -> None:
+def test_lost_seeds_are_reported_and_do_not_compete() -> None:
     runs = everywhere("a", 0.5)
     runs[2] = result(("x", "2"), "a", 0, [0.9], "diverged")
     runs[4], runs[5] = (result(("y", "1"), "a", seed, [], "failed") for seed in (0, 1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -51,6 +53,21 @@ def test_bad_words_are_one_clear_error(hostile_run: Path, tmp_path: Path) -> Non
         assert (done.code, done.out) == (2, "")
         assert expected in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", ["ended", "killed"])
+def test_metrics_that_were_cut_off_are_one_clear_error(hostile_run: Path, tmp_path: Path, state: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(hostile_run, run)
+    if state == "killed":
+        (run / "summary.json").unlink()
+    for size in (0, 100):
+        os.truncate(run / "metrics.jsonl", size)
+        done = Quick()("show", "run", cwd=tmp_path)
+        assert (done.code, done.out) == (2, "")
+        assert re.fullmatch(rf"error: run/metrics\.jsonl: has {size} bytes, the checkpoint needs \d+\n", done.err)
+        shutil.copy(hostile_run / "metrics.jsonl", run)
+    assert Quick()("show", "run", cwd=tmp_path).code == 0
 
 
 def test_pictures_are_the_same_whenever_they_are_drawn(compared: Path, hostile_run: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.new_rows import NewRows
 from fedloom.runs.export import export
 from fedloom.runs.find import algorithms
+from fedloom.runs.overrides import without_idle
 from support.blobs import blobs
 from support.patients import patients
 
@@ -40,7 +41,7 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize("kind", sorted(algorithms(own=False)))
 def test_loaded_models_say_what_was_recorded(kind: str, tmp_path: Path) -> None:
     arrays = named()
-    done = fedloom.run(kind, data=arrays, out=tmp_path / "run", **SMALL)
+    done = fedloom.run(data=arrays, out=tmp_path / "run", **without_idle({"algorithm": {"kind": kind}, **SMALL})[0])
     models, last = fedloom.load(tmp_path / "run"), done.records[-1]
     x, y = arrays.x[arrays.test], arrays.y[arrays.test]
     assert arrays.client is not None
@@ -97,7 +98,7 @@ def test_exported_nets_say_the_same(tmp_path: Path) -> None:
     assert np.allclose(session.run(None, {"rows": rows.numpy()})[0], said.numpy(), atol=1e-3)
 
 
-def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a run folder"):
         fedloom.load(tmp_path)
     few = SMALL | {"checkpoint": {"personal": "none"}, "rounds": 1}

@@ -107,7 +107,7 @@ def test_plots_are_figures_and_files(history: History, desk: Path) -> None:
     assert files(desk) == {"curves.png", "again.png", "curves.svg"}
 
 
-def test_the_model_is_the_one_that_was_judged(history: History, desk: Path) -> None:
+def test_the_model_is_the_one_that_was_evaluated(history: History, desk: Path) -> None:
     assert isinstance(history.model, nn.Module)
     assert not history.model.training
     digits = Digits().load(desk, 1)

@@ -487,7 +487,7 @@ def test_a_run_killed_before_it_was_laid_out_can_be_continued(quick: Quick, tmp_
     assert json.loads((tmp_path / "r" / "environment.json").read_text())["executor"] == "lanes"
 
 
-def test_settings_that_were_edited_since_the_run_began_are_told(quick: Quick, tmp_path: Path) -> None:
+def test_settings_that_were_edited_since_the_run_began_are_reported(quick: Quick, tmp_path: Path) -> None:
     words = (*KINDS["fedavg"], "rounds=2")
     assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0
     longer = quick("resume", "run", "--rounds", "3", cwd=tmp_path)
@@ -501,7 +501,8 @@ def test_settings_that_were_edited_since_the_run_began_are_told(quick: Quick, tm
 
 
 # -- unlearning ------------------------------------------------------------------------------------
-CLOSED = (*BASE, "algorithm.kind=analytic", "rounds=1", "partition.kind=iid")
+CLOSED = ("partition.clients=6", "partition.kind=iid", "model.kind=logistic", "algorithm.kind=analytic", "rounds=1")
+CLOSED += ("seed=4", "checkpoint.curves=false")
 DRAWN = ("cohort.sampling=uniform", "cohort.size=2")
 
 

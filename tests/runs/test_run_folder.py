@@ -449,7 +449,7 @@ def test_a_system_in_which_nobody_trains_is_refused(quick: Quick, tmp_path: Path
         assert done.code == 0, done.err
 
 
-def test_rounds_in_which_nobody_trained_are_told(quick: Quick, tmp_path: Path) -> None:
+def test_rounds_in_which_nobody_trained_are_reported(quick: Quick, tmp_path: Path) -> None:
     words = (*SMALL, "cohort.size=1", "system.dropout=0.999", "rounds=3", "--out", "r")
     done = quick("run", *words, cwd=tmp_path)
     assert done.code == 0, done.err

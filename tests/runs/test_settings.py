@@ -19,7 +19,7 @@ from fedloom.models.net import NetSpec
 from fedloom.runs.catalogue import settings_of
 from fedloom.runs.overrides import idle, override, read_pairs
 from fedloom.runs.resume import resume
-from fedloom.runs.settings import SECTIONS, as_table, as_toml, parse
+from fedloom.runs.settings import SECTIONS, as_table, as_toml, config_hash, parse
 from fedloom.runs.start import run
 
 
@@ -125,12 +125,48 @@ def test_what_a_method_has_in_other_sections_is_left_out_where_the_grid_makes_it
         plan({"compare": compare | {"grid": {"corruption.share": [0]}}})
 
 
-def test_local_training_of_a_method_that_has_none_is_said_to_be_useless() -> None:
-    said = "clients of Analytic do not train, so that local.lr, local.batch has no effect"
-    assert said in parse({"algorithm": "analytic", "model": "logistic", "local": {"lr": 1.0, "batch": 5}}).notes
+def test_local_training_of_a_method_that_has_none_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse({"algorithm": "analytic", "local": {"lr": 1.0, "batch": 5}, "task": {"class_weights": "balanced"}})
+    assert [fault.where for fault in refused.value.faults] == ["local.lr", "local.batch", "task.class_weights"]
+    assert "only if clients take local steps, but those of this algorithm take none" in str(refused.value)
     plain = parse({"algorithm": "analytic", "model": "logistic"})
-    again = parse(tomllib.loads(as_toml(plain)))  # as a run that is resumed reads it, with every default
-    assert not [note for note in (*plain.notes, *again.notes) if "train" in note]
+    assert "local" not in as_table(plain)
+    assert parse(tomllib.loads(as_toml(plain))) == plain
+    assert (
+        config_hash(plain) == "7de08e00ce53135e681e587d8a081b1f1a770f8f45e70364d11c48f8b84b6b3d"
+    )  # of runs that were made when it was written down
+
+
+def test_a_closed_form_shares_a_comparison_with_methods_that_train() -> None:
+    compare: dict[str, Any] = {"algorithms": ["fedavg", "analytic"], "seeds": [0], "grid": {"local.steps": [1, 2]}}
+    planned = plan({"local": {"lr": 0.3}, "compare": compare})
+    assert [(cell.config.local.lr, cell.config.local.steps) for cell in planned.cells if cell.place[0] == "2"] == [
+        (0.3, 2),
+        (0.1, None),
+    ]
+    assert len({cell.hash for cell in planned.cells}) == 3  # the closed form is computed once
+    for refused in ({"local": {"lr": 0.3}, "compare": compare | {"grid": {}}}, {"compare": compare}):
+        refused["compare"]["algorithms"] = ["analytic"]
+        with pytest.raises(ConfigError, match=r"local\.(lr|steps): has an effect only if clients take local steps"):
+            plan(refused)
+
+
+def test_memory_that_plain_sgd_does_not_have_is_refused() -> None:
+    for state in ("reset", "persist"):
+        with pytest.raises(ConfigError, match=r"local\.state: has an effect only if optimizer is not sgd, or if mom"):
+            parse({"local": {"state": state}})
+    assert parse({"algorithm": "fedala"}).local.state == "reset"
+    assert parse({"algorithm": "fedala", "local": {"momentum": 0.1}}).local.state == "persist"
+
+
+def test_momentum_of_a_single_step_without_memory_is_refused() -> None:
+    for table in ({"algorithm": "dpsgd", "local": {"momentum": 0.5}}, {"local": {"steps": 1, "momentum": 0.5}}):
+        with pytest.raises(ConfigError, match=r"local\.momentum: has no effect on the one step of a round"):
+            parse(table)
+    for more in ({"state": "persist"}, {"nesterov": True}, {"steps": 2}):
+        parse({"algorithm": "dpsgd", "local": {"momentum": 0.5, **more}})
+    parse({"algorithm": "fedrep", "model": "mlp", "local": {"steps": 1, "momentum": 0.5}})
 
 
 def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
@@ -183,6 +219,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "local.drop_last": {"local": {"batch": 0}},
     "local.wrap_last": {"local": {"batch": 0}},
     "local.momentum": {"local": {"optimizer": "adam"}},
+    **{f"local.{key}": CLOSED for key in ("lr", "optimizer", "weight_decay", "clip", "steps", "batch", "schedule")},
     "system.policy": {},
     "system.unit": {"system": {"stragglers": 0.1, "policy": "partial"}},  # with one local epoch
     "system.up": LONELY,
@@ -215,7 +252,7 @@ ALWAYS = {
     "corruption": {"share", "clients"},
     "engine": {"device", "executor", "lanes", "store", "threads", "precision"},
     "evaluate": {"every", "validation", "personal", "work", "flatness", "auc", "metrics", "participants"},
-    "local": {"lr", "optimizer", "steps", "batch", "schedule", "state"},
+    "local": set(),
     "privacy": {"clip", "feature_clip", "noise", "epsilon", "concentration"},
     "proxy": {"size"},
     "system": {"stragglers", "dropout", "aggregation", "deadline"},
@@ -226,9 +263,7 @@ ALWAYS = {
 def conditional() -> Iterator[tuple[str, str, type[Spec]]]:
     """Every setting with a condition, a kind of its section that has it, and the class of that."""
     for section, cls in SECTIONS.items():
-        # Every optimizer of fedloom's has a weight decay and clips.
-        of_use = {"weight_decay", "clip"} if section == "local" else set()
-        yield from ((f"{section}.{key}", "", cls) for key in conditions(cls) if key not in of_use)
+        yield from ((f"{section}.{key}", "", cls) for key in conditions(cls))
     for section, named in KINDS.items():
         first = {key: (kind, cls) for kind, cls in reversed(named.items()) for key in conditions(cls)}
         yield from ((f"{section}.{key}", kind, cls) for key, (kind, cls) in first.items())
@@ -245,7 +280,7 @@ def test_a_setting_without_effect_is_refused_in_every_section(name: str, kind: s
     own |= {"kind": kind} if kind else {}
     default = cls.model_fields[key].get_default(call_default_factory=True)
     unset = 0.5 if section == "local" else 3
-    own[key] = {"evaluate.diagnostics": ["updates"]}.get(name, unset if default is None else default)
+    own[key] = {"evaluate.diagnostics": ["updates"], "local.steps": 3}.get(name, unset if default is None else default)
     with pytest.raises(ConfigError, match=f"{section}.{key}: has an effect only if"):
         parse(table)
     del own[key]

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.contract import refuse_undeployable
+from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import as_table, config_hash, parse
 from fedloom.runs.start import start
@@ -21,7 +22,7 @@ UNUSED = Path("unused")
 
 def config_of(kind: str, **more: Any) -> Any:
     settings = {"rounds": 2, "partition": {"clients": 5}, "local": {"batch": 64}, "evaluate": {"validation": 0.3}}
-    return parse(settings | {"algorithm": kind, "model": "mlp"} | more)
+    return parse(without_idle(settings | {"algorithm": {"kind": kind}, "model": "mlp"} | more)[0])
 
 
 def test_each_client_keeps_a_share_of_its_training_rows(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedloom.deploy.site import Listens, initialise, read_node
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
+from fedloom.runs.overrides import without_idle
 from fedloom.runs.prepare import prepare, share
 from fedloom.runs.settings import Config, parse
 
@@ -44,7 +45,7 @@ _HEADED = ("fedkd", "fedrep", "moon")  # methods for which a net needs a body
 
 def table_of(kind: str, **more: Any) -> dict[str, Any]:
     """Three clients with very unequal digits; one client after another, so that no bit depends on the others."""
-    return {
+    table = {
         "rounds": 3,
         "seed": 5,
         "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "holdout": 0.2},
@@ -54,7 +55,8 @@ def table_of(kind: str, **more: Any) -> dict[str, Any]:
         "cohort": {"sampling": "all"},
         "engine": {"executor": "loop"},
         "algorithm": {"kind": kind},
-    } | more
+    }
+    return without_idle(table | more)[0]
 
 
 def contract_of(config: Config) -> Contract:

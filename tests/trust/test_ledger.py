@@ -424,7 +424,7 @@ def _no_number(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [_gone, _short, _no_number])
-def test_a_lost_key_is_told(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_a_lost_key_is_reported(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     started(tmp_path / "run", 2)
     spoil(tmp_path / "run" / "noise.key")
     for found in ("gone|not what the run wrote", "missing|damaged"):
@@ -446,7 +446,7 @@ def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, t
 
 
 @pytest.mark.slow
-def test_a_run_of_an_earlier_version_is_told(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_reported(tmp_path: Path) -> None:
     started(tmp_path / "run", 2)
     path = tmp_path / "run" / "privacy.json"
     told = json.loads(path.read_text())

@@ -460,7 +460,7 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "part" / name).read_bytes()
 
 
-def test_who_is_left_out_would_be_told(world: Any) -> None:
+def test_a_client_that_is_left_out_would_be_reported(world: Any) -> None:
     arrays = blobs(SIZES)
     arrays.x[arrays.client == 2] = 1e38  # with such a rate, this client's work will not be finite
     exp = world(arrays=arrays, algorithm=UNIFORM, local={"batch": 0, "lr": 100.0}, privacy={"clip": 1.0, "noise": 1.0})

@@ -12,7 +12,7 @@ unequally many steps, the mean move is divided by the mean of these.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -25,13 +25,15 @@ from fedloom.maths.sharpness import RhoSchedule, sam
 
 
 class Moving(NamedTuple):
-    """MoFedSAM's state. FedAvg, whose settings it has, is typed for its own: hence the casts."""
+    """MoFedSAM's state, in place of FedAvg's ``Model``."""
 
     w: Tensor  # [P]
     D: Tensor  # [P] how the clients moved in the last round, as a gradient
 
 
 class Walked(NamedTuple):
+    """What a client of MoFedSAM sends."""
+
     dw: Tensor  # [P]
     span: Tensor  # [] steps times learning rate
 
@@ -50,23 +52,20 @@ class FedSAM(FedAvg):
     def traits(self) -> Traits:
         return super().traits._replace(gradients_per_step=2.0 if self.rho else 1.0)
 
-    def init(self, w: Tensor) -> Model:
-        return Model(w) if self.beta == 1 else cast(Model, Moving(w, torch.zeros_like(w)))
+    def init(self, w: Tensor) -> Any:
+        return Model(w) if self.beta == 1 else Moving(w, torch.zeros_like(w))
 
-    def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
+    def gradient(self, x: Tensor, batch: Batch, down: Any, mine: Nothing) -> Tensor:
         scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
         g = sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)
-        return g if self.beta == 1 else self.beta * g + (1 - self.beta) * cast(Moving, down).D
+        return g if self.beta == 1 else self.beta * g + (1 - self.beta) * down.D
 
-    def finish(self, x: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Update, Nothing]:
-        moved = Update(x - down.w)
-        if self.beta == 1:
-            return moved, ()
-        return cast(Update, Walked(moved.dw, work.steps * work.lr)), ()
+    def finish(self, x: Tensor, down: Any, mine: Nothing, work: Work) -> tuple[Any, Nothing]:
+        dw = x - down.w
+        return Update(dw) if self.beta == 1 else Walked(dw, work.steps * work.lr), ()
 
-    def update(self, server: Model, inbox: Inbox[Update]) -> Model:
+    def update(self, server: Any, inbox: Inbox[Any]) -> Any:
         after = super().update(server, inbox)
         if self.beta == 1:
             return after
-        walked = cast(Walked, inbox.mean)
-        return cast(Model, Moving(after.w, like(-walked.dw / walked.span, server.w)))
+        return Moving(after.w, like(-inbox.mean.dw / inbox.mean.span, server.w))

@@ -86,8 +86,8 @@ def all_cells(base: Mapping[str, Any], asked: Asked) -> Laid:
 def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], point: Point) -> _Spot:
     """The experiment of a method at a place of the grid.
 
-    A value of the grid goes before a method's own setting, and that before what all methods share. What a method has
-    in other sections is left out where the place makes it useless.
+    A value of the grid goes before a method's own setting, and that before what all methods share. What is
+    set for several cells, or in other sections than the algorithm's, is left out of those in which it has no effect.
     """
     chosen = point.settings | method.beside
     known = setting_names(method.kind)
@@ -100,7 +100,7 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
     for section, usual in _IN_CELLS.items():
         if isinstance(given := table.get(section, {}), Mapping):
             table[section] = {**usual, **given}
-    own = {*point.settings, *(f"algorithm.{key}" for key in method.settings)}
+    own = {f"algorithm.{key}" for key in method.settings}
     without_effect = {key: why for key, why in idle(table).items() if key not in own}
     config = parse(without_idle(table, keep=own)[0], left_out)
     pick_device(config.engine.device)

@@ -74,6 +74,7 @@ def outside(where: str, word: str, numbers: Iterable[int], count: int) -> list[F
 SYNONYMS = {
     "batch_size": "batch",
     "gpu": "cuda",
+    "label_column": "label",
     "learning_rate": "lr",
     "local_epochs": "epochs",
     "method": "algorithm",
@@ -81,6 +82,8 @@ SYNONYMS = {
     "num_clients": "clients",
     "num_rounds": "rounds",
     "strategy": "algorithm",
+    "target": "label",
+    "target_column": "label",
 }
 
 
@@ -88,7 +91,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest valid word, or all of them when none is close."""
     names = sorted(known)
     meant = SYNONYMS.get(word, word)
-    close = [meant] if meant in names else difflib.get_close_matches(word, names, 1, cutoff=0.6)
+    close = [meant] if meant in names else difflib.get_close_matches(word, names, 1, cutoff=0.65)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "none is known"

@@ -14,6 +14,7 @@ from torch.nn.functional import huber_loss, log_softmax
 
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.optim import TAKES_STEPS
 from fedloom.core.schema import Spec, when
 
 RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (outputs [B, C], y [B]) -> [B]
@@ -34,7 +35,7 @@ class Objective(Spec):
     delta: Annotated[PositiveFloat, when(loss="huber")] = Field(
         1.0, description="errors above it, in deviations of the target, count linearly"
     )
-    class_weights: Annotated[Literal["none", "balanced"], when(kind="classification")] = Field(
+    class_weights: Annotated[Literal["none", "balanced"], when(TAKES_STEPS, kind="classification")] = Field(
         "none",
         description="balanced: weight each row by the rarity of its class: n / (C n_c)",
     )

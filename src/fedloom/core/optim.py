@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedloom.core import tree, usercode
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.schema import Spec, When, over, when
+from fedloom.core.schema import Spec, When, other_than, over, when, worded
 
 
 class Optimizer(NamedTuple):
@@ -300,9 +300,13 @@ class Takes(NamedTuple):
         return f"{name} is {', '.join(others)} or {last}" if others else f"{name} is {last}"
 
 
+# Clients of a closed form may only send sums over their data.
+TAKES_STEPS = {"algorithm.takes_steps": worded(True, "clients take local steps", "those of this algorithm take none")}
+
+
 def of_optimizer(setting: str, **tests: Any) -> When:
-    """The setting has an effect where the chosen optimiser has it."""
-    return when(optimizer=Takes(setting), **tests)
+    """The setting has an effect where clients take steps and the chosen optimiser has it."""
+    return when(TAKES_STEPS, optimizer=Takes(setting), **tests)
 
 
 class Local(Spec):
@@ -310,10 +314,10 @@ class Local(Spec):
 
     model_config = ConfigDict(extra="allow")  # for the settings of a user's own optimiser; others are refused below
 
-    optimizer: str = Field(
+    optimizer: Annotated[str, when(TAKES_STEPS)] = Field(
         "sgd", description=f"the local optimiser: {', '.join(optimizers())}, or your own, as file.py:function"
     )
-    lr: PositiveFloat = Field(0.1, description="learning rate of the first round")
+    lr: Annotated[PositiveFloat, when(TAKES_STEPS)] = Field(0.1, description="learning rate of the first round")
     momentum: Annotated[float, of_optimizer("momentum")] = Field(
         0.0, ge=0, lt=1, description="momentum coefficient (sgd, rmsprop)"
     )
@@ -353,25 +357,34 @@ class Local(Spec):
     initial_sum: Annotated[NonNegativeFloat | None, of_optimizer("initial_sum")] = Field(
         None, description=f"where the sum of squared gradients begins; unset: {_defaults('initial_sum')}"
     )
-    state: Literal["reset", "persist"] = Field(
-        "reset", description="the optimiser's memory: reset in each round, or kept by each client between rounds"
+    state: Annotated[
+        Literal["reset", "persist"],
+        when(TAKES_STEPS, optimizer=other_than("sgd")) | when(TAKES_STEPS, momentum=over(0)),
+    ] = Field("reset", description="the optimiser's memory: reset in each round, or kept by each client between rounds")
+    epochs: Annotated[PositiveInt, when(TAKES_STEPS, steps=None)] = Field(
+        1, description="passes over the client's data"
     )
-    epochs: Annotated[PositiveInt, when(steps=None)] = Field(1, description="passes over the client's data")
-    steps: PositiveInt | None = Field(None, description="exact number of local steps, instead of epochs")
-    batch: int = Field(10, ge=0, description="examples in a step; 0 takes all of the client's data")
-    drop_last: Annotated[bool, when(batch=over(0))] = Field(
+    steps: Annotated[PositiveInt | None, when(TAKES_STEPS)] = Field(
+        None, description="exact number of local steps, instead of epochs"
+    )
+    batch: Annotated[int, when(TAKES_STEPS)] = Field(
+        10, ge=0, description="examples in a step; 0 takes all of the client's data"
+    )
+    drop_last: Annotated[bool, when(TAKES_STEPS, batch=over(0))] = Field(
         False, description="leave out a last batch that is not full, unless it is the client's only one"
     )
-    wrap_last: Annotated[bool, when(batch=over(0))] = Field(
+    wrap_last: Annotated[bool, when(TAKES_STEPS, batch=over(0))] = Field(
         False, description="instead of a last batch that is not full, begin a new pass over the data, as FLGo does"
     )
-    schedule: Literal["constant", "exponential", "step", "cosine"] = Field(
+    schedule: Annotated[Literal["constant", "exponential", "step", "cosine"], when(TAKES_STEPS)] = Field(
         "constant", description="of the learning rate over rounds"
     )
-    decay: Annotated[float, when(schedule=("exponential", "step"))] = Field(
+    decay: Annotated[float, when(TAKES_STEPS, schedule=("exponential", "step"))] = Field(
         0.99, gt=0, le=1, description="factor per round (exponential) or per step_every rounds (step)"
     )
-    step_every: Annotated[PositiveInt, when(schedule="step")] = Field(100, description="rounds between decays")
+    step_every: Annotated[PositiveInt, when(TAKES_STEPS, schedule="step")] = Field(
+        100, description="rounds between decays"
+    )
 
     @model_validator(mode="wrap")
     @classmethod

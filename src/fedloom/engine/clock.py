@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault, outside
+from fedloom.core.optim import TAKES_STEPS
 from fedloom.core.schema import GIVEN, Spec, over, when, worded
 from fedloom.engine.plan import Amount, Drawn
 
@@ -21,7 +22,6 @@ _SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that 
 
 
 _SENDS = when({"algorithm.communicates": worded(True, "the algorithm sends something", "this one sends nothing")})
-_COMPUTES = {"algorithm.takes_steps": worded(True, "clients take local steps", "those of this algorithm take none")}
 _WAITS = when({"algorithm.reads_waiting_time": worded(
     True, "the algorithm trains as long as clients wait", "this one does not ask how long they wait"
 )})  # fmt: skip
@@ -35,7 +35,7 @@ class System(Spec):
     """What the devices and their links are like."""
 
     stragglers: float = Field(0.0, ge=0, le=1, description="share of a round's clients that are late")
-    policy: Annotated[Literal["auto", "drop", "partial"], when(stragglers=over(0))] = Field(
+    policy: Annotated[Literal["auto", "drop", "partial"], when(TAKES_STEPS, stragglers=over(0))] = Field(
         "auto", description="late clients are left out, or send what they have; auto: as the algorithm's paper does"
     )
     unit: Annotated[
@@ -44,25 +44,25 @@ class System(Spec):
         | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
     ] = Field("epoch", description="the unit in which a late client's partial work is drawn")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
-    speed: Annotated[PositiveFloat, when(_COMPUTES, speeds=((),))] = Field(
+    speed: Annotated[PositiveFloat, when(TAKES_STEPS, speeds=((),))] = Field(
         1000.0, description="examples per second of the median client"
     )
-    speed_spread: Annotated[NonNegativeFloat, when(_COMPUTES, speeds=((),))] = Field(
+    speed_spread: Annotated[NonNegativeFloat, when(TAKES_STEPS, speeds=((),))] = Field(
         0.0, description="spread of speeds: deviation of their logarithm"
     )
     up: Annotated[PositiveFloat, _SENDS] = Field(10.0, description="megabits per second from a client")
     down: Annotated[PositiveFloat, _SENDS] = Field(50.0, description="megabits per second to a client")
     latency: Annotated[NonNegativeFloat, _SENDS] = Field(0.02, description="seconds of one round trip")
-    speeds: Annotated[tuple[PositiveFloat, ...], when(_COMPUTES)] = Field(
+    speeds: Annotated[tuple[PositiveFloat, ...], when(TAKES_STEPS)] = Field(
         (), description="examples per second of every client, instead of speed and speed_spread; empty: not given"
     )
-    slow: Annotated[tuple[NonNegativeInt, ...], when(_COMPUTES)] = Field(
+    slow: Annotated[tuple[NonNegativeInt, ...], when(TAKES_STEPS)] = Field(
         (), description="numbers of the clients that are slow"
     )
-    slow_factor: Annotated[float, when(_COMPUTES, slow=GIVEN)] = Field(
+    slow_factor: Annotated[float, when(TAKES_STEPS, slow=GIVEN)] = Field(
         1.5, ge=1, description="slow clients take this many times as long per example"
     )
-    jitter: Annotated[float, when(_COMPUTES)] = Field(
+    jitter: Annotated[float, when(TAKES_STEPS)] = Field(
         0.0, ge=0, lt=1, description="largest relative change of a client's compute time from round to round"
     )
     link_spread: Annotated[NonNegativeFloat, _SENDS] = Field(

@@ -423,7 +423,7 @@ def _observe(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) 
         while True:
             done = advance_watched(exp, state, store)
             state = done.state
-            seen = [defaults_of(exp.algorithm), done.found, done.work, evaluate(exp, state, store)]
+            seen: list[Any] = [defaults_of(exp.algorithm), done.found, done.work, evaluate(exp, state, store)]
             seen += [state.up, state.down, state.busiest, state.seconds, state.gradients]
             models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
             yield repr(seen).encode() + models.numpy().tobytes()

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm
-from fedloom.algorithm.capabilities import gossip_facts
+from fedloom.algorithm.capabilities import Adapts, HasPhases, TrainsWhileWaiting, gossip_facts, takes_steps
 from fedloom.core.errors import Fault
 from fedloom.core.objective import Objective, loss_faults
 from fedloom.core.optim import Local
@@ -63,6 +63,14 @@ def plain_sgd(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
     for key in ("momentum", "weight_decay", "clip"):
         if getattr(local, key):
             yield Fault(f"local.{key}", f"{what} (got {getattr(local, key)})", f"leave {key} at 0")
+
+
+def momentum_of_one_step(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
+    """Methods with parts of a round that ``local.steps`` does not count may take more steps than one."""
+    counted = not isinstance(algorithm, HasPhases | Adapts | TrainsWhileWaiting)
+    if counted and local.steps == 1 and local.momentum and not local.nesterov and local.state == "reset":
+        what = f"has no effect on the one step of a round, which begins without memory (got {local.momentum:g})"
+        yield Fault("local.momentum", what, "set local.state=persist, or take more steps")
 
 
 def one_state_for_each_client(algorithm: AnyAlgorithm, cohort: Cohort) -> Iterator[Fault]:
@@ -123,7 +131,7 @@ def some_client_trains(
     most = getattr(partition, "clients", None) if everybody else cohort.size or 10
     if never_trains(system, most, partial=algorithm.traits.partial_work):
         what = f"late clients are left out, and all of them are late (got {system.stragglers})"
-        yield Fault("system.stragglers", what, "lower it, or set system.policy=partial")
+        yield Fault("system.stragglers", what, f"lower it{', or set system.policy=partial' * takes_steps(algorithm)}")
 
 
 # What is allowed where the server does not wait for the clients of a round, and why nothing else is.
@@ -239,6 +247,7 @@ def messages_fit_the_network(algorithm: AnyAlgorithm, topology: Topology) -> Ite
 
 RULES: tuple[Callable[..., Iterable[Fault]], ...] = (
     plain_sgd,
+    momentum_of_one_step,
     one_state_for_each_client,
     cohort_fits,
     data_counts_once,

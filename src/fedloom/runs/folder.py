@@ -399,11 +399,16 @@ def read_ended(path: Path) -> list[dict[str, Any]]:
     """The evaluations of a run that has ended, which must be as it wrote them."""
     verify(path, (METRICS, "partition.json", "privacy.json"))
     if METRICS not in _digests(path):  # of earlier versions: the newest checkpoint knows how the metrics were
-        saved = checkpoint.readable(path / "checkpoints")
-        fault = _fault(path / METRICS, saved[max(saved)]["lengths"]) if saved else ""
-        if fault:
-            raise CheckpointError(fault)
+        refuse_cut_metrics(path)
     return read_metrics(path)
+
+
+def refuse_cut_metrics(path: Path) -> None:
+    """Refuse metrics that are not what the newest checkpoint needs; while a run lasts, they are always."""
+    saved = checkpoint.readable(path / "checkpoints")
+    fault = _fault(path / METRICS, saved[max(saved)]["lengths"]) if saved else ""
+    if fault:
+        raise CheckpointError(fault)
 
 
 # -- while a run lasts ---------------------------------------------------------------------------

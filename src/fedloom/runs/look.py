@@ -17,6 +17,7 @@ from fedloom.core.metrics import Verdicts
 from fedloom.data.arrays import Ints
 from fedloom.report.tables import client_table
 from fedloom.report.view import RunStatus, RunView
+from fedloom.runs.folder import refuse_cut_metrics
 from fedloom.runs.settings import read_toml
 
 _ENDED: dict[str, RunStatus] = {"summary.json": "done", "diverged.json": "diverged"}
@@ -32,13 +33,15 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
     """What a run folder shows at this moment."""
     if not is_run(folder):
         raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
+    records = json_lines(folder / "metrics.jsonl")
+    refuse_cut_metrics(folder)
     partition, counts = json_file(folder / "partition.json"), _counts(folder / "partition.safetensors")
     return RunView(
         name=name or folder.name,
         folder=str(folder),
         state=next((state for file, state in _ENDED.items() if (folder / file).is_file()), "unfinished"),
         settings=flattened(read_toml(folder / "config.toml")),
-        records=json_lines(folder / "metrics.jsonl"),
+        records=records,
         timings=json_lines(folder / "timings.jsonl"),
         environment=json_file(folder / "environment.json"),
         partition=partition,

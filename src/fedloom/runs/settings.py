@@ -186,17 +186,8 @@ def parse(table: Mapping[str, Any], notes: Iterable[str] = ()) -> Config:
     chosen.setdefault("topology", None)
     algorithm = chosen["algorithm"]
     notes = [*notes, *warnings_of(algorithm, chosen["local"].lr, basics.rounds), *_changes_of_privacy(chosen)]
-    notes += corruption.ineffective(chosen["corruption"], algorithm) + _untrained(chosen["local"], algorithm)
+    notes += corruption.ineffective(chosen["corruption"], algorithm)
     return Config(basics=basics, kinds=names, notes=tuple(notes), **chosen)
-
-
-def _untrained(local: Local, algorithm: AnyAlgorithm) -> list[str]:
-    """What is set of local training, where a method has none: experiments are shared by methods that train."""
-    usual = {name: field.default for name, field in Local.model_fields.items()}
-    named = ", ".join(f"local.{key}" for key, value in local if value != usual.get(key))
-    if takes_steps(algorithm) or not named:
-        return []
-    return [f"clients of {type(algorithm).__name__} do not train, so that {named} has no effect"]
 
 
 def _basics(table: Mapping[str, Any]) -> tuple[Basics | None, list[Fault]]:
@@ -468,7 +459,14 @@ def as_hashed(config: Config) -> dict[str, Any]:
     table["engine"].pop("store")
     if not config.evaluate.metrics:  # which came later: what was computed before keeps its name
         table["evaluate"].pop("metrics", None)
+    table["local"] = _hashed_local(config.local)
     if not config.evaluate.validation:
         table["evaluate"].pop("validation", None)
     table["data"].pop("limit_gb", None)
     return table
+
+
+def _hashed_local(local: Local) -> dict[str, Any]:
+    """Local training as it was hashed before it was refused where clients take no steps: runs keep their names."""
+    idle = without_effect(Local, dict(local), Local.model_fields)
+    return {key: value for key, value in _plain(local).items() if key not in idle or key == "state"}
