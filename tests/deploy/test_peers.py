@@ -16,8 +16,10 @@ import zmq
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, packed, unpacked
+from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
 from fedloom.deploy.peers.frames import PIECE, WireFrame
+from fedloom.deploy.peers.start import refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
 from support.federation import config_of, simulated
@@ -44,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "star, by data": {"topology": {"kind": "star", "weights": "data_weighted", "allow_row_stochastic": True}},
     "redrawn": {"topology": {"kind": "random", "max_degree": 1, "start": "independent"}},
     "memory": {"local": {"batch": 32, "momentum": 0.9, "state": "persist"}},
-    "statistics": {"model": {"kind": "resnet20", "norm": "batch"}, "data": {"source": "digits", "test": 0.97}},
+    "statistics": {"model": {"kind": "resnet20", "norm": "batch"}, "data": {"source": "digits", "test": 0.99}},
 }
 
 
@@ -220,6 +222,10 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (bea / "node.key").chmod(0o644)
     with pytest.raises(ConfigError, match="can be read by others"):
         read_secret(read_bundle(bea))
+    with pytest.raises(ConfigError, match=r"policy\.require_secure_sum: without a server"):
+        refuse_by_policy(read_bundle(ada)._replace(policy=Policy(require_secure_sum=True)))
+    with pytest.raises(ConfigError, match=r"policy\.min_cohort: a network of 3 nodes, and here 4"):
+        refuse_by_policy(read_bundle(ada)._replace(policy=Policy(min_cohort=4)))
     text = (ada / "members.toml").read_text()
     (ada / "members.toml").write_text(text.replace("0.33", "0.43", 1))
     with pytest.raises(ConfigError, match="graph: is not that of the experiment"):

@@ -36,9 +36,12 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
+    if (told := read_node_state(folder)).get("state") == "completed":
+        say(f"all rounds are done: {folder}")
+        return told
     bundle = read_bundle(folder, trust=trust)
     secret = read_secret(bundle)
-    _refuse_by_policy(bundle)
+    refuse_by_policy(bundle)
     own = rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
     try:
         lock = disk.lock(folder / LOCK)
@@ -52,8 +55,20 @@ def start_peer(
         os.close(lock)
 
 
-def _refuse_by_policy(bundle: Bundle) -> None:
+def read_node_state(folder: Path) -> dict[str, Any]:
+    """How a node is doing, as it has written down itself; nothing before its first start."""
+    try:
+        found: dict[str, Any] = json.loads((folder / NODE_STATE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def refuse_by_policy(bundle: Bundle) -> None:
+    """Refuse what the owner of this node does not allow."""
     why, least = bundle.policy.refusal(bundle.contract), bundle.policy.min_cohort
+    if not why and bundle.policy.require_secure_sum:
+        why = "policy.require_secure_sum: without a server, neighbours see what a node sends"
     if not why and len(bundle.contract.nodes) < least:
         why = f"policy.min_cohort: a network of {len(bundle.contract.nodes)} nodes, and here {least} are wanted"
     if why:
@@ -83,10 +98,11 @@ class PeerProcess:
         self.links = CurveLinks(keys, bundle.seat.bind, known, lines)
         edges = Edges(bundle.me, bundle.patience, lambda *_: None, self._not_yet, lambda *_: None)
         self.station = Station(who, self.links, edges, stop.is_set)
-        self.station.say = say
+        self.station.say, self.station.changed = say, self._refresh
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
         self._round = self._skipped = 0
+        self._state = "joining"
 
     @staticmethod
     def _not_yet(_j: int, _turn: int, _data: bytes) -> Any:
@@ -224,8 +240,13 @@ class PeerProcess:
         said += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
         self._say("; ".join(said))
 
+    def _refresh(self) -> None:
+        """Write down that a link has come up or gone down."""
+        self._tell(self._state)
+
     def _tell(self, state: str, **more: Any) -> dict[str, Any]:
         """Write down how the node is doing."""
+        self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
         links = {
             names[j]: "left" if j in edges.left else "away" if j in edges.gone else "connected"

@@ -53,6 +53,8 @@ class Station:
         self.complaints: dict[str, list[str]] = {}  # of the round under way, by name
         self.refused: dict[int, str] = {}
         self.say: Callable[[str], None] = lambda _: None
+        self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
+        self._there: list[int] = []
         self._agreement = agreement(who.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
@@ -68,6 +70,9 @@ class Station:
             except MessageError as error:
                 self.edges.spoiled(event.node, None, str(error))
         self.edges.tick(time.monotonic())
+        if self._there != self.present():
+            self._there = self.present()
+            self.changed()
 
     def meanwhile(self, work: Callable[[], T]) -> T:
         """The result of work that takes long; neighbours are answered meanwhile."""

@@ -12,7 +12,7 @@ from fedloom.core import disk
 from fedloom.core.errors import DataError
 from fedloom.deploy.contract import read_outline
 from fedloom.deploy.peers.bundles import Seat
-from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, NODE_STATE
+from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, read_node_state
 from fedloom.deploy.site import NODE_TOML, read_section
 
 _AT_WORK = ("joining", "running", "waiting")
@@ -29,7 +29,7 @@ def bundles_in(folder: Path) -> list[Path]:
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """How one node is doing."""
     seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
-    told, lines = _told(folder), list(read_node_rounds(folder))
+    told, lines = read_node_state(folder), list(read_node_rounds(folder))
     state, why = told.get("state", "idle"), told.get("why", "")
     if state in _AT_WORK and not _lives(folder):
         state, why = "failed", f"its process is gone; its last checkpoint stays: fedloom peers start {folder}"
@@ -56,14 +56,6 @@ def _closed(lines: list[dict[str, Any]]) -> dict[str, int]:
     """In how many rounds the link to each neighbour was closed."""
     names = [name for line in lines for name in line["down"]]
     return {name: names.count(name) for name in sorted(set(names))}
-
-
-def _told(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / NODE_STATE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def _lives(folder: Path) -> bool:
