@@ -63,7 +63,9 @@ def test_a_late_node_is_closed_at_both_ends_and_nobody_else_waits(tmp_path: Path
 
     def hold() -> None:
         others = [network.processes[k].station.edges for k in (0, 2)]
-        wait_until(lambda: all(edges.turn == 1 and edges.opened for edges in others))
+        ada, cem = others
+        wait_until(lambda: ada.turn == 1 and ada.opened and ada.edges[2].up)
+        wait_until(lambda: cem.turn == 1 and cem.opened and cem.edges[0].up)
         for edges in others:
             edges.since -= 1e6  # as if they had waited for so long
         wait_until(lambda: all(len(network.lines(k)) == 2 for k in (0, 2)))

@@ -24,7 +24,7 @@ from fedloom.runs.settings import Config, parse
 from support.federation import table_of
 
 NAMES = ("Ada", "Bea", "Cem")
-_building = threading.Lock()
+_one_at_a_time = threading.Lock()
 Hook = Callable[[], None]
 _hooks: dict[tuple[Path, int], Hook] = {}  # what happens in a node's folder before it trains a round
 
@@ -33,13 +33,18 @@ class TestedPeer(Peer):
     """A node that can be held up before it trains."""
 
     def __init__(self, place: PeerPlace, population: Population) -> None:
-        """Nets are built in turn: torch has one random generator in a process, which real nodes do not share."""
-        with _building:
+        """Nodes compute in turn: real ones do not share a process, and torch's random generator with it."""
+        with _one_at_a_time:
             super().__init__(place, population)
 
     def train(self) -> OwnWork:
         _hooks.pop((self._place.folder, self.state.round), lambda: None)()
-        return super().train()
+        with _one_at_a_time:
+            return super().train()
+
+    def evaluated(self) -> dict[str, float]:
+        with _one_at_a_time:
+            return super().evaluated()
 
 
 start.Peer = TestedPeer  # type: ignore[misc]

@@ -23,6 +23,7 @@ from fedloom.deploy.talk import whole
 
 T = TypeVar("T")
 _TICK = 0.2  # seconds between two looks at the clock
+_LAST = 10.0  # seconds in which a node that is stopped may still end the turn under way
 _MOST = 10  # complaints about a neighbour in a round
 
 
@@ -95,10 +96,15 @@ class Station:
 
     def exchange(self, payload: bytes | None, neighbours: Iterable[int]) -> Exchanged:
         """One turn: what was heard, and which links are closed."""
+        if self._stopped():  # before anything is sent, so that no neighbour counts on it
+            raise StoppedError("stopped")
         self.edges.open(payload, neighbours, time.monotonic())
+        until = 0.0
         while (found := self.edges.result()) is None:
             if self._stopped():
-                raise StoppedError("stopped")
+                until = until or time.monotonic() + _LAST
+                if time.monotonic() > until:
+                    raise StoppedError("stopped")
             self.pump()
         self.edges.close()
         return found
