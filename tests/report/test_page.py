@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -173,6 +174,18 @@ def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None
         assert (done.code, done.out) == (2, "")
         assert expected in done.err
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_page_is_not_written_through_a_link(hostile_run: Path, tmp_path: Path) -> None:
+    run, outside = Path(shutil.copytree(hostile_run, tmp_path / "run")), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.html").unlink(missing_ok=True)
+    (run / "report.html").symlink_to(outside)
+    done = Quick()("report", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert outside.read_text() == "mine"
+    assert not (run / "report.html").is_symlink()
+    assert ((run / "report.html").stat().st_mode & 0o777) == 0o600
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def report(
     fedloom report runs/compare-demo --out demo.html
     """
     from fedloom.compare.look import look_at
-    from fedloom.core.errors import ConfigError, Fault
-    from fedloom.report.figure import write
+    from fedloom.core import disk
+    from fedloom.core.errors import ConfigError, Fault, StorageError
     from fedloom.report.page.render import page
 
     path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -34,5 +34,9 @@ def report(
     if path.is_dir():
         raise ConfigError([Fault("--out", f"{path} is a folder", f"write {path / 'report.html'}")])
     text = page(look_at(folders), lang)
-    write(path, text.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        disk.write_bytes(path, text.encode())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"{path}   open it in a browser; it needs no network")
