@@ -175,6 +175,26 @@ def test_tables_are_there_after_an_interruption_and_say_what_is_missing(tmp_path
     assert not list((tmp_path / "c" / "cells").glob("*/curves.png"))  # unless it is asked for
 
 
+def test_a_changed_loss_of_one_s_own_runs_cells_again_and_each_keeps_its_copy(tmp_path: Path) -> None:
+    file, kept = tmp_path / "losses.py", []
+    asked = table(algorithms=["fedavg"], seeds=1) | {"task": {"loss": f"{file}:focal"}}
+    for gamma in (2.0, 3.0):
+        file.write_text(
+            "import torch\n\n\ndef focal(outputs, y):\n"
+            "    sure = torch.log_softmax(outputs, -1).gather(-1, y[:, None]).squeeze(-1)\n"
+            f"    return -((1 - sure.exp()) ** {gamma}) * sure\n"
+        )
+        run(asked, tmp_path / "c", jobs=1)
+        (home,) = (tmp_path / "c" / "cells").iterdir()
+        (copy,) = (home / "code").glob("*losses.py")
+        assert copy.read_text() == file.read_text()
+        kept.append((home.name, (home / "metrics.jsonl").read_bytes()))
+    assert kept[0][0] == kept[1][0]  # the settings are the same, what they name is not
+    assert kept[0][1] != kept[1][1]
+    (aside,) = (tmp_path / "c" / "replaced").glob("*/run/metrics.jsonl")
+    assert aside.read_bytes() == kept[0][1]
+
+
 def test_cells_are_run_again_if_their_data_or_a_version_has_changed(tmp_path: Path) -> None:
     rows = [f"{k % 7},{k % 5},{k % 2}" for k in range(60)]
     file = tmp_path / "rows.csv"

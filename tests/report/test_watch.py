@@ -114,3 +114,35 @@ def test_a_run_serves_its_page_and_takes_the_server_along(tmp_path: Path) -> Non
     assert process.returncode == 130
     with pytest.raises(URLError):
         answer(url)
+
+
+def test_a_comparison_serves_its_page_and_takes_the_server_along(tmp_path: Path) -> None:
+    small = ("partition.clients=4", "model.kind=logistic", "checkpoint.every=100000", "evaluate.every=1000")
+    words = (
+        "compare",
+        "fedavg",
+        "fedprox",
+        "rounds=1000000",
+        *small,
+        "--seeds",
+        1,
+        "--jobs",
+        1,
+        "--watch",
+        "--out",
+        "c",
+    )
+    process = started(*words, cwd=tmp_path)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    url = next(line.split()[0] for line in process.stderr if line.startswith("http://"))
+    next(line for line in process.stdout if line.startswith("cells 0/2"))  # the first one is at work
+    code, text = answer(url)
+    assert code == 200
+    assert "0 / 2" in text
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "stopped and saved with 0 of 2 cells done; repeat the command to continue" in out
+    with pytest.raises(URLError):
+        answer(url)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,13 @@ def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
         print(json.dumps(history.as_json()))
 
 
+def has_bar(console: Console) -> bool:
+    """Whether a live bar can be drawn: on a terminal, and in notebooks that have widgets."""
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+
+
 class Bar:
-    """A live bar, on a terminal."""
+    """A live bar, on a terminal or in a notebook."""
 
     def __init__(self, console: Console, what: str, done: int, total: int) -> None:
         columns = (
@@ -128,7 +134,7 @@ class RunScreen:
         if forget := getattr(exp.algorithm, "forget", ()):
             self.say(f"to be forgotten: clients {list(forget)}")
         self._began, self._done = time.perf_counter(), done
-        if self._console.is_terminal:
+        if has_bar(self._console):
             self._bar = Bar(self._console, "round", done, exp.rounds)
 
     def _network(self, exp: Experiment) -> None:
@@ -318,7 +324,7 @@ class ComparisonScreen:
             self.say(f"note: {note}")
         if standing.reused:
             self.say(f"{standing.reused} of {standing.cells} cells are done already")
-        if self._console.is_terminal and standing.reused < standing.cells:
+        if has_bar(self._console) and standing.reused < standing.cells:
             self._bar = Bar(self._console, "cells", standing.done, standing.cells)
 
     def searching(self, search: Search, folder: Path) -> None:
@@ -326,7 +332,7 @@ class ComparisonScreen:
         tried = ", ".join(each.words() for each in search.ranges)
         self.say(f"fedloom {__version__} · {plural(search.trials, 'trial')} of {tried} · {folder}")
         self._kind = "trials"
-        if self._console.is_terminal:
+        if has_bar(self._console):
             self._bar = Bar(self._console, self._kind, 0, search.trials)
 
     def moved(self, standing: Standing) -> None:
