@@ -204,6 +204,25 @@ def test_the_row_file_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
     assert (tmp_path / "rows.bin").stat().st_size <= 3 * CLIENTS * tree.nbytes(FRESH)
 
 
+def test_slots_are_shared_out_anew_after_a_return_and_two_checkpoints_stay_whole(tmp_path: Path) -> None:
+    """Between two checkpoints only some clients train: the slots of the others belong to both."""
+    store, held, kept = DiskStore(tmp_path, CLIENTS), {}, []
+    for count in range(24):
+        ids = [k for k in range(CLIENTS) if count == 0 or (k + count) % 3]
+        store.scatter(torch.tensor(ids), tree.stack([state(100 * count + k) for k in ids]))
+        held = held | {k: 100 * count + k for k in ids}
+        kept = [*kept, (store.commit(), held)][-2:]
+        store.release()
+        for number, (memo, truth) in enumerate(kept):
+            again = DiskStore(tmp_path, CLIENTS)
+            again.restore(memo, [older for older, _ in kept[:number]], {})
+            assert same(again.gather(torch.arange(CLIENTS), FRESH), [state(truth[k]) for k in range(CLIENTS)])
+        if count % 3 == 2:
+            store = DiskStore(tmp_path, CLIENTS)
+            store.restore(kept[1][0], [kept[0][0]], {})
+    assert (tmp_path / "rows.bin").stat().st_size <= 3 * CLIENTS * tree.nbytes(FRESH)
+
+
 # -- damage ----------------------------------------------------------------------------------------
 def committed(folder: Path) -> dict[str, int]:
     store = DiskStore(folder, CLIENTS)
