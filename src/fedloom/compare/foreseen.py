@@ -128,8 +128,9 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
         return []
     asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
     place = metric.rpartition("/")[0]
-    could = {f"{place}/{name}" for name in get_args(ClassMeasure)} if is_test(metric) else set()
-    return [Fault(at, f"no method records '{metric}'", next(asked, nearest(metric, names | could)))]
+    begun = (f"{place}/{name}" for name in get_args(ClassMeasure) if is_test(metric) and name.startswith(leaf(metric)))
+    meant = [f"did you mean '{name}'?" for name in begun]
+    return [Fault(at, f"no method records '{metric}'", next(asked, meant[0] if meant else nearest(metric, names)))]
 
 
 def reports_itself(config: Config) -> bool:
