@@ -176,6 +176,27 @@ def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
 
 
+def test_changed_numbers_are_told(compared: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(compared, tmp_path / "c"))
+    assert Quick()("show", "c", cwd=tmp_path).code == 0
+    cell = sorted((folder / "cells").iterdir())[0]
+    lines = (cell / "metrics.jsonl").read_text()
+    assert '"round": 1,' in lines
+    (cell / "metrics.jsonl").write_text(lines.replace('"round": 1,', '"round":  1,'))
+    assert "metrics.jsonl: is damaged" in Quick()("show", "c", cwd=tmp_path).err  # the checkpoint knows
+    shutil.rmtree(cell / "checkpoints")
+    told = "metrics.jsonl is not what the run wrote: its SHA-256 is not that in manifest.json."
+    for shown in ("c", str(cell), "."):
+        done = Quick()("show", shown, cwd=tmp_path)
+        assert (done.code, done.out.count(told)) == (1, 1), done.out + done.err
+    done = Quick()("show", str(cell), "--json", cwd=tmp_path)
+    assert (done.code, json.loads(done.out)["runs"][0]["changed"]) == (1, ["metrics.jsonl"])
+    done = Quick()("report", "c", "--lang", "zh", cwd=tmp_path)
+    assert done.code == 0
+    assert done.out.count(told) == 1
+    assert "metrics.jsonl 不是运行时写入的内容" in (folder / "report.html").read_text()
+
+
 def test_a_page_is_not_written_through_a_link(hostile_run: Path, tmp_path: Path) -> None:
     run, outside = Path(shutil.copytree(hostile_run, tmp_path / "run")), tmp_path / "outside"
     outside.write_text("mine")

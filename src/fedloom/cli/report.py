@@ -27,16 +27,20 @@ def report(
     from fedloom.core import disk
     from fedloom.core.errors import ConfigError, Fault, StorageError
     from fedloom.report.page.render import page
+    from fedloom.report.view import changes_shown
 
     path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([Fault("--out", f"a page ends in .html (got {path.name})")])
     if path.is_dir():
         raise ConfigError([Fault("--out", f"{path} is a folder", f"write {path / 'report.html'}")])
-    text = page(look_at(folders), lang)
+    view = look_at(folders)
+    text = page(view, lang)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.write_bytes(path, text.encode())
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"{path}   open it in a browser; it needs no network")
+    for sentence in changes_shown(view):
+        print(f"warning: {sentence}")

@@ -37,22 +37,24 @@ def show(
     from fedloom.report import side_by_side
     from fedloom.report.figure import suffix_of
     from fedloom.report.page.content import content_of
-    from fedloom.report.view import FolderView
+    from fedloom.report.view import FolderView, changes_shown
 
     if plot is not None:
         suffix_of(plot)
     view = look_at(folders)
     if plot is not None:
         side_by_side.draw(view, plot)
+    code = 1 if changes_shown(view) else 0
     if json_:
         print(json.dumps(_as_json(view)))
-        return
+        raise typer.Exit(code)
     console = plain_console()
     wide = console if console.is_terminal else plain_console(width=250)
     content = content_of(view, "en")
     _show(content._replace(splits=()) if isinstance(view, FolderView) else content, wide)
     if plot is not None:
         console.print(f"drawn in {plot}", markup=False)
+    raise typer.Exit(code)
 
 
 def _show(content: Content, console: Console) -> None:
@@ -99,7 +101,11 @@ def _as_json(view: AnyView) -> dict[str, Any]:
         found = {name: summary_of_run(run, name) for name in recorded_metrics([run])}
         metrics = {name: of._asdict() for name, of in found.items() if of is not None}
         about = {"name": run.name, "folder": run.folder, "state": run.state, "algorithm": run.algorithm}
-        return about | {"seed": run.seed, "round": run.round, "rounds": run.rounds, "metrics": metrics}
+        return (
+            about
+            | {"seed": run.seed, "round": run.round, "rounds": run.rounds, "metrics": metrics}
+            | ({"changed": list(run.changed)} if run.changed else {})
+        )
 
     if isinstance(view, RunView):
         return {"runs": [one(view)], "comparisons": []}

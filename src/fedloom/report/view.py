@@ -31,6 +31,7 @@ class RunView(NamedTuple):
     written: float | None = None  # when a file that grows was last written, in seconds since 1970
     method: str = ""  # in a comparison
     place: tuple[str, ...] = ()  # in the grid of a comparison
+    changed: tuple[str, ...] = ()  # files that are not what the run wrote
 
     @property
     def algorithm(self) -> str:
@@ -98,6 +99,23 @@ class FolderView(NamedTuple):
 
 
 AnyView = RunView | ComparisonView | FolderView
+
+
+def runs_shown(view: AnyView) -> tuple[RunView, ...]:
+    """All runs of what is shown, cells of comparisons among them."""
+    if isinstance(view, RunView):
+        return (view,)
+    if isinstance(view, ComparisonView):
+        return view.cells
+    return (*view.runs, *(cell for comparison in view.comparisons for cell in comparison.cells))
+
+
+def changes_shown(view: AnyView) -> tuple[str, ...]:
+    """A sentence for each file of these runs that is not what the run wrote."""
+    why = "its SHA-256 is not that in manifest.json"
+    return tuple(
+        f"{run.name}: {file} is not what the run wrote: {why}." for run in runs_shown(view) for file in run.changed
+    )
 
 
 def recorded_metrics(runs: Sequence[RunView]) -> list[str]:

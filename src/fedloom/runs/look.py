@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, Fault
 from fedloom.core.metrics import Verdicts
 from fedloom.data.arrays import Ints
@@ -22,6 +23,7 @@ from fedloom.runs.settings import read_toml
 
 _ENDED: dict[str, RunStatus] = {"summary.json": "done", "diverged.json": "diverged"}
 _GROWING = ("metrics.jsonl", "timings.jsonl")
+_SHOWN = ("metrics.jsonl", "partition.json", "privacy.json", "clients.csv", "confusion.json")
 
 
 def is_run(folder: Path) -> bool:
@@ -53,7 +55,26 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         written=max(filter(None, (_written(folder / file) for file in _GROWING)), default=None),
         method=method,
         place=place,
+        changed=_changed(folder),
     )
+
+
+def _changed(folder: Path) -> tuple[str, ...]:
+    """The files with numbers that are shown and are not what the run wrote; a run has to end before they are known."""
+    try:
+        known = json_file(folder / "manifest.json").get("sha256", {})
+    except CheckpointError:
+        return ("manifest.json",)
+    if not isinstance(known, Mapping):
+        return ("manifest.json",)
+    return tuple(name for name in _SHOWN if name in known and _digest(folder / name) != known[name])
+
+
+def _digest(path: Path) -> str:
+    try:
+        return disk.digest(path)
+    except OSError:
+        return ""
 
 
 def flattened(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -36,6 +36,7 @@ from fedloom.report.view import (
     FolderView,
     RunView,
     as_setting,
+    changes_shown,
     client_name,
     differing,
     ranked_clients,
@@ -103,10 +104,12 @@ def content_of(view: AnyView, language: Language) -> Content:
     """The page of a run, a comparison or a folder."""
     words = _Spoken(speaker(language), language)
     if isinstance(view, RunView):
-        return _run(view, words)
-    if isinstance(view, ComparisonView):
-        return _comparison(view, words)
-    return _folder(view, words)
+        content = _run(view, words)
+    elif isinstance(view, ComparisonView):
+        content = _comparison(view, words)
+    else:
+        content = _folder(view, words)
+    return content._replace(notes=(*map(words.sentence, changes_shown(view)), *content.notes))
 
 
 # -- one run ---------------------------------------------------------------------------------------

@@ -215,6 +215,9 @@ _CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端
 
 # Notes below tables and names of differences, as comparisons write them; {} is what differs from one to the other.
 _CHINESE_SENTENCES = {
+    "{}: {} is not what the run wrote: its SHA-256 is not that in manifest.json.": (
+        "{}：{} 不是运行时写入的内容：其 SHA-256 与 manifest.json 中的不一致。"
+    ),
     "{}: mean ± sample standard deviation over {} seeds; rank by the mean of the last ten evaluations.": (
         "{}：{} 个随机种子的均值 ± 样本标准差；按最后十次评估的均值排名。"
     ),
