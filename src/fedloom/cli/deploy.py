@@ -126,13 +126,15 @@ def resume(site: Site) -> None:
 
 
 @app.command()
-def stop(site: Site) -> None:
-    """Stop the run under way after its round."""
+def stop(
+    site: Site, now: Annotated[bool, typer.Option("--now", help="At once; the round in hand is lost.")] = False
+) -> None:
+    """Stop the run under way after its round, or at once."""
     _ready()
     from fedloom.deploy.serve import stop_run
 
-    stop_run(site)
-    print("the run will stop after the current round")
+    stop_run(site, now=now)
+    print("the run has been stopped" if now else "the run will stop after the round in hand")
 
 
 @app.command()
@@ -186,6 +188,35 @@ def revoke(site: Site, name: Annotated[str, typer.Argument(help="The node's name
 
     revoked(site, name)
     print(f"{name}: its key has been revoked")
+
+
+@app.command()
+def add(site: Site, name: Annotated[str, typer.Argument(help="The name of the new node.")]) -> None:
+    """Add a node between two runs."""
+    _ready()
+    from fedloom.deploy.members import add_node
+
+    slug = add_node(site, name)
+    print(f"{site}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
+    print(f"{site}/contract: hand it to all other nodes, to be copied over their own; it holds no secret")
+    print(f"then start a run: fedloom deploy start {site}")
+
+
+@app.command()
+def renew(
+    site: Site, name: Annotated[str, typer.Argument(help="A node's name; none: the server's certificate.")] = ""
+) -> None:
+    """Make a new certificate for the server, or new keys for a node."""
+    _ready()
+    from fedloom.deploy.members import renew_node, renew_server
+
+    if not name:
+        renew_server(site)
+        print(f"{site}/server has a new certificate: start the server again")
+        return
+    slug = renew_node(site, name)
+    print(f"{site}/{slug}: hand node.key, seal.key and seal.crt to this node; its old keys open nothing any more")
+    print(f"a run that is under way goes on without it until: fedloom deploy resume {site}")
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedloom.deploy.waits import end_with_parent
 from fedloom.deploy.wire import RECORD, SOCKET, ask
 
 app = ClientApp()
@@ -17,6 +18,7 @@ app = ClientApp()
 @app.query()  # type: ignore[untyped-decorator]
 def relay(message: Message, context: Context) -> Message:
     """The node's answer to one message."""
+    end_with_parent()
     answer = ask(str(context.node_config[SOCKET]), message.content[RECORD][RECORD].data)
     array = Array(dtype="uint8", shape=(len(answer),), stype=RECORD, data=answer)
     return Message(RecordDict({RECORD: ArrayRecord({RECORD: array})}), reply_to=message)

@@ -24,6 +24,7 @@ from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, FedloomError
 
 CONNECTION = "fedloom"  # the name of the SuperLink in Flower's configuration
+_TAIL = 1 << 16  # bytes at the end of a log that are looked at
 _PATIENCE = 600.0  # seconds until a program must be there; a busy machine is no fault
 
 
@@ -117,10 +118,12 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, host: 
     raise FlowerError(f"nothing listens on port {port} after {_PATIENCE:g} s; see {log}")
 
 
-def last_words(log: Path, lines: int = 5) -> str:
-    """The end of a log."""
+def last_words(log: Path, lines: int = 5, since: int = 0) -> str:
+    """The end of a log, of what was written after its first ``since`` bytes."""
     try:
-        text = log.read_text(errors="replace")
+        with log.open("rb") as file:
+            file.seek(max(since, log.stat().st_size - _TAIL))
+            text = file.read().decode(errors="replace")
     except OSError:
         return "it has no log"
     said = [line.strip() for line in text.splitlines() if line.strip()]

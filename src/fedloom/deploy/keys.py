@@ -38,6 +38,14 @@ def new_authority(name: str) -> tuple[Pair, Any, Any]:
     return Pair(_private(key), certificate.public_bytes(serialization.Encoding.PEM)), key, certificate
 
 
+def read_authority(private: bytes, certificate: bytes) -> tuple[Any, Any]:
+    """The authority's key and certificate as objects; ValueError where they are not of one authority."""
+    key, found = serialization.load_pem_private_key(private, None), x509.load_pem_x509_certificate(certificate)
+    if key.public_key() != found.public_key():
+        raise ValueError("its certificate is of another key")
+    return key, found
+
+
 def new_server(hosts: list[str], authority: Any, certificate: Any, days: int = _DAYS["server"]) -> Pair:
     """The server's key and certificate, for the names and addresses under which nodes reach it."""
     key = ec.generate_private_key(ec.SECP256R1())

@@ -82,15 +82,20 @@ class Node:
         disk.make_folder(place.folder)
 
     def answer(self, data: bytes) -> bytes:
-        """The answer to a message; what cannot be done is refused in words."""
+        """The answer to a message; what cannot be done is refused in words, and the node is ready for the next."""
+        message = Envelope("unknown", {}, {})
         try:
-            message = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
-            reply = self._kinds.get(message.kind, _unknown)(self, message)
+            found = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
+            reply = self._kinds.get(found.kind, _unknown)(self, found)
+            message = found
         except FedloomError as error:
-            message, reply = Envelope("unknown", {}, {}), refusal(str(error))
-        except (MemoryError, OSError) as error:  # for example a full disk: the server continues without this node
-            message, reply = Envelope("unknown", {}, {}), refusal(f"{type(error).__name__}: {error}")
-        self._log(message, reply)
+            reply = refusal(str(error))
+        except Exception as error:  # a full disk, say, or the user's own code: the server goes on without
+            reply = refusal(f"{type(error).__name__}: {error}")
+        try:
+            self._log(message, reply)
+        except OSError as error:  # nothing leaves that is not in the log
+            return refusal(f"cannot write its audit log, {type(error).__name__}: {error}")
         return reply
 
     def _hello(self, message: Envelope) -> bytes:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from fedloom.deploy.site import (
 from fedloom.deploy.waits import until_stopped
 
 ENDED = ("completed", "failed", "stopped")  # states of a run
+_PATIENCE = 60.0  # seconds until a process that was killed must be gone
 _FLOWER = "flower.json"  # Flower's number of the last run
 
 
@@ -46,7 +50,7 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
             processes.append(flower.started(_superlink(home, inner), home, log))
             flower.wait_for_port(inner, processes[0], log)
             flower.write_connection(home, inner)
-            _register(home, contract.nodes)
+            register(home, contract.nodes)
             words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home.absolute()), listens.bind]
             processes.append(flower.started([*words, str(listens.port), str(inner)], home, home / "gate.log"))
             reached = "127.0.0.1" if listens.bind == "0.0.0.0" else listens.bind
@@ -84,7 +88,7 @@ def _refuse_expired(home: Path) -> None:
     end = keys.valid_until((home / "server.pem").read_bytes())
     if end <= datetime.datetime.now(datetime.UTC):
         what = f"has ended on {end:%Y-%m-%d}, and nodes refuse it"
-        raise ConfigError([Fault(str(home / "server.pem"), what, "make a new one with the key in authority/")])
+        raise ConfigError([Fault(str(home / "server.pem"), what, f"fedloom deploy renew {home.parent}")])
 
 
 def registered(home: Path) -> dict[str, str]:
@@ -93,11 +97,16 @@ def registered(home: Path) -> dict[str, str]:
     return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
-def _register(home: Path, names: tuple[str, ...]) -> None:
-    """Let the SuperLink know the keys of nodes that it does not know yet."""
+def revoked_key(home: Path, name: str) -> bool:
+    """Whether a node's key was revoked, and no other has taken its place."""
+    return not (home / f"{folder_name(name)}.pub").is_file()
+
+
+def register(home: Path, names: tuple[str, ...]) -> None:
+    """Let the SuperLink know the keys of nodes that it does not know yet; one that was revoked is not there."""
     known = registered(home)
     for name in names:
-        if name not in known:
+        if name not in known and not revoked_key(home, name):
             key = home.absolute() / f"{folder_name(name)}.pub"
             said = flower.call(home, "supernode", "register", str(key))
             known[name] = str(said["node-id"])
@@ -107,11 +116,13 @@ def _register(home: Path, names: tuple[str, ...]) -> None:
 
 
 # -- runs -----------------------------------------------------------------------------------------
-def _last_run(home: Path) -> int:
+def last_run(home: Path) -> int:
+    """The number of the last run; 0 where there is none."""
     return max((int(p.name) for p in (home / RUNS).glob("*") if p.name.isdecimal()), default=0)
 
 
-def _is_done(home: Path, run: int) -> bool:
+def is_done(home: Path, run: int) -> bool:
+    """Whether a run has come to its end."""
     return (home / RUNS / str(run) / "summary.json").is_file()
 
 
@@ -119,9 +130,9 @@ def start_run(site: Path) -> int:
     """Start a new run; its number."""
     home = site / SERVER
     read_outline(home)
-    last = _last_run(home)
+    last = last_run(home)
     _refuse_running(home, site)
-    if last and not _is_done(home, last):
+    if last and not is_done(home, last):
         raise CheckpointError(f"{home / RUNS / str(last)}: has not ended; go on with: fedloom deploy resume {site}")
     return _begun(home, last + 1)
 
@@ -130,10 +141,10 @@ def resume_run(site: Path) -> int:
     """Go on with the last run from its last checkpoint, as a new run of Flower's; its number."""
     home = site / SERVER
     read_outline(home)
-    last = _last_run(home) or int(read_state(home).get("run", 0))
+    last = last_run(home) or int(read_state(home).get("run", 0))
     if not last:
         raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
-    if _is_done(home, last):
+    if is_done(home, last):
         raise CheckpointError(f"{home / RUNS / str(last)}: has ended; a new one: fedloom deploy start {site}")
     _refuse_running(home, site)
     return _begun(home, last)
@@ -145,6 +156,7 @@ def _refuse_running(home: Path, site: Path) -> None:
 
 
 def _begun(home: Path, run: int) -> int:
+    register(home, read_outline(home).nodes)
     disk.make_folder(home / RUNS)
     (home / STOP).unlink(missing_ok=True)
     write_state(home, run, "starting")
@@ -153,13 +165,29 @@ def _begun(home: Path, run: int) -> int:
     return run
 
 
-def stop_run(site: Path) -> None:
-    """Let the run under way end after its round."""
+def stop_run(site: Path, *, now: bool = False) -> None:
+    """Let the run under way end after its round; ``now``: at once, and without that round."""
     home = site / SERVER
     read_outline(home)
     if not is_conducted(home):
         raise CheckpointError(f"{home}: no run is under way")
-    disk.write_bytes(home / STOP, b"")
+    if now:
+        _end_run(home)
+    else:
+        disk.write_bytes(home / STOP, b"")
+
+
+def _end_run(home: Path) -> None:
+    """End the process of the run; its last checkpoint stays."""
+    told, number, until = read_state(home), _flower_id(home), time.monotonic() + _PATIENCE
+    while is_conducted(home) and time.monotonic() < until:
+        with suppress(ProcessLookupError, KeyError):
+            os.kill(int(told["process"]), signal.SIGKILL)
+        time.sleep(0.1)
+    write_state(home, int(told.get("run", 0)), "stopped", why="stopped in a round, which is lost")
+    if number:
+        with suppress(flower.FlowerError):  # the run is over, whether or not the SuperLink knows
+            flower.call(home, "stop", number)
 
 
 def revoke(site: Path, name: str) -> None:
@@ -169,6 +197,7 @@ def revoke(site: Path, name: str) -> None:
         raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(known) or 'none'}")])
     flower.call(home, "supernode", "unregister", known.pop(name))
     disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+    (home / f"{folder_name(name)}.pub").unlink(missing_ok=True)  # Flower refuses it for ever
 
 
 def _flower_id(home: Path) -> str:

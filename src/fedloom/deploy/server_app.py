@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.fleet import Failed
 from fedloom.deploy.site import NODES
+from fedloom.deploy.waits import end_with_parent
 from fedloom.deploy.wire import RECORD
 
 _LOOK = 0.5  # seconds between two looks for answers
@@ -28,23 +27,13 @@ app = ServerApp()
 @app.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
     """One run, from its first round or from its last checkpoint."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     config = context.run_config
     home = Path(str(config["home"]))
     # The code of the contract may run: `fedloom deploy server` has asked.
     names, known = read_contract(home, trust=True).nodes, json.loads((home / NODES).read_bytes())
     transport = FlowerTransport(grid, {k: int(known[name]) for k, name in enumerate(names) if name in known})
     conduct(home, transport, int(config["run"]), partial(print, flush=True))  # into the log of the run
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when the SuperLink's is gone: Flower would try for ever to reach it, and nobody could resume.
-
-    Nothing is lost: the last round that ended is saved.
-    """
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 class FlowerTransport:

@@ -29,7 +29,7 @@ from fedloom.deploy.services import server_files, unit_of_node
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
 
-SERVER, AUTHORITY = "server", "authority"
+SERVER, AUTHORITY, CONTRACT = "server", "authority", "contract"
 NODES, RUNS, STATE = "nodes.json", "runs", "state.json"
 _LOCK = ".run.lock"
 SERVER_TOML, NODE_TOML = "server.toml", "node.toml"
@@ -90,7 +90,7 @@ def initialise(
         secret = {"node.key": pair.private, "seal.key": seal.private, "seal.crt": seal.public}
         identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
         settings = NodeSettings(identity, Policy(require_secure_sum=secure_sum))
-        _write_bundle(out / slug, contract, settings, secret | {"ca.crt": authority.public})
+        write_bundle(out / slug, contract, settings, secret | {"ca.crt": authority.public})
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)
@@ -98,7 +98,8 @@ def initialise(
     return slugs
 
 
-def _write_bundle(folder: Path, contract: Contract, settings: NodeSettings, files: Mapping[str, bytes]) -> None:
+def write_bundle(folder: Path, contract: Contract, settings: NodeSettings, files: Mapping[str, bytes]) -> None:
+    """Put into a folder what a node is handed."""
     table = {"node": dict(settings.identity), "policy": dict(settings.policy)}
     more = {NODE_TOML: tomli_w.dumps(table).encode(), "fedloom-node.service": unit_of_node(folder.name)}
     for name, data in {**files, **more}.items():
@@ -125,7 +126,7 @@ def slugs_of(names: list[str]) -> list[str]:
     if len(names) < 2:
         faults.append(Fault("--nodes", f"a federation has at least two nodes (got {len(names)})"))
     for name, slug in zip(names, slugs, strict=True):
-        if slug in (SERVER, AUTHORITY, "run") or slugs.count(slug) > 1 or not name.strip():
+        if slug in (SERVER, AUTHORITY, CONTRACT, "run") or slugs.count(slug) > 1 or not name.strip():
             faults.append(Fault("--nodes", f"'{name}' is empty, taken twice or reserved", "choose another name"))
     if faults:
         raise ConfigError(faults)

@@ -21,6 +21,7 @@ from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
 from fedloom.deploy.waits import until_stopped
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
+_ACCEPTED = 30.0  # seconds after which a SuperNode that has not ended was not refused
 _REFUSED = 120.0  # seconds for which the server may refuse a key: after a crash it does so for a minute
 
 
@@ -55,24 +56,32 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
     listener = wire.listen(path)
     port = flower.free_port()
     log = folder / "supernode.log"
+    # A daemon: a message that is being answered does not keep the process from ending.
+    threading.Thread(target=_answer_all, args=(listener, node), daemon=True).start()
     with until_stopped() as stop:
-        process = flower.started(_supernode(folder, settings, path, port), folder, log)
-        # A daemon: a message that is being answered does not keep the process from ending.
-        threading.Thread(target=_answer_all, args=(listener, node), daemon=True).start()
-        refused = 0.0
-        try:
-            while not stop.wait(0.5):
-                if process.poll() is None:
-                    continue
-                refused = refused or time.monotonic()
-                _raise_if_permanent(settings, log, time.monotonic() - refused)
-                say(f"the connection has ended ({flower.last_words(log, 1)}); trying again")
-                if stop.wait(_AGAIN):
-                    break
-                process = flower.started(_supernode(folder, settings, path, port), folder, log)
-        finally:
-            flower.ended([process])
-            listener.close()
+        refused = 0.0  # since when the server refuses this node
+        while not stop.is_set():
+            began, written = time.monotonic(), log.stat().st_size if log.exists() else 0
+            process = flower.started(_supernode(folder, settings, path, port), folder, log)
+            try:
+                while process.poll() is None and not _has_given_up(log, written) and not stop.wait(0.5):
+                    pass
+                stop.wait(_AGAIN)  # it may end by itself, with the reason as its last words
+            finally:
+                flower.ended([process])
+            if stop.is_set():
+                break
+            accepted = time.monotonic() - began > _ACCEPTED
+            refused = 0.0 if accepted else refused or began
+            _raise_if_permanent(settings, log, written, time.monotonic() - refused if refused else 0.0)
+            say(f"the connection has ended ({flower.last_words(log, 1)}); trying again")
+    listener.close()
+
+
+def _has_given_up(log: Path, since: int) -> bool:
+    """Whether a SuperNode lives on without a connection: one that broke off while it was made is not tried again."""
+    words = flower.last_words(log, 100, since)
+    return "Giving up reconnection" in words or "handshake error" in words
 
 
 def _answer_all(listener: object, node: Node) -> None:
@@ -83,9 +92,9 @@ def _answer_all(listener: object, node: Node) -> None:
             return
 
 
-def _raise_if_permanent(settings: NodeSettings, log: Path, seconds: float) -> None:
+def _raise_if_permanent(settings: NodeSettings, log: Path, since: int, seconds: float) -> None:
     """An error that says what to do, where trying again does not help."""
-    words = flower.last_words(log, 30)
+    words = flower.last_words(log, 30, since)
     if "CERTIFICATE_VERIFY_FAILED" in words or "CERTIFICATE_EXPIRED" in words:
         what = "the server's certificate is not the federation's, or has expired"
         raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
