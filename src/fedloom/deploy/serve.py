@@ -220,7 +220,7 @@ def log_text(site: Path) -> str:
 def status_of(site: Path) -> dict[str, Any]:
     """How the federation is doing: its server, its nodes, its last run."""
     home = site / SERVER
-    contract, recorded, number = read_outline(home), read_state(home), _flower_id(home)
+    contract, number = read_outline(home), _flower_id(home)
     found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
     said: dict[str, Any] = {}
     try:
@@ -231,7 +231,9 @@ def status_of(site: Path) -> dict[str, Any]:
         said = _flower_run(home, number) if number else {}
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
-    state, why = _state_of_run(recorded, is_conducted(home), said)
+    conducted = is_conducted(home)  # asked first: a run writes down how it ended before it lets go
+    recorded = read_state(home)
+    state, why = _state_of_run(recorded, conducted, said)
     lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
