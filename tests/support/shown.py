@@ -1,8 +1,8 @@
 """What a page of the documentation shows of a command's output, against what the command printed.
 
 A line ``...`` stands for any number of lines. What depends on the machine (seconds, speed, versions, threads) is not
-compared, and decimal numbers may differ a little from processor to processor. A command under which nothing is shown
-may print anything.
+compared. Decimal numbers, and counts in a line of several such as that of a confusion matrix, may differ a little from
+processor to processor. A command under which nothing is shown may print anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 
 ANY = "..."
-NEAR = 0.02  # how far two decimal numbers may be apart
+NEAR = 0.02  # how far two decimal numbers may be apart, or their ratio from 1
+COUNTS = 3  # how far two whole numbers of a line of counts may be apart
 _MACHINE = (
     (r"\d+(?:\.\d+)? s\b", "? s"),
     (r"[\d.,]+ clients/s", "? clients/s"),
@@ -23,6 +24,7 @@ _MACHINE = (
 )
 _PROGRESS = re.compile(r"round (\d+)/(\d+) ")
 _NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)")
+_OF_COUNTS = re.compile(r"\S+( +[\d,]+){2,}")  # a label and how often it was predicted as each class
 
 
 def difference(shown: Sequence[str], printed: Sequence[str]) -> str:
@@ -86,14 +88,19 @@ def _is_alike(shown: str, printed: str) -> bool:
     ours, theirs = (_NUMBER.split(_without_machine(line)) for line in (shown, printed))
     if len(ours) != len(theirs):
         return False
-    return all(a == b or (place % 2 and _is_near(a, b)) for place, (a, b) in enumerate(zip(ours, theirs, strict=True)))
+    counts = all(_OF_COUNTS.fullmatch(line.strip()) for line in (shown, printed))
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return all(a == b or (place % 2 and _is_near(a, b, counts=counts)) for place, (a, b) in pairs)
 
 
-def _is_near(a: str, b: str) -> bool:
-    return "." in a and "." in b and abs(float(a.replace(",", "")) - float(b.replace(",", ""))) <= NEAR
+def _is_near(a: str, b: str, *, counts: bool) -> bool:
+    one, other = (float(number.replace(",", "")) for number in (a, b))
+    if "." in a and "." in b:
+        return abs(one - other) <= NEAR * max(1, one, other)
+    return counts and abs(one - other) <= COUNTS
 
 
 def _without_machine(line: str) -> str:
     for pattern, instead in _MACHINE:
         line = re.sub(pattern, instead, line)
-    return line
+    return re.sub(r" +", " ", line)  # columns are as wide as their numbers
