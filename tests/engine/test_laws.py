@@ -21,7 +21,7 @@ from support import shared_laws
 
 KINDS = algorithms(own=False)
 FEW = ("fedavg", "scaffold", "dpsgd")  # a server, clients that keep state, a network: the others are slow
-COSTLY = ("law_afl", "pfedala")  # so many settings that the law of settings takes minutes: `fedloom check` is for them
+COSTLY = ("law_afl",)  # so many settings that the law of settings takes minutes: `fedloom check` is for them
 
 
 @pytest.mark.usefixtures("shared_laws")

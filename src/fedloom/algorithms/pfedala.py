@@ -75,7 +75,7 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     ratio: Annotated[NonNegativeFloat, when(average="geometric")] = Field(
         0.5, description="a_j is proportional to ratio^j"
     )
-    extra_optimizer: Literal["continue", "fork"] = Field(
+    extra_optimizer: Annotated[Literal["continue", "fork"], when({"local.state": "persist"})] = Field(
         "continue", description="the next round goes on with the optimiser's last memory, or that of the upload"
     )
     centres: PositiveInt = Field(1, description="how many aggregation centres there are")

@@ -42,6 +42,7 @@ from fedloom.engine.store import ClientStore, DiskStore, RamStore
 from fedloom.engine.topology.kinds import Full
 from fedloom.engine.training import groups_of
 from fedloom.models.net import Net
+from fedloom.trust.corruption import Corruption
 
 _SIZES = (3, 17, 1, 40, 9, 26)  # training rows of each client
 _TOLERANCE = 1e-5
@@ -437,7 +438,8 @@ def _shown(settings: variation.Settings) -> str:
 
 def _trial(cls: type[AnyAlgorithm], settings: dict[str, Any], **how: Any) -> Experiment:
     """A world in which little is computed and much is measured; a rate that falls, and clients of unequal speed."""
-    local = Local(batch=32, epochs=2, lr=how.pop("lr", 0.1), momentum=0.5, schedule="exponential", decay=0.7)
+    changed = {"lr": 0.1, "state": "reset"} | {name: how.pop(name) for name in ("lr", "state") if name in how}
+    local = Local(batch=32, epochs=2, momentum=0.5, schedule="exponential", decay=0.7, **changed)
     system = System(speed=100.0, speed_spread=1.0, latency=0.1)
     world = _world(cls, settings=settings, local=local, system=system, **how)
     looks = world.algorithm.traits.communicates and world.algorithm.traits.has_global_model
@@ -453,6 +455,14 @@ def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
     return replace(world, algorithm=alg.bind(alg.setup._replace(noise=Noise(1.0, 0.5, 0.5))))
 
 
+def _lying(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
+    """A client sends sums that no examples can have."""
+    world = _trial(cls, settings)
+    if private_sums(world.algorithm) is None:
+        raise ConfigError([])
+    return replace(world, corruption=Corruption(clients=(1,), kind="stat_scale"), bad=(1,))
+
+
 def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
     layers, sizes = (partial(nn.BatchNorm1d, 6), nn.Dropout), tuple(n + 1 for n in _SIZES)  # one cannot be normalised
     return _trial(cls, settings, layers=layers, executor="loop", sizes=sizes)
@@ -462,8 +472,10 @@ def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment
 _TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] = {
     "plain": _trial,
     "with a rate that is too large": partial(_trial, lr=3.0),
+    "with optimisers that remember": partial(_trial, state="persist"),
     "with BatchNorm": _normalised,
     "with noise in sums": _private,
+    "with a client that sends impossible sums": _lying,
 }
 
 
