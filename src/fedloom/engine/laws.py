@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -436,10 +436,16 @@ def _shown(settings: variation.Settings) -> str:
     return ", ".join(f"{name} = {value}" for name, value in settings.items())
 
 
-def _trial(cls: type[AnyAlgorithm], settings: dict[str, Any], **how: Any) -> Experiment:
+def _trial(
+    cls: type[AnyAlgorithm],
+    settings: dict[str, Any],
+    *,
+    lr: float = 0.1,
+    state: Literal["reset", "persist"] = "reset",
+    **how: Any,
+) -> Experiment:
     """A world in which little is computed and much is measured; a rate that falls, and clients of unequal speed."""
-    changed = {"lr": 0.1, "state": "reset"} | {name: how.pop(name) for name in ("lr", "state") if name in how}
-    local = Local(batch=32, epochs=2, momentum=0.5, schedule="exponential", decay=0.7, **changed)
+    local = Local(batch=32, epochs=2, lr=lr, momentum=0.5, state=state, schedule="exponential", decay=0.7)
     system = System(speed=100.0, speed_spread=1.0, latency=0.1)
     world = _world(cls, settings=settings, local=local, system=system, **how)
     looks = world.algorithm.traits.communicates and world.algorithm.traits.has_global_model
