@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli.nodes import OwnData, own_data, root_or_default, say
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
-from fedloom.core.errors import ConfigError, Fault
 
 app = typer.Typer(
     help="Run an experiment between real machines, with Flower.", no_args_is_help=True, rich_markup_mode=None
@@ -20,16 +19,6 @@ SecureSum = Annotated[
     bool, typer.Option("--secure-sum", help="Let the server learn the sum of uploads, and no node's own.")
 ]
 _UNDER_WAY = ("idle", "starting", "running", "completed", "stopped")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _root(given: Path | None) -> Path:
-    from fedloom.data.files import default_root
-
-    return given or default_root()
 
 
 def _ready() -> None:
@@ -61,7 +50,7 @@ def init(
     names = [name.strip() for name in nodes.split(",") if name.strip()]
     bind = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
     listens = Listens(host=host, bind=bind, port=port)
-    slugs = initialise(config, names, listens, out, _root(data_root), secure_sum=secure_sum)
+    slugs = initialise(config, names, listens, out, root_or_default(data_root), secure_sum=secure_sum)
     print(f"{out}/server: stays with the coordinator")
     for slug in slugs:
         print(f"{out}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
@@ -81,16 +70,13 @@ def server(site: Site, trust: Trust = False, data_root: Root = None) -> None:
 
     if data_root is not None:
         os.environ["FEDLOOM_DATA"] = str(data_root)
-    serve(site, _say, trust=trust)
+    serve(site, say, trust=trust)
 
 
 @app.command()
 def node(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
-    ] = None,
+    data: OwnData = None,
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
@@ -98,13 +84,7 @@ def node(
     _ready()
     from fedloom.deploy.take_part import take_part
 
-    data = ""
-    for word in settings or []:
-        key, equals, value = word.partition("=")
-        if key != "data" or not equals or not value:
-            raise ConfigError([Fault(word, "is not understood", "data=FILE")])
-        data = value
-    take_part(folder, data, _root(data_root), _say, trust=trust)
+    take_part(folder, own_data(data), root_or_default(data_root), say, trust=trust)
 
 
 @app.command()
@@ -260,7 +240,7 @@ def local(
 
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     folder = out or unused(Path("runs") / f"deploy-{config.kinds['algorithm']}")
-    found = run_local(config, nodes, folder, _root(data_root), _say, secure_sum=secure_sum)
+    found = run_local(config, nodes, folder, root_or_default(data_root), say, secure_sum=secure_sum)
     if json_:
         print(json.dumps(found))
     else:

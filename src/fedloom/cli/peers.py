@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli.nodes import OwnData, own_data, root_or_default, say
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
 from fedloom.core.errors import ConfigError, Fault
 
@@ -17,16 +17,6 @@ app = typer.Typer(
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")]
 _FINE = ("idle", "joining", "running", "waiting", "completed", "stopped")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _root(given: Path | None) -> Path:
-    from fedloom.data.files import default_root
-
-    return given or default_root()
 
 
 def _ready() -> None:
@@ -58,7 +48,7 @@ def init(
 
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     names, places = ([word.strip() for word in words.split(",") if word.strip()] for words in (nodes, hosts))
-    for slug in initialise_peers(config, names, places, out, _root(data_root)):
+    for slug in initialise_peers(config, names, places, out, root_or_default(data_root)):
         print(
             f"{out}/{slug}: hand it to this node, over a channel that you trust, and delete it here; it holds its key"
         )
@@ -67,10 +57,7 @@ def init(
 @app.command()
 def start(
     folder: Folder,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
-    ] = None,
+    data: OwnData = None,
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
@@ -81,13 +68,7 @@ def start(
     _ready()
     from fedloom.deploy.peers.start import start_peer
 
-    data = ""
-    for word in settings or []:
-        key, equals, value = word.partition("=")
-        if key != "data" or not equals or not value:
-            raise ConfigError([Fault(word, "is not understood", "data=FILE")])
-        data = value
-    start_peer(folder, data, _root(data_root), _say, trust=trust)
+    start_peer(folder, own_data(data), root_or_default(data_root), say, trust=trust)
 
 
 @app.command()
@@ -151,4 +132,4 @@ def local(
 
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     folder = out or unused(Path("runs") / f"peers-{config.kinds['algorithm']}")
-    _show(run_peers(config, nodes, folder, _root(data_root), _say), json_)
+    _show(run_peers(config, nodes, folder, root_or_default(data_root), say), json_)

@@ -1,0 +1,38 @@
+"""What `fedloom deploy` and `fedloom peers` share: a node's own data, where data sets lie, and lines of progress."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.core.errors import ConfigError, Fault
+
+OwnData = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
+]
+
+
+def own_data(words: list[str] | None) -> str:
+    """The file that ``data=FILE`` names; empty where there is no such word."""
+    data = ""
+    for word in words or []:
+        key, equals, value = word.partition("=")
+        if key != "data" or not equals or not value:
+            raise ConfigError([Fault(word, "is not understood", "data=FILE")])
+        data = value
+    return data
+
+
+def root_or_default(given: Path | None) -> Path:
+    from fedloom.data.files import default_root
+
+    return given or default_root()
+
+
+def say(line: str) -> None:
+    """A line of progress; results go to stdout."""
+    print(line, file=sys.stderr, flush=True)
