@@ -591,7 +591,7 @@ def test_figures_and_tables_share_their_runs() -> None:
 def test_the_data_of_pfedala_is_dealt_as_said() -> None:
     """Digits stand for MNIST: everything is pooled, a quarter of a client's rows is its test, which is measured."""
     base, _ = split(ROOT / "pfedala" / "smoke.toml")
-    fed = prepare(parse(base), Path("unused")).experiment.federation
+    fed = prepare(parse(of_use(base)), Path("unused")).experiment.federation
     sizes = (fed.train.sizes + fed.test.sizes).tolist()
     assert sum(sizes) == 1797
     assert fed.train.sizes.tolist() == [n * 3 // 4 for n in sizes]
@@ -609,7 +609,7 @@ def test_a_message_of_pfedala_is_as_long_as_its_net(name: str, shape: tuple[int,
     arrays = from_arrays(np.zeros((200, *shape), np.uint8), rows, test=np.zeros(200, bool), name=name)
     table = applied(applied(base, "data.source", name), "partition.min_size", 1) | {"rounds": 1}
     history = start(
-        parse(table | {"local": base["local"] | {"epochs": 1}}), out=None, root=Path("unused"), arrays=arrays
+        parse(of_use(table | {"local": base["local"] | {"epochs": 1}})), out=None, root=Path("unused"), arrays=arrays
     )
     assert history.metrics["bytes/up"][-1] == history.metrics["bytes/down"][-1] == 10 * 4 * size
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm
-from fedloom.algorithm.capabilities import Adapts, HasPhases, TrainsWhileWaiting, gossip_facts, takes_steps
+from fedloom.algorithm.capabilities import Adapts, HasPhases, TrainsWhileWaiting, defaults_of, gossip_facts, takes_steps
 from fedloom.core.errors import Fault
 from fedloom.core.objective import Objective, loss_faults
 from fedloom.core.optim import Local
@@ -66,9 +66,13 @@ def plain_sgd(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
 
 
 def momentum_of_one_step(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
-    """Methods with parts of a round that ``local.steps`` does not count may take more steps than one."""
+    """Methods with parts of a round that ``local.steps`` does not count may take more steps than one.
+
+    A method's own default is left alone: nobody has asked for it.
+    """
     counted = not isinstance(algorithm, HasPhases | Adapts | TrainsWhileWaiting)
-    if counted and local.steps == 1 and local.momentum and not local.nesterov and local.state == "reset":
+    asked = local.momentum != defaults_of(algorithm).get("local", {}).get("momentum", 0.0)
+    if counted and asked and local.steps == 1 and not local.nesterov and local.state == "reset":
         what = f"has no effect on the one step of a round, which begins without memory (got {local.momentum:g})"
         yield Fault("local.momentum", what, "set local.state=persist, or take more steps")
 
