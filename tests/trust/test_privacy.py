@@ -104,7 +104,7 @@ def test_noise_has_an_address() -> None:
 def test_the_noise_of_a_round(world: Any, mechanism: str, each: float) -> None:
     """Clients that do not move send noise alone; their mean has the deviation of their sum over their number."""
     settings = {"model": {"kind": "mlp", "widths": [3000]}, "algorithm": UNIFORM, "local": {"lr": 1e-12}}
-    private = {"clip": 0.5, "noise": 3.0, "mechanism": mechanism}
+    private = {"clip": 0.5, "noise": 3.0, "mechanism": mechanism, "noise_from": "seed"}
     exp = world(SIZES, privacy=private, **settings)
     moved = advance(exp, begin(exp), RamStore(6))[0].server.w - exp.task.w0
     assert len(moved) > 20_000
