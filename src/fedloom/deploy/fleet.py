@@ -91,7 +91,10 @@ class RemoteNodes:
         ids = list(range(len(self._contract.nodes)))
         asked = {"parts": self._contract.parts, "secure_sum": self._rules.secure_sum}
         hello = packed(Envelope("hello", asked, {}))
-        read = lambda client, data: self._welcome(client, expected(data, "welcome", HEADER).facts)  # noqa: E731
+
+        def read(client: int, data: bytes) -> tuple[int, int]:
+            return self._welcome(client, expected(data, "welcome", HEADER).facts)
+
         replies = self._ask(hello, ids, self._rules.join, read, len(ids))
         if replies.failed:
             raise LostNodesError(f"the federation is not complete; {self._reasons(replies.failed)}")

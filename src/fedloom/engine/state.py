@@ -120,7 +120,7 @@ class Experiment:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured on a GPU, and replayed."""
+        """Whether steps are compiled, or captured on a GPU and replayed."""
         return self.task.capture != "eager"
 
     @property
