@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import fedloom
 from fedloom.core.errors import ConfigError
 from fedloom.runs import tracking
+from fedloom.runs.callbacks import Calling
+from fedloom.runs.loop import SilentListener
 from fedloom.runs.settings import config_hash, parse
 
 SMALL: dict[str, Any] = {"partition": {"clients": 4}, "model": "logistic", "rounds": 2, "progress": False}
@@ -114,3 +117,25 @@ def test_a_tracker_that_is_missing_is_refused_and_one_that_fails_does_not_end_th
     history = fedloom.run(out="run", track="tensorboard", on_round=lambda at: said.extend(at.notes), **SMALL)
     assert said == ["tensorboard has failed, and the run goes on without it: the disk is full"]
     assert len(history.records) == 3
+
+
+def test_a_tracker_that_cannot_end_or_begin_is_named_and_what_is_known_of_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no host answers\n(a long story)")
+
+    said: list[str] = []
+    monkeypatch.setattr(tracking._TensorBoard, "end", refuse)
+    fedloom.run(out="run", track="tensorboard", on_round=lambda at: said.extend(at.notes), **SMALL)
+    assert said == ["tensorboard has failed, and the run goes on without it: no host answers"]
+    known = json.loads(Path("run/tracking.json").read_text())
+    shutil.rmtree("run/tensorboard")
+    Path("run/tensorboard").write_text("a file, not a folder")
+    said.clear()
+    listener = Calling(SilentListener(), lambda at: said.extend(at.notes), None)
+    more = fedloom.resume("run", rounds=4, listener=listener)
+    assert [line["round"] for line in more.records] == [0, 1, 2, 3, 4]
+    assert len(said) == 1
+    assert said[0].startswith("tensorboard has failed, and the run goes on without it: ")
+    assert json.loads(Path("run/tracking.json").read_text()) == known == {"tensorboard": "run/tensorboard"}

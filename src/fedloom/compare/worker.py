@@ -18,6 +18,7 @@ from fedloom.runs.loop import InterruptedRun, Progress, SilentListener
 from fedloom.runs.resume import resume
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
+from fedloom.runs.tracking import is_tracker_failure
 
 
 class Reporter(SilentListener):
@@ -25,11 +26,14 @@ class Reporter(SilentListener):
 
     def __init__(self, answers: IO[str]) -> None:
         self._answers, self._reported = answers, 0.0
+        self.failures: list[str] = []  # of trackers of this cell
 
     def started(self, prepared: Any, folder: Path | None, done: int) -> None:  # noqa: ARG002
+        self.failures.clear()
         self.send({"round": done, "resumed": True})
 
     def advanced(self, progress: Progress) -> None:
+        self.failures += filter(is_tracker_failure, progress.notes)
         now = time.perf_counter()
         if now - self._reported > 0.2:
             self._reported = now
@@ -75,7 +79,7 @@ def _outcome(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
         return {"state": "failed", "message": str(error)}
     except Exception as error:  # one broken cell must not stop the others
         return {"state": "failed", "message": f"{type(error).__name__}: {error}"}
-    return {"state": "done"}
+    return {"state": "done", "message": "; ".join(reporter.failures)}
 
 
 if __name__ == "__main__":

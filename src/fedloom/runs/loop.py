@@ -133,6 +133,8 @@ def _rounds(
                 tracked.track(line)
             ends = exp.ranks.any_rank(stop.is_set()) or state.round == exp.rounds
             saved = _save(run, state, saved, ends=ends)
+            if ends:
+                tracked.end("FINISHED" if state.round == exp.rounds else "KILLED")
             clock.append(time.perf_counter())
             noted = cuda_graphs.built(exp.task).notes
             said = (*noted[reported:], *tracked.new_notes())

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from fedloom.runs.settings import Config, as_table, as_toml
 _IDENTITIES = "tracking.json"  # by which trackers find a run again that goes on
 _MODULES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 _MOST = 100  # settings that MLflow takes at once
+_FAILED = "has failed, and the run goes on without it"
 
 
 class _About(NamedTuple):
@@ -58,12 +59,26 @@ def refuse_missing_trackers(config: Config) -> None:
         raise ConfigError(faults)
 
 
+def is_tracker_failure(note: str) -> bool:
+    """Whether a note on a round says that a tracker has failed."""
+    return _FAILED in note
+
+
 class Tracking:
     """What every evaluation is handed to."""
 
-    def __init__(self, trackers: Mapping[str, _Tracker]) -> None:
-        self._trackers = dict(trackers)
+    def __init__(self, names: Iterable[str], about: Callable[[str], _About]) -> None:
+        self._trackers: dict[str, _Tracker] = {}
         self._notes: list[str] = []
+        for name in names:
+            try:
+                self._trackers[name] = _TRACKERS[name](about(name))
+            except Exception as error:
+                self._failed(name, error)
+
+    def identities(self) -> dict[str, str]:
+        """By which trackers find the run again."""
+        return {name: tracker.identity for name, tracker in self._trackers.items()}
 
     def track(self, line: Mapping[str, Any]) -> None:
         """Send an evaluation to all trackers; other lines are none."""
@@ -72,7 +87,9 @@ class Tracking:
             self._each(lambda tracker: tracker.log(line["round"], metrics))
 
     def end(self, outcome: str) -> None:
+        """Tell trackers how the run ended, once."""
         self._each(lambda tracker: tracker.end(outcome))
+        self._trackers.clear()
 
     def new_notes(self) -> tuple[str, ...]:
         """What a user should know, once."""
@@ -86,27 +103,28 @@ class Tracking:
                 act(tracker)
             except Exception as error:
                 del self._trackers[name]
-                self._notes.append(f"{name} has failed, and the run goes on without it: {error}")
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._notes.append(f"{name} {_FAILED}: {why}")
 
 
 @contextmanager
 def tracking(prepared: Prepared, path: Path | None, done: int) -> Iterator[Tracking]:
-    """The trackers of a run from here to its end; rank 0 speaks for all."""
+    """The trackers of a run from here to its end; rank 0 speaks for all. One that cannot begin is left out."""
     config = prepared.config
     names: tuple[str, ...] = config.basics.track if prepared.experiment.ranks.rank == 0 else ()
     known = _identities(path)
-    trackers = {name: _TRACKERS[name](_About(config, path, done, known.get(name, ""))) for name in names}
-    if path is not None and trackers:
-        write_text(path / _IDENTITIES, json.dumps({name: each.identity for name, each in trackers.items()}) + "\n")
-    tracked, outcome = Tracking(trackers), "FAILED"
+    tracked = Tracking(names, lambda name: _About(config, path, done, known.get(name, "")))
+    if path is not None and (found := tracked.identities()):
+        write_text(path / _IDENTITIES, json.dumps(known | found) + "\n")
     try:
         yield tracked
-        outcome = "FINISHED"
-    except KeyboardInterrupt:
-        outcome = "KILLED"
+    except BaseException as error:
+        tracked.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    finally:
-        tracked.end(outcome)
+    tracked.end("FINISHED")
 
 
 def _identities(path: Path | None) -> dict[str, str]:
