@@ -9,7 +9,7 @@ import torch
 
 from fedloom.algorithm import Setup, Update
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap
+from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap, products
 from fedloom.core.optim import sgd
 from support.quadratic import Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 
@@ -256,3 +256,8 @@ def test_clients_train_as_in_fedavg(world) -> None:
     plain = after(world((9,))).w - world((9,)).task.w0
     assert one.norm().item() == pytest.approx(1, rel=1e-5)
     torch.testing.assert_close(one, plain / plain.norm(), rtol=1e-4, atol=1e-6)
+
+
+def test_products_of_long_rows_are_those_of_one_product() -> None:
+    rows = torch.randn(5, (1 << 16) + 37, generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(products(rows), rows @ rows.T, rtol=1e-12, atol=1e-10)

@@ -182,3 +182,13 @@ def test_the_number_of_clients_can_be_an_axis() -> None:
     found = {cell.place: (cell.config.partition.clients, cell.config.cohort.size) for cell in planned.cells}
     assert found == {("4",): (4, None), ("eight",): (8, 2)}
     assert all(cell.config.partition.holdout == 0 for cell in planned.cells)
+
+
+def test_compiling_steps_makes_no_other_cell_and_another_precision_does() -> None:
+    """A cell may be computed on a machine on which compiling pays; its rounding differs, as between machines."""
+
+    def names(**engine: str) -> list[str]:
+        return [cell.hash for cell in plan(table() | {"engine": engine}).cells]
+
+    assert names(compile="on") == names(compile="off") == names()
+    assert not set(names(precision="bf16")) & set(names())

@@ -17,6 +17,7 @@ from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.algorithms.local_only import LocalOnly
+from fedloom.algorithms.qfedavg import QFedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError
@@ -144,6 +145,14 @@ def test_replayed_rounds_are_those_of_plain_lanes() -> None:
     for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
         assert a.gradients == b.gradients
+
+
+@pytest.mark.slow
+def test_surveys_are_replayed_and_are_those_of_plain_lanes() -> None:
+    exp = world(QFedAvg(q=2.0))
+    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(QFedAvg(q=2.0), capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+    assert {key[1] for key in cuda_graphs._graphs(exp.task).held} == {"batches", "survey"}
 
 
 @pytest.mark.slow

@@ -53,17 +53,29 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
     def update(self, server: Server, inbox: Inbox[Update]) -> Server:
         moves = inbox.uploads.dw
         norms = torch.linalg.vector_norm(moves, dim=1, dtype=torch.float64)
-        moved = norms > 0
-        if not bool(moved.any()):
+        unit = moves.double() / torch.where(norms > 0, norms + self.norm_eps, 1)[:, None]
+        # K numbers at a time: a CPU is done with them before a GPU has begun. One copy, since each waits for the GPU.
+        known = torch.cat([products(unit), inbox.weights[:, None], norms[:, None]], dim=1).cpu().numpy()
+        P, share, moved = known[:, :-2], known[:, -2], known[:, -1] > 0
+        if not moved.any():
             return server
-        unit = moves[moved].double() / (norms[moved] + self.norm_eps)[:, None]
-        share = inbox.weights[moved] / inbox.weights[moved].sum()
-        # K numbers at a time: a CPU is done with them before a GPU has begun.
-        P, share = ((unit @ unit.T).cpu().numpy(), share.cpu().numpy())
-        weights = torch.from_numpy(common_direction(P, share, self.epsilon, self.tolerance, self.max_iter))
-        d = weights.to(unit.device) @ unit
+        weights = np.zeros(len(moved))
+        share = share[moved] / share[moved].sum()
+        weights[moved] = common_direction(P[moved][:, moved], share, self.epsilon, self.tolerance, self.max_iter)
+        d = torch.from_numpy(weights).to(unit.device) @ unit
         eta = self.eta * self.decay**server.t
         return Server(server.w + like(eta * d, server.w), server.t + 1)
+
+
+def products(rows: Tensor) -> Tensor:
+    """The product of each row with each.  ``[K, K]``
+
+    Long rows are taken in parts: of one product of a few long rows a GPU does all on a single multiprocessor.
+    """
+    parts = 256 if rows.shape[1] >= 1 << 16 else 1
+    each = rows.shape[1] // parts
+    whole, rest = rows[:, : parts * each].view(-1, parts, each).transpose(0, 1), rows[:, parts * each :]
+    return (whole @ whole.mT).sum(0) + rest @ rest.T
 
 
 def common_direction(P: Floats, share: Floats, epsilon: float, tolerance: float, max_iter: int) -> Floats:

@@ -119,6 +119,10 @@ def single_cell(label: str, config: Config) -> Cell:
 
 
 def _short(hashed: Mapping[str, Any]) -> str:
+    """The name of a cell. Whether steps are compiled is not in it: like another machine, it changes rounding alone."""
+    engine = hashed["engine"]
+    if "compile" in engine:
+        hashed = {**hashed, "engine": engine | {"compile": "auto"}}
     return hash_of(hashed)[:16]
 
 

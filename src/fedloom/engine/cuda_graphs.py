@@ -38,6 +38,8 @@ _ALIGNED = 32
 _TICK = 128
 # Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
 _EXAMPLES = 1 << 13
+# Ticks of one graph, beside the graph of a single one: between two graphs a GPU pauses for some microseconds.
+_TOGETHER = 8
 # Numbers that a step moves on a CPU below which more than one thread makes it slower.
 _SMALL = 1 << 18
 
@@ -395,7 +397,7 @@ class _Replay:
         self._held = _blank_plan((ticks, lanes), tables.batch, tables.clients, device)
         self._plan = _Plan.of(*self._held)
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
-        self._graph = self._captured() if device.type == "cuda" else None
+        self._graphs = self._captured() if device.type == "cuda" else None
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
@@ -411,11 +413,13 @@ class _Replay:
         self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
         with self._tables.threads(packed.client.shape[1]):
-            for _ in range(packed.ticks):
-                if self._graph is None:
+            if self._graphs is None:
+                for _ in range(packed.ticks):
                     self._advance()
-                else:
-                    self._graph.replay()
+            else:
+                one, some = self._graphs
+                for graph in [some] * (packed.ticks // _TOGETHER) + [one] * (packed.ticks % _TOGETHER):
+                    graph.replay()
 
     def _advance(self) -> None:
         """One tick."""
@@ -423,7 +427,8 @@ class _Replay:
         self.step(*self._tables.given(now, straight=self._straight))
         self._tick += 1
 
-    def _captured(self) -> Any:
+    def _captured(self) -> tuple[Any, Any]:
+        """The graphs of one tick and of some."""
         began, graphs = time.perf_counter(), self._tables.graphs
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
@@ -433,10 +438,12 @@ class _Replay:
                     self._advance()
             torch.cuda.current_stream().wait_stream(beside)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=graphs.pool):
-                self._advance()
-            graphs.pool = graph.pool()
+            one, some = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            for graph, ticks in ((one, 1), (some, _TOGETHER)):
+                with torch.cuda.graph(graph, pool=graphs.pool):
+                    for _ in range(ticks):
+                        self._advance()
+                graphs.pool = graph.pool()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -445,7 +452,7 @@ class _Replay:
         took = time.perf_counter() - began
         graphs.spent(capturing=took, graphs=1)
         graphs.note(f"a step of {self._plan.client.shape[1]} lanes was captured in {took:.1f} s")
-        return graph
+        return one, some
 
 
 def _brief(error: Exception) -> str:

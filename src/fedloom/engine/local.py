@@ -37,7 +37,7 @@ from fedloom.core.task import BATCH_DIMS, Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine import cuda_graphs
-from fedloom.engine.plan import Group, again, once
+from fedloom.engine.plan import Group, again, looked_through, once
 
 Executor: TypeAlias = Literal["loop", "lanes"]
 Step: TypeAlias = Callable[[Carry, Batch, Any, Any], Carry]
@@ -197,8 +197,28 @@ def _surveyed(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) ->
     """The group with what its clients see in all of their data, where the method asks for that."""
     if not has_survey(alg):
         return group
-    found = _looks(alg.task, lambda b, _, down, mine: survey_of(alg, b, down, mine), fed, group.ids, (), given)
+    # Closed forms look at their data once in a run, which is too seldom to be captured for.
+    captured = alg.task.capture != "eager" and alg.family != "closed_form"
+    found = _captured_survey(alg, fed, group, given) if captured else None
+    if found is None:
+        found = _looks(alg.task, lambda b, _, down, mine: survey_of(alg, b, down, mine), fed, group.ids, (), given)
     return group._replace(work=group.work._replace(survey=found))
+
+
+def _captured_survey(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Any:
+    """The sums of surveys as steps that add them up, so that they are captured as any steps are; None: they cannot."""
+
+    def add(at: Carry, batch: Batch, down: Any, mine: Any) -> Carry:
+        return Carry(tree.tmap(torch.add, at.x, survey_of(alg, batch, down, mine)), ())
+
+    fed = fed._replace(augment="none")
+    looks = looked_through(group, _SURVEYED).to(fed.x.device)
+    one = plain_batch(fed, looks.rows[0, 0, :1], looks.mask[0, 0, :1], given.buffers[0])
+    down = given.down if given.shared else tree.take(given.down, 0)
+    form = survey_of(alg, one, down, tree.take(given.mine, 0))
+    none = tree.tmap(lambda x: x.new_zeros(len(group.ids), *x.shape), form)
+    sums = cuda_graphs.descend(alg, Phase(add, name="survey"), fed, looks, Carry(none, ()), given)
+    return None if sums is None else sums.x
 
 
 class Now(NamedTuple):

@@ -216,6 +216,20 @@ def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return rows, real.to(torch.float32)
 
 
+def looked_through(group: Group, width: int) -> Group:
+    """These clients, each of which reads all of its rows once, in order, in batches of ``width``."""
+    rows, mask = once(group.plan.ranges, group.ids, width)
+    steps = (-torch.div(-group.plan.ranges.sizes[group.ids], width, rounding_mode="floor")).clamp(min=1)
+    return group._replace(
+        rows=rows,
+        mask=mask,
+        keys=torch.zeros(rows.shape[:2], dtype=torch.int64),
+        steps=steps.tolist(),
+        widths=mask.bool().any(0).sum(-1).tolist(),
+        per_epoch=steps.tolist(),
+    )
+
+
 def _group(plan: Plan, ids: Tensor, amount: Amount, *, block: bool = False) -> Group:
     ranges, address = plan.ranges, plan.address
     longest, widest = int(amount.steps.max()), int(amount.width.max())
