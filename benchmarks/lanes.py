@@ -1,6 +1,7 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
     python -m benchmarks.lanes [--work fedalr ragged pfl pfedala resnet lenet cohorts algorithms gossip] [--turns 7]
+    python -m benchmarks.lanes --work --profile FOLDER    # only where the time of some rounds goes, kernel by kernel
 
 There are two floors, each one net, its step recorded as a CUDA graph, the data on the GPU, as many examples in a batch
 as all clients of a round together have in theirs: ``central`` is eager PyTorch, as most users have it; ``best`` is the
@@ -23,7 +24,6 @@ on what it means.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -183,16 +183,14 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
     return found
 
 
-def profiled(exp: Experiment, path: str) -> None:
-    """Where the time of some rounds goes, as a table."""
+def profiled(exp: Experiment, path: Path) -> None:
+    """Where the time of some rounds goes, kernel by kernel, as a table."""
     run = rounds_of(exp)
     run()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    began = time.perf_counter()
     with torch.profiler.profile(activities=kinds) as profile:
         run()
-    print("profiled", time.perf_counter() - began)
-    Path(path).write_text(
+    path.write_text(
         profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=80)
         + profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
     )
@@ -200,6 +198,14 @@ def profiled(exp: Experiment, path: str) -> None:
 
 BOTH: tuple[str, ...] = ("tf32", "bf16")
 EVEN = {"partition": {"kind": "iid", "clients": 100, "holdout": 0.0}, "cohort": {"size": 20}, "model": "cnn64"}
+UNEQUAL = EVEN | {"partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 100, "holdout": 0.0, "min_size": 10}}
+PFL = {
+    "partition": {"kind": "iid", "clients": 1000, "holdout": 0.0},
+    "cohort": {"size": 50},
+    "local": {"lr": 0.1, "batch": 10},
+    "model": f"{__file__}:PflCNN",
+}
+RESNET = {"partition": {"kind": "iid", "clients": 10, "holdout": 0.0}, "model": "resnet18"}
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
@@ -208,34 +214,29 @@ def fedalr(turns: int) -> dict[str, Any]:
 
 
 def ragged(turns: int) -> dict[str, Any]:
-    unequal = {"kind": "dirichlet", "alpha": 0.1, "clients": 100, "holdout": 0.0, "min_size": 10}
-    return compared(images(50_000), 1280, turns, ("tf32",), **(EVEN | {"partition": unequal}))
+    return compared(images(50_000), 1280, turns, ("tf32",), **UNEQUAL)
 
 
 def pfl(turns: int) -> dict[str, Any]:
-    small = {
-        "partition": {"kind": "iid", "clients": 1000, "holdout": 0.0},
-        "cohort": {"size": 50},
-        "local": {"lr": 0.1, "batch": 10},
-        "model": f"{__file__}:PflCNN",
-    }
-    return compared(images(50_000), 500, turns, BOTH, **small)
+    return compared(images(50_000), 500, turns, BOTH, **PFL)
 
 
 def pfedala(turns: int) -> dict[str, Any]:
     found = {}
     for name, shape in SHAPES.items():
         for clients in (10, 210):
-            all_ = {"partition": {"kind": "iid", "clients": clients, "holdout": 0.0}, "model": "cnn_fedavg"}
-            own = all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
             arrays = images(STEPS * 10 * clients, shape)
-            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **own)
+            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **_pfedala(clients))
     return found
 
 
+def _pfedala(clients: int) -> dict[str, Any]:
+    all_ = {"partition": {"kind": "iid", "clients": clients, "holdout": 0.0}, "model": "cnn_fedavg"}
+    return all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
+
+
 def resnet(turns: int) -> dict[str, Any]:
-    deep = {"partition": {"kind": "iid", "clients": 10, "holdout": 0.0}, "model": "resnet18"}
-    return compared(images(6_400), 640, turns, BOTH, **deep)
+    return compared(images(6_400), 640, turns, BOTH, **RESNET)
 
 
 def lenet(turns: int) -> dict[str, Any]:
@@ -265,6 +266,26 @@ def gossip(turns: int) -> dict[str, Any]:
     return {"seconds": seconds, "over_dfedavg": _over(seconds, "dfedavg")}
 
 
+def profiles(folder: Path) -> None:
+    """A profile of each kind of round, compiled."""
+    many, small = images(50_000), {name: images(STEPS * 100, shape) for name, shape in SHAPES.items()}
+    rounds: dict[str, tuple[Arrays, str, dict[str, Any]]] = {
+        "fedalr": (many, "tf32", EVEN | {"algorithm": "fedalr"}),
+        "ragged": (many, "tf32", UNEQUAL),
+        "pfl": (many, "tf32", PFL),
+        "pfl-bf16": (many, "bf16", PFL),
+        "pfedala-mnist": (small["mnist"], "tf32", _pfedala(10)),
+        "pfedala-cifar10": (small["cifar10"], "tf32", _pfedala(10)),
+        "resnet": (images(6_400), "tf32", RESNET),
+        "resnet-bf16": (images(6_400), "bf16", RESNET),
+        **{kind: (many, "tf32", EVEN | {"algorithm": kind}) for kind in ("moon", "fedmgda", "qfedavg")},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (arrays, precision, settings) in rounds.items():
+        exp = experiment(arrays, engine={"compile": "on", "precision": precision}, **settings)
+        profiled(exp, folder / f"{name}.txt")
+
+
 WORK = {f.__name__: f for f in (fedalr, ragged, pfl, pfedala, resnet, lenet, cohorts, algorithms, gossip)}
 
 
@@ -272,12 +293,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="*", choices=list(WORK), default=list(WORK))
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--profile", help="also write where the time of the FedALR round goes into this file")
+    parser.add_argument("--profile", type=Path, help="also write where the time of rounds goes into this folder")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     if chosen.profile:
-        profiled(experiment(images(50_000), algorithm="fedalr", engine={"compile": "on"}, **EVEN), chosen.profile)
+        profiles(chosen.profile)
     for name in chosen.work:
         found = WORK[name](chosen.turns)
         print(name, found, flush=True)
