@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from fedloom.deploy.conduct import conduct
+from fedloom.deploy.fleet import Failed, read_rounds
 from fedloom.runs.settings import parse, read_toml
 from fedloom.runs.start import start
 from support import warm
-from support.federation import table_of
+from support.federation import here, table_of, weights
+from support.way import Way
 
 pytest.importorskip("flwr")
 PATIENCE = 600.0  # seconds: a busy machine is no fault of the code
@@ -45,10 +49,10 @@ def said(*words: Any, code: int = 0) -> str:
 
 
 @contextmanager
-def running(log: Path, *words: Any) -> Iterator[subprocess.Popen[str]]:
+def running(log: Path, *words: Any, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """A server or a node, until the block ends."""
     with log.open("w") as file:
-        process = fedloom(*words, stdout=file, stderr=file)
+        process = fedloom(*words, stdout=file, stderr=file, **more)
     try:
         yield process
         process.send_signal(signal.SIGTERM)
@@ -64,6 +68,10 @@ def wait_until(true: Callable[[], Any], *processes: subprocess.Popen[str]) -> No
         assert time.monotonic() < until
         assert all(process.poll() is None for process in processes)
         time.sleep(0.1)
+
+
+def _state(site: Path) -> str:
+    return str(json.loads((site / "server" / "state.json").read_text())["state"])
 
 
 def listens(port: int) -> bool:
@@ -106,7 +114,7 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
     said("init", experiment(tmp_path, "scaffold", rounds=2), *named)
     log, state = site / "server" / "rounds.jsonl", site / "server" / "state.json"
     with ExitStack() as stack:
-        network = stack.enter_context(Network(port))
+        network = stack.enter_context(Way(port))
         settings = site / "hospital-b" / "node.toml"
         settings.write_text(settings.read_text().replace(str(port), str(network.port)))
         with fedloom("server", site) as first:
@@ -145,64 +153,101 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
     assert_as_simulated(site, tmp_path / "lab")
 
 
-def _descendant(pid: int, name: str) -> int:
-    """The process below this one whose command has this name in it."""
-    waiting = [pid]
+def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path) -> None:
+    """All its processes are killed once it has sealed its seeds, so that the others must take its masks away.
+
+    The clock of another node is two minutes slow.
+    """
+    site, port, quorum = tmp_path / "site", _free_port(), ("quorum = 1.0", "quorum = 0.6")
+    said("init", experiment(tmp_path, "scaffold", rounds=1), "--nodes", "Ada, Bea, Cem", "--port", port, "--out", site)
+    shutil.copytree(site, tmp_path / "plain")
+    rules = site / "server" / "server.toml"
+    more = [("secure_sum = false", "secure_sum = true"), ("deadline = 3600.0", "deadline = 20.0")]
+    rules.write_text(reduce(lambda text, change: text.replace(*change), [quorum, *more], rules.read_text()))
+    slow = {**os.environ, **_clock(tmp_path, -120)}
+    with ExitStack() as stack:
+        server = stack.enter_context(running(tmp_path / "server.log", "server", site))
+        wait_until(lambda: listens(port), server)
+        ada, bea = (
+            stack.enter_context(running(tmp_path / f"{name}.log", "node", site / name, "data=experiment", env=world))
+            for name, world in (("ada", slow), ("bea", os.environ))
+        )
+        cem = fedloom("node", site / "cem", "data=experiment", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        said("start", site)
+        log = site / "cem" / "supernode.log"
+        wait_until(lambda: log.exists() and log.read_text().count("Sent successfully") == 2, server, cem, ada, bea)
+        for pid in (*_descendants(cem.pid), cem.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        done = site / "server" / "runs" / "1" / "summary.json"
+        wait_until(lambda: done.exists() or _state(site) == "failed", server, ada, bea)
+    (line,) = (line for line in read_rounds(site / "server") if line["kind"] == "train")
+    assert (line["answered"], line["late"]) == (["Ada", "Bea"], ["Cem"])
+    plain = tmp_path / "plain" / "server"
+    (plain / "server.toml").write_text((plain / "server.toml").read_text().replace(*quorum))
+    other = here(plain)
+    other.tamper = lambda count, client, answer: Failed("was killed") if (count, client) == (2, 2) else answer
+    conduct(plain, other, 1, print)
+    for found, expected in zip(weights(site / "server" / "runs" / "1"), weights(plain / "runs" / "1"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes below this one."""
+    found, waiting = [], [pid]
     while waiting:
         one = waiting.pop()
-        if name in Path(f"/proc/{one}/cmdline").read_text():
-            return one
-        waiting += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
-    raise AssertionError(f"no {name} below {pid}")
+        with suppress(OSError):  # it has ended meanwhile
+            below = [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            found, waiting = found + below, waiting + below
+    return found
+
+
+def _descendant(pid: int, name: str) -> int:
+    """The process below this one whose command has this name in it."""
+    return next(one for one in _descendants(pid) if name in Path(f"/proc/{one}/cmdline").read_text())
+
+
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+int clock_gettime(clockid_t id, struct timespec *at) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(id, at);
+  if (id == CLOCK_REALTIME) at->tv_sec += OFFSET;
+  return code;
+}
+time_t time(time_t *to) {
+  struct timespec at;
+  clock_gettime(CLOCK_REALTIME, &at);
+  if (to) *to = at.tv_sec;
+  return at.tv_sec;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  at->tv_sec = now.tv_sec;
+  at->tv_usec = now.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+def _clock(folder: Path, seconds: int) -> dict[str, str]:
+    """What lets the clock of processes be wrong; nothing where there is no compiler."""
+    if shutil.which("cc") is None:
+        return {}
+    (folder / "clock.c").write_text(_CLOCK)
+    words = ["cc", "-shared", "-fPIC", f"-DOFFSET={seconds}", "-o", str(folder / "clock.so"), str(folder / "clock.c")]
+    subprocess.run([*words, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(folder / "clock.so")}
 
 
 def _is_zombie(pid: int) -> bool:
     return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-
-
-class Network:
-    """A way to a port that can stall and break."""
-
-    def __init__(self, target: int) -> None:
-        self._target, self._open, self.stalls = target, list[socket.socket](), False
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-
-    def __enter__(self) -> Network:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        self.cut()
-
-    def cut(self) -> None:
-        """Break every connection."""
-        for one in self._open:
-            one.close()
-        self._open = []
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                try:
-                    far = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    near.close()
-                    continue
-                self._open += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
-
-    def _carry(self, one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(1 << 16):
-                while self.stalls:
-                    time.sleep(0.05)
-                other.sendall(data)
-        for end in (one, other):
-            end.close()
 
 
 def test_an_app_ends_with_what_started_it(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Node, Policy
 from fedloom.deploy.own_data import own_rows
-from fedloom.engine.evaluate import evaluate
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.prepare import share
@@ -254,19 +253,3 @@ def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
     assert conduct(home, here(home), 1, print) is not None
     start(read_contract(home).config, out=tmp_path / "lab", root=Path())
     assert same(weights(home / "runs" / "1"), weights(tmp_path / "lab"))
-
-
-def test_a_third_of_the_nodes_may_fail_in_every_round(tmp_path: Path) -> None:
-    """Each time another one; with states of clients that the server mirrors, which must not get out of step."""
-
-    def tamper(count: int, client: int, answer: bytes) -> bytes | Failed:
-        return Failed("was killed") if client == count % 3 and count > 1 else answer
-
-    federation = Federation(tmp_path, config_of("scaffold", rounds=20), tamper, quorum=0.6)
-    state, store = begin(federation.exp), RamStore(3)
-    for number in range(20):
-        federation.restart(number % 3)
-        state, _ = advance(federation.exp, state, store)
-    answered = [len(line["answered"]) for line in read_rounds(tmp_path)]
-    assert answered == [2] * 20
-    assert float(evaluate(federation.exp, state, store)["global/test/accuracy"]) > 0.8

@@ -14,7 +14,7 @@ from fedloom.deploy.contract import Contract, Form, read_contract
 from fedloom.deploy.ends import rows_of_client, server_end
 from fedloom.deploy.fleet import Failed, RemoteNodes, Rules
 from fedloom.deploy.node import Node, Place, Policy
-from fedloom.deploy.site import Listens, initialise, read_node
+from fedloom.deploy.site import Listens, folder_name, initialise, read_node
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import RamStore
@@ -106,9 +106,9 @@ def same(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-def a_site(folder: Path, config: Config, *, secure_sum: bool = False) -> Path:
+def a_site(folder: Path, config: Config, nodes: tuple[str, ...] = ("Ada", "Bea", "Cem"), **more: Any) -> Path:
     """The folders of a federation; returns the server's."""
-    initialise(config, ["Ada", "Bea", "Cem"], Listens(), folder, Path(), secure_sum=secure_sum)
+    initialise(config, list(nodes), Listens(), folder, Path(), **more)
     return folder / "server"
 
 
@@ -116,7 +116,7 @@ def here(home: Path, *, trust: bool = False) -> Here:
     """The nodes of a site, in this process, each with its part of the experiment's data."""
     contract = read_contract(home)
     shared = share(contract.config, Path())
-    folders = [home.parent / name.lower() for name in contract.nodes]
+    folders = [home.parent / folder_name(name) for name in contract.nodes]
     places = [
         Place(read_contract(folder, trust=trust), k, rows_of_client(shared, k), folder, read_node(folder).policy)
         for k, folder in enumerate(folders)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fedloom.core.errors import FedloomError
@@ -12,6 +13,7 @@ from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
 from fedloom.deploy.ends import server_end
 from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry
 from fedloom.deploy.site import RUNS, conducted, read_rules, write_state
+from fedloom.deploy.waits import writing
 from fedloom.engine import checkpoint
 from fedloom.engine.ranks import ALONE
 from fedloom.engine.rounds import begin
@@ -60,13 +62,15 @@ def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> Histo
     """The same, with its outcome written down."""
     write_state(home, run, "running", process=os.getpid())
     try:
-        history = _conducted(home, transport, run, say)
+        with writing(home, f"fedloom deploy resume {home.parent}"):
+            history = _conducted(home, transport, run, say)
     except InterruptedRun as stop:
         write_state(home, run, "stopped", why=str(stop))
         return None
     except BaseException as error:
         why = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
-        write_state(home, run, "failed", why=why)
+        with suppress(OSError):  # the disk may be full
+            write_state(home, run, "failed", why=why)
         raise
     write_state(home, run, "completed")
     return history

@@ -44,7 +44,9 @@ class LostNodesError(FedloomError):
 class Rules(Spec):
     """How long the server waits, and for how many; in ``[rules]`` of server.toml."""
 
-    deadline: PositiveFloat = Field(3600.0, description="seconds that nodes have for a round")
+    deadline: PositiveFloat = Field(
+        3600.0, description="seconds that nodes have for an exchange; a secure sum takes three"
+    )
     quorum: float = Field(1.0, gt=0, le=1, description="share of the nodes of a round that must answer")
     secure_sum: bool = Field(False, description="let the server learn the sum of the uploads of a round, and no upload")
     join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to be there")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,15 @@ class SecureNodes(RemoteNodes):
         return max(super()._needed(count), count // 2 + 1, 2)
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], facts: dict[str, Any]) -> Replies:
-        until, needed = time.monotonic() + self._rules.deadline, self._needed(len(ids))
+        needed = self._needed(len(ids))
         attempt = secrets.token_hex(16)
         parties = Parties(f"{self._contract.campaign} {self.run} {order.round} {attempt}", tuple(ids), needed)
 
         def ask(kind: str, more: dict[str, Any], to: list[int], read: Callable[..., Any], tensors: Any = ()) -> Replies:
             message = packed(Envelope(kind, facts | {"attempt": attempt} | more, dict(tensors)))
-            left = max(1.0, until - time.monotonic())
-            return self._ask(message, to, left, lambda k, data: self._told_by(k, order, read(k, data)), needed)
+            # Each exchange has all of the time: a node that is lost in one of them must not cost the next one its own.
+            deadline = self._rules.deadline
+            return self._ask(message, to, deadline, lambda k, data: self._told_by(k, order, read(k, data)), needed)
 
         seals = {str(k): self._seals[k] for k in ids}
         asked = {"members": ids, "threshold": needed, "seals": seals}

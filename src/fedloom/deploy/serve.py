@@ -29,7 +29,7 @@ from fedloom.deploy.site import (
     read_state,
     write_state,
 )
-from fedloom.deploy.waits import until_stopped
+from fedloom.deploy.waits import until_stopped, writing
 
 ENDED = ("completed", "failed", "stopped")  # states of a run
 _PATIENCE = 60.0  # seconds until a process that was killed must be gone
@@ -44,7 +44,7 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
     lock = _locked(home)
     inner = flower.free_port()
     processes: list[subprocess.Popen[bytes]] = []
-    with until_stopped() as stop:
+    with until_stopped() as stop, writing(home, f"fedloom deploy server {site}"):
         try:
             log = home / "superlink.log"
             processes.append(flower.started(_superlink(home, inner), home, log))
@@ -157,9 +157,10 @@ def _refuse_running(home: Path, site: Path) -> None:
 
 def _begun(home: Path, run: int) -> int:
     register(home, read_outline(home).nodes)
-    disk.make_folder(home / RUNS)
-    (home / STOP).unlink(missing_ok=True)
-    write_state(home, run, "starting")
+    with writing(home, "try again"):
+        disk.make_folder(home / RUNS)
+        (home / STOP).unlink(missing_ok=True)
+        write_state(home, run, "starting")
     number = flower.run_app(home, run)
     disk.write_bytes(home / _FLOWER, json.dumps({"run": run, "id": number}).encode())
     return run

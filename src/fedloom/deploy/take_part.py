@@ -18,7 +18,7 @@ from fedloom.deploy.contract import read_contract, refuse_undeployable
 from fedloom.deploy.node import Node, Place
 from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
-from fedloom.deploy.waits import until_stopped
+from fedloom.deploy.waits import until_stopped, writing
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
 _ACCEPTED = 30.0  # seconds after which a SuperNode that has not ended was not refused
@@ -46,7 +46,8 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *
     say(f"{name}: {own.train} training rows and {own.test} test rows, server {server}")
     meeting = Path(tempfile.mkdtemp(prefix="fedloom-node-"))  # mode 0700; a short name, as sockets need
     try:
-        _serve(folder, settings, Node(place), str(meeting / "socket"), say)
+        with writing(folder, f"fedloom deploy node {folder}"):
+            _serve(folder, settings, Node(place), str(meeting / "socket"), say)
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
         os.close(lock)
@@ -99,7 +100,8 @@ def _raise_if_permanent(settings: NodeSettings, log: Path, since: int, seconds: 
         what = "the server's certificate is not the federation's, or has expired"
         raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
     if seconds > _REFUSED:
-        what = "the server refuses this node's key: it is not registered, was revoked, or is in use elsewhere"
+        what = "the server refuses this node: its key is not registered, was revoked or is in use elsewhere,"
+        what += " or this machine's clock is wrong"
         raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
 
 

@@ -1,15 +1,20 @@
-"""Programs that run until somebody stops them."""
+"""Programs that run until somebody stops them, or the disk is full."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from fedloom.core.errors import StorageError
 from fedloom.core.signals import handling
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @contextmanager
@@ -24,6 +29,19 @@ def until_stopped() -> Iterator[threading.Event]:
 
     with handling(handle):
         yield stop
+
+
+@contextmanager
+def writing(folder: Path, again: str) -> Iterator[None]:
+    """A disk that is full ends a program with one error; ``again``: the command with which it goes on."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        cause = error.__cause__ if isinstance(error, StorageError) else error
+        if not isinstance(cause, OSError) or cause.errno not in _NO_ROOM:
+            raise
+        what = f"writing below {folder} failed: {cause.strerror}; what was saved before is intact"
+        raise StorageError(f"{what}: make room, then {again}") from cause
 
 
 def end_with_parent() -> None:

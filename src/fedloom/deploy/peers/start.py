@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedloom.deploy.peers.links import CurveKeys, CurveLinks
 from fedloom.deploy.peers.members import agreed_parts
 from fedloom.deploy.peers.peer import Peer, PeerPlace
 from fedloom.deploy.peers.station import Identity, Station, StoppedError
-from fedloom.deploy.waits import until_stopped
+from fedloom.deploy.waits import until_stopped, writing
 from fedloom.engine.peer import OwnWork, links_of
 from fedloom.engine.topology.network import START
 
@@ -49,7 +50,7 @@ def start_peer(
         raise CheckpointError(f"{folder}: another process is this node") from error
     try:
         place = PeerPlace(bundle.contract, bundle.me, own, folder)
-        with until_stopped() as stop:
+        with until_stopped() as stop, writing(folder, f"fedloom peers start {folder}"):
             return PeerProcess(bundle, place, secret, stop, say).run()
     finally:
         os.close(lock)
@@ -122,7 +123,8 @@ class PeerProcess:
             self._say(f"stopped after round {self._round}; go on with: fedloom peers start {self._bundle.folder}")
             return self._tell("stopped")
         except (FedloomError, OSError) as error:
-            self._tell("failed", why=str(error))
+            with suppress(OSError):  # the disk may be full
+                self._tell("failed", why=str(error))
             raise
         finally:
             self.station.close()

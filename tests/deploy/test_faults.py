@@ -1,0 +1,99 @@
+"""Nodes that are killed, frozen or out of space, as real processes.
+
+Flower starts a process for each message and asks for messages every few seconds, so that twenty rounds would take
+minutes. Here the rounds reach the nodes' processes directly; ``test_flower.py`` kills nodes below Flower.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from fedloom.deploy.conduct import conduct
+from fedloom.deploy.contract import read_contract
+from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
+from fedloom.deploy.site import SERVER_TOML
+from support.apart import Apart
+from support.federation import Tamper, a_site, config_of, here, same, weights
+
+QUIET = {"evaluate": {"personal": False, "every": 20}}
+
+
+def with_rules(home: Path, **rules: float) -> None:
+    """Other rules than `init` writes."""
+    path = home / SERVER_TOML
+    text = path.read_text()
+    for name, value in rules.items():
+        before = next(line for line in text.splitlines() if line.startswith(f"{name} ="))
+        text = text.replace(before, f"{name} = {value}")
+    path.write_text(text)
+
+
+def conducted(home: Path, nodes: Apart) -> None:
+    """Go on after too few nodes have answered in time, as an operator would: a busy machine is no fault."""
+    for _ in range(20):
+        try:
+            assert conduct(home, nodes, 1, print) is not None
+            return
+        except LostNodesError as error:
+            print(error)
+    pytest.fail("the run did not come to its end")
+
+
+def answered(home: Path) -> dict[int, list[str]]:
+    """Who answered in each round; of one that was done again, the last time counts."""
+    return {line["round"]: line["answered"] for line in read_rounds(home) if line["kind"] == "train"}
+
+
+def as_logged(home: Path) -> Tamper:
+    """Nodes of which the server hears no more than a log says; a run greets first, then trains round after round."""
+    names, rounds = read_contract(home).nodes, answered(home)
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes | Failed:
+        heard = rounds.get(count - 2, names)
+        return answer if names[client] in heard else Failed("was killed")
+
+    return tamper
+
+
+def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
+    """Ten nodes, of which three are killed while they answer or between two rounds, twenty times; one is frozen too.
+
+    The server mirrors the clients' states, and the result is that of nodes which lost nothing but these answers.
+    """
+    names = tuple(f"Node {k}" for k in range(10))
+    home = a_site(tmp_path / "site", config_of("scaffold", rounds=20, local={"steps": 2, "batch": 8}, **QUIET), names)
+    with_rules(home, quorum=0.5, deadline=3.0)
+    shutil.copytree(tmp_path / "site", tmp_path / "again")
+    draw, nodes = random.Random(1), Apart(home)
+    nodes.start(*range(10))
+    frozen = 4
+
+    def trouble(count: int, ids: list[int]) -> None:
+        if len(ids) < 10 or count < 2:
+            return
+        nodes.processes[frozen].send_signal(signal.SIGSTOP if count == 5 else signal.SIGCONT)
+        victims = draw.sample([k for k in ids if k != frozen], 3)
+        crashed = [k for k in ids if nodes.processes[k].poll() is not None]
+        nodes.kill(*victims)  # while they work, or just before or after
+        nodes.start(*({*victims[:2], *crashed} - {victims[2]}))
+        nodes.start(victims[2], crash_at=draw.randint(4, 16))  # before it touches so many of its files
+
+    nodes.sent = trouble
+    try:
+        conducted(home, nodes)
+    finally:
+        nodes.kill(*range(10))
+    lines = [line for line in read_rounds(home) if line["kind"] == "train"]
+    assert len(answered(home)) == 20
+    assert nodes.starts >= 10 + 3 * 20
+    assert any("Node 4" in line["late"] for line in lines)
+    assert sum(len(line["answered"]) for line in lines) < 9 * len(lines)
+    again = here(tmp_path / "again" / "server")
+    again.tamper = as_logged(home)
+    conduct(tmp_path / "again" / "server", again, 1, print)
+    assert same(weights(home / "runs" / "1"), weights(tmp_path / "again" / "server" / "runs" / "1"))
