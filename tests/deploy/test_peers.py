@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
 from support.federation import config_of, simulated
 from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
+from support.way import Way
+
+SIX = ("Ada", "Bea", "Cem", "Dan", "Eve", "Fay")
 
 
 @pytest.mark.parametrize("kind", GOSSIP)
@@ -55,6 +59,52 @@ def test_settings_mean_the_same_between_peers(variant: str, tmp_path: Path) -> N
     config = network_of("dfedavg", rounds=2, **VARIANTS[variant])
     nodes = Network(tmp_path / "site", config).completed()
     assert furthest(nodes, simulated(config, 2)[1]) == 0.0
+
+
+def test_six_nodes_compute_what_the_simulation_does_in_lanes(tmp_path: Path) -> None:
+    """Sums of several clients side by side have another order than those of one."""
+    config = network_of("dfedavg", engine={"executor": "lanes"}, rounds=2, partition={"kind": "iid", "clients": 6})
+    nodes = Network(tmp_path / "site", config, SIX).completed()
+    assert furthest(nodes, simulated(config, 2)[1]) <= 1e-6
+
+
+# -- links that lose messages and stall -----------------------------------------------------------
+def test_half_of_the_messages_are_lost_and_a_link_stalls_and_the_mean_stays(tmp_path: Path) -> None:
+    """Six nodes that begin apart and barely train: whatever is lost, mixing alone must not move their mean."""
+    still = {"topology": {"kind": "ring", "start": "independent"}, "local": {"steps": 1, "batch": 8, "lr": 1e-30}}
+    config = network_of("dpsgd", rounds=8, partition={"kind": "iid", "clients": 6}, **still)
+    network, chance = Network(tmp_path / "site", config, SIX), random.Random(2)
+    before = simulated(config, 0)[1].server.w.double().sum(0)
+    with Way(int(read_bundle(network.folder / "bea").members.nodes[0].address.rpartition(":")[2])) as way:
+
+        def through(bundle: Any) -> Any:
+            """Bea reaches Ada over a link that stalls."""
+            nodes = bundle.members.nodes
+            ada = nodes[0]._replace(address=f"tcp://127.0.0.1:{way.port}")
+            return bundle._replace(members=bundle.members._replace(nodes=(ada, *nodes[1:])))
+
+        processes = [network.process(k, deadline=0.5, alter=through if k == 1 else lambda b: b) for k in range(6)]
+        for process in processes:
+            process.station.edges.send = lossy(process.station.send, chance)
+        network.before(1, 1, lambda: setattr(way, "stalls", True))
+        network.before(1, 4, lambda: setattr(way, "stalls", False))
+        network.ended([network.run(k, process) for k, process in enumerate(processes)])
+    nodes = [network.state(k) for k in range(6)]
+    after = torch.stack([node.server.w for node in nodes]).double().sum(0)
+    assert float((after - before).abs().max()) < 1e-5
+    closed = [line["down"] for k in range(6) for line in network.lines(k)]
+    assert sum(map(bool, closed)) > 6
+    assert not any(process.station.edges.doubts for process in processes)
+
+
+def lossy(send: Callable[[int, WireFrame], None], chance: random.Random) -> Callable[[int, WireFrame], None]:
+    """Half of what is said about a turn does not arrive, but for the last turns."""
+
+    def sometimes(j: int, frame: WireFrame) -> None:
+        if frame.facts.get("turn", 9) > 5 or frame.kind == "ask" or chance.random() < 0.5:
+            send(j, frame)
+
+    return sometimes
 
 
 # -- nodes that are late, leave and come back ------------------------------------------------------

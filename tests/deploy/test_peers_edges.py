@@ -87,7 +87,7 @@ class Gossip:
         edges.settled = []
 
 
-@pytest.mark.parametrize("loss", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("loss", [0.0, 0.05, 0.2, 0.5])
 def test_the_mean_stays_where_it_is_whatever_is_lost(loss: float) -> None:
     gossip = Gossip(loss, seed=3)
     before = np.sum(gossip.x, axis=0)
