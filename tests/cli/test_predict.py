@@ -47,7 +47,8 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     assert np.array_equal(said, mine.predict_proba(tmp_path / "new.csv"))
     told = quick("evaluate", "r", "patients.csv", "--by-client", "--json", cwd=tmp_path)
     assert '"balanced_accuracy"' in told.out
-    # what is wrong with new rows is told in one message
+    assert "the run learned from patients.csv" in quick("evaluate", "r", "patients.csv", cwd=tmp_path).out
+    # what cannot be written, or is wrong with new rows is told in one message
     text = (tmp_path / "new.csv").read_text()
     (tmp_path / "lacks.csv").write_text(text.replace("marker", "markers").replace(",age", ",years"))
     told = quick("predict", "r", "lacks.csv", cwd=tmp_path)
@@ -60,3 +61,10 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     (tmp_path / "odd.csv").write_text(strangers)
     assert "Hospital Z" in quick("predict", "r", "odd.csv", "--by-client", cwd=tmp_path).err
     assert len(models.predict(tmp_path / "odd.csv")) == 30  # unknown words are no obstacle
+    (tmp_path / "empty.csv").touch()
+    assert "empty.csv: is empty" in quick("predict", "r", "empty.csv", cwd=tmp_path).err
+    told = quick("predict", "r", "new.csv", "--out", "made/for/it.csv", cwd=tmp_path)
+    assert (tmp_path / "made/for/it.csv").is_file()
+    told = quick("predict", "r", "new.csv", "--out", "new.csv/p.csv", cwd=tmp_path)
+    assert (told.code, told.err.count("\n")) == (4, 1)
+    assert "cannot write new.csv/p.csv" in told.err

@@ -101,6 +101,14 @@ def test_plots_are_figures_and_files(history: History, desk: Path) -> None:
     figure = history.plot()
     assert isinstance(figure, Figure)
     assert [axis.get_ylabel() for axis in figure.axes] == ["accuracy", "loss"]
+    asked = fedloom.run(rounds=1, evaluate={"diagnostics": ["updates", "gamma"]}, **SMALL).plot()
+    assert [axis.get_ylabel() for axis in asked.axes if axis.axison] == [
+        "accuracy",
+        "loss",
+        "updates",
+        "server",
+        "gamma",
+    ]
     for name in ("curves.png", "again.png", "curves.svg"):
         history.plot(desk / name)
     assert (desk / "curves.png").read_bytes() == (desk / "again.png").read_bytes()

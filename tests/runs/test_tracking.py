@@ -95,7 +95,8 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_tracking_is_no_part_of_what_is_computed() -> None:
-    one, other = parse({}), parse({"track": ["tensorboard", "wandb"]})
+    one, other = parse({}), parse({"track": "tensorboard, wandb"})
+    assert other.basics.track == ("tensorboard", "wandb")
     assert config_hash(one) == config_hash(other)
     with pytest.raises(ConfigError, match=r"track\.0: .*tensorbord"):
         parse({"track": "tensorbord"})

@@ -22,6 +22,8 @@ def evaluate(
 
     The labels are in the column that the run was trained on.
     """
+    from fedloom.runs.origin import learned_from
+
     refuse_user_code(no_user_code)
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)
@@ -40,6 +42,8 @@ def evaluate(
     if "confusion" in found and len(models.labels) <= 20:
         console.print("\ntrue class (line) and prediction (column)")
         console.print(_confusion(models.labels, found["confusion"]))
+    if learned_from(run, data):
+        print(f"\nnote: the run learned from {data}: most of these rows were trained on, which flatters the model")
 
 
 def _confusion(labels: tuple[str, ...], counts: list[list[int]]) -> Table:

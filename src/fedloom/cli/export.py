@@ -10,6 +10,7 @@ import typer
 
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import Client, Run, chosen
+from fedloom.core import disk
 
 
 def export(
@@ -32,7 +33,8 @@ def export(
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that no net here needs
     models = chosen(run, client, by_client=False, trust=trust)
     path = out or run / f"model.{format_}"
-    apart = write(models, path, format_)
+    with disk.result_at(path):
+        apart = write(models, path, format_)
     takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
     print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {', '.join(models.labels) or 'the number'}")
     print(f"loaded again, its outputs differ from ours by {apart:.2g} at most")

@@ -46,7 +46,8 @@ def predict(
     rows = models.rows(data)
     by_client = each_by_its_client(models, rows, client, by_client)
     lines = predicted_lines(models, rows, by_client=by_client)
-    disk.write_bytes(out, as_csv(lines).encode())
+    with disk.result_at(out):
+        disk.write_bytes(out, as_csv(lines).encode())
     whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
     print(f"{len(lines) - 1:,} rows predicted by {whose}: {out}")
 

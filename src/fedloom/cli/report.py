@@ -25,7 +25,7 @@ def report(
     """
     from fedloom.compare.look import look_at
     from fedloom.core import disk
-    from fedloom.core.errors import ConfigError, Fault, StorageError
+    from fedloom.core.errors import ConfigError, Fault
     from fedloom.report.page.render import page
     from fedloom.report.view import changes_shown
 
@@ -36,11 +36,8 @@ def report(
         raise ConfigError([Fault("--out", f"{path} is a folder", f"write {path / 'report.html'}")])
     view = look_at(folders)
     text = page(view, lang)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with disk.result_at(path):
         disk.write_bytes(path, text.encode())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"{path}   open it in a browser; it needs no network")
     for sentence in changes_shown(view):
         print(f"warning: {sentence}")

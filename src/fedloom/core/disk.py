@@ -11,7 +11,8 @@ import fcntl
 import hashlib
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.core.errors import CheckpointError, StorageError
@@ -53,6 +54,18 @@ def write_bytes(path: Path, data: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(part, path)
+
+
+@contextmanager
+def result_at(path: Path) -> Iterator[None]:
+    """Write a result where a user wants it, with the folders above it; where that fails, one error says so."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def new_part(path: Path) -> Path:

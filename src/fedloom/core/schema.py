@@ -288,7 +288,8 @@ def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str,
 
 
 def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML has lists where settings are tuples, and NumPy has numbers of its own; nothing else is converted."""
+    """TOML has lists, or words with commas, where settings are tuples, and NumPy has numbers of its own; nothing else
+    is converted."""
     tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
     return {key: _plain(value, key in tuples) for key, value in given.items()}
 
@@ -296,8 +297,8 @@ def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str
 def _plain(value: Any, as_tuple: bool) -> Any:
     if as_tuple and isinstance(value, list):
         return tuple(value)
-    if as_tuple and isinstance(value, str):  # one of them needs no brackets, which a shell would not like
-        return (value,)
+    if as_tuple and isinstance(value, str):  # words need no brackets, which a shell would not like
+        return tuple(word.strip() for word in value.split(","))
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -121,7 +121,15 @@ def read_csv(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> RawTa
 
 def csv_header(path: Path) -> list[str]:
     """The names of the columns of a CSV file."""
-    return [name.strip() for name in next(_records(path, _dialect(existing(path))), (0, []))[1]]
+    return _header(path, _records(path, _dialect(existing(path))))
+
+
+def _header(path: Path, records: Iterator[tuple[int, list[str]]]) -> list[str]:
+    """The names in the first record."""
+    names = [name.strip() for name in next(records, (0, []))[1]]
+    if not names:
+        raise DataError(f"{path}: is empty (its first line must name the columns)")
+    return names
 
 
 def _dialect(path: Path) -> Dialect:
@@ -169,9 +177,7 @@ class _Reader:
     def __init__(self, path: Path, dialect: Dialect, wanted: ColumnChoice, words: set[str], limit: float) -> None:
         self._path, self._dialect, self._wanted, self._limit = path, dialect, wanted, limit
         self._records = _records(path, dialect)
-        self._header = [name.strip() for name in next(self._records, (0, []))[1]]
-        if not self._header:
-            raise DataError(f"{path}: is empty (its first line must name the columns)")
+        self._header = _header(path, self._records)
         self._features = feature_names(self._header, wanted, str(path))
         self._words = words
         self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in self._features}

@@ -3,60 +3,82 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedloom.core.vocabulary import is_extra, leaf
+from fedloom.core.vocabulary import is_diagnostic, is_extra, leaf
 from fedloom.report.figure import COLOURS, as_file, write
 
-_PANELS = 6  # at most
+_PANELS = 6  # at most, of measures and of diagnostics
+
+
+class _Panel(NamedTuple):
+    """What is drawn together: the label of the axis, and lines by the name of the metric."""
+
+    label: str
+    lines: dict[str, str]
 
 
 def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None) -> Figure:
-    """A panel for accuracy, loss and each further measure; the worst tenth of the clients is dotted."""
-    leaves = _leaves(records)
-    figure = Figure(figsize=(4.6 * len(leaves), 3.8), dpi=130, layout="constrained")
+    """A panel for accuracy, loss and each further measure; the worst tenth of the clients is dotted.
+
+    Diagnostics have panels in rows of their own, below.
+    """
+    measures, diagnostics = _measures(records), _diagnostics(records)
+    across = len(measures)
+    down = 1 + -(-len(diagnostics) // across)
+    figure = Figure(figsize=(4.6 * across, 3.8 * down), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(leaves))
-    for axis, end in zip(axes, leaves, strict=True):
-        names = _names(records, end)
-        for name, colour in zip(names, COLOURS, strict=False):
-            rounds, values = _series(records, name)
-            axis.plot(rounds, values, color=colour, lw=1.8, label=name.removesuffix(f"/{end}"), marker=_dot(rounds))
-            worst_rounds, worst = _series(records, f"{name}_worst10")
-            if worst:
-                axis.plot(worst_rounds, worst, color=colour, lw=1.0, ls=":", label="its worst tenth of clients")
-        axis.set_xlabel("round")
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-        axis.set_ylabel(end)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        if names:
-            axis.legend(frameon=False, fontsize=8)
-        if end == "accuracy":
-            axis.set_ylim(0, 1.02)
-        elif end == "loss":
-            axis.set_ylim(bottom=0)
+    axes = figure.subplots(down, across, squeeze=False).ravel().tolist()
+    panels = [*measures, *diagnostics]
+    for axis, panel in zip(axes, panels, strict=False):
+        _fill(axis, panel, records)
+    for unused in axes[len(panels) :]:
+        unused.set_axis_off()
     figure.suptitle(title, fontsize=11)
     if path is not None:
         write(path, as_file(figure, path.suffix or ".png"))
     return figure
 
 
-def _leaves(records: list[dict[str, Any]]) -> list[str]:
-    """What has a panel: accuracy (or what stands in its place), loss, and what else was asked for."""
-    seen = dict.fromkeys(leaf(name) for line in records for name in line if is_extra(name))
+def _fill(axis: Axes, panel: _Panel, records: list[dict[str, Any]]) -> None:
+    for (name, label), colour in zip(panel.lines.items(), COLOURS, strict=False):
+        rounds, values = _series(records, name)
+        axis.plot(rounds, values, color=colour, lw=1.8, label=label, marker=_dot(rounds))
+        worst_rounds, worst = _series(records, f"{name}_worst10")
+        if worst:
+            axis.plot(worst_rounds, worst, color=colour, lw=1.0, ls=":", label="its worst tenth of clients")
+    axis.set_xlabel("round")
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axis.set_ylabel(panel.label)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    if panel.lines:
+        axis.legend(frameon=False, fontsize=8)
+    if panel.label == "accuracy":
+        axis.set_ylim(0, 1.02)
+    elif panel.label == "loss":
+        axis.set_ylim(bottom=0)
+
+
+def _measures(records: list[dict[str, Any]]) -> list[_Panel]:
+    """Accuracy (or what stands in its place), loss, and what else was asked for, in the order of the records."""
+    names = dict.fromkeys(name for line in records for name in line)
+    seen = dict.fromkeys(leaf(name) for name in names if is_extra(name))
     first = [] if "mae" in seen else ["accuracy"]
-    return [*first, "loss", *seen][:_PANELS]
+    ends = [*first, "loss", *seen][:_PANELS]
+    return [_Panel(end, {n: n.removesuffix(f"/{end}") for n in names if n.endswith(f"/{end}")}) for end in ends]
 
 
-def _names(records: list[dict[str, Any]], end: str) -> list[str]:
-    """The headline metrics of this kind, in the order in which they were recorded."""
-    seen = dict.fromkeys(name for r in records for name in r)
-    return [n for n in seen if n.endswith(f"/{end}")]
+def _diagnostics(records: list[dict[str, Any]]) -> list[_Panel]:
+    """Diagnostics by the first part of their names."""
+    names = dict.fromkeys(name for line in records for name in line if is_diagnostic(name))
+    places = list(dict.fromkeys(name.partition("/")[0] for name in names))[:_PANELS]
+    return [_Panel(at, {n: n.removeprefix(f"{at}/") for n in names if n.startswith(f"{at}/")}) for at in places]
 
 
 def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

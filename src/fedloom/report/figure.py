@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.errors import ConfigError, Fault, StorageError
+from fedloom.core.disk import result_at
+from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,11 +71,8 @@ def suffix_of(path: Path) -> str:
 
 def write(path: Path, picture: bytes) -> None:
     """Write a picture where a user wants it, with the folders above it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with result_at(path):
         path.write_bytes(picture)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def plain_frame(axes: Axes, line: str) -> None:

@@ -33,6 +33,13 @@ def from_its_folder(run: Path) -> Iterator[Path]:
         yield run
 
 
+def learned_from(run: Path, data: Path) -> bool:
+    """Whether this is the file that a run learned from."""
+    home = Path(str(read_environment(run).get("folder", "")))
+    named = _data_of(run).get("path")
+    return isinstance(named, str) and (home / Path(named).expanduser()).resolve() == data.resolve()
+
+
 def root_of(run: Path, given: str | Path | None) -> Path:
     """The folder of data sets: as given, else the one with which the run began, else the usual one."""
     if given is not None:
@@ -45,7 +52,14 @@ def _relative_names(run: Path) -> list[str]:
     """The user's own files that a run needs and names by relative paths: code, weights and data."""
     files = read_environment(run).get("files", {})
     names = [str(name) for name in files] if isinstance(files, dict) else []
-    with suppress(OSError, ValueError, RecursionError):  # what is damaged is refused where it is needed
-        data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
-        names += [str(data["path"])] if isinstance(data, dict) and "path" in data else []
+    data = _data_of(run)
+    names += [str(data["path"])] if "path" in data else []
     return [name for name in names if name and not name.startswith("~") and not Path(name).is_absolute()]
+
+
+def _data_of(run: Path) -> dict[str, Any]:
+    """The section ``data`` of a run; empty where it is damaged, which is refused where it is needed."""
+    with suppress(OSError, ValueError, RecursionError):
+        data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
+        return data if isinstance(data, dict) else {}
+    return {}

@@ -56,11 +56,6 @@ class Basics(Spec):
         description="also send evaluations to these, as track=tensorboard: see docs/run-folder.md; changes no number",
     )
 
-    @field_validator("track", mode="before")
-    @classmethod
-    def _one_or_more(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str) else given
-
 
 class Engine(Spec):
     """Where and how the work is done; it changes what is computed by no more than rounding."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from fedloom.report.comparison.question import Caveat, Equal, PrivacyCost, Question, Result
-from fedloom.report.comparison.statistics import Row
+from fedloom.report.comparison.statistics import Cost, Row
 
 
 def notes(question: Question, table: Sequence[Row]) -> list[str]:
@@ -86,10 +86,17 @@ def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
             yield f"{row.method} spends none of it, and has the rounds of the experiment."
         elif abs(spent / budget - 1) > 0.05:
             where = f" ({question.title(row.place)})" if row.place else ""
-            why = "how much it trains is known only after training"
-            if row.spent.rounds.mean <= 1:
-                why = "one round is more than that" if spent > budget else "a second round would be more than that"
-            yield f"{row.method}{where} came to {spent / budget:.0%} of that: {why}."
+            yield f"{row.method}{where} came to {spent / budget:.0%} of that: {_why_off(spent, budget, row.spent)}."
+
+
+def _why_off(amount: float, budget: float, spent: Cost) -> str:
+    """Why a method spent another amount than it was to: it trains for whole rounds, or only training tells."""
+    rounds = spent.rounds.mean
+    if amount > budget and rounds <= 1:
+        return "one round is more than that"
+    if amount < budget < amount * (1 + 1 / max(rounds, 1)):
+        return "one more round would be more than that"
+    return "how much it trains is known only after training"
 
 
 def composed(results: Sequence[Result]) -> list[str]:

@@ -267,7 +267,7 @@ _CHINESE_SENTENCES = {
         "{} 实际花费为预算的 {}：训练量在训练之后才知道。"
     ),
     "{} came to {} of that: one round is more than that.": "{} 实际花费为预算的 {}：一轮就已超出预算。",
-    "{} came to {} of that: a second round would be more than that.": "{} 实际花费为预算的 {}：再多一轮就会超出预算。",
+    "{} came to {} of that: one more round would be more than that.": "{} 实际花费为预算的 {}：再多一轮就会超出预算。",
     "A method that did not finish with every seed is not ranked; its values are of the other seeds.": (
         "有种子未完成的方法不参与排名；其数值来自其余种子。"
     ),
