@@ -310,6 +310,14 @@ def test_clients_of_one_class_train_the_head_alone(laid_out) -> None:
         laid_out({**QUICK, "depth": "entropy"})
 
 
+@pytest.mark.parametrize("kind", [{"kind": "fedlaw"}, {"kind": "law_afl", "schedule": "per_round"}])
+def test_the_largest_gamma_is_refused_where_it_is_1_anyway(kind: dict[str, str]) -> None:
+    for param, shrink in (("exp", 1.0), ("exp_cap", 0.8)):
+        parse({"algorithm": {**kind, "param": param, "shrink": shrink, "shrink_max": 2.0}})
+    with pytest.raises(ConfigError, match=r"shrink_max: has an effect only if .* shrink is below 1"):
+        parse({"algorithm": {**kind, "param": "exp_cap", "shrink_max": 2.0}})
+
+
 @pytest.mark.slow
 def test_clients_of_all_classes_train_everything(laid_out) -> None:
     table = {"owner": "two", "model": DEEP, "local": {"lr": 0.3, "batch": 8, "momentum": 0.5}}

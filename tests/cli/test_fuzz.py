@@ -19,7 +19,7 @@ import tempfile
 import typing
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -35,6 +35,7 @@ from pydantic.fields import FieldInfo
 from fedloom.cli import main as cli
 from fedloom.compare import worker
 from fedloom.compare.crew import Crew
+from fedloom.core import disk
 from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
@@ -42,6 +43,8 @@ from fedloom.engine.rounds import begin
 from fedloom.engine.settings import Diagnostic
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
+from fedloom.report.comparison import curves
+from fedloom.report.comparison.question import Question, Result
 from fedloom.runs import resume as resuming
 from fedloom.runs import start as starting
 from fedloom.runs.find import algorithms
@@ -49,7 +52,7 @@ from fedloom.runs.result import History
 from fedloom.runs.settings import SECTIONS, Basics, as_table
 from support.terminal import Done, files
 
-BY_HAND = int(os.environ.get("FEDLOOM_FUZZ", "0"))
+BY_HAND = int(os.environ.get("FEDLOOM_FUZZ") or 0)
 ROOM = 6 << 30  # bytes of memory that a case may have on top of what there is
 
 
@@ -585,12 +588,29 @@ class OneProcess(Crew):
         return self._failures
 
 
+class DrawnOnce:
+    """Curves of numbers that were drawn before are not drawn again: three pictures take longer than all else."""
+
+    def __init__(self) -> None:
+        self._pictures: dict[str, bytes] = {}
+        self._draw = curves.draw
+
+    def __call__(self, question: Question, results: Sequence[Result], path: Path) -> None:
+        key = f"{path.suffix} {question} {results}"
+        if key in self._pictures:
+            disk.write_bytes(path, self._pictures[key])
+        else:
+            self._draw(question, results, path)
+            self._pictures[key] = path.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished comparison; its workers stay in this process."""
     kept = tmp_path_factory.mktemp("compared")
     with pytest.MonkeyPatch.context() as patch, folder(rows__npz=ROWS) as place:
         patch.setattr(importlib.import_module("fedloom.compare.run"), "Crew", OneProcess)
+        patch.setattr(curves, "draw", DrawnOnce())
         done = fedloom(*COMPARED)
         assert done.code == 0, done.err
         shutil.copytree(place, kept, dirs_exist_ok=True)

@@ -123,7 +123,7 @@ def test_there_is_a_recipe_for_every_table_and_figure() -> None:
         "law_afl/figures_curves", "law_afl/figure11_corrupted", "law_afl/figure12_hessian", "law_afl/figure13_time",
         "law_afl/pretrain", "law_afl/extractor", "pfedala/asynchronous",
         "law_afl/figures_one_round", "law_afl/figure10_clients", "pfedala/after_training", "dfedgam/graphs",
-        "dfedgam/net_and_labels",
+        "dfedgam/net_and_labels", "dfedgam/flatness",
     }  # fmt: skip
 
 

@@ -295,6 +295,10 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_works(quic
     want = result(run)
     path = run / "checkpoints" / "00000005" / "state.safetensors"
     raw = bytearray(path.read_bytes())
+    path.unlink()
+    refused = quick("resume", "r", cwd=run.parent)
+    where = "r/checkpoints/00000005"
+    assert f"checkpoint {where} is damaged: {where}/state.safetensors: No such file or directory;" in refused.err
     raw[-1] ^= 1
     path.write_bytes(raw)
     refused = quick("resume", "r", cwd=run.parent)

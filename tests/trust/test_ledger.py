@@ -283,6 +283,7 @@ EDITS = [
     ('noise_from = "secret"', 'noise_from = "seed"', "privacy.noise_from", "secret", "seed"),
     ("seed = 0", "seed = 1", "seed", "0", "1"),
     ("lr = 0.05", "lr = 0.06", "local.lr", "0.05", "0.06"),
+    ('precision = "tf32"', 'precision = "bf16"', "engine.precision", "tf32", "bf16"),
 ]
 
 

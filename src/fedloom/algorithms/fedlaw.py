@@ -73,7 +73,7 @@ from fedloom.algorithm import (
 )
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.optim import Optimizer, sgd
-from fedloom.core.schema import other_than, over, when
+from fedloom.core.schema import other_than, over, under, when
 from fedloom.core.task import Batch, Task, normalisation
 from fedloom.maths.learned_weights import (
     OF_MODELS,
@@ -99,6 +99,9 @@ _OPTIMIZERS: dict[str, Optimizer] = {"adam": SERVER_ADAM, "sgd": sgd(momentum=0.
 
 _LEARNS = when(server_epochs=over(0))
 _GAMMA_TOO = when(server_epochs=over(0), shrink_rule="law", param=other_than("fixed"))
+_GROWS = when(server_epochs=over(0), shrink_rule="law", param=("exp", "quad")) | when(
+    server_epochs=over(0), shrink_rule="law", param="exp_cap", shrink=under(1)
+)
 _BOUNDED = _GAMMA_TOO | when(shrink_rule="ratio")
 
 
@@ -137,7 +140,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
     )
     shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
     shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="the least that gamma may become")
-    shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
+    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(
         OF_MODELS.high, description="the most that gamma may become by learning"
     )
     shrink_exclude: tuple[str, ...] = Field(

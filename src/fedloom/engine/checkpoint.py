@@ -244,8 +244,11 @@ def _read(folder: Path, store: ClientStore) -> tuple[dict[str, Any], dict[str, T
         there = load_file(folder / "state.safetensors")
         state = {name: store.room(tuple(x.shape), x.dtype, x.device).copy_(x) for name, x in there.items()}
         return meta, state, clients
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise CheckpointError(f"checkpoint {folder} is damaged: {why}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({type(error).__name__}): {error}") from error
 
 
 def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> RunState:

@@ -384,9 +384,10 @@ def _differ(a: _Observed, b: _Observed) -> bool | None:
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
     """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
     values = list(variation.others(cls, name, around, _WORDS))
+    worlds, others = (0, len(_TRIALS)), (len(_TRIALS), None)  # of the places: worlds are few, other numbers are many
     compared = False  # a class that cannot run here is not checked
-    for some in (values[:2], values[2:]):  # in most cases the first will do, if not here, then elsewhere
-        for world, beside in _places(cls, name, around) if some else ():
+    for span, some in ((worlds, values[:2]), (worlds, values[2:]), (others, values[:2]), (others, values[2:])):
+        for world, beside in islice(_places(cls, name, around), *span) if some else ():
             before = _tried(cls, {**around, **beside}, world, trials)
             for value in some if next(iter(before), None) is not None else ():
                 found = _differ(before, _tried(cls, {**around, **beside, name: value}, world, trials))

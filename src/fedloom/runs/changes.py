@@ -107,8 +107,9 @@ def refuse_other_ledger(path: Path, exp: Experiment, state: RunState) -> None:
 
 
 # -- private runs --------------------------------------------------------------------------------
-# Settings on which no upload depends.
+# Settings on which no upload depends, or by no more than the order of sums in float32.
 _BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "data.limit_gb", "algorithm.forget")
+_NOT_BESIDE = ("engine.precision",)  # bf16 moves an upload by far more than the last bits
 
 
 def _promised(config: Config) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def _promised(config: Config) -> dict[str, Any]:
     flat = {name: value for name, value in table.items() if not isinstance(value, dict)}
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
     flat |= {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
-    beside = {key for key in flat if key in _BESIDE or key.partition(".")[0] in _BESIDE}
+    beside = {key for key in flat if key in _BESIDE or key.partition(".")[0] in _BESIDE} - set(_NOT_BESIDE)
     if config.privacy.epsilon is not None and config.privacy.clip is not None:
         beside.discard("rounds")  # for which the noise was calibrated
     return {key: value for key, value in flat.items() if key not in beside}

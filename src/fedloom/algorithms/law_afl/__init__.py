@@ -122,7 +122,7 @@ from fedloom.algorithms.law_afl.state import (
 )
 from fedloom.core import tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.schema import GIVEN, other_than, over, when
+from fedloom.core.schema import GIVEN, other_than, over, under, when
 from fedloom.core.task import Batch
 from fedloom.maths.data_quality import trained_groups
 from fedloom.maths.learned_heads import HeadSettings
@@ -148,6 +148,9 @@ _TRAINS = when(schedule=other_than("frozen"))
 _LEARNS = when(schedule=other_than("frozen"), server_epochs=over(0))
 _SHRINKS = when(schedule=other_than("frozen"), shrink_rule=other_than("grid", "ratio"))
 _GAMMA_TOO = when(schedule=other_than("frozen"), server_epochs=over(0), shrink_rule="law", param=other_than("fixed"))
+_GROWS = when(schedule=other_than("frozen"), server_epochs=over(0), shrink_rule="law", param=("exp", "quad")) | when(
+    schedule=other_than("frozen"), server_epochs=over(0), shrink_rule="law", param="exp_cap", shrink=under(1)
+)
 _BOUNDED = _GAMMA_TOO | when(schedule=other_than("frozen"), shrink_rule="ratio")
 _WEIGHED = when(share_lambda=False)  # statistics have weights of their own
 _STEPS = when(share_lambda=False, head_steps=over(0))
@@ -240,7 +243,7 @@ class LawAFL(
     shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
         OF_MODELS.low, description="of FedLAW: the least that gamma may become"
     )
-    shrink_max: Annotated[PositiveFloat, _GAMMA_TOO] = Field(
+    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(
         OF_MODELS.high, description="of FedLAW: the most that it may become"
     )
     head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(OF_HEADS.low, description="the least gamma of statistics")
