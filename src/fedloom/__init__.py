@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "run": "fedloom.cli.python",
     "compare": "fedloom.cli.python",
-    "resume": "fedloom.runs.resume",
+    "resume": "fedloom.cli.python",
     "load": "fedloom.runs.load",
     "Predictor": "fedloom.runs.load",
     "History": "fedloom.runs.result",

@@ -27,6 +27,7 @@ def test_runs_side_by_side(compared: Path, hostile_run: Path, tmp_path: Path) ->
     assert "(lowest tenth)" in one.out
     both = quick("show", *cells[:2], "--plot", "both.pdf", cwd=tmp_path)
     assert "what differs" in both.out
+    assert quick("compare", *cells[:2], cwd=tmp_path).out == both.out.removesuffix("drawn in both.pdf\n")
     assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
     found = quick("show", compared.parent, hostile_run, "--json", cwd=tmp_path).json
     assert [run["state"] for run in found["runs"]] == ["done"]
@@ -47,7 +48,8 @@ def test_bad_words_are_one_clear_error(hostile_run: Path, tmp_path: Path) -> Non
     for words, expected in {
         ("show", "nowhere"): "there is no such folder",
         ("show", hostile_run, "--plot", "x.bmp"): "a picture ends in .png, .svg or .pdf",
-        ("compare", hostile_run, "fedavg"): f"fedloom show {hostile_run}",
+        ("compare", hostile_run, "fedavg"): f"fedloom compare {hostile_run}",
+        ("compare",): "no algorithm is named",
     }.items():
         done = Quick()(*words, cwd=tmp_path)
         assert (done.code, done.out) == (2, "")

@@ -414,6 +414,18 @@ def test_functions_are_called_on_the_way() -> None:
     assert seen["end"] == [done]
 
 
+def test_a_resumed_run_calls_functions_too_and_warns_where_nothing_is_shown(desk: Path) -> None:
+    x, y = blobs()
+    data = (x * [1, 1, 1, 5000], y)
+    heard: list[Any] = []
+    with pytest.warns(UserWarning, match="very different scales") as told:
+        fedloom.run(data=data, rounds=1, out="r", **SMALL)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="very different scales"):
+        done = fedloom.resume("r", data=data, rounds=2, on_round=lambda at: heard.append(at.round), on_end=heard.append)
+    assert heard == [2, done]
+
+
 def test_long_tables_say_that_rows_are_left_out() -> None:
     history = fedloom.run(data=blobs(), rounds=12, **SMALL)
     assert "..." in repr(history.metrics)

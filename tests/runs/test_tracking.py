@@ -14,8 +14,6 @@ import pytest
 import fedloom
 from fedloom.core.errors import ConfigError
 from fedloom.runs import tracking
-from fedloom.runs.callbacks import Calling
-from fedloom.runs.loop import SilentListener
 from fedloom.runs.settings import config_hash, parse
 
 SMALL: dict[str, Any] = {"partition": {"clients": 4}, "model": "logistic", "rounds": 2, "progress": False}
@@ -134,8 +132,8 @@ def test_a_tracker_that_cannot_end_or_begin_is_named_and_what_is_known_of_it_is_
     shutil.rmtree("run/tensorboard")
     Path("run/tensorboard").write_text("a file, not a folder")
     said.clear()
-    listener = Calling(SilentListener(), lambda at: said.extend(at.notes), None)
-    more = fedloom.resume("run", rounds=4, listener=listener)
+    with pytest.warns(UserWarning, match="tensorboard has failed"):
+        more = fedloom.resume("run", rounds=4, on_round=lambda at: said.extend(at.notes))
     assert [line["round"] for line in more.records] == [0, 1, 2, 3, 4]
     assert len(said) == 1
     assert said[0].startswith("tensorboard has failed, and the run goes on without it: ")

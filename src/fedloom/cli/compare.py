@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_user_code
+from fedloom.cli.show import show
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[COMPARISON.toml | ALGORITHM...] [KEY=VALUE]...",
-        help="A comparison file, or algorithms, and settings that override it.",
+        metavar="[COMPARISON.toml | ALGORITHM... | RUN...] [KEY=VALUE]...",
+        help="A comparison file, or algorithms, and settings that override it; or folders of runs.",
     ),
 ]
 Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
@@ -75,9 +76,11 @@ def compare(
 ) -> None:
     """Compare algorithms over seeds and a grid of settings.
 
-    After an interruption, repeat the command to resume.
+    After an interruption, repeat the command to resume. Folders of finished runs are shown side by side.
 
+    \b
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
+    fedloom compare runs/first runs/second
     """
     from fedloom.compare.plan import plan
     from fedloom.engine.ranks import is_rank
@@ -91,7 +94,10 @@ def compare(
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
-    table, name = _comparison(words or [], grid or [], given, trust=trust)
+    words = words or []
+    if _are_results(words, given, grid, out, jobs, watch):
+        show([Path(word) for word in words], json_=json_)
+    table, name = _comparison(words, grid or [], given, trust=trust)
     planned = plan(table)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
@@ -101,6 +107,16 @@ def compare(
         print(json.dumps(done.as_json()))
     if done.failures:
         raise typer.Exit(1)
+
+
+def _are_results(words: list[str], *options: object) -> bool:
+    """Whether the words are folders of results, with no option that is for new runs."""
+    return bool(words) and all(map(_is_result, words)) and not any(options)
+
+
+def _is_result(word: str) -> bool:
+    """Whether a word names the folder of a run or of a comparison."""
+    return is_name(word) and any((Path(word) / name).is_file() for name in ("config.toml", "compare.toml"))
 
 
 def _seeds_in(folder: Path) -> set[int]:
@@ -157,9 +173,9 @@ def _comparison(
 
     files = [w for w in words if "=" not in w and w.endswith(".toml")]
     kinds = [w for w in words if is_name(w)]
-    if folders := [w for w in kinds if (Path(w) / "config.toml").is_file()]:
-        fix = f"to put runs side by side: fedloom show {' '.join(folders)}"
-        raise ConfigError([Fault(folders[0], "is a run folder, and compare starts new runs", fix)])
+    if folders := [w for w in kinds if _is_result(w)]:
+        fix = f"folders are shown side by side without other words: fedloom compare {' '.join(folders)}"
+        raise ConfigError([Fault(folders[0], "is a folder of results, and these words are for new runs", fix)])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
     given = read_toml(Path(files[0])) if files else {}
@@ -168,7 +184,9 @@ def _comparison(
     chosen = table.setdefault("compare", {})
     if not isinstance(chosen, dict):
         raise ConfigError([Fault("compare", f"should be a table of settings (got {chosen!r})")])
-    if kinds or "algorithms" not in chosen:
+    if not kinds and "algorithms" not in chosen:
+        raise ConfigError([Fault("fedloom compare", "no algorithm is named", "as in fedloom compare fedavg fedprox")])
+    if kinds:
         chosen["algorithms"] = kinds
     axes = dict(_axis(words) for words in grid)
     usercode.vouch(axes)

@@ -1,18 +1,22 @@
-"""``fedloom.run`` and ``fedloom.compare`` for Python and notebooks: what the library does, with a display."""
+"""``fedloom.run``, ``resume`` and ``compare`` for Python and notebooks: what the library does, with a display."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fedloom.algorithm import AnyAlgorithm
     from fedloom.compare.write import Comparison
     from fedloom.runs.callbacks import OnEvaluate, OnRound
-    from fedloom.runs.loop import Listener
+    from fedloom.runs.loop import Listener, Progress
+    from fedloom.runs.prepare import Prepared
     from fedloom.runs.result import History
 
 
@@ -39,22 +43,93 @@ def run(
     experiment file: ``rounds=20``, ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless
     ``out`` names a folder.
 
-    ``progress``: whether to show a bar; by default in notebooks and on terminals. ``on_round(progress)`` is called
-    after each round, ``on_evaluate(round, metrics)`` after each evaluation, ``on_end(history)`` at the end.
+    ``progress``: whether to show a bar; by default in notebooks and on terminals. Where nothing is shown, what should
+    not be missed is a Python warning. ``on_round(progress)`` is called after each round,
+    ``on_evaluate(round, metrics)`` after each evaluation, ``on_end(history)`` at the end.
     """
     from fedloom.runs.start import run as quietly
 
     given: dict[str, Any] = {"data": data, "out": out, "data_root": data_root}
     given |= {"on_round": on_round, "on_evaluate": on_evaluate, "on_end": on_end, **settings}
+    return _followed(lambda hears: quietly(algorithm, listener=hears, **given), progress, listener)
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    rounds: int | None = None,
+    at: int | None = None,
+    data: Any = None,
+    model: nn.Module | None = None,
+    data_root: str | Path | None = None,
+    forget: Sequence[int] = (),
+    repair: bool = False,
+    trust: bool = False,
+    accept_changes: bool = False,
+    progress: bool | None = None,
+    on_round: OnRound | None = None,
+    on_evaluate: OnEvaluate | None = None,
+    on_end: Callable[[History], object] | None = None,
+    listener: Listener | None = None,
+) -> History:
+    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
+
+    ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
+    to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
+    lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
+    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with; a
+    private run never does. A run that is refused is left as it was. Relative paths lead from the folder in which the
+    run began, unless everything is here; ``data_root`` is the one with which it began, unless it is given.
+    ``progress`` and the functions that are called are those of ``run``.
+    """
+    from fedloom.runs.callbacks import Calling
+    from fedloom.runs.resume import resume as quietly
+
+    given: dict[str, Any] = {"data": data, "model": model, "data_root": data_root, "at": at, "rounds": rounds}
+    given |= {"forget": forget, "repair": repair, "trust": trust, "accept_changes": accept_changes}
+    calling: Callable[[Listener], Listener] = lambda hears: Calling(hears, on_round, on_evaluate)  # noqa: E731
+    history = _followed(lambda hears: quietly(run_dir, listener=calling(hears), **given), progress, listener)
+    if on_end is not None:
+        on_end(history)
+    return history
+
+
+def _followed(work: Callable[[Listener], History], progress: bool | None, listener: Listener | None) -> History:
+    """Run with a display, with the listener of the user, or with warnings alone."""
     if listener is not None or not _is_shown(progress):
-        return quietly(algorithm, listener=listener, **given)
+        return work(listener or _Warnings())
     from fedloom.cli.console import plain_console
     from fedloom.cli.screen import RunScreen
 
     with closing(RunScreen(plain_console(soft_wrap=True))) as screen:
-        history = quietly(algorithm, listener=screen, **given)
+        history = work(screen)
     screen.ended(history)
     return history
+
+
+class _Warnings:
+    """A listener that shows nothing, and warns of what should not be missed."""
+
+    def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:  # noqa: ARG002
+        if prepared.experiment.ranks.rank == 0:
+            for note in (*prepared.config.notes, *prepared.shared.arrays.notes):
+                _warn(note)
+
+    def advanced(self, progress: Progress) -> None:
+        from fedloom.runs.tracking import is_tracker_failure
+
+        for note in filter(is_tracker_failure, progress.notes):
+            _warn(note)
+
+    def stopping(self) -> None: ...
+
+
+def _warn(note: str) -> None:
+    """A warning at the line of the user's code that is being run."""
+    package, level, frame = str(Path(__file__).parents[1]), 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(note, stacklevel=level)
 
 
 def compare(

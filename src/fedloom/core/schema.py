@@ -381,6 +381,8 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if item["type"] == "tuple_type" and path[0] in cls.model_fields:
         message = f"should be a {type_words(cls.model_fields[path[0]])}"
+    if item["type"] == "too_short" and not item["input"]:
+        return Fault(where, "is empty, and needs one at least")
     return Fault(where, f"{message} (got {_short(item['input'])})")
 
 

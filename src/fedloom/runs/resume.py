@@ -46,15 +46,7 @@ def resume(
     accept_changes: bool = False,
     listener: Listener | None = None,
 ) -> History:
-    """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
-
-    ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
-    to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
-    lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
-    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with; a
-    private run never does. A run that is refused is left as it was. Relative paths lead from the folder in which the
-    run began, unless everything is here; ``data_root`` is the one with which it began, unless it is given.
-    """
+    """Continue a run; ``fedloom.resume`` is this with a display, and explains what it is given."""
     root, ranks = root_of(Path(run_dir), data_root), joined()
     with from_its_folder(Path(run_dir)) as path, held(path, opened, ranks) as folder:
         with ranks.agreed():
