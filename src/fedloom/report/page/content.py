@@ -95,6 +95,10 @@ class _Spoken(NamedTuple):
     say: Say
     language: Language
 
+    def name(self, run: RunView) -> str:
+        """What a run is called: in a comparison by its method and its seed."""
+        return f"{run.method}, {self.say('seed')} {run.seed}" if run.method else run.name
+
     def sentence(self, written: Any) -> str:
         """A sentence that a comparison wrote into its folder."""
         return sentence_in(self.language, str(written))
@@ -336,7 +340,7 @@ def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ..
         return ()
     cards = [Card(words.say("cells done"), f"{ended:,} / {view.planned:,}")]
     busy = [cell for cell in view.cells if cell.state == "unfinished"]
-    cards += [Card(cell.name, f"{cell.round:,} / {cell.rounds:,}", ", ".join(cell.place)) for cell in busy[:8]]
+    cards += [Card(words.name(cell), f"{cell.round:,} / {cell.rounds:,}", ", ".join(cell.place)) for cell in busy[:8]]
     rounds, spent = sum(cell.round for cell in view.cells), sum(cell.seconds for cell in view.cells)
     if rounds and spent:
         all_rounds = view.planned * sum(cell.rounds for cell in view.cells) / len(view.cells)
@@ -545,7 +549,7 @@ def _confusions(runs: Sequence[RunView], words: _Spoken) -> tuple[tuple[str, Pag
                     number(n)._replace(bar=n / total if isinstance(n, int | float) else 0.0, mark="heat") for n in row
                 ]
                 lines.append(PageLine((PageCell(label), *shares)))
-            out.append((" · ".join((run.name, *run.place)), PageTable(heads, tuple(lines))))
+            out.append((" · ".join((words.name(run), *run.place)), PageTable(heads, tuple(lines))))
     return tuple(out)
 
 
@@ -564,7 +568,7 @@ def _costs(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     lines = []
     for run in runs:
         end, where = run.last, ", ".join(run.place)
-        cells = [PageCell(run.name + (f" ({where})" if where else "")), number(run.round)]
+        cells = [PageCell(words.name(run) + (f" ({where})" if where else "")), number(run.round)]
         cells += [_sized(end.get(key)) for key in keys] + [number(end.get("work/gradients"))]
         cells.append(_timed(end.get("time/simulated")))
         cells += [_timed(sum(float(line.get(k, 0.0)) for line in run.timings) if run.timings else None) for k in times]
