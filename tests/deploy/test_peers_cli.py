@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
@@ -84,3 +85,39 @@ def test_a_network_on_one_machine(tmp_path: Path) -> None:
         ("completed", 2, ["Node 2"]),
         ("completed", 2, ["Node 1"]),
     ]
+
+
+def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node has rows of one class alone, as a small hospital may."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    site = tmp_path / "site"
+    method = "from fedloom.algorithms.dfedavg import DFedAvg\n\n\nclass Mine(DFedAvg):\n    pass\n"
+    (tmp_path / "mine.py").write_text(method)
+    rows = [f"{40 + k},{('red', 'blue')[k % 2]},{('ill', 'well')[k % 4 > 1]}" for k in range(40)]
+    for name, own in (("lab", rows), ("ada", [row for row in rows if row.endswith("ill")]), ("bea", rows[::2])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["age,colour,outcome", *own]))
+    table = {"data": {"source": str(tmp_path / "lab.csv"), "label": "outcome"}, "partition": {"kind": "iid"}}
+    exp = experiment(tmp_path, algorithm={"kind": f"{tmp_path / 'mine.py'}:Mine"}, **table)
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports(2))
+    said(peers("init", exp, "--nodes", "Ada, Bea", "--hosts", hosts, "--out", site, "--trust"))
+
+    def started(name: str, *words: str, **more: Any) -> subprocess.Popen[str]:
+        return peers("start", site / name, f"data={tmp_path / name}.csv", *words, **more)
+
+    assert "--trust" in said(started("ada"), 2)
+    ada = started("ada", "--trust")
+    full = said(started("bea", "--trust", largest_file=200), 4)
+    assert f"File too large; what was saved before is intact: make room, then fedloom peers start {site}/bea" in full
+    assert "Traceback" not in full
+    ada.send_signal(signal.SIGTERM)  # without Bea it cannot go on
+    assert "go on with: fedloom peers start" in said(ada)
+    assert json.loads(said(peers("status", site / "ada", "--json")))["state"] == "stopped"
+    for process in (started("ada"), started("bea", "--trust")):
+        assert "all 3 rounds are done" in said(process)
+    for name in ("ada", "bea"):
+        words = [sys.executable, "-P", "-m", "fedloom", "predict", str(site / name), str(tmp_path / "lab.csv")]
+        out = tmp_path / f"{name}-predicted.csv"
+        said(warm.Popen([*words, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        assert len(out.read_text().splitlines()) == 41

@@ -43,8 +43,11 @@ class Arrays(NamedTuple):
         return tuple(self.x.shape[1:])
 
 
-def checked(arrays: Arrays) -> Arrays:
-    """The same arrays, if they are valid; else a DataError that says what is wrong."""
+def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
+    """The same arrays, if they are valid; else a DataError that says what is wrong.
+
+    ``of_one_client``: the rows of one client among others may well be of one class.
+    """
     n, at = len(arrays.x), f"data '{arrays.name}'"
     _check_examples(arrays.x, at)
     for name, column in (("y", arrays.y), ("test", arrays.test), ("client", arrays.client)):
@@ -55,7 +58,7 @@ def checked(arrays: Arrays) -> Arrays:
     if arrays.test.all():
         raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
     train = arrays.y[~arrays.test]
-    if (train == train[0]).all():
+    if (train == train[0]).all() and not of_one_client:
         what = f"all {len(train)} training rows are of one class, '{arrays.labels[train[0]]}'"
         raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
     channels = arrays.x.shape[1] if arrays.x.ndim in (2, 4) else 1

@@ -78,13 +78,15 @@ def _fitted(rows: Rows, form: Form, path: str) -> Arrays:
         raise DataError(f"{path}: an example has the form {here}, in the contract {list(form.shape)} {form.dtype}")
     test = np.zeros(len(rows.y), np.bool_)
     if form.unit is not None:
-        return checked(_in_unit(Arrays(path, rows.x, rows.y, test, rows.labels, form.mean, form.std), rows, form.unit))
+        arrays = Arrays(path, rows.x, rows.y, test, rows.labels, form.mean, form.std)
+        return checked(_in_unit(arrays, rows, form.unit), of_one_client=True)
     strangers = sorted(set(rows.labels) - set(form.labels))
     if strangers:
         known = ", ".join(form.labels[:20])
         raise DataError(f"{path}: has the class '{strangers[0]}', which the contract does not know (known: {known})")
     numbers = np.array([form.labels.index(label) for label in rows.labels], dtype=np.int64)
-    return checked(Arrays(path, rows.x, numbers[rows.y], test, form.labels, form.mean, form.std))
+    arrays = Arrays(path, rows.x, numbers[rows.y], test, form.labels, form.mean, form.std)
+    return checked(arrays, of_one_client=True)
 
 
 def _in_unit(arrays: Arrays, rows: Rows, unit: tuple[float, float]) -> Arrays:
