@@ -143,6 +143,8 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
         old = (site / "hospital-b" / "node.key").read_bytes()
         said("revoke", site, "Hospital B")
         assert not (site / "server" / "hospital-b.pub").exists()
+        refused = said("start", site, code=2)
+        assert "rules.quorum: 2 of 2 nodes are needed, and keys were revoked: Hospital B" in refused
         assert "hand node.key" in said("renew", site, "Hospital B")
         assert (site / "hospital-b" / "node.key").read_bytes() != old
         found = json.loads(said("status", site, "--json"))

@@ -14,7 +14,7 @@ from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
-from fedloom.deploy.fleet import LostNodesError, read_rounds
+from fedloom.deploy.fleet import Failed, LostNodesError, read_population, read_rounds
 from fedloom.deploy.site import SERVER_TOML, read_state
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
@@ -53,6 +53,32 @@ def test_a_node_joins_between_two_runs(tmp_path: Path) -> None:
     (home.parent / "authority" / "ca.key").unlink()
     with pytest.raises(DataError, match=r"ca\.key: is missing, and signs certificates"):
         add_node(home.parent, "Eve")
+
+
+def test_a_run_goes_on_without_a_node_that_was_revoked_or_is_away_if_the_quorum_allows(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("scaffold", rounds=3, evaluate={"personal": False}))
+    gone = Failed("its key has been revoked", revoked=True)
+    transport = here(home)
+    transport.tamper = lambda count, client, answer: gone if client == 1 else answer
+    with pytest.raises(LostNodesError, match=r"2 of 3 nodes are there, 3 are needed \(rules\.quorum\); Bea: its key"):
+        conduct(home, transport, 1, print)
+    (home / SERVER_TOML).write_text((home / SERVER_TOML).read_text().replace("quorum = 1.0", "quorum = 0.6"))
+    conduct(home, transport, 1, print)
+    assert [line["answered"] for line in read_rounds(home)] == [["Ada", "Cem"]] * 4
+    assert read_population(home, 1) == ((178, 0, 195), (45, 0, 49))
+
+    stopped = here(home)
+    stopped.tamper = lambda count, client, answer: (
+        stop_run(home.parent) or answer if count == 2 and not client else answer
+    )
+    assert conduct(home, stopped, 2, print) is None
+    away, told = here(home), list[str]()
+    away.tamper = lambda count, client, answer: Failed("is not connected") if client == 1 and count < 4 else answer
+    conduct(home, away, 2, told.append)
+    assert "Bea: is not connected; going on without it" in told
+    *_, second, third, finish = ((line["kind"], line["answered"]) for line in read_rounds(home))
+    assert (second, third) == (("train", ["Ada", "Cem"]), ("train", ["Ada", "Bea", "Cem"]))
+    assert finish == ("finish", ["Ada", "Bea", "Cem"])
 
 
 def test_a_node_whose_disk_is_full_says_so_and_goes_on_when_it_is_not(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pickle
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, packed, unpacked
 from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
+from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
 from fedloom.deploy.peers.start import refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
@@ -86,6 +88,8 @@ def test_half_of_the_messages_are_lost_and_a_link_stalls_and_the_mean_stays(tmp_
         processes = [network.process(k, deadline=0.5, alter=through if k == 1 else lambda b: b) for k in range(6)]
         for process in processes:
             process.station.edges.send = lossy(process.station.send, chance)
+            patient = partial(setattr, process.station.edges, "patience", Patience(deadline=600.0))
+            network.before(processes.index(process), 6, patient)  # from here on nothing is lost, and nobody is late
         network.before(1, 1, lambda: setattr(way, "stalls", True))
         network.before(1, 4, lambda: setattr(way, "stalls", False))
         network.ended([network.run(k, process) for k, process in enumerate(processes)])

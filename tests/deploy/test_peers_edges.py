@@ -63,7 +63,7 @@ class Gossip:
         while self.mail:
             by, to, frame = self.mail.popleft()
             if self.chance.random() >= self.loss:
-                self.nodes[to].heard(by, read_frame(list(written(frame))))
+                self.nodes[to].handle(by, read_frame(list(written(frame))))
 
     def mixed(self, edges: Edges, turns: int) -> bool:
         found = edges.result()

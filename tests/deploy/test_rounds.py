@@ -225,6 +225,8 @@ def test_a_node_reads_its_own_table_by_the_columns_of_the_contract(tmp_path: Pat
     assert own.arrays.labels == ("ill", "well")
     assert own.arrays.y.tolist() == [1, 0, 0]
     assert own.arrays.x[:, 1:].round(3).tolist()[0] != own.arrays.x[:, 1:].round(3).tolist()[2]
+    (tmp_path / "one.csv").write_text("outcome,colour,age\nill,blue,40\nill,red,61\n")  # a small hospital
+    assert own_rows(contract, str(tmp_path / "one.csv")).arrays.y.tolist() == [0, 0]
     (tmp_path / "other.csv").write_text("outcome,colour,age\ndead,blue,40\nill,red,61\n")
     with pytest.raises(DataError, match="has the class 'dead', which the contract does not know"):
         own_rows(contract, str(tmp_path / "other.csv"))

@@ -74,7 +74,7 @@ def test_a_node_masks_once_and_gives_shares_once(seals: Any) -> None:
     each[0].masked(np.ones(3), boxes)
     with pytest.raises(MessageError, match="a second one under the same masks"):
         each[0].masked(np.zeros(3), boxes)
-    with pytest.raises(MessageError, match="2 nodes were heard, and a secure sum needs 3"):
+    with pytest.raises(MessageError, match="2 uploads arrived, and a secure sum needs 3"):
         each[0].shares_of([0, 1])
     each[0].shares_of([0, 1, 2])
     with pytest.raises(MessageError, match="has given them already"):

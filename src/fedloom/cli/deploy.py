@@ -167,7 +167,8 @@ def revoke(site: Site, name: Annotated[str, typer.Argument(help="The node's name
     from fedloom.deploy.serve import revoke as revoked
 
     revoked(site, name)
-    print(f"{name}: its key has been revoked")
+    print(f"{name}: its key has been revoked; runs go on without it, if rules.quorum of server.toml allows")
+    print(f'to let it take part again: fedloom deploy renew {site} "{name}"')
 
 
 @app.command()

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load
-
 from fedloom.core import disk
 from fedloom.core.errors import DataError
 from fedloom.deploy.messages import unpacked
@@ -27,7 +25,7 @@ def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more
         "sent": sent.kind,
         "why": sent.facts.get("why", ""),
         "bytes": len(message),
-        "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in load(message).items()},
+        "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in sent.tensors.items()},
         **more,
     }
     file = disk.open_own(folder / AUDIT, os.O_WRONLY | os.O_APPEND)

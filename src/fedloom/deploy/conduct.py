@@ -11,7 +11,7 @@ from fedloom.core.errors import FedloomError
 from fedloom.data.files import default_root
 from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
 from fedloom.deploy.ends import server_end
-from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry
+from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry, read_population, write_population
 from fedloom.deploy.site import RUNS, conducted, read_rules, write_state
 from fedloom.deploy.waits import writing
 from fedloom.engine import checkpoint
@@ -93,8 +93,10 @@ def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
     config = contract.config._replace(checkpoint=saved)
     nodes = _nodes(contract, transport, home)
     nodes.run, nodes.say = run, say
-    population = nodes.greet()
     begun = (path / "config.toml").is_file()
+    population = nodes.greet(read_population(home, run) if begun else None)
+    if not begun:
+        write_population(home, run, population)
     key = read_key(path) if begun else None
     prepared = server_end(config, share(config, default_root()), population, nodes, key)
     with held(path, opened if begun else lambda at: create(at, as_toml(config)), ALONE) as folder:

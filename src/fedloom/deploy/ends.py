@@ -79,9 +79,9 @@ def server_end(
 def node_end(config: Config, own: OwnRows, client: int, population: Population) -> Prepared:
     """The experiment of the node with this number."""
     have = (own.train, own.test)
-    said = (population.train[client], population.test[client])
-    if have != said:
-        raise DataError(f"this node has {have[0]} training and {have[1]} test rows, the run began with {said}")
+    began_with = (population.train[client], population.test[client])
+    if have != began_with:
+        raise DataError(f"this node has {have[0]} training and {have[1]} test rows, the run began with {began_with}")
     device, clients = run_device(config), len(population.train)
     owner = np.full(len(own.held_out), client)
     arrays = own.arrays._replace(test=np.zeros(len(owner), np.bool_))

@@ -23,7 +23,7 @@ from fedloom.core.errors import FedloomError
 from fedloom.core.metrics import Verdicts
 from fedloom.core.schema import Spec
 from fedloom.deploy.contract import Contract
-from fedloom.deploy.ends import Population
+from fedloom.deploy.ends import Population, population_of
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed
 from fedloom.deploy.talk import expected, inquiry_tensors, order_tensors, outcome_of, verdicts_of, whole
 from fedloom.engine.fleet import Inquiry, Order
@@ -32,7 +32,7 @@ from fedloom.engine.state import Experiment
 from fedloom.runs.loop import InterruptedRun
 
 T = TypeVar("T")
-ROUNDS, STOP = "rounds.jsonl", "stop"
+ROUNDS, STOP, POPULATION = "rounds.jsonl", "stop", "population.json"
 
 
 class LostNodesError(FedloomError):
@@ -57,6 +57,8 @@ class Failed(NamedTuple):
 
     why: str
     late: bool = False
+    answered: bool = False  # with something else than was asked for
+    revoked: bool = False  # it has no key any more
 
 
 class Transport(Protocol):
@@ -83,26 +85,57 @@ class RemoteNodes:
     def __init__(self, contract: Contract, transport: Transport, folder: Path, rules: Rules) -> None:
         self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
         self.population = Population((), ())
+        self._met: set[int] = set()  # nodes that have agreed to the contract in this process
         self.run = 0
         self._evaluated: tuple[tuple[int, tuple[int, ...]], Verdicts] | None = None
         self.say: Callable[[str], None] = lambda _: None
 
     # -- before the first round -------------------------------------------------------------------
-    def greet(self) -> Population:
-        """Compare the contract with every node, and learn how many rows each has; all must be there."""
+    def greet(self, began: Population | None = None) -> Population:
+        """Compare the contract with the nodes, and learn how many rows each has.
+
+        All nodes that have a key must be there; one whose key was revoked has no rows in a new run, if the quorum
+        allows. ``began``: the rows with which a run began that is resumed. Then a quorum is enough, and nodes that come
+        later are greeted then.
+        """
         ids = list(range(len(self._contract.nodes)))
+        self.population = began or Population((), ())
+        asked = [k for k in ids if began is None or began.train[k]]
+        needed = self._needed(len(ids))
+        replies = self._hello(asked, self._rules.join, needed if began else len(ids))
+        wrong = {k: one for k, one in replies.failed.items() if one.answered or not (began or one.revoked)}
+        if wrong:
+            raise LostNodesError(f"the federation is not complete; {self._reasons(wrong)}")
+        if len(replies.good) < needed:
+            what = f"{len(replies.good)} of {len(ids)} nodes are there, {needed} are needed (rules.quorum)"
+            raise LostNodesError(f"{what}; {self._reasons(replies.failed)}")
+        for client, failed in replies.failed.items():
+            self.say(f"{self._contract.nodes[client]}: {failed.why}; going on without it")
+        self.population = began or population_of([replies.good.get(client, (0, 0)) for client in ids])
+        return self.population
+
+    def _hello(self, ids: list[int], seconds: float, needed: int) -> Replies:
+        """Greet nodes; those that have welcomed the server may take part from now on."""
         asked = {"parts": self._contract.parts, "secure_sum": self._rules.secure_sum}
-        hello = packed(Envelope("hello", asked, {}))
 
         def read(client: int, data: bytes) -> tuple[int, int]:
-            return self._welcome(client, expected(data, "welcome", HEADER).facts)
+            rows = self._welcome(client, expected(data, "welcome", HEADER).facts)
+            if self.population.train and rows != self._rows_of(client):
+                raise MessageError(f"has {rows} training and test rows, the run began with {self._rows_of(client)}")
+            return rows
 
-        replies = self._ask(hello, ids, self._rules.join, read, len(ids))
-        if replies.failed:
-            raise LostNodesError(f"the federation is not complete; {self._reasons(replies.failed)}")
-        train, test = zip(*(replies.good[client] for client in ids), strict=True)
-        self.population = Population(train, test)
-        return self.population
+        replies = self._ask(packed(Envelope("hello", asked, {})), ids, seconds, read, needed)
+        self._met |= set(replies.good)
+        return replies
+
+    def _rows_of(self, client: int) -> tuple[int, int]:
+        return self.population.train[client], self.population.test[client]
+
+    def _greeted(self, ids: list[int]) -> tuple[list[int], dict[int, Failed]]:
+        """Which of these nodes have compared the contract, now or before, and why the others have not."""
+        strangers = [k for k in ids if k not in self._met]
+        failed = self._hello(strangers, self._rules.deadline, 0).failed if strangers else {}
+        return [k for k in ids if k in self._met], failed
 
     def _welcome(self, client: int, facts: Mapping[str, Any]) -> tuple[int, int]:
         self._check_name(client, facts)
@@ -113,13 +146,17 @@ class RemoteNodes:
         """What the nodes of a round have sent."""
         self._stop_if_asked(order.round)
         needed = self._needed(len(ids))
+        there, away = self._greeted(ids)
         facts = self._facts(order.round) | {
             "senders": order.senders,
             "least": needed,
             "extra": None if order.extra is None else {str(k): order.extra[k] for k in ids},
             "last_received": self._last_received(order.round),
         }
-        replies = self._uploads(exp, order, ids, facts)
+        replies = Replies({}, {}, 0.0)
+        if len(there) >= needed:
+            replies = self._uploads(exp, order, there, needed, facts)
+        replies = replies._replace(failed=replies.failed | away)
         self._log("train", order.round, ids, replies)
         if len(replies.good) < needed:
             what = f"round {order.round + 1}: {len(replies.good)} of {len(ids)} nodes answered, {needed} are needed"
@@ -130,21 +167,21 @@ class RemoteNodes:
         """How many of so many nodes must answer."""
         return max(1, math.ceil(count * self._rules.quorum))
 
-    def _uploads(self, exp: Experiment, order: Order, ids: list[int], facts: dict[str, Any]) -> Replies:
-        """What came of an order to these nodes."""
+    def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
+        """What came of an order to these nodes, so many of which must answer."""
 
         def read(client: int, data: bytes) -> Outcome:
-            outcome, said = outcome_of(exp, order, data)
-            self._check_answer(client, order, said)
+            outcome, facts = outcome_of(exp, order, data)
+            self._check_answer(client, order, facts)
             return outcome
 
         data = packed(Envelope("train", facts, order_tensors(exp, order)))
-        return self._ask(data, ids, self._rules.deadline, read, self._needed(len(ids)))
+        return self._ask(data, ids, self._rules.deadline, read, needed)
 
-    def _check_answer(self, client: int, order: Order, said: Mapping[str, Any]) -> None:
-        self._check_name(client, said)
-        if said.get("round") != order.round:
-            raise MessageError(f"is of round {said.get('round')!r} where {order.round} is expected")
+    def _check_answer(self, client: int, order: Order, facts: Mapping[str, Any]) -> None:
+        self._check_name(client, facts)
+        if facts.get("round") != order.round:
+            raise MessageError(f"is of round {facts.get('round')!r} where {order.round} is expected")
 
     def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
         """How the models of the nodes that answered do."""
@@ -152,7 +189,9 @@ class RemoteNodes:
         if self._evaluated is not None and self._evaluated[0] == asked:  # a finished run asks once more
             return self._evaluated[1]
         data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
-        replies = self._ask(data, ids, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply))
+        there, away = self._greeted(ids)
+        replies = self._ask(data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply))
+        replies = replies._replace(failed=replies.failed | away)
         self._log("evaluate", inquiry.round, ids, replies)
         self._evaluated = asked, Verdicts.cat([replies.good[client] for client in sorted(replies.good)])
         return self._evaluated[1]
@@ -161,7 +200,9 @@ class RemoteNodes:
         """Let every node save the model with which it predicts; returns those that did not."""
         data = packed(Envelope("finish", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
         ids = [k for k, size in enumerate(self.population.train) if size]
-        replies = self._ask(data, ids, self._rules.deadline, lambda _, reply: expected(reply, "finished", HEADER))
+        there, away = self._greeted(ids)
+        replies = self._ask(data, there, self._rules.deadline, lambda _, reply: expected(reply, "finished", HEADER))
+        replies = replies._replace(failed=replies.failed | away)
         self._log("finish", inquiry.round, ids, replies)
         return replies.failed
 
@@ -183,7 +224,7 @@ class RemoteNodes:
             try:
                 good[client] = read(client, answer)
             except MessageError as error:
-                failed[client] = Failed(str(error))
+                failed[client] = Failed(str(error), answered=True)
         return Replies(good, failed, time.monotonic() - began)
 
     def _check_name(self, client: int, facts: Mapping[str, Any]) -> None:
@@ -233,6 +274,20 @@ class RemoteNodes:
         if (self._folder / STOP).exists():
             (self._folder / STOP).unlink()
             raise InterruptedRun(self._folder / "runs" / str(self.run), round_)
+
+
+def write_population(folder: Path, run: int, population: Population) -> None:
+    """Write down with how many rows a run began, for the day on which it is resumed and a node is away."""
+    disk.write_bytes(folder / POPULATION, json.dumps({"run": run, **population._asdict()}).encode() + b"\n")
+
+
+def read_population(folder: Path, run: int) -> Population | None:
+    """With how many rows a run began; None where nobody has written it down."""
+    try:
+        found = json.loads((folder / POPULATION).read_bytes())
+        return Population(tuple(found["train"]), tuple(found["test"])) if found["run"] == run else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,7 @@ class Node:
             raise MessageError(_IN_THE_CLEAR)
         session = self._session_of(message) if "attempt" in message.facts else None
         memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
-        # Shares of common noise must make up all of it, also if no more nodes are heard than must be.
+        # Shares of common noise must make up all of it, also if no more nodes answer than must.
         order = order._replace(senders=min(order.senders, whole(message.facts, "least")))
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
         memory.keep(order.round)

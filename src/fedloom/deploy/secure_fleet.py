@@ -34,8 +34,7 @@ class SecureNodes(RemoteNodes):
         """More than half must be left: else some could be asked for the one seed of a node, and some for the other."""
         return max(super()._needed(count), count // 2 + 1, 2)
 
-    def _uploads(self, exp: Experiment, order: Order, ids: list[int], facts: dict[str, Any]) -> Replies:
-        needed = self._needed(len(ids))
+    def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
         attempt = secrets.token_hex(16)
         parties = Parties(f"{self._contract.campaign} {self.run} {order.round} {attempt}", tuple(ids), needed)
 
@@ -43,7 +42,7 @@ class SecureNodes(RemoteNodes):
             message = packed(Envelope(kind, facts | {"attempt": attempt} | more, dict(tensors)))
             # Each exchange has all of the time: a node that is lost in one of them must not cost the next one its own.
             deadline = self._rules.deadline
-            return self._ask(message, to, deadline, lambda k, data: self._told_by(k, order, read(k, data)), needed)
+            return self._ask(message, to, deadline, lambda k, data: self._checked(k, order, read(k, data)), needed)
 
         seals = {str(k): self._seals[k] for k in ids}
         asked = {"members": ids, "threshold": needed, "seals": seals}
@@ -58,21 +57,21 @@ class SecureNodes(RemoteNodes):
         found = Replies(second.good, first.failed | second.failed, first.seconds + second.seconds)
         if len(found.good) < needed:
             return found
-        heard = sorted(found.good)
-        third = ask("unmask", {"left": heard}, heard, lambda _, data: shares_of(list(sealed), data))
-        where = f"round {order.round + 1}: the masks of {len(heard)} uploads cannot be taken away"
+        arrived = sorted(found.good)
+        third = ask("unmask", {"left": arrived}, arrived, lambda _, data: shares_of(list(sealed), data))
+        where = f"round {order.round + 1}: the masks of {len(arrived)} uploads cannot be taken away"
         if len(third.good) < needed:
-            what = f"{len(third.good)} of {len(heard)} nodes gave their shares, {needed} are needed"
+            what = f"{len(third.good)} of {len(arrived)} nodes gave their shares, {needed} are needed"
             raise LostNodesError(f"{where}: {what}; {self._reasons(third.failed)}")
         try:
-            total = unmasked(parties, {k: found.good[k].words for k in heard}, sealed, third.good)
+            total = unmasked(parties, {k: found.good[k].words for k in arrived}, sealed, third.good)
             outcomes = outcomes_of(exp, order, total, found.good)
         except MessageError as error:
             raise LostNodesError(f"{where}: {error}") from error
         return found._replace(good=outcomes, seconds=found.seconds + third.seconds)
 
-    def _told_by(self, client: int, order: Order, said: tuple[Any, dict[str, Any]]) -> Any:
-        """What a node said, if it is the node, and speaks of this round."""
-        found, facts = said
+    def _checked(self, client: int, order: Order, answer: tuple[Any, dict[str, Any]]) -> Any:
+        """The content of an answer, if it comes from this node and belongs to this round."""
+        found, facts = answer
         self._check_answer(client, order, facts)
         return found

@@ -6,8 +6,8 @@ with double masks and recovery of lost nodes. In each round
 seal      every node draws two seeds and sends shares of both to every other node, sealed for that node alone
 mask      every node sends its vector plus a mask of its own and, for each other node, a mask that both can compute and
           that one adds and the other subtracts
-unmask    every node that is left gives, of each node that was heard, the share of its own mask's seed, and of each that
-          was lost, the share of the seed of its common masks; never both
+unmask    every node that is left gives, of each node whose upload arrived, the share of its own mask's seed, and of
+          each that was lost, the share of the seed of its common masks; never both
 
 so that the common masks cancel out, and ``threshold`` nodes together remove the others. Nodes are sure of each other by
 certificates of the federation's authority, on keys (X25519) from which any two of them derive the key that seals their
@@ -102,14 +102,14 @@ class Session:
             words = _with_common(words, self.me, other, _agreed(mine, public, self.parties.about))
         return words
 
-    def shares_of(self, heard: Sequence[int]) -> dict[int, bytes]:
-        """The share of each member's own mask, where it was heard, else that of its common masks."""
+    def shares_of(self, arrived: Sequence[int]) -> dict[int, bytes]:
+        """The share of each member's own mask, where its upload arrived, else that of its common masks."""
         if not self._masked or not self._shares:
             raise MessageError("has no share to give: it sealed none in this sum, or has given them already")
-        if len(set(heard) & set(self._shares)) < self.parties.threshold or self.me not in heard:
-            raise MessageError(f"{len(heard)} nodes were heard, and a secure sum needs {self.parties.threshold}")
+        if len(set(arrived) & set(self._shares)) < self.parties.threshold or self.me not in arrived:
+            raise MessageError(f"{len(arrived)} uploads arrived, and a secure sum needs {self.parties.threshold}")
         held, self._shares = self._shares, {}
-        return {member: shares.own if member in heard else shares.common for member, shares in held.items()}
+        return {member: shares.own if member in arrived else shares.common for member, shares in held.items()}
 
     def _box(self, other: int, content: bytes) -> bytes:
         nonce = secrets.token_bytes(12)
@@ -153,7 +153,7 @@ def unmasked(
     sealed: Mapping[int, Sealed],
     given: Mapping[int, Mapping[int, bytes]],
 ) -> NDArray[np.float64]:
-    """The sum of the vectors that were heard; ``given``: by whom, whose, which share."""
+    """The sum of the vectors that arrived; ``given``: by whom, whose, which share."""
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total = total + vector

@@ -1,8 +1,8 @@
 """The messages of a secure sum: what a node seals, its upload under masks, and the shares that take masks away.
 
-seal       server: who takes part             node: Sealed
+seal       server: the members                node: Sealed
 train      server: Order, and all boxes       node: its weighted upload under masks, and how much work it did
-unmask     server: who was heard              node: one share of each node's seeds
+unmask     server: whose uploads arrived     node: one share of each node's seeds
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def masked_of(exp: Experiment, order: Order, data: bytes) -> tuple[Masked, dict[
 def outcomes_of(
     exp: Experiment, order: Order, total: NDArray[np.float64], masked: Mapping[int, Masked]
 ) -> dict[int, Outcome]:
-    """What the server knows of each node that was heard: the mean upload of all, and its share of their weight."""
+    """What the server knows of each node whose upload arrived: the mean upload, and a share of all their weight."""
     like = example_outcome(exp, order)
     numbers = torch.from_numpy(total).to(exp.device)
     weight = numbers[-1]

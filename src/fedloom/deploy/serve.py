@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,9 +24,11 @@ from fedloom.deploy.site import (
     NODES,
     RUNS,
     SERVER,
+    SERVER_TOML,
     folder_name,
     is_conducted,
     read_listens,
+    read_rules,
     read_state,
     write_state,
 )
@@ -108,8 +111,8 @@ def register(home: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if name not in known and not revoked_key(home, name):
             key = home.absolute() / f"{folder_name(name)}.pub"
-            said = flower.call(home, "supernode", "register", str(key))
-            known[name] = str(said["node-id"])
+            answer = flower.call(home, "supernode", "register", str(key))
+            known[name] = str(answer["node-id"])
             disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
     if not (home / NODES).exists():
         disk.write_bytes(home / NODES, b"{}")
@@ -155,8 +158,21 @@ def _refuse_running(home: Path, site: Path) -> None:
         raise CheckpointError(f"{home}: a run is under way; stop it with: fedloom deploy stop {site}")
 
 
+def _refuse_revoked(home: Path, names: tuple[str, ...]) -> None:
+    """Refuse to start where too many keys were revoked for the quorum."""
+    gone = [name for name in names if revoked_key(home, name)]
+    quorum = read_rules(home).quorum
+    needed = math.ceil(len(names) * quorum)
+    if len(names) - len(gone) < needed:
+        what = f"{needed} of {len(names)} nodes are needed, and keys were revoked: {', '.join(gone)}"
+        fix = f'fedloom deploy renew {home.parent} "{gone[0]}", or lower quorum (it is {quorum:g})'
+        raise ConfigError([Fault(f"{home / SERVER_TOML}, rules.quorum", what, fix)])
+
+
 def _begun(home: Path, run: int) -> int:
-    register(home, read_outline(home).nodes)
+    names = read_outline(home).nodes
+    _refuse_revoked(home, names)
+    register(home, names)
     with writing(home, "try again"):
         disk.make_folder(home / RUNS)
         (home / STOP).unlink(missing_ok=True)
@@ -180,12 +196,12 @@ def stop_run(site: Path, *, now: bool = False) -> None:
 
 def _end_run(home: Path) -> None:
     """End the process of the run; its last checkpoint stays."""
-    told, number, until = read_state(home), _flower_id(home), time.monotonic() + _PATIENCE
+    recorded, number, until = read_state(home), _flower_id(home), time.monotonic() + _PATIENCE
     while is_conducted(home) and time.monotonic() < until:
         with suppress(ProcessLookupError, KeyError):
-            os.kill(int(told["process"]), signal.SIGKILL)
+            os.kill(int(recorded["process"]), signal.SIGKILL)
         time.sleep(0.1)
-    write_state(home, int(told.get("run", 0)), "stopped", why="stopped in a round, which is lost")
+    write_state(home, int(recorded.get("run", 0)), "stopped", why="stopped in a round, which is lost")
     if number:
         with suppress(flower.FlowerError):  # the run is over, whether or not the SuperLink knows
             flower.call(home, "stop", number)
@@ -223,18 +239,18 @@ def status_of(site: Path) -> dict[str, Any]:
     home = site / SERVER
     contract, number = read_outline(home), _flower_id(home)
     found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
-    said: dict[str, Any] = {}
+    flower_run: dict[str, Any] = {}
     try:
         listed = flower.call(home, "supernode", "list")
         by_id = {str(node["node-id"]): str(node["status"]) for node in listed["nodes"]}
         known = registered(home)
         found["nodes"] = {name: by_id.get(known.get(name, ""), "no key") for name in contract.nodes}
-        said = _flower_run(home, number) if number else {}
+        flower_run = _flower_run(home, number) if number else {}
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
     conducted = is_conducted(home)  # asked first: a run writes down how it ended before it lets go
     recorded = read_state(home)
-    state, why = _state_of_run(recorded, conducted, said)
+    state, why = _state_of_run(recorded, conducted, flower_run)
     lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
@@ -254,9 +270,13 @@ def _flower_run(home: Path, number: str) -> dict[str, Any]:
     return dict(runs[0]) if runs else {}
 
 
-def _state_of_run(recorded: dict[str, Any], conducted: bool, said: dict[str, Any]) -> tuple[str, str]:
+def _state_of_run(recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any]) -> tuple[str, str]:
     """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says."""
-    own, flowers, details = recorded.get("state", "idle"), said.get("status", ""), said.get("status-details", "")
+    own, flowers, details = (
+        recorded.get("state", "idle"),
+        flower_run.get("status", ""),
+        flower_run.get("status-details", ""),
+    )
     found, why = "failed", "the process of the run is gone; its last checkpoint stays: fedloom deploy resume"
     if own in ENDED or own == "idle":
         found, why = own, str(recorded.get("why", ""))

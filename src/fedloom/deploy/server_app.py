@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,21 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     home = Path(str(config["home"]))
     # The code of the contract may run: `fedloom deploy server` has asked.
-    names, known = read_contract(home, trust=True).nodes, json.loads((home / NODES).read_bytes())
-    transport = FlowerTransport(grid, {k: int(known[name]) for k, name in enumerate(names) if name in known})
+    transport = FlowerTransport(grid, partial(_registered, home, read_contract(home, trust=True).nodes))
     conduct(home, transport, int(config["run"]), partial(print, flush=True))  # into the log of the run
 
 
-class FlowerTransport:
-    """Messages through a SuperLink; ``ids``: under which number Flower knows each node."""
+def _registered(home: Path, names: tuple[str, ...]) -> dict[int, int]:
+    """Under which number Flower knows each node whose key is registered now."""
+    known = json.loads((home / NODES).read_bytes())
+    return {k: int(known[name]) for k, name in enumerate(names) if name in known}
 
-    def __init__(self, grid: Grid, ids: dict[int, int]) -> None:
-        self._grid, self._ids = grid, ids
+
+class FlowerTransport:
+    """Messages through a SuperLink; ``registered``: under which number Flower knows each node now."""
+
+    def __init__(self, grid: Grid, registered: Callable[[], dict[int, int]]) -> None:
+        self._grid, self._registered, self._ids = grid, registered, registered()
 
     def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
         """Send to every node as soon as it is there, and wait until all have answered or the time is over.
@@ -48,10 +54,14 @@ class FlowerTransport:
         Once ``needed`` nodes have answered, nobody waits for nodes that are not there.
         """
         until = time.monotonic() + seconds
-        waiting = {client for client in ids if client in self._ids}
-        found: dict[int, bytes | Failed] = {k: Failed("has no key that is registered") for k in set(ids) - waiting}
+        waiting = set(ids)
+        found: dict[int, bytes | Failed] = {}
         sent: dict[str, int] = {}
         while waiting and time.monotonic() < until:
+            for client in self._revoked(waiting):
+                found[client] = Failed("its key has been revoked", revoked=True)
+                waiting.discard(client)
+                sent = {name: other for name, other in sent.items() if other != client}
             there = set(self._grid.get_node_ids())
             here = [client for client in waiting - set(sent.values()) if self._ids[client] in there]
             sent |= self._sent(data, here, max(1.0, until - time.monotonic()))
@@ -68,6 +78,11 @@ class FlowerTransport:
             away = client not in sent.values()
             found[client] = Failed("is not connected" if away else f"is late (no answer in {seconds:g} s)", over)
         return found
+
+    def _revoked(self, clients: set[int]) -> list[int]:
+        """Which nodes have no key any more, or another than at the start of the run."""
+        now = self._registered()
+        return [client for client in clients if client not in now or now[client] != self._ids.get(client)]
 
     def _sent(self, data: bytes, clients: list[int], ttl: float) -> dict[str, int]:
         """Send one message to each of these nodes; the names that Flower gives to them."""

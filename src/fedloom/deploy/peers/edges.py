@@ -1,4 +1,4 @@
-"""The links of one node in a gossip step: who was heard, agreed by both ends of every link.
+"""The links of one node in a gossip step: which were up, agreed by both ends of every link.
 
 Both ends of a link must agree whether it was up: otherwise one mixes and the other does not, and the mean of all nodes
 moves. So the end with the lower number decides. A turn is a gossip step, counted from the first round on::
@@ -6,7 +6,7 @@ moves. So the end with the lower number decides. A turn is a gossip step, counte
     both       pay(turn)      what the node sends, once it has trained
     both       have(turn)     what the other sent has arrived and is good
     lower      verdict(turn)  up, once it has both; down, at its deadline or where the other is gone
-    higher     obeys; without a verdict in time it is down for certain if it never said have, else in doubt:
+    higher     obeys; without a verdict in time it is down for certain if it never sent have, else in doubt:
                ask(turn) until the other says, and what the link would have added is added then
 
 Who has restarted sends pay for a turn that is past for its neighbours. They answer with what was decided, and with what
@@ -27,7 +27,7 @@ from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.frames import Assembly, WireFrame, pieces_of
 from fedloom.deploy.talk import whole
 
-REMEMBERED = 100  # turns whose verdicts a node can still tell
+REMEMBERED = 100  # turns whose verdicts a node still knows
 
 
 class Patience(Spec):
@@ -72,9 +72,9 @@ class Edges:
     hold: int = 2  # turns of which this node can send its payload again
     turn: int = 0  # under way, or next
     opened: bool = False
-    at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, as it said last
+    at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, as its last message says
     gone: dict[int, float] = field(default_factory=dict)  # since when a neighbour cannot be reached
-    left: set[int] = field(default_factory=set)  # neighbours that said so
+    left: set[int] = field(default_factory=set)  # neighbours that have announced it
     decided: dict[int, dict[int, bool]] = field(default_factory=dict)
     doubts: set[tuple[int, int]] = field(default_factory=set)
     settled: list[tuple[int, int, bool]] = field(default_factory=list)  # doubts that are none any more
@@ -160,7 +160,7 @@ class Edges:
 
     # -- what happens to the node -----------------------------------------------------------------
     def back(self, j: int) -> None:
-        """A neighbour can be reached again: it is told again what it may not have received."""
+        """A neighbour can be reached again: what it may not have received is sent again."""
         for turn in sorted(self.decided):
             if self.me < j and j in self.decided[turn]:
                 self.say(j, "verdict", turn=turn, up=self.decided[turn][j])
@@ -173,23 +173,23 @@ class Edges:
             if edge.theirs is not None:
                 self.say(j, "have", turn=self.turn)
 
-    def heard(self, j: int, frame: WireFrame) -> None:
+    def handle(self, j: int, frame: WireFrame) -> None:
         """A message of a neighbour about a turn."""
         turn = whole(frame.facts, "turn")
         if frame.kind == "pay":
-            self._heard_pay(j, turn, frame)
+            self._handle_pay(j, turn, frame)
         elif frame.kind == "have":
             if turn == self.turn and j in self.edges:
                 self.edges[j].acked = True
                 self._settle(j)
         elif frame.kind == "verdict":
-            self._heard_verdict(j, turn, frame)
+            self._handle_verdict(j, turn, frame)
         elif self.me < j and (turn < self.turn or j in self.decided.get(turn, {})):
             self.say(j, "verdict", turn=turn, up=self.decided.get(turn, {}).get(j, False))
 
-    def _heard_pay(self, j: int, turn: int, frame: WireFrame) -> None:
+    def _handle_pay(self, j: int, turn: int, frame: WireFrame) -> None:
         again = frame.facts.get("again") is True
-        if not self.limit:  # this node is not ready; it will greet, and is then told again
+        if not self.limit:  # this node is not ready; it will greet, and is then sent it again
             return
         try:
             data = self._parts.setdefault(j, Assembly()).add(frame, self.limit)
@@ -206,7 +206,7 @@ class Edges:
             self.complain(j, f"sends turn {turn} again, or too late: here it is turn {self.turn}")
             self._answer_past(j, turn)
 
-    def _heard_verdict(self, j: int, turn: int, frame: WireFrame) -> None:
+    def _handle_verdict(self, j: int, turn: int, frame: WireFrame) -> None:
         up, why = frame.facts.get("up") is True, str(frame.facts.get("why", "closed by the other end"))[:200]
         edge = self.edges.get(j) if turn == self.turn else None
         if edge is not None and edge.doubt:
@@ -235,9 +235,9 @@ class Edges:
         self._settle(j)
 
     def spoiled(self, j: int, turn: int | None, why: str) -> None:
-        """Something arrived that cannot be used: the link is closed for its turn, and the other end is told.
+        """Something arrived that cannot be used: the link is closed for its turn, and the other end is informed.
 
-        Where nobody can tell of which turn it is, it is of the one for which something is awaited.
+        Where its turn is unknown, it is of the one for which something is awaited.
         """
         self.complain(j, why)
         if turn is None:
@@ -275,7 +275,7 @@ class Edges:
         edge.up, edge.why = up, why
         self.decided[self.turn][j] = up
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- what is sent -----------------------------------------------------------------------------
     def say(self, j: int, kind: str, **facts: Any) -> None:
         self.send(j, WireFrame(kind, {**facts, "at": self.turn}))
 
@@ -289,6 +289,6 @@ class Edges:
         decided = {str(t): {str(j): up for j, up in row.items()} for t, row in self.decided.items()}
         return {"decided": decided, "doubts": sorted(self.doubts)}
 
-    def remember(self, told: Mapping[str, Any]) -> None:
-        self.decided = {int(t): {int(j): bool(up) for j, up in row.items()} for t, row in told["decided"].items()}
-        self.doubts = {(int(turn), int(j)) for turn, j in told["doubts"]}
+    def remember(self, saved: Mapping[str, Any]) -> None:
+        self.decided = {int(t): {int(j): bool(up) for j, up in row.items()} for t, row in saved["decided"].items()}
+        self.doubts = {(int(turn), int(j)) for turn, j in saved["doubts"]}

@@ -50,7 +50,7 @@ def public_of(secret: str) -> str:
 class Event(NamedTuple):
     """Something that happened on a link."""
 
-    kind: str  # heard, bad, up, down, refused, stranger
+    kind: str  # message, bad, up, down, refused, stranger
     node: int = -1
     frame: WireFrame | None = None
     why: str = ""
@@ -76,7 +76,7 @@ class _Line:
 
     def put(self, frame: WireFrame) -> None:
         """Have a frame sent; what was not sent of an earlier payload is dropped for a later one."""
-        if not self.connected:  # it will be said again once it can be heard
+        if not self.connected:  # it will be sent again once there is a connection
             return
         if frame.kind == "pay" and frame.facts["piece"] == 0:
             turn = frame.facts["turn"]
@@ -208,6 +208,6 @@ class CurveLinks:
                 return
             node = int(parts[-1].get("User-Id"))
             try:
-                yield Event("heard", node, read_frame([part.bytes for part in parts[1:]]))
+                yield Event("message", node, read_frame([part.bytes for part in parts[1:]]))
             except MessageError as error:
                 yield Event("bad", node, why=str(error))

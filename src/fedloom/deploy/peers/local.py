@@ -73,8 +73,8 @@ def _started(out: Path, slug: str, root: Path) -> subprocess.Popen[bytes]:
 def _watched(
     out: Path, processes: dict[str, subprocess.Popen[bytes]], stop: threading.Event, say: Callable[[str], None]
 ) -> None:
-    """Until all nodes have ended; a round is told once the last of them has done it."""
-    told = 0
+    """Until all nodes have ended; a round is reported once the last of them has done it."""
+    reported = 0
     while any(process.poll() is None for process in processes.values()):
         stopped = stop.wait(0.1)
         for slug, process in processes.items():
@@ -84,8 +84,8 @@ def _watched(
                 )
         lines = [list(read_node_rounds(out / slug)) for slug in processes]
         done = min(max((line["round"] for line in of), default=0) for of in lines)
-        for round_ in range(told + 1, done + 1):
+        for round_ in range(reported + 1, done + 1):
             say(f"round {round_}: done by all nodes")
-        told = max(told, done)
+        reported = max(reported, done)
         if stopped:
-            raise InterruptedRun(out, told)
+            raise InterruptedRun(out, reported)

@@ -83,12 +83,12 @@ class Peer:
             raise MessageError(f"has '{strangers[0][:60]}' that nobody asked for")
         return tree_of(self._form, "sent", message.tensors)
 
-    def mix(self, own: Sent, heard: dict[int, Sent], doubt: dict[int, Sent], turn: int) -> Sent:
-        """Mix what was heard; what is in doubt is kept until it is known whether it counts."""
+    def mix(self, own: Sent, received: dict[int, Sent], doubt: dict[int, Sent], turn: int) -> Sent:
+        """Mix what was received; what is in doubt is kept until it is known whether it counts."""
         step, me = turn % self.steps, self._place.me
         for j, theirs in doubt.items():
             self._doubts[turn, j] = correction(self.exp, self.state, me, own, (j, theirs), step)
-        self.state, following = mix_node(self.exp, self.state, me, own, heard, step)
+        self.state, following = mix_node(self.exp, self.state, me, own, received, step)
         return following
 
     def settle(self, settled: list[tuple[int, int, bool]]) -> None:
@@ -107,15 +107,15 @@ class Peer:
         return client_metrics("test", evaluate_node(self.exp, self.state, self._place.me, self._store))
 
     # -- on disk ----------------------------------------------------------------------------------
-    def save(self, told: dict[str, Any]) -> None:
-        """Write a checkpoint; ``told``: what the node's links have to remember."""
+    def save(self, links: dict[str, Any]) -> None:
+        """Write a checkpoint; ``links``: what the node's links have to remember."""
         order = sorted(self._doubts)
         state = self.state._replace(under_way=tuple(self._doubts[key] for key in order))
-        lengths = {"links": told, "corrections": order}
+        lengths = {"links": links, "corrections": order}
         checkpoint.save(self._place.folder / _CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
-        """Go back to the newest checkpoint, and say what its links remember; None where there is none."""
+        """Go back to the newest checkpoint, and return what its links remember; None where there is none."""
         folder = self._place.folder / _CHECKPOINTS
         if not folder.is_dir() or not checkpoint.saved_rounds(folder):
             return None
@@ -132,8 +132,8 @@ class Peer:
         found = checkpoint.load_state(folder, like, self._store, blank=blank)
         self._doubts = dict(zip(order, found.state.under_way, strict=True))
         self.state = found.state._replace(under_way=())
-        told: dict[str, Any] = found.lengths["links"]
-        return told
+        links: dict[str, Any] = found.lengths["links"]
+        return links
 
     def save_model(self) -> None:
         """Write the model with which this node predicts."""

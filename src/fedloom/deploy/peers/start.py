@@ -37,9 +37,9 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
-    if (told := read_node_state(folder)).get("state") == "completed":
+    if (recorded := read_node_state(folder)).get("state") == "completed":
         say(f"all rounds are done: {folder}")
-        return told
+        return recorded
     bundle = read_bundle(folder, trust=trust)
     secret = read_secret(bundle)
     refuse_by_policy(bundle)
@@ -93,12 +93,14 @@ class PeerProcess:
     ) -> None:
         self._bundle, self._place, self._stop, self._say = bundle, place, stop, say
         nodes, lines = bundle.members.nodes, lines_to_neighbours(bundle)
-        who = Identity(bundle.me, bundle.contract.nodes, agreed_parts(bundle.contract, bundle.members), tuple(lines))
+        identity = Identity(
+            bundle.me, bundle.contract.nodes, agreed_parts(bundle.contract, bundle.members), tuple(lines)
+        )
         keys = CurveKeys(nodes[bundle.me].key, secret)
         known = {nodes[k].key: k for k in lines}
         self.links = CurveLinks(keys, bundle.seat.bind, known, lines)
         edges = Edges(bundle.me, bundle.patience, lambda *_: None, self._not_yet, lambda *_: None)
-        self.station = Station(who, self.links, edges, stop.is_set)
+        self.station = Station(identity, self.links, edges, stop.is_set)
         self.station.say, self.station.changed = say, self._refresh
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
@@ -121,17 +123,17 @@ class PeerProcess:
             return self._finished(peer)
         except StoppedError:
             self._say(f"stopped after round {self._round}; go on with: fedloom peers start {self._bundle.folder}")
-            return self._tell("stopped")
+            return self._record("stopped")
         except (FedloomError, OSError) as error:
             with suppress(OSError):  # the disk may be full
-                self._tell("failed", why=str(error))
+                self._record("failed", why=str(error))
             raise
         finally:
             self.station.close()
 
     def _finished(self, peer: Peer) -> dict[str, Any]:
         peer.save_model()
-        self._tell("waiting")
+        self._record("waiting")
         try:
             self.station.linger(self._rounds * peer.steps)
         except StoppedError:
@@ -141,7 +143,7 @@ class PeerProcess:
             peer.save(self.station.edges.remembered())
             peer.save_model()
         self._say(f"all {self._rounds} rounds are done: {self._bundle.folder}")
-        return self._tell("completed")
+        return self._record("completed")
 
     # -- before the first round -------------------------------------------------------------------
     def _joined(self) -> Peer:
@@ -158,7 +160,7 @@ class PeerProcess:
                 train, test = station.rows[bundle.me]
                 what = f"the run began with {train} training and {test} test rows"
                 raise ConfigError([Fault("data", what, "start it with the same data")])
-        self._tell("joining")
+        self._record("joining")
         if not kept.exists():
             station.join(bundle.patience.join)
             disk.write_bytes(kept, json.dumps([station.rows[k] for k in range(len(station.rows))]).encode())
@@ -166,20 +168,20 @@ class PeerProcess:
         peer = station.meanwhile(lambda: Peer(self._place, population))
         edges = station.edges
         edges.read, edges.limit, edges.hold = peer.read, peer.limit, peer.steps + 1
-        told = peer.load()
-        if told is not None:
-            edges.remember(told)
+        links = peer.load()
+        if links is not None:
+            edges.remember(links)
             self._say(f"going on after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
-        for j in station.present():  # who may have sent something before this node was ready
+        for j in station.present():  # those may have sent something before this node was ready
             station.greet(j)
         return peer
 
     # -- a round ----------------------------------------------------------------------------------
     def _one_round(self, peer: Peer) -> None:
         station = self.station
-        self._tell("running")
+        self._record("running")
         station.accompanied(self._bundle.patience.join)
         if self._caught_up(peer):
             return
@@ -238,21 +240,21 @@ class PeerProcess:
             out.write(json.dumps(line).encode() + b"\n")
             out.flush()
             os.fsync(out.fileno())
-        said = [f"round {round_} of {self._rounds}: received from {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
-        said += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
-        self._say("; ".join(said))
+        parts = [f"round {round_} of {self._rounds}: received from {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
+        parts += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
+        self._say("; ".join(parts))
 
     def _refresh(self) -> None:
         """Write down that a link has come up or gone down."""
-        self._tell(self._state)
+        self._record(self._state)
 
-    def _tell(self, state: str, **more: Any) -> dict[str, Any]:
+    def _record(self, state: str, **more: Any) -> dict[str, Any]:
         """Write down how the node is doing."""
         self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
         links = {
             names[j]: "left" if j in edges.left else "away" if j in edges.gone else "connected"
-            for j in self.station.who.neighbours
+            for j in self.station.identity.neighbours
         }
         found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
         disk.write_bytes(self._bundle.folder / NODE_STATE, json.dumps(found).encode() + b"\n")

@@ -36,7 +36,7 @@ class StoppedError(FedloomError):
 
 
 class Identity(NamedTuple):
-    """Who a node is, and what it has agreed to."""
+    """The number and name of a node, and what it has agreed to."""
 
     me: int
     names: tuple[str, ...]
@@ -47,8 +47,8 @@ class Identity(NamedTuple):
 class Station:
     """The end of all links of one node."""
 
-    def __init__(self, who: Identity, links: CurveLinks, edges: Edges, stopped: Callable[[], bool]) -> None:
-        self.who, self.links, self.edges, self._stopped = who, links, edges, stopped
+    def __init__(self, identity: Identity, links: CurveLinks, edges: Edges, stopped: Callable[[], bool]) -> None:
+        self.identity, self.links, self.edges, self._stopped = identity, links, edges, stopped
         edges.send, edges.complain = self.send, self.complain
         self.rows: dict[int, tuple[int, int]] = {}  # training and test rows of the nodes, as far as known
         self.complaints: dict[str, list[str]] = {}  # of the round under way, by name
@@ -56,11 +56,11 @@ class Station:
         self.say: Callable[[str], None] = lambda _: None
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
-        self._agreement = agreement(who.parts)
+        self._agreement = agreement(identity.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
         now = time.monotonic()
-        edges.gone |= dict.fromkeys(who.neighbours, now)
+        edges.gone |= dict.fromkeys(identity.neighbours, now)
 
     # -- waiting ----------------------------------------------------------------------------------
     def pump(self, seconds: float = _TICK) -> None:
@@ -95,7 +95,7 @@ class Station:
         return True
 
     def exchange(self, payload: bytes | None, neighbours: Iterable[int]) -> Exchanged:
-        """One turn: what was heard, and which links are closed."""
+        """One turn: what has arrived, and which links are closed."""
         if self._stopped():  # before anything is sent, so that no neighbour counts on it
             raise StoppedError("stopped")
         self.edges.open(payload, neighbours, time.monotonic())
@@ -109,31 +109,33 @@ class Station:
         self.edges.close()
         return found
 
-    # -- who is there -----------------------------------------------------------------------------
+    # -- neighbours -------------------------------------------------------------------------------
     def present(self) -> list[int]:
         """The neighbours that can be reached and have agreed."""
-        return [j for j in self.who.neighbours if j not in self.edges.gone and j not in self.edges.left]
+        return [j for j in self.identity.neighbours if j not in self.edges.gone and j not in self.edges.left]
 
     def join(self, seconds: float) -> None:
         """Wait for all nodes of the network, until the numbers of everybody's rows are known."""
-        count = len(self.who.names)
-        whole_ = self.wait(lambda: len(self.rows) == count and len(self.present()) == len(self.who.neighbours), seconds)
-        if not whole_:
+        count = len(self.identity.names)
+        complete = self.wait(
+            lambda: len(self.rows) == count and len(self.present()) == len(self.identity.neighbours), seconds
+        )
+        if not complete:
             missing = [k for k in range(count) if k not in self.rows or (k in self.edges.gone)]
-            why = "; ".join(f"{self.who.names[k]}: {self._reason(k)}" for k in missing)
+            why = "; ".join(f"{self.identity.names[k]}: {self._reason(k)}" for k in missing)
             raise LostNodesError(f"the network is not complete after {seconds:g} seconds; {why}")
 
     def accompanied(self, seconds: float) -> None:
         """Wait until a neighbour is there: a node that trains by itself would only drift away."""
-        if self.who.neighbours and not self.wait(lambda: bool(self.present()), seconds):
-            why = "; ".join(f"{self.who.names[k]}: {self._reason(k)}" for k in self.who.neighbours)
+        if self.identity.neighbours and not self.wait(lambda: bool(self.present()), seconds):
+            why = "; ".join(f"{self.identity.names[k]}: {self._reason(k)}" for k in self.identity.neighbours)
             what = f"no neighbour can be reached for {seconds:g} seconds; {why}"
             raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
 
     def linger(self, last: int) -> None:
         """Stay until all neighbours have done their last turn, have left or cannot be reached any more."""
         patience = self.edges.patience
-        for j in self.who.neighbours:
+        for j in self.identity.neighbours:
             self.edges.say(j, "done")
         for turn, j in sorted(self.edges.doubts):
             self.edges.say(j, "ask", turn=turn)
@@ -143,12 +145,12 @@ class Station:
             doubt = any(other == j for _, other in self.edges.doubts)
             return j in self.edges.left or away or (self.edges.at.get(j, 0) >= last and not doubt)
 
-        done = self.wait(lambda: all(map(over, self.who.neighbours)), patience.deadline)
+        done = self.wait(lambda: all(map(over, self.identity.neighbours)), patience.deadline)
         if not done:
             self.say("not all neighbours have done their last round")
 
     def close(self) -> None:
-        for j in self.who.neighbours:
+        for j in self.identity.neighbours:
             self.send(j, WireFrame("leave", {"at": self.edges.turn}))
         self.links.close()
         self._aside.shutdown(wait=False, cancel_futures=True)
@@ -156,8 +158,8 @@ class Station:
     def _reason(self, k: int) -> str:
         if k in self.refused:
             return self.refused[k]
-        name = self.who.names[k]
-        return "; ".join(self.complaints.get(name, ["not heard of"]))
+        name = self.identity.names[k]
+        return "; ".join(self.complaints.get(name, ["has not connected"]))
 
     # -- messages ---------------------------------------------------------------------------------
     def send(self, j: int, frame: WireFrame) -> None:
@@ -165,7 +167,7 @@ class Station:
 
     def complain(self, j: int, why: str) -> None:
         """Name a neighbour that has sent something wrong, for each thing once in a round."""
-        name = self.who.names[j]
+        name = self.identity.names[j]
         known = self.complaints.setdefault(name, [])
         if why not in known and len(known) < _MOST:
             known.append(why)
@@ -173,12 +175,12 @@ class Station:
 
     def greet(self, j: int, kind: str = "hello") -> None:
         rows = {str(k): list(pair) for k, pair in self.rows.items()}
-        self.edges.say(j, kind, parts=self.who.parts, rows=rows)
+        self.edges.say(j, kind, parts=self.identity.parts, rows=rows)
 
     def _happened(self, event: Event) -> None:
         j = event.node
-        if event.kind == "heard" and event.frame is not None:
-            self._heard(j, event.frame)
+        if event.kind == "message" and event.frame is not None:
+            self._handle(j, event.frame)
         elif event.kind == "up":
             self.greet(j)
         elif event.kind == "down":
@@ -192,35 +194,35 @@ class Station:
         else:
             self.complain(j, event.why)
 
-    def _heard(self, j: int, frame: WireFrame) -> None:
+    def _handle(self, j: int, frame: WireFrame) -> None:
         if frame.kind in ("hello", "welcome"):
             self._greeted(j, frame)
         elif frame.kind == "refuse":
             self._turned_away(j, str(frame.facts.get("why", ""))[:1000])
         elif frame.facts.get("agree") != self._agreement:
             raise MessageError("speaks of another agreement")
-        elif j not in self.who.neighbours:
+        elif j not in self.identity.neighbours:
             raise MessageError("is no neighbour of this node")
         else:
             self.edges.at[j] = whole(frame.facts, "at")
             if frame.kind == "leave":
                 self.edges.left.add(j)
             elif frame.kind != "done":
-                self.edges.heard(j, frame)
+                self.edges.handle(j, frame)
 
     def _greeted(self, j: int, frame: WireFrame) -> None:
         theirs = frame.facts.get("parts")
-        why = differences(self.who.parts, theirs if isinstance(theirs, dict) else {})
-        told = self._told_rows(frame.facts.get("rows"))
+        why = differences(self.identity.parts, theirs if isinstance(theirs, dict) else {})
+        counts = self._row_counts(frame.facts.get("rows"))
         if why:
             self._turned_away(j, "; ".join(why))
             return
         mine = self.rows.get(j)
-        if mine is not None and told.get(j) != mine:
-            what = f"has {told.get(j)} training and test rows where the run began with {mine}"
+        if mine is not None and counts.get(j) != mine:
+            what = f"has {counts.get(j)} training and test rows where the run began with {mine}"
             self.send(j, WireFrame("refuse", {"why": what, "at": self.edges.turn}))
             raise MessageError(what)
-        news = {k: pair for k, pair in told.items() if k not in self.rows}
+        news = {k: pair for k, pair in counts.items() if k not in self.rows}
         self.rows |= news
         self.refused.pop(j, None)
         self.edges.at[j] = whole(frame.facts, "at")
@@ -237,12 +239,14 @@ class Station:
             if other != j:
                 self.greet(other)
 
-    def _told_rows(self, told: Any) -> dict[int, tuple[int, int]]:
+    def _row_counts(self, given: Any) -> dict[int, tuple[int, int]]:
         try:
-            found = {int(k): (int(train), int(test)) for k, (train, test) in dict(told).items()}
+            found = {int(k): (int(train), int(test)) for k, (train, test) in dict(given).items()}
         except (ValueError, TypeError) as error:
             raise MessageError("'rows' should have two whole numbers for each node") from error
-        if any(not 0 <= k < len(self.who.names) or min(pair) < 0 or max(pair) >= 1 << 40 for k, pair in found.items()):
+        if any(
+            not 0 <= k < len(self.identity.names) or min(pair) < 0 or max(pair) >= 1 << 40 for k, pair in found.items()
+        ):
             raise MessageError("'rows' has a node that does not exist, or a number that cannot be")
         return found
 
@@ -250,7 +254,7 @@ class Station:
         """Stop where most neighbours disagree with this node; where few do, they may be the ones that are wrong."""
         self.refused[j] = why
         self.complain(j, why)
-        if 2 * len(self.refused) > len(self.who.neighbours):
-            said = "; ".join(f"{self.who.names[k]}: {text}" for k, text in sorted(self.refused.items()))
-            count = f"{len(self.refused)} of {len(self.who.neighbours)} neighbours"
-            raise RefusedError(f"{count} have not agreed to what this node has; {said}")
+        if 2 * len(self.refused) > len(self.identity.neighbours):
+            reasons = "; ".join(f"{self.identity.names[k]}: {text}" for k, text in sorted(self.refused.items()))
+            count = f"{len(self.refused)} of {len(self.identity.neighbours)} neighbours"
+            raise RefusedError(f"{count} have not agreed to what this node has; {reasons}")

@@ -29,8 +29,8 @@ def bundles_in(folder: Path) -> list[Path]:
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """How one node is doing."""
     seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
-    told, lines = read_node_state(folder), list(read_node_rounds(folder))
-    state, why = told.get("state", "idle"), told.get("why", "")
+    recorded, lines = read_node_state(folder), list(read_node_rounds(folder))
+    state, why = recorded.get("state", "idle"), recorded.get("why", "")
     if state in _AT_WORK and not _lives(folder):
         state, why = "failed", f"its process is gone; its last checkpoint stays: fedloom peers start {folder}"
     done = lines[-1]["round"] if lines else 0
@@ -39,10 +39,10 @@ def status_of_peer(folder: Path) -> dict[str, Any]:
         "state": state,
         "round": done,
         "rounds": outline.rounds,
-        "neighbours": told.get("neighbours", {}),
+        "neighbours": recorded.get("neighbours", {}),
         "closed": _closed(lines),
-        "doubts": told.get("doubts", 0),
-        "skipped": told.get("skipped", 0),
+        "doubts": recorded.get("doubts", 0),
+        "skipped": recorded.get("skipped", 0),
         "folder": str(folder),
     }
     if why:
