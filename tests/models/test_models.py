@@ -328,6 +328,14 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         MLP(widths=(6, 6), weights=str(path)).net(FLAT, 4)
     with pytest.raises(ConfigError, match=r"has 'body.fc1.0.weight', the net has not"):
         Logistic(weights=str(path)).net(FLAT, 4)
+    numbers = Logistic().net(FLAT, 4).state_dict()
+    for change, said in (
+        (lambda x: x * float("nan"), "numbers that are not finite"),
+        (lambda x: x.cfloat(), "complex64"),
+    ):
+        save_file({n: change(x) for n, x in numbers.items()}, path)
+        with pytest.raises(ConfigError, match=rf"'head.weight' .*{said}"):
+            Logistic(weights=str(path)).net(FLAT, 4)
     path.write_text("no tensors")
     with pytest.raises(ConfigError, match=r"model.weights: .*: not readable as safetensors"):
         Logistic(weights=str(path)).net(FLAT, 4)

@@ -155,20 +155,26 @@ def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
         given = {name: x for name, x in given.items() if not name.startswith("head.")}
     own = net.state_dict()
     faults = [Fault(at, f"{path} has '{n}', the net has not", nearest(n, own)) for n in given if n not in own]
-    faults += [
-        Fault(
-            at,
-            f"'{n}' is {_size(given[n])} in {path}, {_size(x)} in the net",
-            "model.weights_part=body leaves it out" if n.startswith("head.") else "",
-        )
-        for n, x in own.items()
-        if n in given and given[n].shape != x.shape
-    ]
+    faults += [fault for n, x in own.items() if n in given and (fault := _misfit(n, given[n], x, path)) is not None]
     missing = [n for n in own if n not in given and not n.startswith("head.")]
     faults += [Fault(at, f"{path} lacks '{missing[0]}' and {len(missing) - 1} more of the net")] if missing else []
     if faults:
         raise ConfigError(faults)
     net.load_state_dict(given, strict=False)
+
+
+def _misfit(name: str, given: Tensor, own: Tensor, path: str) -> Fault | None:
+    """Why a tensor of the file cannot take the place of the net's; None where it can."""
+    at = "model.weights"
+    if given.shape != own.shape:
+        fix = "model.weights_part=body leaves it out" if name.startswith("head.") else ""
+        return Fault(at, f"'{name}' is {_size(given)} in {path}, {_size(own)} in the net", fix)
+    if given.is_floating_point() != own.is_floating_point():
+        kinds = [str(x.dtype).removeprefix("torch.") for x in (given, own)]
+        return Fault(at, f"'{name}' is of {kinds[0]} in {path}, of {kinds[1]} in the net")
+    if not bool(given.to(own.dtype).isfinite().all()):
+        return Fault(at, f"'{name}' in {path} has numbers that are not finite, as {own.dtype}".replace("torch.", ""))
+    return None
 
 
 def _size(x: Tensor) -> str:
