@@ -435,6 +435,21 @@ def test_a_lost_key_is_reported(tmp_path: Path, spoil: Callable[[Path], None]) -
         (tmp_path / "run" / "manifest.json").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
+def test_a_key_that_came_with_a_folder_is_not_used(tmp_path: Path) -> None:
+    """Whoever hands over a folder in which no round was computed may know the key in it."""
+    started(tmp_path / "theirs", 2)
+    given = tmp_path / "given"
+    given.mkdir()
+    for name in ("config.toml", "noise.key"):
+        shutil.copy(tmp_path / "theirs" / name, given)
+    resumed(given)
+    key = (given / "noise.key").read_text()
+    assert key != (tmp_path / "theirs" / "noise.key").read_text()
+    resumed(given, rounds=3)
+    assert (given / "noise.key").read_text() == key
+
+
 @pytest.mark.parametrize("touch", [1, 2, 3])
 def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, tmp_path: Path, touch: int) -> None:
     words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=1", "model=logistic")

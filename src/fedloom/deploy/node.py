@@ -242,8 +242,10 @@ class Node:
             return exp
         key = noise.fresh_key()
         if exp.guard.sums is not None and exp.guard.features is None:
-            write_key(self._place.folder, key)
-            key = read_key(self._place.folder) or key
+            kept = read_key(self._place.folder)
+            if kept is None:
+                write_key(self._place.folder, key)
+            key = kept or key
         return replace(exp, guard=exp.guard._replace(key=key))
 
     def _log(self, message: Envelope, reply: bytes) -> None:

@@ -160,11 +160,16 @@ def _worded(value: Any) -> str:
 
 
 def key_of(path: Path, config: Config) -> Key | None:
-    """The key from which the noise of this run is drawn, where that is a secret."""
-    if not config.privacy.on or config.privacy.noise_from != "secret":
+    """The key from which the noise of this run is drawn, where that is a secret; None: a new one is drawn.
+
+    A key in the folder of a run that has not begun is not used: nothing was released with it, and whoever made the
+    folder may know it.
+    """
+    secret = config.privacy.on and config.privacy.noise_from == "secret"
+    if not secret or not (path / "partition.json").is_file():
         return None
     key = read_key(path)
-    if key is None and (path / "partition.json").is_file():
+    if key is None:
         what = "is missing; without it the noise of this private run cannot be continued"
         raise CheckpointError(f"{path / 'noise.key'}: {what}; restore it, or start a new run")
     return key

@@ -330,9 +330,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_key(folder: Path, key: Key) -> None:
-    """Write the key of a run's noise, readable by its owner only; an existing one is kept."""
-    if (folder / _KEY).exists():
-        return
+    """Write the key of a run's noise, readable by its owner only, in place of any that is there."""
     write_text(folder / _KEY, noise.as_text(key))
 
 
