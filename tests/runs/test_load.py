@@ -13,7 +13,7 @@ import fedloom
 from fedloom.core.errors import CheckpointError, DataError
 from fedloom.data.arrays import Arrays
 from fedloom.data.new_rows import NewRows
-from fedloom.runs.export import export
+from fedloom.runs.export import agree, export
 from fedloom.runs.find import algorithms
 from fedloom.runs.overrides import without_idle
 from support.blobs import blobs
@@ -96,6 +96,13 @@ def test_exported_nets_say_the_same(tmp_path: Path) -> None:
     assert export(models, tmp_path / "m.onnx", "onnx") <= 1e-4
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     assert np.allclose(session.run(None, {"rows": rows.numpy()})[0], said.numpy(), atol=1e-3)
+
+
+def test_exported_outputs_may_be_apart_by_rounding_whatever_their_size() -> None:
+    ours = torch.tensor([0.5, 2.5e6])
+    assert agree(ours * (1 + 1e-6), ours)
+    assert not agree(ours + 0.01, ours[:1])
+    assert not agree(ours * torch.nan, ours)
 
 
 def test_what_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
