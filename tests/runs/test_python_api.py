@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -429,6 +430,7 @@ def test_a_resumed_run_calls_functions_too_and_warns_where_nothing_is_shown(desk
 def test_long_tables_say_that_rows_are_left_out() -> None:
     history = fedloom.run(data=blobs(), rounds=12, **SMALL)
     assert "..." in repr(history.metrics)
+    assert re.fullmatch(r"<History of fedavg: 12 rounds in \d+\.\d s, global/test/accuracy 0\.\d{4}.*>", repr(history))
     assert "load" in dir(fedloom)
 
 
@@ -438,5 +440,6 @@ def test_a_comparison_from_python(desk: Path) -> None:
     np.savez("mine.npz", x=x, y=y)
     done = fedloom.compare("fedavg", "fedprox", seeds=1, data="mine.npz", rounds=1, jobs=1, out="c", **SMALL)
     assert [row.method for row in done.rows] == ["fedavg", "fedprox"]
+    assert repr(done).startswith("<Comparison in c>\n\n| algorithm | last")
     with pytest.raises(ConfigError, match=r"numpy\.savez"):
         fedloom.compare("fedavg", data=(x, y))

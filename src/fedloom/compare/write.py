@@ -72,6 +72,9 @@ class Comparison(NamedTuple):
             | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
 
+    def __repr__(self) -> str:
+        return f"<Comparison in {self.folder}>\n\n{text_table.markdown(self.question, self.rows)}"
+
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom compare --json`` prints."""
         return {"folder": str(self.folder), **self.summary(), "failures": self.failures}

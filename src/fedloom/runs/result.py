@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedloom.core.metrics import Summary, summarise
+from fedloom.core.vocabulary import accuracies
 
 
 class Frame:
@@ -85,6 +86,13 @@ class History(NamedTuple):
         frame = Frame(trained or self.records)
         series = {c: frame[c][~np.isnan(frame[c])] for c in frame.columns if c != "round"}
         return {name: summarise(name, values.tolist()) for name, values in series.items() if len(values)}
+
+    def __repr__(self) -> str:
+        found = self.summary
+        names = accuracies(found)[:2]
+        shown = "".join(f", {name} {found[name].last:.4f}" for name in names)
+        place = f", in {self.run_dir}" if self.run_dir is not None else ""
+        return f"<History of {self.algorithm}: {self.rounds} rounds in {self.seconds:.1f} s{shown}{place}>"
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The curves of accuracy and loss as a matplotlib figure, saved where ``path`` says."""
