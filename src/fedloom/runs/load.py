@@ -31,6 +31,7 @@ from fedloom.runs.models import COLUMNS, COMMON, PERSONAL, RECORD, ModelRecord
 from fedloom.runs.settings import net_spec_of
 
 _CHUNK = 1024  # rows of one forward pass
+_SEARCHED, _LISTED = 5000, 20  # clients whose names are compared with one that is unknown, and that are named at most
 
 
 class ModelFiles(NamedTuple):
@@ -93,8 +94,7 @@ class Predictor:
         """The model of the client of this name."""
         called = str(name)
         if called not in self.clients:
-            shown = self.clients if len(self.clients) <= 20 else self.clients[:20]
-            raise DataError(f"there is no client '{called}' ({nearest(called, shown)})")
+            raise DataError(f"there is no client '{called}' ({_meant(called, self.clients)})")
         if self._record.personal and self._weights.personal is None:
             what = "the clients' own models were not saved (set checkpoint.personal=all)"
             raise CheckpointError(f"client '{called}': {what}")
@@ -265,6 +265,13 @@ def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = F
     common = _tensors_at(path / COMMON) if (path / COMMON).is_file() else None
     personal = path / PERSONAL if (path / PERSONAL).is_file() else None
     return Predictor(record, recipe, net, ModelFiles(common, personal))
+
+
+def _meant(called: str, clients: Sequence[str]) -> str:
+    """A hint at the client that was meant; not all of very many are listed."""
+    hint = nearest(called, clients[:_SEARCHED])
+    many = len(clients) > _LISTED and hint.startswith("known")
+    return f"there are {len(clients):,}: {', '.join(clients[:5])}, ..." if many else hint
 
 
 def _not_loadable(path: Path) -> str:

@@ -157,7 +157,7 @@ def _cards(run: RunView, metric: str, words: _Spoken) -> tuple[Card, ...]:
     column, clients = ranked_clients(run)
     if len(clients) > 1:
         for label, each in (("Worst client", clients[0]), ("Best client", clients[-1])):
-            hint = f"{column} · {each.line['rows']} {say('rows')} · {each.line.get('classes', '?')} {say('classes')}"
+            hint = f"{column} · {say('rows')}: {each.line['rows']} · {say('classes')}: {each.line.get('classes', '?')}"
             found.append(Card(say(label), f"{each.client}: {shown(each.value, column)}", hint))
     if run.last:
         up, down = (float(run.last.get(f"bytes/{way}", 0)) for way in ("up", "down"))
