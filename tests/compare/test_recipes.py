@@ -459,6 +459,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         return nets[name]
 
     monkeypatch.setattr(preparing, "initial_task", net)
+    monkeypatch.setattr(Task, "learning", functools.lru_cache(maxsize=2)(Task.learning))  # the same task each time
     monkeypatch.setattr(Task, "to", functools.lru_cache(maxsize=2)(Task.to))  # it copies the net
     tried = functools.lru_cache(maxsize=2)(vars(Task)["is_head_of_body"].fget)
     monkeypatch.setattr(Task, "is_head_of_body", property(tried))  # it runs the net

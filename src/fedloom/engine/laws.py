@@ -349,23 +349,23 @@ def _store(world: Experiment) -> ClientStore:
 
 # -- whether a setting is felt ---------------------------------------------------------------------
 _WORDS = ("bias", "bn", "head.", "body.", "body.0.bias")  # texts of settings, which name parts of the net
-_ROUNDS = 3  # of a run that is observed
+_SEEN = 9  # parts of a run that is observed: records, metrics and models of three rounds
 
 
 class _Observed:
-    """All that a user can see of a run, round by round; a round is computed when it is first asked for.
+    """All that a user can see of a run, part by part; a part is computed when it is first asked for.
 
-    There are fewer than ``_ROUNDS`` where the settings were refused, or the run failed.
+    There are fewer than ``_SEEN`` where the settings were refused, or the run failed.
     """
 
-    def __init__(self, rounds: Iterator[bytes]) -> None:
-        self._rounds = rounds
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
         self._seen: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
-        for k in range(_ROUNDS):
+        for k in range(_SEEN):
             if k == len(self._seen):
-                self._seen += islice(self._rounds, 1)
+                self._seen += islice(self._parts, 1)
             if k == len(self._seen):
                 return
             yield self._seen[k]
@@ -378,7 +378,7 @@ def _differ(a: _Observed, b: _Observed) -> bool | None:
         if left != right:
             return True
         both += 1
-    return False if both == _ROUNDS else None
+    return False if both == _SEEN else None
 
 
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
@@ -416,7 +416,10 @@ def _tried(
 
 
 def _observe(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) -> Iterator[bytes]:
-    """All that a user can see of each round: metrics, diagnostics, bytes, time, and every client's model."""
+    """All that a user can see of each round: diagnostics, bytes and time; metrics; every client's model.
+
+    In this order, since most changes are seen in the first part, and the others take longer to compute.
+    """
     if not variation.accepted(cls, settings):
         return
     try:
@@ -425,10 +428,10 @@ def _observe(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) 
         while True:
             done = advance_watched(exp, state, store)
             state = done.state
-            seen: list[Any] = [defaults_of(exp.algorithm), done.found, done.work, evaluate(exp, state, store)]
-            seen += [state.up, state.down, state.busiest, state.seconds, state.gradients]
-            models = torch.cat([part.w for part in models_of(exp, state, store, everybody)])
-            yield repr(seen).encode() + models.numpy().tobytes()
+            records: list[Any] = [defaults_of(exp.algorithm), done.found, done.work]
+            yield repr([*records, state.up, state.down, state.busiest, state.seconds, state.gradients]).encode()
+            yield repr(evaluate(exp, state, store)).encode()
+            yield torch.cat([part.w for part in models_of(exp, state, store, everybody)]).numpy().tobytes()
     except (FedloomError, ValueError, RuntimeError):  # numbers that are too large for it, say
         return
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import compress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -484,13 +485,30 @@ def _descend_one(
 
 
 def mapped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
-    """vmap that takes arguments without leaves, such as the state of a stateless client, as they are."""
+    """vmap over the arguments whose dimension is 0. Its leaves are a flat row, which torch walks faster than trees."""
 
     def call(*args: Any) -> Any:
-        in_dims = tuple(d if tree.leaves(a) else None for d, a in zip(dims, args, strict=True))
-        return vmap(f, in_dims=in_dims)(*args)
+        leaves = tree.leaves(args)
+        lanes = [by_lane for dim, arg in zip(dims, args, strict=True) for by_lane in _by_lane(dim, arg)]
+        made: list[Any] = []
+
+        def flat(*rows: Tensor) -> tuple[Tensor, ...]:
+            supply = iter(rows)
+            given = [next(supply) if by_lane else leaf for leaf, by_lane in zip(leaves, lanes, strict=True)]
+            made.append(f(*tree.unflatten(args, given)))
+            return tuple(tree.leaves(made[0]))
+
+        found = vmap(flat)(*compress(leaves, lanes))
+        return tree.unflatten(made[0], found)
 
     return call
+
+
+def _by_lane(dim: Any, arg: Any) -> list[bool]:
+    """Whether each leaf of an argument has a row for each lane."""
+    if isinstance(dim, tuple):
+        return [each for part, kid in zip(dim, arg, strict=True) for each in _by_lane(part, kid)]
+    return [dim == 0] * len(tree.leaves(arg))
 
 
 def _looped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
