@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from benchmarks.machine import commit, interleaved, read, write
+from fedloom.core import usercode
 from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
 from fedloom.engine import cuda_graphs
@@ -75,6 +76,7 @@ def images(count: int, shape: tuple[int, int, int] = (3, 32, 32)) -> Arrays:
 def experiment(arrays: Arrays, **settings: Any) -> Experiment:
     """An experiment on these images, whose run is long enough for what ``engine.compile`` says."""
     table = {"rounds": 10_000, "local": {"lr": 0.01, "batch": 64}, "evaluate": {"every": 10_000}} | settings
+    usercode.vouch(table, lasting=False)  # pfl's net is code of this file
     return prepare(parse(table), Path(), arrays).experiment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedopt import FedOpt
@@ -69,3 +70,9 @@ def test_only_the_model_is_sent() -> None:
     alg = FedOpt()
     down = alg.send(alg.init(torch.zeros(5)))
     assert (down.w.numel(), down.m.numel(), down.v.numel()) == (5, 0, 0)
+
+
+def test_a_tau_whose_square_is_no_float_is_refused() -> None:
+    FedOpt(tau=1e18).init(torch.zeros(3))
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        FedOpt(tau=1e30)

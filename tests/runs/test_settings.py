@@ -346,3 +346,10 @@ def test_settings_with_an_effect_are_taken(table: dict[str, Any]) -> None:
 def test_a_complete_file_has_no_setting_without_effect() -> None:
     for table in ({"system": {"speed_spread": 1.0}}, {"algorithm": "dpsgd"}, {"algorithm": "feddf"}):
         assert idle(tomllib.loads(as_toml(parse(table)))) == {}
+
+
+def test_a_published_set_is_itself_whatever_folder_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mnist").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse({"data": "mnist"}).kinds["data"] == "mnist"
+    assert parse({"data": "./mnist"}).kinds["data"] == "images"

@@ -45,7 +45,7 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
         0.99, ge=0, lt=1, description="decay of the second moment"
     )
     tau: Annotated[PositiveFloat, when(rule=("adagrad", "adam", "yogi"))] = Field(
-        1e-3, description="how much the adaptive rules adapt; larger is less"
+        1e-3, le=1e18, description="how much the adaptive rules adapt; larger is less"
     )
 
     def init(self, w: Tensor) -> Server:

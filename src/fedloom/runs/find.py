@@ -221,6 +221,7 @@ def choices_named(word: str) -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    if ".py:" in name and usercode.is_reference(name):
+    """Whether data of this name are a file or a folder; ``mnist`` is the published set whatever folder lies here."""
+    if name in kinds(*_HOMES["data"]) or (".py:" in name and usercode.is_reference(name)):
         return False
     return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or is_folder(name)
