@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs site package test quick fuzz lint types format bench clean
+.PHONY: help setup demo docs site package test tests quick fuzz lint types format bench clean
 
 help: ## List what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -35,8 +35,12 @@ site: $(READY) ## Build the documentation as a site, into site/
 package: $(READY) ## Build sdist and wheel into dist/
 	$(BIN)/python -m build --no-isolation
 
-test: lint types ## Lint, check types, and run every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: lint ## Lint, check types, and run every test
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+# Twice as many workers as cores: many tests wait for processes that they have started.
+tests: $(READY)
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 quick: $(READY) ## Run the tests of single functions, in about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)

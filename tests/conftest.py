@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # what is asserted here is asserted of the CPU
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ hypothesis_settings.load_profile("fedloom")
 
 
 COMMANDS = {"cli", "compare", "deploy", "golden", "runs"}  # folders whose tests run whole commands, runs or comparisons
+# Files with tests of many seconds, the longest first: one that began last would keep all workers waiting.
+LONG = ("test_flower.py", "test_package.py", "test_site.py", "test_readme.py", "test_recipes.py", "test_ranks_cli.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,6 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = {"quick", "made"} & set(getattr(item, "fixturenames", ()))  # what runs commands, what a comparison made
         if item.path.parent.name in COMMANDS or whole:
             item.add_marker(pytest.mark.slow)
+    items[:] = long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def long_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The tests in an order of which each worker gets an equal part, with the long files spread over the beginnings."""
+    rest = iter([item for item in items if item.path.name not in LONG])
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        files = LONG[worker::workers]
+        ordered += sorted((i for i in items if i.path.name in files), key=lambda item: files.index(item.path.name))
+        ordered += islice(rest, max(0, (worker + 1) * len(items) // workers - len(ordered)))
+    return ordered + list(rest)
 
 
 @pytest.fixture(autouse=True, scope="session")

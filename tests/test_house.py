@@ -64,8 +64,13 @@ class Import(NamedTuple):
     at_load: bool  # and not inside a function
 
 
-def imported(tree: ast.Module) -> Iterator[Import]:
+@cache
+def imported(tree: ast.Module) -> tuple[Import, ...]:
     """What a module imports, also inside functions."""
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.Module) -> Iterator[Import]:
     late = {id(kid) for node in ast.walk(tree) if _is_late(node) for kid in ast.walk(node)}
     for node in ast.walk(tree):
         at_load = id(node) not in late
@@ -273,11 +278,13 @@ def below(*places: str) -> list[str]:
     return [name for name in SOURCES if any(name == place or name.startswith(f"{place}.") for place in places)]
 
 
+@cache
 def modules(name: str) -> set[str]:
     """The packages from outside that a module imports."""
     return {top(found.module) for found in imported(parsed(name)) if not found.own}
 
 
+@cache
 def calls(module: str) -> set[str]:
     """The functions that a module calls, as they are written."""
     return {ast.unparse(node.func) for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)}

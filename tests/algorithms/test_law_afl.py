@@ -512,6 +512,7 @@ def test_what_is_recorded_are_the_weights_that_made_the_model() -> None:
     assert ours["head/variance"] != pytest.approx(ours["weights/variance"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_kappa_is_the_share_of_the_head_that_was_solved_for(laid_out) -> None:
     table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}, **WATCHED}
     exp = laid_out({**TRAINED, "schedule": "per_round", "gate": False}, **table)
@@ -535,6 +536,7 @@ def test_weights_of_a_round_are_of_its_clients_and_those_of_the_head_of_all_who_
     assert "hessian/weights_top" not in done.found  # nobody trained, so that no models were weighed
 
 
+@pytest.mark.slow
 def test_one_clock_for_clients_and_server(laid_out) -> None:
     """After a round in which nobody was heard, who trains is who is asked for moves."""
     table = {"model": MLP, "local": {"lr": 0.3, "batch": 8}}
@@ -560,6 +562,7 @@ def test_a_shrink_of_the_models_is_at_most_one_unless_asked() -> None:
     assert float(capped.models.shrink) <= 1
 
 
+@pytest.mark.slow
 def test_bounds_of_the_heads_gamma_are_settings(laid_out) -> None:
     own = {**QUICK, "prior": "fixed", "head_steps": 60, "head_lr": 0.3, "gate": False}
     narrow = watched(laid_out({**own, "head_shrink_min": 0.9, "head_shrink_max": 1.1}, **WATCHED)).found

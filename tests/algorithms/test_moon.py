@@ -190,6 +190,7 @@ def test_padding_does_not_count() -> None:
     torch.testing.assert_close(contrast(alg, x, padded, *args), contrast(alg, x, batch_of(rows[:4]), *args))
 
 
+@pytest.mark.slow
 def test_a_second_round_lowers_the_term_where_fedavg_does_not(world) -> None:
     """The first rounds are alike; after the second, each client's term on its own data is less with mu > 0."""
     ids = torch.arange(3)

@@ -169,6 +169,7 @@ def test_on_one_example_hessian_free_is_the_gradient_of_the_loss_after_a_step() 
     torch.testing.assert_close(alg.gradient(x, batch, Model(x), ()), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
 def test_executors_agree_on_batches_with_too_few_examples(world, variant) -> None:
     """Of 13, 12, 7, 4 and 1 examples in batches of 6, some last batches have fewer than there are parts."""

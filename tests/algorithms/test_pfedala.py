@@ -114,6 +114,7 @@ def test_p8_with_w_at_1_extra_epochs_have_no_effect_at_all(world, average) -> No
     assert not torch.equal(ours.kept.v, ran(fedala(world, algorithm={"eta": 0.0}, partition=HELD), 4).kept.v)
 
 
+@pytest.mark.slow
 def test_p8_not_even_on_running_statistics(world) -> None:
     """The statistics that go with an upload are those of the model that is uploaded."""
     ours = ran(waits(world, (6, 12, 9), algorithm={"eta": 0.0, "sample_percent": 100.0}, **NORMED))
@@ -122,6 +123,7 @@ def test_p8_not_even_on_running_statistics(world) -> None:
     assert torch.equal(ours.state.buffers, theirs.state.buffers)
 
 
+@pytest.mark.slow
 def test_p8_with_memory_that_goes_on_they_have_one(world) -> None:
     more = {"local": LOCAL | {"momentum": 0.9}}
     fedavg = ran(laid_out(world, kind="fedavg", **more)).w
@@ -129,6 +131,7 @@ def test_p8_with_memory_that_goes_on_they_have_one(world) -> None:
     assert torch.equal(ran(waits(world, algorithm={"eta": 0.0, "extra_optimizer": "fork"}, **more)).w, fedavg)
 
 
+@pytest.mark.slow
 def test_below_alas_layers_what_was_learned_while_waiting_is_lost(world) -> None:
     """On one layer only the averaged head survives, on all layers the body does too."""
     for layers, differs in ((1, False), ("all", True)):
@@ -230,6 +233,7 @@ def test_o4_a_counter_goes_on_while_waiting_unless_the_memory_is_forked(world, o
         assert now.given.memory.step.tolist() == (2 * (2 + epochs) * per_epoch).tolist()
 
 
+@pytest.mark.slow
 def test_extra_epochs_shift_no_batch_of_a_later_round(world) -> None:
     """Alone on all layers, a client whose memory and model are those of the upload trains as if it had not waited."""
     settings = {"layers": "all", "w_init": 0.0, "eta": 0.0, "average": "upload"}
@@ -257,6 +261,7 @@ def clocked(world, system, sizes=(12, 12, 12), **settings):
     return waits(world, sizes, algorithm=CLOCK | settings, local=FIVE, system=system)
 
 
+@pytest.mark.slow
 def test_p5_the_worked_example(world) -> None:
     exp = clocked(world, {"slow": [0], "slow_factor": 1.5})
     assert extras(exp, 3) == [{0: 0, 1: 2, 2: 2}] * 3
@@ -281,6 +286,7 @@ def test_p5_with_ala_the_first_round_too_has_time_for_two_epochs(world) -> None:
     assert extras(exp, 1) == [{0: 0, 1: 2, 2: 2}]
 
 
+@pytest.mark.slow
 def test_p5_a_slower_client_leaves_the_others_more_time(world) -> None:
     factors = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 4.0)
     found = [extras(clocked(world, {"slow": [0], "slow_factor": f}, max_extra=100))[0] for f in factors]
@@ -334,6 +340,7 @@ def test_p5_equal_clients_train_on_while_the_network_is_at_work(world) -> None:
     assert extras(clocked(world, {})) == [{0: 0, 1: 0, 2: 0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clock", "fixed"])
 def test_p5_a_round_takes_as_long_as_one_of_fedala(world, mode) -> None:
     system = {"speed": 20.0, "speed_spread": 0.5, "jitter": 0.3, "aggregation": 0.1}
@@ -342,6 +349,7 @@ def test_p5_a_round_takes_as_long_as_one_of_fedala(world, mode) -> None:
     assert ours > ran(fedala(world, algorithm={"layers": "none"}, system=system), 3).state.seconds
 
 
+@pytest.mark.slow
 def test_p5_jitter_makes_rounds_unequal_and_repeats_itself(world) -> None:
     exp = clocked(world, {"jitter": 0.4}, max_extra=100)
     found = extras(exp, 6)
@@ -391,6 +399,7 @@ def test_a_deadline_that_is_missed_for_want_of_a_network_is_missed_too(world) ->
     assert all(did.late for did in done.work)
 
 
+@pytest.mark.slow
 def test_a_deadline_that_everybody_meets_changes_nothing(world) -> None:
     a, b = (ran(clocked(world, system, layers=1), 3) for system in ({}, {"deadline": 1e6}))
     assert torch.equal(a.w, b.w)
@@ -422,6 +431,7 @@ def test_p6_other_ranges(world) -> None:
     assert {j for each in found for j in each.values()} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redraw", ["round", "once"])
 def test_p6_drawn_in_every_round_or_once_for_each_client(world, redraw) -> None:
     exp = drawing(world, algorithm={"redraw": redraw})
@@ -432,6 +442,7 @@ def test_p6_drawn_in_every_round_or_once_for_each_client(world, redraw) -> None:
     assert extras(other, 6) != found
 
 
+@pytest.mark.slow
 def test_p6_more_rounds_change_no_earlier_draw_nor_does_who_else_is_there(world) -> None:
     many, few = (drawing(world, rounds=n) for n in (50, 3))
     assert extras(many, 3) == extras(few, 3)
@@ -454,6 +465,7 @@ def test_p7_an_epoch_that_does_not_fit_leaves_no_trace(world) -> None:
 SHARDED = {"topology": "sharded", "centres": 3}
 
 
+@pytest.mark.slow
 def test_c1_one_centre_is_the_server(world) -> None:
     plain, now = ran(waits(world)), ran(waits(world, algorithm={"centres": 1}))
     assert torch.equal(now.w, plain.w)
@@ -471,6 +483,7 @@ def test_c1_centres_that_hear_everybody_are_one_centre_at_three_times_the_bytes(
     assert (three.state.up, three.state.down) == (3 * plain.state.up, 3 * plain.state.down)
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("cohort", [{"sampling": "all"}, {"size": 3}])
 def test_c1_shards_mixed_by_their_data_are_fedavgs_mean(world, executor, cohort) -> None:

@@ -99,6 +99,7 @@ def test_r7_a_convex_loss_is_at_most_the_mean_of_the_ends(world, alpha) -> None:
     assert f(after(exp).w) <= alpha * f(exp.task.w0) + (1 - alpha) * f(after(whole).w) + 1e-6
 
 
+@pytest.mark.slow
 def test_r8_running_statistics_are_relaxed_like_the_model(world) -> None:
     arrays = blobs((8, 8, 8), features=16)
     images = arrays._replace(x=arrays.x.reshape(-1, 1, 4, 4).repeat(4, axis=2).repeat(4, axis=3))
@@ -211,6 +212,7 @@ def test_a_loose_target_is_met_after_one_epoch(world, executor) -> None:
     assert [did.steps for did in sorted(done.work)] == [2, 4, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_who_stops_has_met_the_target_and_who_has_not_goes_on_to_the_end(world, executor) -> None:
     steps, epochs = set(), {"local": RAGGED | {"epochs": 30}, "engine": {"executor": executor}}

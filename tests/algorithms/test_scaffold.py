@@ -239,6 +239,7 @@ def test_a_reply_that_is_lost_takes_its_variate_with_it(world) -> None:
         torch.testing.assert_close(state.server.c, c.mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_variates_reduce_the_drift_of_local_steps() -> None:
     """Once the variates are right, clients move along the common gradient and not apart."""
     clients = bowls(4)

@@ -184,6 +184,7 @@ def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton, the kernels' compiler, is not installed")
 def test_kernels_against_float64_as_triton_interprets_them() -> None:
     """On a CPU: the arithmetic of addresses and borders is the same as on a GPU."""

@@ -186,6 +186,7 @@ class TestShards:
         assert ((table > 0).sum(axis=0) == 200 // classes).all()
         assert result.notes == ()
 
+    @pytest.mark.slow
     @settings(max_examples=200, deadline=None)
     @given(st.sampled_from(["balanced_greedy", "deal_repair"]), st.integers(1, 30), st.integers(1, 12), st.data())
     def test_classes_per_client_are_exact_and_usage_is_even(

@@ -282,6 +282,7 @@ def test_a_compiled_step_is_the_step() -> None:
         assert torch.equal(a.server.w, b.server.w)
 
 
+@pytest.mark.slow
 def test_a_step_that_no_cpu_compiler_takes_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")

@@ -274,6 +274,7 @@ def test_lanes_refuse_batch_norm(tmp_path: Any) -> None:
         prepare(parse(table), tmp_path, images())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_a_users_module_with_batch_norm_chooses_its_buffers(tmp_path: Any, buffers: str) -> None:
     table = {

@@ -235,6 +235,7 @@ def test_powers_of_two_agree_exactly_after_as_many_steps(topology: Topology, dim
     assert np.array_equal(z, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "degree"),
     [

@@ -54,6 +54,7 @@ class Parsed(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+@pytest.mark.slow
 def test_names_from_files_are_never_markup(hostile_run: Path) -> None:
     found = Parsed(page(look_at([hostile_run])))
     assert "img" not in {tag for tag, _ in found.tags}
@@ -66,6 +67,7 @@ def test_names_from_files_are_never_markup(hostile_run: Path) -> None:
     assert "Confusion matrix" in found.text
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_from_elsewhere(compared: Path) -> None:
     found = Parsed(page(look_at([compared])))
     assert not [attrs for _, attrs in found.tags if "src" in attrs]

@@ -38,6 +38,7 @@ def test_pictures_repeat_byte_for_byte(tmp_path: Path, topology: Topology, nodes
     assert 2_000 < paths[0].stat().st_size < 2_000_000
 
 
+@pytest.mark.slow
 def test_a_png_is_a_picture_with_nodes_and_links(tmp_path: Path) -> None:
     draw(Ring().edges(8), 8, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:

@@ -222,6 +222,7 @@ def test_epsilon_only_grows(tmp_path: Path, mechanism: str, sampling: str) -> No
     assert told["epsilon"] == pytest.approx(after[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["distributed", "local"])
 def test_epsilon_does_not_fall_when_a_run_goes_back(tmp_path: Path, mechanism: str) -> None:
     """Rounds that were released stay released, though the run ends before them."""

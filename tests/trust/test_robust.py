@@ -96,6 +96,7 @@ def test_the_order_of_clients_does_not_matter(name: str, rows: list[list[float]]
     assert rule(name, x[order], **more) == pytest.approx(rule(name, x, **more), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(values)
 @settings(max_examples=50, deadline=None)
 def test_every_coordinate_stays_within_what_honest_clients_say(rows: list[list[float]]) -> None:
