@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -154,6 +155,17 @@ def test_notes_of_comparisons_are_said_in_chinese(compared: Path) -> None:
     assert [note for note in said if language.sentence_in("zh", note) == note] == []
     assert language.sentence_in("zh", "my own words") == "my own words"
     assert language.sentence_in("zh", "fedala - paper (alpha=0.1)") == "fedala - 论文数值（alpha=0.1）"
+
+
+def test_claims_of_every_recipe_are_said_in_chinese() -> None:
+    recipes = (Path(__file__).parents[2] / "experiments").rglob("*.toml")
+    tables = [tomllib.loads(path.read_text("utf-8")).get("compare", {}) for path in recipes]
+    claims = {claim["says"] for table in tables for claim in table.get("claims", [])}
+    assert len(claims) > 300
+    said = {claim: language.sentence_in("zh", claim) for claim in claims}
+    assert [claim for claim, chinese in said.items() if chinese == claim] == []
+    for word in (" than ", " other ", " better ", " within ", " with ", " on ", " at ", " is ", " read as "):
+        assert [chinese for chinese in said.values() if word in chinese] == []
 
 
 def test_several_runs_are_listed_side_by_side(compared: Path, hostile_run: Path) -> None:

@@ -248,7 +248,10 @@ def _claims(decided: Sequence[Mapping[str, Any]], metric: str, words: _Spoken) -
     for each in decided:
         verdict = str(each.get("verdict"))
         gaps = [_difference(gap, metric, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
-        cells = (PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")), PageCell(str(each.get("claim"))))
+        cells = (
+            PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")),
+            PageCell(words.sentence(each.get("claim"))),
+        )
         lines.append(PageLine((*cells, PageCell(str(each.get("source", ""))), PageCell("; ".join(gaps)))))
     return PageTable(heads, tuple(lines))
 

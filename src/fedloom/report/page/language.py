@@ -8,6 +8,7 @@ from functools import cache
 from typing import Literal
 
 from fedloom.core.vocabulary import SPREAD, meaning
+from fedloom.report.page.claims_zh import CHINESE_CLAIMS, NUMERALS
 
 Language = Literal["en", "zh"]
 Say = Callable[[str], str]
@@ -301,7 +302,7 @@ def sentence_in(language: Language, sentence: str) -> str:
     for pattern, chinese in _patterns():
         found = pattern.fullmatch(sentence)
         if found:
-            return chinese.format(*found.groups())
+            return chinese.format(*(NUMERALS.get(word, word) for word in found.groups()))
     return sentence
 
 
@@ -310,7 +311,7 @@ def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
     """Each English sentence as a pattern that finds what stands at its {}."""
     return tuple(
         (re.compile("(.+?)".join(map(re.escape, english.split("{}")))), chinese)
-        for english, chinese in _CHINESE_SENTENCES.items()
+        for english, chinese in {**_CHINESE_SENTENCES, **CHINESE_CLAIMS}.items()
     )
 
 
