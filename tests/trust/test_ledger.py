@@ -382,6 +382,17 @@ def test_other_code_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     assert contents(tmp_path / "run") == before
 
 
+def test_other_data_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
+    """One changed row, the same noise: the difference of the two models would show what the row did."""
+    started(tmp_path / "run", 3)
+    before, data = contents(tmp_path / "run"), SMALL["data"]
+    x = data.x.copy()
+    x[0] += 1
+    with pytest.raises(CheckpointError, match=r"the data is not .* private run cannot continue with different data"):
+        fedloom.resume(tmp_path / "run", data=data._replace(x=x), at=2, accept_changes=True)
+    assert contents(tmp_path / "run") == before
+
+
 def test_other_weights_are_refused_whatever_is_accepted(tmp_path: Path) -> None:
     """Also where the folder does not say with which files it began."""
     started(tmp_path / "first", 1, privacy={})
