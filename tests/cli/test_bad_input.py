@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedloom.cli.console import plain_console
 from fedloom.core.errors import DataError
 from fedloom.data.files import read_npz
 from fedloom.data.sources import Parquet, from_arrays
@@ -73,6 +74,16 @@ def test_more_seeds_than_anybody_waits_for_are_refused(quick: Quick, tmp_path: P
     assert done.code == 2, done.err
     assert "compare.seeds: " in done.err
     assert files(tmp_path) == set()
+
+
+def test_text_of_others_gives_no_commands_to_the_terminal(quick: Quick, tmp_path: Path) -> None:
+    """A label that clears the screen or sets its title, or that turns the words around it."""
+    said = quick("run", "algorithm=\x1b[2J\x07\u202e", cwd=tmp_path)
+    assert "there is no algorithm '\ufffd[2J\ufffd\ufffd'" in said.err
+    out = io.StringIO()
+    console = plain_console(file=out, force_terminal=True, color_system="standard", width=99)
+    console.print("联邦\u00a0[b]\x9b2J \x1b]0;title:heart:", style="bold")
+    assert out.getvalue() == "\x1b[1m联邦\u00a0[b]\ufffd2J \ufffd]0;title:heart:\x1b[0m\n"
 
 
 def test_a_file_in_the_way_of_all_runs_is_reported(quick: Quick, tmp_path: Path) -> None:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+# Control characters but for the end of a line and tabs, those that turn the direction of text, and half characters.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """Text that may come from files of others, without commands to the terminal."""
+    return _COMMANDS.sub("\ufffd", text)
+
+
+class _Harmless(Console):
+    """A console that gives no commands to the terminal but its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
 
 def plain_console(**options: Any) -> Console:
     """A console that prints names as they are: ``loaders.py:three:`` must not become an emoji, nor ``[b]`` a style."""
-    return Console(highlight=False, markup=False, emoji=False, **options)
+    return _Harmless(highlight=False, markup=False, emoji=False, **options)

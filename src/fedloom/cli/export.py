@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fedloom.cli.console import harmless
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import Client, Run, chosen
 from fedloom.core import disk
@@ -36,5 +37,6 @@ def export(
     with disk.result_at(path):
         apart = write(models, path, format_)
     takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
-    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {', '.join(models.labels) or 'the number'}")
+    outputs = harmless(", ".join(models.labels)) or "the number"
+    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {outputs}")
     print(f"loaded again, its outputs differ from ours by {apart:.2g} at most")

@@ -32,6 +32,7 @@ from fedloom.cli import (
     watch,
 )
 from fedloom.cli import list as listing
+from fedloom.cli.console import harmless
 from fedloom.cli.help import repair
 from fedloom.cli.ranks import follows
 from fedloom.cli.startup import wait_passively
@@ -83,7 +84,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except FedloomError as error:
         if not follows():  # rank 0 speaks for all
-            print(f"error: {error}", file=sys.stderr)
+            print(harmless(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if not follows():
@@ -114,7 +115,7 @@ def _unexpected(error: Exception) -> int:
         print(f"error: there is not enough memory ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
     if said := remedy(error):
-        print(f"error: {said}", file=sys.stderr)
+        print(harmless(f"error: {said}"), file=sys.stderr)
         return 2
     traceback.print_exc()
     if line := own_line(error):

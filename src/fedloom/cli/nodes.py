@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli.console import harmless
 from fedloom.core.errors import ConfigError, Fault
 
 OwnData = Annotated[
@@ -35,4 +36,4 @@ def root_or_default(given: Path | None) -> Path:
 
 def say(line: str) -> None:
     """A line of progress; results go to stdout."""
-    print(line, file=sys.stderr, flush=True)
+    print(harmless(line), file=sys.stderr, flush=True)

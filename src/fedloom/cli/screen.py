@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
-from fedloom.cli.console import plain_console
+from fedloom.cli.console import harmless, plain_console
 from fedloom.cli.ranks import follows
 from fedloom.core.vocabulary import accuracies, headline, is_diagnostic, is_evaluation, is_share, is_summarised
 from fedloom.report.words import as_bytes, brief, plural, short, span
@@ -389,9 +389,9 @@ class ComparisonScreen:
     def _section(self, section: Section, console: Console) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(section.header):
-            table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
+            table.add_column(Text(harmless(column)), justify="right" if index else "left", no_wrap=True)
         for index, line in enumerate(section.lines):
-            table.add_row(*(Text(word) for word in line), style="bold" if index == section.best else None)
+            table.add_row(*(Text(harmless(word)) for word in line), style="bold" if index == section.best else None)
         self.say(f"\n{section.title}" if section.title else "")
         console.print(table)
 
@@ -420,11 +420,11 @@ class ComparisonScreen:
             self.say(f"\n{block.title}" if block.title else "")
             for group in across(header, lines, console.width):
                 table = Table(box=None, pad_edge=False, header_style="bold")
-                table.add_column(Text(sheet.layout.rows), no_wrap=True)
+                table.add_column(Text(harmless(sheet.layout.rows)), no_wrap=True)
                 for i in group:
-                    table.add_column(Text(header[i]), justify="right", no_wrap=True)
+                    table.add_column(Text(harmless(header[i])), justify="right", no_wrap=True)
                 for line in lines:
-                    label = Text(f"  {line.label}" if line.is_paper else line.label)
+                    label = Text(harmless(f"  {line.label}" if line.is_paper else line.label))
                     table.add_row(label, *(_cell(line.cells[i]) for i in group), style="dim" if line.is_paper else None)
                 console.print(table)
         self.say("")

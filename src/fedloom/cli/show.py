@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.cli.console import plain_console
+from fedloom.cli.console import harmless, plain_console
 from fedloom.cli.options import Json, ResultFolders
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def show(
 
 def _show(content: Content, console: Console) -> None:
     """The parts of the page that fit a terminal."""
-    console.print(_safe("  ".join((f"{content.kind}: {content.title}", *content.facts))), soft_wrap=True)
+    console.print(Text("  ".join((f"{content.kind}: {content.title}", *content.facts))), soft_wrap=True)
     for card in content.progress:
-        console.print(_safe(f"{card.label}: {card.value} {card.hint}".rstrip()), soft_wrap=True)
+        console.print(Text(f"{card.label}: {card.value} {card.hint}".rstrip()), soft_wrap=True)
     for table in (*content.results, content.claims):
         if table is not None:
             _print(table, console)
     for note in content.notes:
-        console.print(_safe(note), style="dim", soft_wrap=True)
+        console.print(Text(note), style="dim", soft_wrap=True)
     for split in content.splits[:1]:
         lines = split.table.lines
         worst, best = lines[:_ENDS], lines[_ENDS:][-_ENDS:]
@@ -80,17 +80,12 @@ def _show(content: Content, console: Console) -> None:
 def _print(table: PageTable, console: Console) -> None:
     out = Table(box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
-        out.add_column(_safe(column.label), justify="right" if column.numeric else "left", overflow="fold")
+        out.add_column(Text(harmless(column.label)), justify="right" if column.numeric else "left", overflow="fold")
     for line in table.lines:
-        words = [_safe(f"{cell.text} ({cell.tag})" if cell.tag else cell.text) for cell in line.cells]
+        words = [Text(harmless(f"{cell.text} ({cell.tag})" if cell.tag else cell.text)) for cell in line.cells]
         out.add_row(*words, style="bold" if line.mark == "first" else None)
-    console.print(_safe(f"\n{table.caption}" if table.caption else ""), style="bold", soft_wrap=True)
+    console.print(Text(f"\n{table.caption}" if table.caption else ""), style="bold", soft_wrap=True)
     console.print(out)
-
-
-def _safe(text: str) -> Text:
-    """Text from files: neither markup nor commands to the terminal."""
-    return Text("".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text))
 
 
 def _as_json(view: AnyView) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,15 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "text.parse_math": False,  # a class or a label may be called "$"
 }
+_CHINESE = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "Microsoft YaHei",
+    "PingFang SC",
+    "SimHei",
+)
 # The same picture has the same bytes whenever it is drawn.
 _METADATA: dict[str, dict[str, Any]] = {
     ".png": {"Software": None},
@@ -47,8 +58,17 @@ def styled(make: Callable[[], Figure], suffix: str = ".png") -> bytes:
     """A figure, in fedloom's style, as a file of this kind."""
     import matplotlib
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | {"font.family": _fonts()}):
         return as_file(make(), suffix, dpi=160)
+
+
+@functools.cache
+def _fonts() -> list[str]:
+    """The font of all pictures, and one for Chinese labels and names where this machine has it."""
+    from matplotlib.font_manager import get_font_names
+
+    here = set(get_font_names())
+    return [STYLE["font.family"], *[name for name in _CHINESE if name in here][:1]]
 
 
 def as_file(figure: Figure, suffix: str, dpi: float | str = "figure") -> bytes:
@@ -56,7 +76,8 @@ def as_file(figure: Figure, suffix: str, dpi: float | str = "figure") -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}):
+    with matplotlib.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box says it in the picture
         figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=_METADATA.get(suffix.lower()))
     return buffer.getvalue()
 
