@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -69,6 +69,13 @@ def has_bar(console: Console) -> bool:
     return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
 
 
+class _Newest(ProgressColumn):
+    """The newest numbers; before there are any, how long it has taken."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["now"] or f"{span(task.elapsed or 0.0)} so far")
+
+
 class Bar:
     """A live bar, on a terminal or in a notebook."""
 
@@ -77,7 +84,7 @@ class Bar:
             SpinnerColumn(),
             TextColumn(f"{what} {{task.completed}}/{{task.total}}"),
             BarColumn(),
-            TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            _Newest(table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
         self._progress = Progress(*columns, console=console, transient=True)
         self._task: TaskID = self._progress.add_task(what, total=total, completed=done, now="")

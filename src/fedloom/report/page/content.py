@@ -136,7 +136,7 @@ def _run(run: RunView, words: _Spoken) -> Content:
 def _facts(runs: Sequence[RunView], words: _Spoken) -> tuple[str, ...]:
     """What all of the runs have in common, in a few words."""
     one, say = runs[0], words.say
-    keys = {"data.source": "data", "model.kind": "model", "partition.kind": "Partition"}
+    keys = {"data.source": "data", "model.kind": "model", "partition.kind": "partition"}
     same = [(label, key) for key, label in keys.items() if len({str(r.settings.get(key)) for r in runs}) == 1]
     found = [f"{say(label)}: {one.settings[key]}" for label, key in same if key in one.settings]
     clients = {r.partition.get("clients") for r in runs if r.partition}

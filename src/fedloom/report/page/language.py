@@ -26,6 +26,7 @@ _CHINESE = {
     "Curves": "训练曲线",
     "Clients": "客户端",
     "Partition": "数据划分",
+    "partition": "数据划分",
     "Confusion matrix": "混淆矩阵",
     "Topology": "网络拓扑",
     "Communication and time": "通信量与耗时",
