@@ -3,7 +3,7 @@
     python -m benchmarks.gossip [--repeats 3] [--nodes 100]
 
 One local epoch of a multilayer perceptron over 500 examples at each node, five of them, as a round of the recipes has,
-and the mixing of what comes out, taken in turns in one run, so that a busy machine is busy for all alike. A perceptron
+and the mixing of what comes out, taken in turns in one run, so that load slows all of them equally. A perceptron
 does least work for each of its parameters: with convolutions gossip is a smaller part. Also: the same mixing as one
 product of dense matrices, and over a ring.
 """
@@ -62,7 +62,7 @@ def local(exp: Experiment) -> Any:
 
 
 def mixed(exp: Experiment, weights: Weights, uploads: Any) -> Any:
-    """Its gossip: what every node makes of what it heard, in float32 again."""
+    """Its gossip: every node mixes what it received, in float32 again."""
     ok = np.ones(weights.nodes, dtype=bool)
     mail = Mail(weights, uploads, envelopes(exp, weights, None), ok)
     with torch.no_grad():

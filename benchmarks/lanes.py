@@ -123,9 +123,9 @@ def central(exp: Experiment, examples: Callable[[int], int], batch: int, *, best
         torch._foreach_sub_([p.data for p in parameters], torch._foreach_mul(gradients, 0.01))
 
     with arithmetic(exp.task):
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             for _ in range(3):
                 step()
         torch.cuda.synchronize()
@@ -154,7 +154,7 @@ def measured(work: dict[str, Callable[[], None]], turns: int) -> dict[str, float
 
 
 def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...], **settings: Any) -> dict[str, Any]:
-    """A round, recorded and compiled, beside its floor, in each precision."""
+    """A round, recorded and compiled, compared with its floor, in each precision."""
     found: dict[str, Any] = {}
     work: dict[str, Callable[[], None]] = {}
     tasks = {}

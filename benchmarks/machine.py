@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleaved(work: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each piece of work, taken in turns, so that a busy machine is busy for all of them alike."""
+    """Seconds of each piece of work, taken in turns, so that load slows all of them equally."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for run in work.values():
         run()  # warm

@@ -1,4 +1,4 @@
-"""A round of fedloom beside the same round in other simulators, on this machine's CPU.
+"""A round of fedloom compared with the same round in other simulators, on this machine's CPU.
 
     python -m benchmarks.peers --envs FOLDER [--rounds 3] [--turns 3] [--only fedloom flgo flwr pfl hand] [--smoke]
 
@@ -8,7 +8,7 @@ timed round. Each simulator has a virtual environment of its own below FOLDER, m
 same PyTorch as ``constraints.txt`` says, and a driver in ``benchmarks/drivers`` that fedloom is no part of.
 
 A turn starts every row once, as a process of its own: a round to get warm, then the timed ones. Turns follow each other
-forwards and backwards, so that a machine that gets slower does so for all alike, and the ratios are taken within turns.
+forwards and backwards, so that a machine that gets slower slows all equally, and the ratios are taken within turns.
 Every row says how many steps and examples it trained in a round; one that did other work than was asked for is listed
 among those that failed, with the reason, as is one that cannot be installed or run here.
 """
@@ -67,7 +67,7 @@ class Found:
 
     each: list[list[float]] = field(default_factory=list)  # seconds of the rounds, turn by turn
     whole: list[float] = field(default_factory=list)  # seconds of the process, turn by turn
-    told: dict[str, Any] = field(default_factory=dict)  # what it says of itself
+    report: dict[str, Any] = field(default_factory=dict)  # of its process
     failed: str = ""
 
 
@@ -144,7 +144,7 @@ def pinned() -> list[str]:
 
 
 def reason(said: str) -> str:
-    """The line of what a process said that tells why it failed, without places on this machine."""
+    """The line of a process's output that says why it failed, without places on this machine."""
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["nothing was said"]
     telling = [line for line in lines if re.match(r"ERROR|[\w.]*(Error|Exception|Fault)\b", line)] or lines
     return re.sub(r"(https?:/)?(/[\w.+@-]+){2,}", "...", telling[-1])[:300]
@@ -189,8 +189,8 @@ def driven(row: Row, place: Place, rounds: int) -> dict[str, Any]:
     given += [] if row.threads is None else ["--threads", str(row.threads)]
     given += ["--bf16"] * row.bf16
     said = ran([str(python), *how, "-m", f"benchmarks.drivers.{row.family}", str(place.data), *given])
-    told: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return report
 
 
 def woven(row: Row, place: Place, rounds: int, work: Work) -> dict[str, Any]:
@@ -240,17 +240,17 @@ def turn(row: Row, found: Found, place: Place, rounds: int, work: Work) -> None:
     take = partial(woven, work=work) if row.family == "fedloom" else driven
     began = time.perf_counter()
     try:
-        told = take(row, place, rounds)
-        check(told, work)
+        report = take(row, place, rounds)
+        check(report, work)
     except CannotError as error:
         found.failed = str(error)
         return
     found.whole.append(round(time.perf_counter() - began, 2))
-    found.each.append([round(s, 4) for s in told.pop("seconds")])
-    found.told = told
+    found.each.append([round(s, 4) for s in report.pop("seconds")])
+    found.report = report
 
 
-def check(told: dict[str, Any], work: Work) -> None:
+def check(report: dict[str, Any], work: Work) -> None:
     """That it trained what was asked for, not more and not less."""
     wanted = {
         "steps_a_round": work.steps,
@@ -258,8 +258,8 @@ def check(told: dict[str, Any], work: Work) -> None:
         "parameters": PARAMETERS,
     }
     for name, value in wanted.items():
-        if told[name] != value:
-            raise CannotError(f"did other work: {name} {told[name]:g}, not {value:g}")
+        if report[name] != value:
+            raise CannotError(f"did other work: {name} {report[name]:g}, not {value:g}")
 
 
 # ---------------------------------------------------------------------------------------------------------- results
@@ -278,7 +278,7 @@ def summed_up(found: dict[str, Found]) -> dict[str, Any]:
             "each": one.each,
             "process_seconds": one.whole,
             **{f"over_{base}": round(ratio(seconds, base, name), 3) for base in (BASE, SHARED) if base in seconds},
-            **one.told,
+            **one.report,
         }
     return results
 

@@ -3,7 +3,7 @@
     python -m benchmarks.precision --cifar data_batch_1.bin [--rounds 100] [--seeds 3]
 
 The first ten thousand images of CIFAR-10, 20 clients, Dirichlet 0.1, ten of them a round, ``cnn64``, a fifth of the
-images held out. The difference between precisions is to be read beside the spread over seeds.
+images held out. The difference between precisions should be compared with the spread over seeds.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 A round of ``cnn64`` on CIFAR-10-shaped data: 100 clients of 500 examples, 20 of them a round, batch 64, the loop
 executor. Compared are one process with one thread, as many ranks as ``--ranks`` says with one thread each, and one
 process with as many threads as there are ranks. The processes live side by side, wait for each other, and take their
-rounds in turns, so that a busy machine is busy for all of them alike; beside the seconds on the wall are those of a
-processor, which tell more on such a machine. Also: an evaluation on 10,000 rows, and the bytes that each rank hands
-over in a round.
+rounds in turns, so that load slows all of them equally. Measured are wall seconds and CPU seconds; on a busy machine
+the latter say more. Also: an evaluation on 10,000 rows, and the bytes that each rank hands over in a round.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def work() -> None:
 
 
 def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
-    """So many processes that do as they are told, together, and the number of parameters of their net.
+    """A function that lets ``ranks`` processes do a piece of work together, and the number of parameters of their net.
 
-    Being told returns the most seconds of a processor that one of them took.
+    The function takes the name of the work, and returns the most CPU seconds that one of the processes took.
     """
     folder = launch.meeting() if ranks > 1 else Path()
     threaded = {"OMP_NUM_THREADS": str(threads)}
@@ -90,18 +89,18 @@ def crew(ranks: int, threads: int) -> tuple[Callable[[str], float], int]:
         for rank in range(ranks)
     ]
 
-    def tell(word: str) -> float:
+    def do(word: str) -> float:
         for process in processes:
             _pipe(process.stdin).write(word + "\n")
             _pipe(process.stdin).flush()
         return max(float(_pipe(process.stdout).readline()) for process in processes)
 
     sizes = [int(_pipe(process.stdout).readline()) for process in processes]
-    return tell, sizes[0]
+    return do, sizes[0]
 
 
-def _told(tell: Callable[[str], float], word: str, took: list[float]) -> None:
-    took.append(tell(word))
+def _timed(do: Callable[[str], float], word: str, took: list[float]) -> None:
+    took.append(do(word))
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -127,7 +126,7 @@ def main() -> None:
     results: dict[str, Any] = {"parameters": parameters, "clients": COHORT, "ranks": count, "load_before": load}
     for what in ("round", "evaluation"):
         took: dict[str, list[float]] = {name: [] for name in crews}
-        turns = {name: partial(_told, tell, what, took[name]) for name, tell in crews.items()}
+        turns = {name: partial(_timed, do, what, took[name]) for name, do in crews.items()}
         seconds = interleaved(turns, given.repeats)
         results[what] = {
             "seconds": {name: round(median(taken), 4) for name, taken in seconds.items()},
@@ -135,7 +134,7 @@ def main() -> None:
             "ranks_over_one": round(ratio(seconds, "ranks", "one"), 3),
             "threads_over_one": round(ratio(seconds, "threads", "one"), 3),
             "ranks_over_threads": round(ratio(seconds, "ranks", "threads"), 3),
-            # Of one process and of the busiest rank: what the speed-up comes to, were there no wait and nobody else.
+            # Of one process and of the busiest rank: the speed-up on an idle machine without waiting.
             "processor_seconds": {name: round(median(took[name]), 4) for name in ("one", "ranks")},
             "processor_ranks_over_one": round(ratio(took, "ranks", "one"), 3),
         }

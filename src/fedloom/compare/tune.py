@@ -230,7 +230,7 @@ class _Trials:
         return found
 
     def ended(self, cell: Cell, _state: str) -> list[Cell]:
-        """A cell has ended: the trials that waited for it alone are told, and others begin in their place."""
+        """A cell has ended: report the trials that waited for it alone, and begin others in their place."""
         found = []
         for number, hashes in list(self._waiting.items()):
             hashes.discard(cell.hash)
@@ -250,7 +250,7 @@ class _Trials:
         return []
 
     def _missing(self, trial: optuna.trial.FrozenTrial) -> list[Cell]:
-        """The cells of a trial that nobody runs yet; it is told at once where all of them have ended."""
+        """The cells of a trial that are not running yet; it is reported at once if all of them have ended."""
         cells = {cell.hash: cell for cell in self._cells(trial)}
         under_way = {name for hashes in self._waiting.values() for name in hashes}
         waits = {name for name in cells if not state_of(self._home(cells[name]))}
@@ -264,7 +264,7 @@ class _Trials:
         return self._folder / "cells" / cell.hash
 
     def _tell(self, trial: optuna.trial.FrozenTrial) -> None:
-        """Tell the study what a trial came to; settings with which training diverged are worse than any others."""
+        """Report the value of a trial to the study; settings with which training diverged are worse than any others."""
         from optuna.trial import TrialState
 
         states = {state_of(self._home(cell)) for cell in self._cells(trial)}
@@ -294,7 +294,7 @@ class _Trials:
         return {metric: mean} if mean is not None and len(found) == len(results) else {}
 
     def refuse_stale(self, root: Path) -> None:
-        """Refuse to go on with trials whose data, code or versions are not those of now: values would not compare."""
+        """Refuse to continue trials of other data, code or versions: their values cannot be compared."""
         finished = [trial for trial in self._drawn() if trial.state.is_finished()]
         for cell in self._cells(finished[-1]) if finished else ():
             why = stale_reasons(self._home(cell), cell, Fingerprints(root)) if self._home(cell).is_dir() else []
@@ -311,8 +311,8 @@ class _Trials:
         left = spent / fresh * (self._search.trials - done) if fresh else None
         said, self._said = self._said or [""], []
         for ended in said:
-            told = standing._replace(done=done, cells=self._search.trials, seconds_left=left, ended=ended)
-            self._watcher.moved(told)
+            progress = standing._replace(done=done, cells=self._search.trials, seconds_left=left, ended=ended)
+            self._watcher.moved(progress)
 
     def stopping(self) -> None:
         self._watcher.stopping()

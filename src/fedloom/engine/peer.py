@@ -76,15 +76,15 @@ def links_of(exp: Experiment, node: int, round_: int, step: int) -> dict[int, fl
 
 
 def mix_node(
-    exp: Experiment, state: RunState, node: int, own: Sent, heard: Mapping[int, Sent], step: int
+    exp: Experiment, state: RunState, node: int, own: Sent, received: Mapping[int, Sent], step: int
 ) -> tuple[RunState, Sent]:
-    """The state after a gossip step in which only these neighbours were heard, and what the node has for the next step.
+    """The state after a gossip step that received from these neighbours alone, and what the node sends in the next one.
 
     The weight of a link that is down goes back to both of its ends, as with ``link_policy = "self"``.
     """
     with torch.no_grad():
-        weights = _row(exp, node, state.round, step, heard)
-        everyone = {node: own, **heard}
+        weights = _row(exp, node, state.round, step, received)
+        everyone = {node: own, **received}
         mine = own.buffers if isinstance(own.buffers, Tensor) else state.buffers
         messages = {
             k: Message(state.round, step, k, x.upload, x.buffers if isinstance(x.buffers, Tensor) else mine)
@@ -101,9 +101,9 @@ def mix_node(
 
 def correction(exp: Experiment, state: RunState, node: int, own: Sent, theirs: tuple[int, Sent], step: int) -> Sent:
     """What a link in doubt adds to a node, if it turns out to have been up: its weight times the difference."""
-    by, heard = theirs
+    by, received = theirs
     weight = links_of(exp, node, state.round, step)[by]
-    return tree.tmap(lambda a, b: (weight * (b.double() - a.double())).to(a.dtype), own, heard)
+    return tree.tmap(lambda a, b: (weight * (b.double() - a.double())).to(a.dtype), own, received)
 
 
 def corrected(state: RunState, by: Sent) -> RunState:
