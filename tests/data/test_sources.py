@@ -488,6 +488,7 @@ BAD_CSV = [
     ("", "is empty"),
     ("a,label\n", "no rows"),
     ("a,label\n1,x\nsix,y\n", "column 'a': {path}, line 3: is not a number (got 'six')"),
+    ("a,label\n2024-02-28,x\n2024-02-30,y\n", "column 'a': {path}, line 3: is not a date (got '2024-02-30')"),
     ("a,label\n1,x\n\n1e40,y\n", "line 4: is not a finite number (got 1e+40)"),
     ("a,label\n1,x\n1,y,z\n", "line 3: has 3 cells where the header has 2"),
     ("a,label\n1,0.5\n2,1\n", "line 2: the label (column 'label') must be a whole number or a word (got '0.5')"),

@@ -260,11 +260,13 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
     days = _days(values, day_first)
     if days is not None:
         return days
-    odd = [(row, word) for row, word in present if as_numbers([word], comma=comma) is None]
-    if 2 * len(odd) <= len(present):
-        row, word = odd[0]
-        more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
-        return Column("words", values, f"{where(row)}: is not a number (got {word!r}{more})")
+    no_numbers = [(row, word) for row, word in present if as_numbers([word], comma=comma) is None]
+    no_dates = [(row, word) for row, word in present if not _is_date(word, day_first)]
+    for odd, what in ((no_numbers, "number"), (no_dates, "date")):
+        if 2 * len(odd) <= len(present):
+            row, word = odd[0]
+            more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+            return Column("words", values, f"{where(row)}: is not a {what} (got {word!r}{more})")
     return Column("words", values)
 
 
@@ -290,6 +292,14 @@ def _days(values: NDArray[Any], day_first: bool | None) -> Column | None:
     except ValueError:
         return None
     return Column("date", np.array([day[word] if word else math.nan for word in values.tolist()], np.float64))
+
+
+def _is_date(word: str, day_first: bool | None) -> bool:
+    try:
+        _day(word, bool(day_first))
+    except ValueError:
+        return False
+    return True
 
 
 def _day(word: str, day_first: bool) -> float:
