@@ -201,6 +201,20 @@ def test_a_run_that_lost_its_nodes_goes_on_from_its_checkpoint(tmp_path: Path) -
     assert same_bytes[0] == same_bytes[1]
 
 
+def test_the_server_finds_data_that_was_named_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower starts the run in the server's own folder."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{k},{('ill', 'well')[k % 2]}" for k in range(40)]
+    (tmp_path / "lab.csv").write_text("\n".join(["age,outcome", *rows]))
+    asked = {"data": {"source": "lab.csv", "label": "outcome"}, "partition": {"kind": "iid", "clients": 3}}
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, **asked)).absolute()
+    nodes = here(home)
+    monkeypatch.chdir(home)
+    assert conduct(home, nodes, 1, print) is not None
+
+
 def test_bundles_hold_no_secret_of_others(tmp_path: Path) -> None:
     home = a_site(tmp_path / "site", config_of("fedavg"))
     secrets = {path: path.read_bytes() for path in (tmp_path / "site").rglob("*.key")}

@@ -10,22 +10,22 @@ from typing import Any
 
 from fedloom.core import disk
 from fedloom.core.errors import DataError
-from fedloom.deploy.messages import unpacked
+from fedloom.deploy.messages import outline
 
 AUDIT = "audit.jsonl"
 
 
 def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more: Any) -> None:
     """Write down a message that is about to leave: what it is, for which round, how large, and what it holds."""
-    sent = unpacked(message, len(message))
+    kind, facts, arrays = outline(message)
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "asked": asked,
         "round": round_,
-        "sent": sent.kind,
-        "why": sent.facts.get("why", ""),
+        "sent": kind,
+        "why": facts.get("why", ""),
         "bytes": len(message),
-        "arrays": {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in sent.tensors.items()},
+        "arrays": arrays,
         **more,
     }
     file = disk.open_own(folder / AUDIT, os.O_WRONLY | os.O_APPEND)

@@ -217,7 +217,9 @@ class RemoteNodes:
         began = time.monotonic()
         good: dict[int, T] = {}
         failed: dict[int, Failed] = {}
-        for client, answer in self._transport.exchange(data, ids, seconds, needed).items():
+        answers = self._transport.exchange(data, ids, seconds, needed)
+        for client in list(answers):
+            answer = answers.pop(client)  # large ones are not kept longer than they must be
             if isinstance(answer, Failed):
                 failed[client] = answer
                 continue

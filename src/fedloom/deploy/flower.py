@@ -145,6 +145,8 @@ def write_connection(home: Path, port: int) -> None:
 
 def call(home: Path, *words: str) -> dict[str, Any]:
     """What Flower's command line answers, as JSON; its exit code does not tell whether it succeeded."""
+    if not (home / "flwr" / "config.toml").is_file():
+        raise FlowerError(f"the server has never run; start it with: fedloom deploy server {home.parent}")
     said = _said(home, *words, CONNECTION, "--format", "json")
     try:
         found: dict[str, Any] = json.loads(said.stdout)

@@ -23,6 +23,9 @@ T = TypeVar("T")
 HEADER = 1 << 20  # bytes that the header of a message may take
 SEALED_BYTES = 92  # of what one node seals for another in a secure sum
 _TABLE = "fedloom"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"} | {
+    f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+}
 
 
 class MessageError(FedloomError):
@@ -40,7 +43,14 @@ class Envelope(NamedTuple):
 def packed(message: Envelope) -> bytes:
     """A message as bytes."""
     table = json.dumps({"kind": message.kind, **message.facts})
-    plain = {name: x.detach().cpu().contiguous().clone() for name, x in message.tensors.items()}
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in message.tensors.items():
+        own = x.detach().cpu().contiguous()
+        at = own.untyped_storage().data_ptr()
+        shares = at in seen or own.untyped_storage().nbytes() != own.nbytes  # which safetensors refuses
+        seen.add(at)
+        plain[name] = own.clone() if shares else own
     return save(plain, {_TABLE: table})
 
 
@@ -49,12 +59,24 @@ def unpacked(data: bytes, limit: int) -> Envelope:
     if len(data) > limit:
         raise MessageError(f"has {len(data):,} bytes where {limit:,} are expected at most")
     try:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + min(size, HEADER)])
-        table = json.loads(header["__metadata__"][_TABLE])
+        table = json.loads(_header(data)["__metadata__"][_TABLE])
         return Envelope(str(table.pop("kind")), table, load(data))
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MessageError(f"is no message of fedloom ({type(error).__name__})") from error
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    size = int.from_bytes(data[:8], "little")
+    found: dict[str, Any] = json.loads(data[8 : 8 + min(size, HEADER)])
+    return found
+
+
+def outline(data: bytes) -> tuple[str, dict[str, Any], dict[str, tuple[list[int], str]]]:
+    """Kind, facts, and the shape and type of each array of a message that was packed here; no array is copied."""
+    header = _header(data)
+    table = json.loads(header.pop("__metadata__")[_TABLE])
+    arrays = {name: (list(one["shape"]), _DTYPES.get(one["dtype"], one["dtype"])) for name, one in header.items()}
+    return str(table.pop("kind")), table, dict(sorted(arrays.items()))
 
 
 def named(prefix: str, value: Any) -> dict[str, Tensor]:

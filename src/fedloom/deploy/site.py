@@ -22,6 +22,7 @@ from pydantic import Field
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault
 from fedloom.core.schema import Spec, read
+from fedloom.data.sources import File
 from fedloom.deploy.contract import Contract, Form, read_contract, refuse_undeployable, write_contract
 from fedloom.deploy.fleet import Rules
 from fedloom.deploy.node import Policy
@@ -72,7 +73,7 @@ def initialise(
     slugs = slugs_of(nodes)
     if out.exists() and any(out.iterdir()):
         raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
-    config = config._replace(partition=with_clients(config, len(nodes)))
+    config = with_absolute_data(config._replace(partition=with_clients(config, len(nodes))))
     shared = share(config, root)
     contract = Contract(config, Form.of(shared.arrays), tuple(nodes), secrets.token_hex(8))
     authority, key, certificate = keys.new_authority(f"fedloom {contract.campaign}")
@@ -112,6 +113,13 @@ def with_clients(config: Config, count: int) -> Any:
     if "clients" not in type(config.partition).model_fields:
         return config.partition
     return config.partition.model_copy(update={"clients": count})
+
+
+def with_absolute_data(config: Config) -> Config:
+    """The experiment with the whole path of its data: the server reads it from another folder."""
+    if not isinstance(config.data, File):
+        return config
+    return config._replace(data=config.data.model_copy(update={"path": str(config.data.place.absolute())}))
 
 
 def folder_name(name: str) -> str:

@@ -24,7 +24,7 @@ from fedloom.deploy.own_files import own_files
 from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.members import MEMBERS, Member, Members, read_members, write_members
 from fedloom.deploy.services import unit_of_peer
-from fedloom.deploy.site import NODE_TOML, read_section, refuse_open_key, slugs_of, with_clients
+from fedloom.deploy.site import NODE_TOML, read_section, refuse_open_key, slugs_of, with_absolute_data, with_clients
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config
 
@@ -115,7 +115,7 @@ def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Pa
     slugs, places = slugs_of(names), addresses(hosts, len(names))
     if out.exists() and any(out.iterdir()):
         raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
-    config = config._replace(partition=with_clients(config, len(names)))
+    config = with_absolute_data(config._replace(partition=with_clients(config, len(names))))
     prepared = prepare(config, root)  # which refuses what cannot run
     if prepared.shared.clients != len(names):
         what = f"the data has {prepared.shared.clients} clients, and there are {len(names)} nodes"
