@@ -258,12 +258,18 @@ def test_a_folder_grows_seed_by_seed_and_a_list_says_what_is_missing(tmp_path: P
         "a.toml: 0 of 4 cells (seed 0: 0 of 2, seed 1: 0 of 2)",
         "  next 2 cells: fedloom compare a.toml --seed 0",
     ]
-    for seed in (1, 0):
-        assert fedloom("compare", "a.toml", "--seed", seed, "--jobs", 1, cwd=tmp_path).code == 0
-        assert fedloom("collect", "a.toml", cwd=tmp_path).code == 0
+    rest = ("--seeds", 2, "--kept", "results", "--out", "elsewhere")
+    for seed, words in ((1, ("--seed", 1)), (0, rest)):
+        done = fedloom("compare", "a.toml", *words, "--jobs", 1, cwd=tmp_path)
+        assert (done.code, "2 of 4 cells were left out" in done.out) == (0, seed == 0)
+        places = ("--from", "elsewhere") if seed == 0 else ()
+        assert fedloom("collect", "a.toml", *places, cwd=tmp_path).code == 0
         found = fedloom("collect", "queue.txt", "--missing", "--json", cwd=tmp_path)
         left = ["fedavg · seed 0", "fedprox · seed 0"] if seed == 1 else []
         assert found.json == {"a.toml": {"cells": 4, "there": 4 - len(left), "missing": left}}
+    assert len(list((tmp_path / "elsewhere" / "cells").iterdir())) == 2
+    wrong = fedloom("compare", "a.toml", "--kept", "nowhere", cwd=tmp_path)
+    assert (wrong.code, "--kept: there is no folder nowhere" in wrong.err) == (2, True)
 
 
 _RECIPE = """

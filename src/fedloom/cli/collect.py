@@ -150,7 +150,8 @@ def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, t
         if each.missing:
             seed = each.missing[0].seed
             left = sum(cell.seed == seed for cell in each.missing)
-            screen.print(f"  next {left} cells: fedloom compare {recipe} --seed {seed}", markup=False)
+            kept = f" --kept {results}" if each.there else ""
+            screen.print(f"  next {left} cells: fedloom compare {recipe} --seed {seed}{kept}", markup=False)
 
 
 def _print(found: dict[Path, Collected], *, as_json: bool, many: bool) -> None:

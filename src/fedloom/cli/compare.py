@@ -50,6 +50,10 @@ Equal = Annotated[
 Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
 ]
+KeptBelow = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept below it: see fedloom collect."),
+]
 Budget = Annotated[float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")]
 
 
@@ -68,6 +72,7 @@ def compare(
     budget: Budget = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
+    kept: KeptBelow = None,
     watch: WithPage = False,
     json_: JsonResult = False,
     trust: Trust = False,
@@ -95,14 +100,15 @@ def compare(
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     words = words or []
-    if _are_results(words, given, grid, out, jobs, watch):
+    if _are_results(words, given, grid, out, jobs, kept, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
     planned = plan(table)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
-    done = _shown(planned, folder, data_root, jobs, trust=trust, as_json=json_, watch=watch)
+    how = {"data_root": data_root, "jobs": jobs, "kept": kept, "trust": trust}
+    done = _shown(planned, folder, how, as_json=json_, watch=watch)
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:
@@ -130,16 +136,7 @@ def _seeds_in(folder: Path) -> set[int]:
     return {seed for seed in seeds if isinstance(seed, int)} if isinstance(seeds, list) else set()
 
 
-def _shown(
-    planned: ComparisonPlan,
-    folder: Path,
-    data_root: Path | None,
-    jobs: int | None,
-    *,
-    trust: bool,
-    as_json: bool,
-    watch: bool,
-) -> Comparison:
+def _shown(planned: ComparisonPlan, folder: Path, how: dict[str, Any], *, as_json: bool, watch: bool) -> Comparison:
     """Run the cells on the screen; an interruption says how to go on."""
     from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
@@ -150,7 +147,7 @@ def _shown(
     screen = ComparisonScreen(plain_console(stderr=as_json, soft_wrap=True))
     try:
         with watched(screen, watch) as watcher:
-            done = run(planned, folder, data_root=data_root, jobs=jobs, trust=trust, watcher=watcher)
+            done = run(planned, folder, **how, watcher=watcher)
     except InterruptedComparison as stop:
         screen.close()
         screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; repeat the command to continue")

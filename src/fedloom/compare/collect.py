@@ -70,15 +70,19 @@ def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
     if planned.spec.equal != "rounds":
         terms = kept_terms(planned, [path.read_bytes() for path in results.rglob(TERMS)])
         planned = on_terms(planned, terms) if terms is not None else planned
-    cells = {cell.hash: cell for cell in planned.cells}
-    places = {path.parent for path in results.rglob("cells/*.json")}
-    files = [file for place in sorted(places) for file in kept_files(place, (path.name for path in place.iterdir()))]
-    kept = {name for name, _ in kept_documents(files, cells)}
+    cells, kept = {cell.hash: cell for cell in planned.cells}, kept_below(planned, results)
     seeds = {}
     for seed in planned.spec.seeds:
         own = {name for name, cell in cells.items() if cell.seed == seed}
         seeds[seed] = (len(own & kept), len(own))
     return Lacking(len(cells), len(kept), seeds, tuple(cell for name, cell in cells.items() if name not in kept))
+
+
+def kept_below(planned: ComparisonPlan, results: Path) -> frozenset[str]:
+    """The hashes of the cells whose results some folder below ``results`` keeps."""
+    places = {path.parent for path in results.rglob("cells/*.json")}
+    files = [file for place in sorted(places) for file in kept_files(place, (path.name for path in place.iterdir()))]
+    return frozenset(name for name, _ in kept_documents(files, {cell.hash: cell for cell in planned.cells}))
 
 
 def collect(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,19 @@ _PARTITION = {"sha256": str, "data_sha256": str}
 _PRIVACY = {"unit": str, "relation": str, "delta": float}
 
 
-def read_results(planned: ComparisonPlan, cells: Path) -> tuple[list[Result], dict[str, str]]:
-    """The result of every cell; cells whose files were changed since have failed, and are named with the reason."""
+def read_results(
+    planned: ComparisonPlan, cells: Path, left_out: Collection[str] = ()
+) -> tuple[list[Result], dict[str, str]]:
+    """The result of every cell; cells whose files were changed since have failed, and are named with the reason.
+
+    Cells that were left out have none unless they were run here before.
+    """
     results, damaged = [], {}
     for cell in planned.cells:
         home = cells / cell.hash
+        if cell.hash in left_out and not state_of(home):
+            results.append(as_result(cell, "missing"))
+            continue
         try:
             results.append(result_of(cell, home))
         except CheckpointError as error:

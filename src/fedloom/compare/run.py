@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedloom.compare import gpu
+from fedloom.compare.collect import kept_below
 from fedloom.compare.crew import Crew, InterruptedComparison, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.folder import cells_of, locked, move_stale_aside, refuse_another, state_of, storage_errors
@@ -15,6 +16,7 @@ from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
 from fedloom.runs.folder import write_text
@@ -27,13 +29,15 @@ def run(
     *,
     data_root: str | Path | None = None,
     jobs: int | None = None,
+    kept: str | Path | None = None,
     trust: bool = False,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Run what is missing of a comparison in the folder ``out``, and write its tables and curves there.
 
-    ``table`` is an experiment with a ``compare`` table beside its other sections. ``trust``: the code that a
-    comparison in this folder names may run, although you have not run it before.
+    ``table`` is an experiment with a ``compare`` table beside its other sections. ``kept``: a folder of collected
+    results, whose cells are not run. ``trust``: the code that a comparison in this folder names may run, although you
+    have not run it before.
     """
     if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
@@ -44,6 +48,7 @@ def run(
     for cell in planned.cells:
         refuse_missing_trackers(cell.config)
     planned = equalised(planned, root)
+    left_out = _left_out(planned, kept)
     with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
@@ -51,11 +56,18 @@ def run(
             planned = planned._replace(notes=(*planned.notes, *move_stale_aside(planned, folder, cells, root)))
             tables = TablesAsCellsEnd(planned, folder, cells, watcher or Unwatched())
             try:
-                failures = _run_missing(planned, folder, cells, root, jobs, tables)
+                failures = _run_missing(planned, folder, cells, root, jobs, tables, left_out)
             except InterruptedComparison:
                 tables.write()
                 raise
-            return write_results(planned, folder, cells, failures)
+            return write_results(planned, folder, cells, failures, left_out)
+
+
+def _left_out(planned: ComparisonPlan, kept: str | Path | None) -> Collection[str]:
+    """The hashes of cells whose results are kept below a folder."""
+    if kept is not None and not Path(kept).is_dir():
+        raise ConfigError([Fault("--kept", f"there is no folder {kept}", "the one that fedloom collect writes")])
+    return () if kept is None else kept_below(planned, Path(kept))
 
 
 def _find_data(planned: ComparisonPlan, root: Path) -> None:
@@ -66,11 +78,18 @@ def _find_data(planned: ComparisonPlan, root: Path) -> None:
 
 
 def _run_missing(
-    planned: ComparisonPlan, folder: Path, cells: Path, root: Path, jobs: int | None, watcher: Watcher
+    planned: ComparisonPlan,
+    folder: Path,
+    cells: Path,
+    root: Path,
+    jobs: int | None,
+    watcher: Watcher,
+    left_out: Collection[str],
 ) -> dict[str, str]:
-    """Run every cell that has not ended yet; the failures by the name of their cell."""
-    by_hash = {cell.hash: cell for cell in reversed(planned.cells)}  # two labels may stand for one config
-    missing = [c for c in planned.cells if by_hash[c.hash] is c and not state_of(cells / c.hash)]
+    """Run every cell that has not ended yet and is not left out; the failures by the name of their cell."""
+    # Two labels may stand for one config.
+    by_hash = {cell.hash: cell for cell in reversed(planned.cells) if cell.hash not in left_out}
+    missing = [c for c in planned.cells if by_hash.get(c.hash) is c and not state_of(cells / c.hash)]
     jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
     crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
     watcher.started(planned, folder, jobs, crew.standing())

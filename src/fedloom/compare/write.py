@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,10 +80,15 @@ class Comparison(NamedTuple):
         return {"folder": str(self.folder), **self.summary(), "failures": self.failures}
 
 
-def write_results(planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str]) -> Comparison:
-    """Read the cells, and write tables and curves into ``folder``."""
-    results, damaged = read_results(planned, cells)
-    comparison = drawn(planned, folder, cells, results, failures | damaged)
+def write_results(
+    planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str], left_out: Collection[str] = ()
+) -> Comparison:
+    """Read the cells, and write tables and curves into ``folder``; ``left_out``: hashes of cells that were not run."""
+    results, damaged = read_results(planned, cells, left_out)
+    lacking = len({result.hash for result in results if result.state == "missing"})
+    every = len({cell.hash for cell in planned.cells})
+    remarks = [f"{lacking} of {every} cells were left out, since their results are kept elsewhere"] if lacking else []
+    comparison = drawn(planned, folder, cells, results, failures | damaged, remarks)
     write_tables(planned, comparison)
     return comparison
 
