@@ -243,7 +243,8 @@ def _section(
     given = with_defaults(section, table.get(section, {}), algorithm)
     given = {"kind": given} if section == "task" and isinstance(given, str) else given
     if not isinstance(given, Mapping):
-        return None, [Fault(section, f"should be a table of settings (got {given!r})")]
+        some = ", ".join(f"{section}.{name}" for name in list(cls.model_fields)[:4])
+        return None, [Fault(section, f"should be a table of settings (got {given!r})", f"set one of them, as {some}")]
     return read(cls, given, section)
 
 
