@@ -456,7 +456,11 @@ def test_a_damaged_archive_is_not_imported(tmp_path: Path) -> None:
     good = tar(in_folder(cifar_files()))
     published = {"cifar10": PUBLISHED["cifar10"]._replace(layout=CIFAR)}
     wrong = cifar_files() | {"test_batch.bin": b"\xff" * (50 * 3073)}
-    for body, told in ((good[:-5000], "damaged"), (b"no tar", "damaged"), (tar(in_folder(wrong)), "got 255 in row 0")):
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 1 << 20  # of a terabyte, a few megabytes of zeros are enough
+    long = gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20) + gzip.decompress(good))
+    cases = {good[:-5000]: "damaged", b"no tar": "damaged", tar(in_folder(wrong)): "got 255 in row 0"}
+    for body, told in (cases | {long: "a header claims 1048576 bytes"}).items():
         path = tmp_path / "cifar-10-binary.tar.gz"
         path.write_bytes(body)
         with pytest.raises(DataError, match=told) as caught:

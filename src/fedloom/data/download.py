@@ -270,6 +270,15 @@ def _copied(found: Mapping[str, Path], folder: Path) -> dict[Path, Path]:
     return staged
 
 
+class _Unpacked(gzip.GzipFile):
+    """What is in a compressed file, a little at a time: a header may claim any length, and is read in one piece."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _BLOCK:
+            raise tarfile.ReadError(f"a header claims {size} bytes")
+        return super().read(size)
+
+
 def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
     """The set's files out of its archive, read and checked, beside their final places.
 
@@ -279,7 +288,7 @@ def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
     members = {f"{layout.folder}/{file}": file for file in sizes}
     staged: dict[Path, Path] = {}
     try:
-        with tarfile.open(archive, "r:gz") as tar:
+        with _Unpacked(archive) as plain, tarfile.open(fileobj=plain, mode="r:") as tar:
             for member in tar:
                 file = members.get(member.name.removeprefix("./"))
                 if file is None:
