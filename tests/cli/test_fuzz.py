@@ -39,6 +39,7 @@ from fedloom.core import disk
 from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
 from fedloom.data.sources import Npz
+from fedloom.engine import checkpoint
 from fedloom.engine.rounds import begin
 from fedloom.engine.settings import Diagnostic
 from fedloom.engine.topology.network import Topology
@@ -527,6 +528,12 @@ def other_json(draw: Any, text: str) -> str:
     return json.dumps(whole)
 
 
+def vouched_for(meta: str) -> str:
+    """The record of a checkpoint with the checksum that belongs to it, as somebody would forge it."""
+    table = json.loads(meta)
+    return json.dumps(table | {"self": checkpoint._sum(table)}) if isinstance(table, dict) else meta
+
+
 def spoil(draw: Any, home: Path, but: tuple[str, ...]) -> str:
     """Delete, replace or change one file below a folder; which one."""
     found = sorted(p for p in home.rglob("*") if p.is_file() and p.name not in but)
@@ -541,7 +548,8 @@ def spoil(draw: Any, home: Path, but: tuple[str, ...]) -> str:
         text = content.decode("utf-8", "replace")
         lines = text.splitlines(keepends=True) if victim.suffix == ".jsonl" else [text]
         at = draw(st.integers(0, max(0, len(lines) - 1)))
-        lines[at : at + 1] = [draw(other_json(lines[at] if lines else "")) + "\n"]
+        new = draw(other_json(lines[at] if lines else ""))
+        lines[at : at + 1] = [(vouched_for(new) if victim.name == "meta.json" else new) + "\n"]
         victim.write_text("".join(lines))
     else:
         victim.write_bytes(draw(mutated(content)))

@@ -170,6 +170,29 @@ def test_every_byte_of_the_record_counts(tmp_path: Path) -> None:
             refused(run)
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"sha256": {"../../../dev/zero": ""}},
+        {"seconds": "0x1p99999"},
+        {"round": -1},
+        {"round": 2},
+        {"up": "many"},
+        {"store": []},
+        {"lengths": {"metrics.jsonl": None}},
+        {"ledger": {"uses": []}},
+    ],
+    ids=str,
+)
+def test_a_forged_record_is_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+    """With the checksum that belongs to it; a file that it names elsewhere is not read."""
+    run = Saved("fedopt", tmp_path)
+    run.go(3)
+    path = newest(run, "meta.json")
+    checkpoint._write_record(path, json.loads(path.read_text()) | forged)
+    assert f"00000003 is damaged: {'its meta.json is of round 2' if forged == {'round': 2} else ''}" in refused(run)
+
+
 def test_a_file_that_was_cut_off_or_is_missing_is_refused(saved: Saved) -> None:
     for path in files_of(saved):
         good = path.read_bytes()

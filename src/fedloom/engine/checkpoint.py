@@ -17,8 +17,9 @@ import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,6 +34,59 @@ from fedloom.trust.accountant import Release
 from fedloom.trust.ledger import Ledger
 
 KEEP = 2  # the newest, and one to fall back on
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def _is_hexadecimal(text: str) -> str:
+    try:
+        float.fromhex(text)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+class _Entries(BaseModel):
+    """Some entries of a record, each of its type; which there must be is asked elsewhere."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Release(_Entries):
+    noise: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    local: bool = False
+    sampling: str = ""
+    clients: _Count = 0
+    size: _Count = 0
+    histogram_epsilon: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+
+
+class _Ledger(_Entries):
+    release: _Release = _Release()
+    delta: Annotated[float, Field(ge=0, le=1)] = 0.0
+    reach: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    uses: Annotated[list[_Count], Field(min_length=1)] = [0]
+
+
+class _Store(_Entries):
+    rows: _Count = 0
+    lines: _Count = 0
+    crc: _Count = 0
+    form: list[Any] = []
+
+
+class _Record(_Entries):
+    """What meta.json holds: whoever forges a record forges its checksum, too."""
+
+    round: _Count
+    fedloom: str = ""
+    up: _Count
+    down: _Count
+    seconds: Annotated[str, AfterValidator(_is_hexadecimal)]
+    gradients: FiniteFloat = 0.0
+    ledger: _Ledger | None = None
+    store: _Store
+    lengths: dict[str, _Count | str]
+    sha256: dict[Literal["state.safetensors", "clients.safetensors"], str]
 
 
 class OtherFormError(CheckpointError):
@@ -226,6 +280,13 @@ def _record(folder: Path) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
     if meta["self"] != _sum(meta):
         raise CheckpointError(f"checkpoint {folder} is damaged: meta.json is not what was written")
+    try:
+        named = _Record(**meta).round
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise CheckpointError(f"checkpoint {folder} is damaged: '{where}' in meta.json cannot be") from error
+    if named != int(folder.name):
+        raise CheckpointError(f"checkpoint {folder} is damaged: its meta.json is of round {named}")
     return meta
 
 
