@@ -50,7 +50,7 @@ def table_of(kind: str, **more: Any) -> dict[str, Any]:
         "seed": 5,
         "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "holdout": 0.2},
         "data": {"source": "digits", "test": 0.7},
-        "model": {"kind": "mlp", "hidden": [8]} if kind in _HEADED else {"kind": "logistic"},
+        "model": {"kind": "mlp", "widths": [8]} if kind in _HEADED else {"kind": "logistic"},
         "local": {"batch": 32},
         "cohort": {"sampling": "all"},
         "engine": {"executor": "loop"},
