@@ -44,10 +44,6 @@ def test_a_table_as_a_spreadsheet_saves_it(tmp_path: Path) -> None:
     assert a.x[:, 3].tolist() == [70.5, 75.5, 80.5, 90.0, 60.0, 1000.0]  # 75.5: the median without the test row
     assert any("cp1252" in note for note in a.notes)
     assert any("semicolons" in note for note in a.notes)
-    assert not any("hides the rest" in note for note in a.notes)
-    rare = tmp_path / "rare.csv"
-    rare.write_text("x,label\n" + "1,no\n" * 9 + "2,yes\n")
-    assert any("90% of the rows are 'no'" in note for note in Csv(path=str(rare)).load(tmp_path, 0).notes)
     told = "\n".join(listed(a.recipe))
     assert "weight [1 missing]" in told
     assert "left out: patient" in told

@@ -12,6 +12,7 @@ import torch
 import fedloom
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.runs.find import algorithms
+from fedloom.runs.prepare import share
 from fedloom.runs.settings import as_hashed, parse
 
 pytestmark = pytest.mark.slow
@@ -110,3 +111,14 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         fedloom.run(task={"loss": "mine.py:mean"}, **few)
     with pytest.raises(ConfigError, match="there is no loss 'focal'"):
         fedloom.run(task={"loss": "focal"}, **few)
+
+
+def test_rare_classes_of_a_table_are_pointed_out_unless_they_are_measured_or_weighed(tmp_path: Path) -> None:
+    (tmp_path / "rare.csv").write_text("x,label\n" + "1,no\n" * 36 + "2,yes\n" * 4)
+    given = {"data": str(tmp_path / "rare.csv"), "partition": {"kind": "iid", "clients": 2}}
+
+    def notes(**more: Any) -> str:
+        return "\n".join(share(parse({**given, **more}), tmp_path).notes)
+
+    assert "90% of the rows are 'no', so accuracy hides the rest" in notes()
+    assert "hides" not in notes(task={"class_weights": "balanced"}) + notes(evaluate={"metrics": ["auc"]})

@@ -403,7 +403,7 @@ class Table(File):
         test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
         recipe, x = self.prepared(table, rows, ~test)
         holders = [rows.clients[k] for k in rows.client] if recipe.own and rows.client is not None else None
-        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table), *one_class(rows))
+        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table))
         x = filled_and_scaled(x, recipe, holders)
         found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
         return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
@@ -589,19 +589,6 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
     test = np.zeros(len(y), np.bool_)
     test[by_class] = rank < np.repeat(take, counts)
     return test
-
-
-def one_class(rows: Rows) -> tuple[str, ...]:
-    """That most rows are of one class, in words, if they are: accuracy then hides the others."""
-    if rows.target is not None or len(rows.labels) < 2:
-        return ()
-    counts = np.bincount(rows.y, minlength=len(rows.labels))
-    share = counts.max() / counts.sum()
-    if share < 0.8:
-        return ()
-    measured = "measure evaluate.metrics=balanced_accuracy,auc, and weigh classes with task.class_weights=balanced"
-    what = f"{share:.0%} of the rows are '{rows.labels[int(counts.argmax())]}', so accuracy hides the rest"
-    return (f"{what}: {measured}",)
 
 
 def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:

@@ -155,6 +155,8 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
         lacks.append(
             "the data names its clients, whose rows are split anew; partition.kind=natural keeps them together"
         )
+    if not (config.evaluate.metrics or config.task.class_weights != "none"):
+        lacks += one_class(arrays)
     return Shared(
         arrays,
         found.owner,
@@ -166,6 +168,18 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
         config.corruption.kind if bad else "",
         validation,
     )
+
+
+def one_class(arrays: Arrays) -> list[str]:
+    """That most rows of a table are of one class, in words, if they are: accuracy then hides the others."""
+    if arrays.recipe is None or arrays.target is not None or arrays.classes < 2:
+        return []
+    counts = np.bincount(arrays.y, minlength=arrays.classes)
+    share = counts.max() / counts.sum()
+    if share < 0.8:
+        return []
+    fix = "measure evaluate.metrics=balanced_accuracy,auc, and weigh classes with task.class_weights=balanced"
+    return [f"{share:.0%} of the rows are '{arrays.labels[int(counts.argmax())]}', so accuracy hides the rest: {fix}"]
 
 
 def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
