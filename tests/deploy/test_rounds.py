@@ -23,6 +23,7 @@ from fedloom.deploy.node import Node, Policy
 from fedloom.deploy.own_data import own_rows
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.runs.look import look_at_run
 from fedloom.runs.prepare import share
 from fedloom.runs.start import start
 from support.federation import Federation, Tamper, a_site, config_of, contract_of, here, same, simulated, weights
@@ -213,6 +214,7 @@ def test_the_server_finds_data_that_was_named_by_a_relative_path(
     nodes = here(home)
     monkeypatch.chdir(home)
     assert conduct(home, nodes, 1, print) is not None
+    look_at_run(home / "runs" / "1")  # as show and report do; the classes of the nodes are not known here
 
 
 def test_bundles_hold_no_secret_of_others(tmp_path: Path) -> None:
