@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from fedloom.core.errors import ConfigError, Fault, FedloomError
 
 CONNECTION = "fedloom"  # the name of the SuperLink in Flower's configuration
 _TAIL = 1 << 16  # bytes at the end of a log that are looked at
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PATIENCE = 600.0  # seconds until a program must be there; a busy machine is no fault
 
 
@@ -123,7 +125,7 @@ def last_words(log: Path, lines: int = 5, since: int = 0) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - _TAIL))
-            text = file.read().decode(errors="replace")
+            text = _COLOURS.sub("", file.read().decode(errors="replace"))
     except OSError:
         return "it has no log"
     said = [line.strip() for line in text.splitlines() if line.strip()]
