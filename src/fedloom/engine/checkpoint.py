@@ -85,7 +85,7 @@ class _Record(_Entries):
     gradients: FiniteFloat = 0.0
     ledger: _Ledger | None = None
     store: _Store
-    lengths: dict[str, _Count | str]
+    lengths: dict[str, _Count | str | list[Any] | dict[str, Any]]  # lists and tables: what the links of a peer remember
     sha256: dict[Literal["state.safetensors", "clients.safetensors"], str]
 
 
