@@ -23,9 +23,11 @@ from fedloom.deploy.node import Node, Policy
 from fedloom.deploy.own_data import own_rows
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
+from fedloom.runs.folder import write_key
 from fedloom.runs.look import look_at_run
 from fedloom.runs.prepare import share
 from fedloom.runs.start import start
+from fedloom.trust.noise import fresh_key
 from support.federation import Federation, Tamper, a_site, config_of, contract_of, here, same, simulated, weights
 
 
@@ -164,6 +166,24 @@ def test_noise_is_new_for_every_upload(tmp_path: Path) -> None:
     advance(federation.exp, state, RamStore(3))
     assert not torch.equal(*uploads)
     assert float((uploads[0] - uploads[1]).std()) == pytest.approx(2**0.5, rel=0.15)
+
+
+def test_the_key_of_noise_in_sums_is_the_nodes_own_and_stays(tmp_path: Path) -> None:
+    """One that came with the folder may be known to the coordinator, who could subtract the noise."""
+    config = config_of("analytic", rounds=1, privacy={"feature_clip": 1.0, "epsilon": 4.0})
+    uploads: list[dict[str, torch.Tensor]] = []
+
+    def tamper(_: int, client: int, answer: bytes) -> bytes:
+        if client == 0 and unpacked(answer, len(answer)).kind == "trained":
+            uploads.append(dict(unpacked(answer, len(answer)).tensors))
+        return answer
+
+    for name in ("one", "two"):
+        federation = Federation(tmp_path / name, config, tamper)
+        write_key(federation.places[0].folder, fresh_key())
+        advance(federation.exp, begin(federation.exp), RamStore(3))
+    assert uploads[0]
+    assert all(torch.equal(sums, uploads[1][name]) for name, sums in uploads[0].items())
 
 
 def test_a_message_is_never_code() -> None:

@@ -26,6 +26,11 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
     path.mkdir(mode=_FOLDER, exist_ok=exist_ok)
 
 
+def state_home() -> Path:
+    """The folder for what fedloom remembers for this user, apart from runs and from all that others hand over."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "fedloom").expanduser()
+
+
 def as_name(words: str) -> str:
     """Words as the name of one file or folder: nothing in it leads elsewhere."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in words).strip(".-") or "run"

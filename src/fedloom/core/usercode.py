@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import PydanticUserError
 
-from fedloom.core import moved
+from fedloom.core import disk, moved
 from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
 
@@ -88,8 +88,7 @@ def _consented(called: str, at: str, file: Path | None, name: str) -> None:
 
 def _list() -> Path:
     """The file that lists what this user has vouched for, one ``/path/to/file.py:Name`` in a line."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home, "fedloom", "trusted").expanduser()
+    return disk.state_home() / "trusted"
 
 
 def _is_listed(file: Path | None, name: str) -> bool:

@@ -5,6 +5,7 @@ Whatever is sent leaves a line in the node's audit log first: what it was, for w
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from fedloom.engine.client import evaluate_client, own_model, train_client
 from fedloom.engine.state import Experiment
 from fedloom.runs.folder import read_key, write_key
 from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, record_of
+from fedloom.runs.prepare import data_fingerprint
 from fedloom.trust import noise
 
 _IN_THE_CLEAR = "policy.require_secure_sum: the server asks for uploads in the clear (its rules.secure_sum is off)"
@@ -242,11 +244,23 @@ class Node:
             return exp
         key = noise.fresh_key()
         if exp.guard.sums is not None and exp.guard.features is None:
-            kept = read_key(self._place.folder)
-            if kept is None:
-                write_key(self._place.folder, key)
-            key = kept or key
+            key = self._kept_key(key)
         return replace(exp, guard=exp.guard._replace(key=key))
+
+    def _kept_key(self, new: noise.Key) -> noise.Key:
+        """The key of the noise in this node's sums: that of the same experiment on the same rows, or a new one.
+
+        It is not in the node's folder, which somebody else has made: whoever knows the key can subtract the noise.
+        """
+        place = self._place
+        node, rows = place.contract.nodes[place.client], data_fingerprint(place.own.arrays)
+        which = "\n".join([place.contract.parts["experiment"], node, rows])
+        home = disk.state_home() / "noise" / hashlib.sha256(which.encode()).hexdigest()
+        kept = read_key(home)
+        if kept is None:
+            disk.make_folder(home)
+            write_key(home, new)
+        return kept or new
 
     def _log(self, message: Envelope, reply: bytes) -> None:
         """One line for what is about to leave."""
