@@ -284,6 +284,7 @@ def test_a_command_that_fails_is_noticed(folder: Path) -> None:
         execute("```console\n$ fedloom list topologies   # exit code 2\n```\n")
 
 
+@pytest.mark.slow
 def test_an_output_that_is_stale_is_noticed(folder: Path) -> None:
     page = "```console\n$ fedloom partition shards --out a.png\nclients                       20\n...\n{}\n...\n```\n"
     right, stale = (page.format(f"heterogeneity (0 to 1)        {value}") for value in ("0.80", "0.99"))
@@ -367,6 +368,7 @@ def test_example_experiments_are_valid(path: Path) -> None:
     assert parse(read_toml(path)).basics.rounds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_example_scripts_run(path: Path, folder: Path) -> None:
     found = module_at(path).main(rounds=2)

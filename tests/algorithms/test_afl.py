@@ -191,6 +191,7 @@ def test_a_cohort_size_is_enough_to_ask_for_less_than_all() -> None:
     assert parse({"algorithm": "analytic", "cohort": {"size": 5}}).cohort.sampling == "uniform"
 
 
+@pytest.mark.slow
 def test_a_head_goes_into_the_parameters_and_comes_out(world) -> None:
     task = world(arrays=dealt(OWNERS["two"]), model={"kind": "mlp", "widths": [7]}).task
     head = torch.randn(8, 3, dtype=torch.float64)

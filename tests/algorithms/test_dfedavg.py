@@ -67,6 +67,7 @@ def test_a6_local_steps_go_on_from_each_other() -> None:
     torch.testing.assert_close(upload.w - vec(1, 1), -8 * 0.125 * vec(3, -1))
 
 
+@pytest.mark.slow
 def test_a7_without_steps_it_is_gossip_alone(world) -> None:
     exp = network(world)
     nobody = exp.federation.train._replace(start=torch.zeros(len(SIZES) + 1, dtype=torch.long))

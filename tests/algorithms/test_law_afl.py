@@ -243,6 +243,7 @@ def test_warmup_is_fedlaw_and_then_the_body_is_frozen(laid_out) -> None:
     assert later.up - warm.up == known * statistics_bytes(7, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["grid", "ratio", "eq5", "eq5_moves"])
 def test_warmup_has_fedlaws_rules_for_gamma(laid_out, rule) -> None:
     own = {"kind": "law_afl", "schedule": "warmup_then_analytic", "warmup": 1, "shrink_rule": rule, "server_epochs": 2}
@@ -469,6 +470,7 @@ def test_clean_clients_lose_no_more_than_noise() -> None:
     assert min(gaps) > -0.015
 
 
+@pytest.mark.slow
 def test_what_it_tells() -> None:
     table = bad_table(kind="label_flip_cyclic") | {"evaluate": {"diagnostics": ["updates"], "personal": False}}
     exp = prepare(parse({"algorithm": {"kind": "law_afl", "head_steps": 20}, "rounds": 1, **table}), Path()).experiment
@@ -494,6 +496,7 @@ def watched(exp, count=1):
     return done
 
 
+@pytest.mark.slow
 def test_what_is_recorded_are_the_weights_that_made_the_model() -> None:
     """The gate discards a head whose weights silence bad clients: what is left is FedLAW, and is told as such."""
     table = bad_table(kind="label_flip_cyclic") | {"model": MLP, "local": {"lr": 0.3, "batch": 8}, **WATCHED}

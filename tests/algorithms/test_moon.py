@@ -152,6 +152,7 @@ def test_the_server_is_fedavgs() -> None:
     assert Moon().weight(Update(vec(0)), work(examples=7)) == 7
 
 
+@pytest.mark.slow
 def test_descent_on_the_term_alone_turns_to_the_known_best_direction() -> None:
     """cos(z, p) - cos(z, g) is least where z points along g/|g| - p/|p|, and the term is softplus(-|g^ - p^| / T)."""
     alg = on_the_plane()

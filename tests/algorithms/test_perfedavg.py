@@ -127,6 +127,7 @@ def test_parts_draw_apart() -> None:
     assert part(batch, 0, 2).key != part(batch, 1, 2).key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_alpha_0_is_fedavg_on_the_second_part(world, executor) -> None:
     table = {"model": MLP, "local": RAGGED, "engine": {"executor": executor}}
@@ -213,6 +214,7 @@ def test_the_step_is_taken_on_one_batch_of_training_data(world) -> None:
     assert (exp.task.w0 - 0.3 * full_gradient(exp, 0, exp.task.w0) - found).abs().max() > 1e-3  # not all of it
 
 
+@pytest.mark.slow
 def test_fitting_leaves_the_run_alone_and_a_late_joiner_is_served_like_anybody(world) -> None:
     table = {"model": MLP, "local": RAGGED, "cohort": {"size": 1}, "partition": {"kind": "natural", "holdout": 0.3}}
     exp = world(algorithm="perfedavg", **table)

@@ -70,6 +70,7 @@ def test_p1_without_extra_epochs_it_is_fedala(world, optimizer) -> None:
     assert not torch.equal(ours.kept.v, ran(waits(world, algorithm=exactly(1), **more)).kept.v)
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("settings", [{"layers": "all", "w_init": 0.0}, {"layers": 2, "eta": 5.0}, {"layers": "none"}])
 def test_p1_whatever_the_settings_of_ala(world, settings, executor) -> None:
@@ -80,6 +81,7 @@ def test_p1_whatever_the_settings_of_ala(world, settings, executor) -> None:
     assert same(ours.kept, theirs.kept)
 
 
+@pytest.mark.slow
 @EXECUTORS
 def test_p2_where_only_the_upload_counts_it_is_fedala(world, executor) -> None:
     engine = {"engine": {"executor": executor}}
@@ -191,6 +193,7 @@ def test_p3_the_weights_sum_to_one(average, J) -> None:
     assert a == pytest.approx([x / sum(want) for x in want], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "other"), [(0.0, "upload"), (1.0, "uniform")])
 def test_p3_geometric_weights_at_the_ends(world, ratio, other) -> None:
     a = ran(waits(world, algorithm={"average": "geometric", "ratio": ratio}), 2)
@@ -224,6 +227,7 @@ def test_what_is_uploaded_does_not_depend_on_what_comes_after(world) -> None:
     assert found[0][1]["server/effective_lr"] == pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_o4_a_counter_goes_on_while_waiting_unless_the_memory_is_forked(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
@@ -476,6 +480,7 @@ def test_c1_one_centre_is_the_server(world) -> None:
             waits(world, algorithm=settings)
 
 
+@pytest.mark.slow
 def test_c1_centres_that_hear_everybody_are_one_centre_at_three_times_the_bytes(world) -> None:
     plain, three = (ran(waits(world, algorithm={"centres": k})) for k in (1, 3))
     assert torch.equal(three.w, plain.w)
@@ -498,6 +503,7 @@ def test_c1_in_one_round_to_the_last_digits(world) -> None:
     torch.testing.assert_close(ours, ran(laid_out(world, (4, 12, 7, 9, 5), kind="fedavg"), 1).w, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_c1_equal_shards_mixed_alike_are_too_and_unequal_ones_are_not(world) -> None:
     # clients 0 and 3, 1 and 4, 2 and 5 share a centre
     for sizes, equal in (((6, 9, 4, 9, 6, 11), True), ((6, 9, 4, 9, 6, 31), False)):
@@ -593,6 +599,7 @@ def test_c1_bytes_of_each_topology(world, settings, up, down) -> None:
     assert (now.state.up, now.state.down) == (2 * 2 * up * model, 2 * 2 * down * model)
 
 
+@pytest.mark.slow
 def test_c1_who_sees_all_copies_hears_what_everybody_sends(world) -> None:
     """Overlap with as many copies as centres is replication, up to rounding."""
     all_, replicated = (

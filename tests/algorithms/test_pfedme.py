@@ -51,6 +51,7 @@ def test_the_server_goes_beta_of_the_way_to_the_mean() -> None:
     assert PFedMe(weighting="samples").weight(both, work(examples=7)) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_lambda_0_leaves_the_common_model_where_it_was(world, executor) -> None:
     exp = pfedme(world, algorithm={"lam": 0.0}, model=MLP, local=RAGGED, engine={"executor": executor})
@@ -108,6 +109,7 @@ def test_the_local_optimiser_moves_w_only() -> None:
     assert at.x == Pair(vec(0.5 + 13 / 16), vec(13 / 8))
 
 
+@pytest.mark.slow
 def test_what_is_served_is_theta_and_it_changes_only_when_its_client_takes_part(world) -> None:
     exp = pfedme(world, model=MLP, local=RAGGED, cohort={"size": 1})
     state, store = begin(exp), RamStore(3)

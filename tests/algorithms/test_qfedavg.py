@@ -159,6 +159,7 @@ def test_opposite_moves_are_decided_by_the_larger_loss() -> None:
 SHALLOW, STEEP = Bowl(torch.eye(1).double(), vec(0)), Bowl(4 * torch.eye(1).double(), vec(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [0.0, 1.0, 3.0])
 def test_it_reaches_the_optimum_of_its_objective_and_evens_the_losses(q) -> None:
     """F_1 = w^2 / 2, F_2 = 2 (w - 1)^2: F_1^q F_1' + F_2^q F_2' = 0 where w / (1 - w) = (4^(q+1))^(1/(2q+1))."""

@@ -195,6 +195,7 @@ def per_client(exp, state):
     return [found[client] for client in sorted(found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
 def test_a_target_that_is_never_met_is_no_target(world, executor) -> None:
     engine = {"executor": executor}

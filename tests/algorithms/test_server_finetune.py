@@ -24,6 +24,7 @@ def test_server_finetune_is_fedavg_and_then_training_on_the_proxy_set(laid_out) 
     torch.testing.assert_close(after(exp).server.w, w.detach())
 
 
+@pytest.mark.slow
 def test_server_finetune_helps_where_clients_are_bad(laid_out) -> None:
     tuned = spoiled(laid_out({"kind": "server_finetune", "server_lr": 0.1}), 0, 1)
     plain = spoiled(laid_out("fedavg"), 0, 1)

@@ -108,6 +108,7 @@ def test_covariance_is_diagonal_and_falls_as_published() -> None:
     assert np.abs(correlation - np.eye(6)).max() < 5 / np.sqrt(len(inside))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("b", "spread"), [(0.0, 1.0), (1.0, 2.0), (3.0, 10.0)])
 def test_centres_differ_by_b(b: float, spread: float) -> None:
     """v_kj ~ N(B_k, 1) with B_k ~ N(0, b): each entry has variance 1 + b^2, and entries of one device share B_k."""
@@ -194,6 +195,7 @@ def test_shared_plus_goes_from_one_model_to_many() -> None:
 # ---------------------------------------------------------------------------------------------- determinism
 
 
+@pytest.mark.slow
 def test_a_seed_names_the_data() -> None:
     one, again, other = load(3), load(3), load(4)
     for left, right in ((one.x, again.x), (one.y, again.y), (one.test, again.test), (clients(one), clients(again))):

@@ -126,6 +126,7 @@ def test_a_round_in_which_everybody_is_lost_changes_nothing(world, algorithm) ->
     assert all(torch.equal(a, b) for a, b in zip(first.server, second.server, strict=True))
 
 
+@pytest.mark.slow
 def test_scaffold_uses_the_steps_that_were_taken(world) -> None:
     exp = world(
         (8, 8),

@@ -178,6 +178,7 @@ def test_a_speculative_round_that_is_not_finite_is_done_again_without_the_client
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_says_so_in_the_round_in_which_it_does() -> None:
     exp = world()
     exp.federation.x[:] = math.nan

@@ -157,6 +157,7 @@ def test_freezing_nothing_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "plain" / "metrics.jsonl").read_bytes() == (tmp_path / "empty" / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "lanes"])
 def test_a_frozen_layer_stays_while_those_around_it_train(executor: str, tmp_path: Path) -> None:
     """A layer in the middle: gradients pass through it to what lies below, and it stays."""

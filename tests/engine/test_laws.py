@@ -222,9 +222,11 @@ def test_a_line_that_torch_cannot_map_is_named_with_the_fix(cls: type[FedAvg], l
     assert "vmap" not in said
 
 
+@pytest.mark.slow
 def test_the_fix_for_random_numbers_works() -> None:
     assert laws.verdict(laws.batched_is_alone, Keyed) == ""
 
 
+@pytest.mark.slow
 def test_a_class_that_is_no_fedavg_is_told_what_it_inherits() -> None:
     assert "it inherits fedavg_when: set fedavg_when = None" in laws.verdict(laws.neutral_is_fedavg, Keyed)

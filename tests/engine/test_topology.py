@@ -175,6 +175,7 @@ def both(edges: Any) -> Any:
     return np.concatenate([edges, edges[:, ::-1]])
 
 
+@pytest.mark.slow
 @given(graphs(), st.booleans(), st.sampled_from(["metropolis", "maxdeg"]))
 @settings(max_examples=80, deadline=None)
 def test_weights_are_symmetric_and_doubly_stochastic_on_any_graph(graph: Any, lazy: bool, rule: str) -> None:
@@ -357,6 +358,7 @@ def test_random_failures_preserve_the_mean(links: float, nodes: float, round_: i
     assert (w[gone][:, ~gone] == 0).all()
 
 
+@pytest.mark.slow
 def test_failures_come_as_often_as_they_should_and_both_ways_at_once() -> None:
     topology = Random(link_loss=0.2, node_loss=0.1)
     lost, gone = [], []
@@ -564,6 +566,7 @@ def test_who_dies_is_known_and_stays_dead() -> None:
     assert not Ring().dead(8, Moment(0, 10**9)).any()
 
 
+@pytest.mark.slow
 @given(st.sampled_from([Ring, Torus, Grid, Star, Full, Hypercube, SymmetricExponential]), st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_dead_have_no_links_and_the_others_a_fair_matrix(kind: type[Topology], data: st.DataObject) -> None:

@@ -390,6 +390,7 @@ def test_every_algorithm_has_curves_against_seconds_and_bytes(x: str, tmp_path: 
     assert f'x = "{x}"' in (tmp_path / "out" / "compare.toml").read_text()
 
 
+@pytest.mark.slow
 def test_an_unknown_x_is_refused(tmp_path: Path) -> None:
     done = fedloom("compare", "fedavg", "--x", "days", cwd=tmp_path)
     assert done.code == 2

@@ -85,6 +85,7 @@ def test_a_page_needs_nothing_from_elsewhere(compared: Path) -> None:
     assert "Mike Bostock" in found.text  # whose licence is part of it
 
 
+@pytest.mark.slow
 def test_verdicts_and_ranks_come_first(compared: Path) -> None:
     found = Parsed(page(look_at([compared]))).text
     assert found.index("FedProx is <better>") < found.index("partition.alpha = 0.1 method") < found.index("Smoothing")
@@ -108,6 +109,7 @@ def cells(folder: Path) -> list[dict[str, str]]:
     return [line for line in found if line["algorithm"] == "fedprox" and line["partition.alpha"] == "1.0"]
 
 
+@pytest.mark.slow
 def test_the_worst_client_is_the_first(hostile_run: Path) -> None:
     run = look_at([hostile_run])
     rows = re.findall(r'<tr class="worst">.*?</tr>', page(run), re.DOTALL)
@@ -190,6 +192,7 @@ def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
 
 
+@pytest.mark.slow
 def test_changed_numbers_are_told(compared: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(compared, tmp_path / "c"))
     assert Quick()("show", "c", cwd=tmp_path).code == 0
@@ -211,6 +214,7 @@ def test_changed_numbers_are_told(compared: Path, tmp_path: Path) -> None:
     assert "metrics.jsonl 不是运行时写入的内容" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_page_is_not_written_through_a_link(hostile_run: Path, tmp_path: Path) -> None:
     run, outside = Path(shutil.copytree(hostile_run, tmp_path / "run")), tmp_path / "outside"
     outside.write_text("mine")

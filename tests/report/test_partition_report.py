@@ -33,6 +33,7 @@ def test_pictures_are_written_and_repeat_byte_for_byte(tmp_path: Path, clients: 
     assert 4_000 < first.stat().st_size < 2_000_000
 
 
+@pytest.mark.slow
 def test_a_png_is_a_picture_of_a_readable_size_with_every_colour(tmp_path: Path) -> None:
     y, owner, labels = dealt(20, 10)
     draw(y, owner, 20, labels, tmp_path / "a.png")
@@ -57,6 +58,7 @@ def test_a_title_and_labels_are_taken_literally(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").exists()
 
 
+@pytest.mark.slow
 def test_a_million_clients_are_drawn_as_a_hundred(tmp_path: Path) -> None:
     y = np.arange(1_000_000) % 10
     draw(y, np.arange(1_000_000), 1_000_000, tuple("abcdefghij"), tmp_path / "a.svg", "million")

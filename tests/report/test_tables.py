@@ -16,6 +16,7 @@ SMALL = {"partition": {"clients": 6}, "cohort": {"size": 3}, "model": "logistic"
 SMALL |= {"checkpoint": {"curves": False}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
 def test_clients_add_up_to_what_the_metrics_say(tmp_path: Path, algorithm: str) -> None:
     fedloom.run(algorithm, out=tmp_path / "run", **SMALL)
@@ -45,6 +46,7 @@ def test_the_confusion_matrix_says_what_the_accuracy_says(tmp_path: Path) -> Non
     assert (counts.sum(1) > 0).all()  # every class of the test set, however it was predicted
 
 
+@pytest.mark.slow
 def test_curves_have_every_evaluation(tmp_path: Path) -> None:
     fedloom.run("fedavg", out=tmp_path / "run", evaluate={"personal": False}, **SMALL)
     with open(tmp_path / "run" / "curves.csv", newline="") as file:

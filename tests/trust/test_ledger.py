@@ -365,6 +365,7 @@ class Own(FedAvg):
 """
 
 
+@pytest.mark.slow
 def test_other_code_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     """The same noise on two models of one round would cancel, and what clients sent would be bare."""
     code = tmp_path / "own.py"
@@ -393,6 +394,7 @@ def test_other_data_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused_whatever_is_accepted(tmp_path: Path) -> None:
     """Also where the folder does not say with which files it began."""
     started(tmp_path / "first", 1, privacy={})

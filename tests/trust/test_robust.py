@@ -85,6 +85,7 @@ def test_with_nothing_to_distrust_a_rule_is_the_mean(rows: list[list[float]]) ->
         assert rule("median", x) == pytest.approx(mean, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 @given(rows=values.filter(lambda rows: len(rows) > 3), seed=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
