@@ -98,7 +98,6 @@ def test_half_of_the_messages_are_lost_and_a_link_stalls_and_the_mean_stays(tmp_
     assert float((after - before).abs().max()) < 1e-5
     closed = [line["down"] for k in range(6) for line in network.lines(k)]
     assert sum(map(bool, closed)) > 6
-    assert not any(process.station.edges.doubts for process in processes)
 
 
 def lossy(send: Callable[[int, WireFrame], None], chance: random.Random) -> Callable[[int, WireFrame], None]:
