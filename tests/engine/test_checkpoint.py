@@ -177,6 +177,8 @@ def test_every_byte_of_the_record_counts(tmp_path: Path) -> None:
         {"seconds": "0x1p99999"},
         {"round": -1},
         {"round": 2},
+        {"lengths": {"metrics.jsonl": "nine"}},
+        {"lengths": {"metrics.jsonl": [9]}},
         {"up": "many"},
         {"store": []},
         {"lengths": {"metrics.jsonl": None}},

@@ -37,3 +37,10 @@ def test_many_panels_and_many_methods_can_be_drawn(tmp_path: Path) -> None:
         first = (tmp_path / name).read_bytes()
         curves.draw(asked, runs, tmp_path / name)
         assert (tmp_path / name).read_bytes() == first
+
+
+def test_a_caption_counts_the_seeds_that_are_there() -> None:
+    asked = question(("fedavg", "fedprox"), 3)
+    some = [result("fedavg", seed, [0.1, 0.2]) for seed in range(3)] + [result("fedprox", 0, [0.1, 0.2])]
+    assert curves.caption(asked, some[:3], 0).startswith("mean over 3 seeds")
+    assert curves.caption(asked, some, 0).startswith("mean over 1 to 3 seeds")

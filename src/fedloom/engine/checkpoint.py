@@ -74,6 +74,14 @@ class _Store(_Entries):
     form: list[Any] = []
 
 
+class _Lengths(_Entries):
+    metrics: _Count = Field(0, alias="metrics.jsonl")
+    checksum: _Count = Field(0, alias="metrics.jsonl crc32")
+    lines: str = Field("", alias="metrics.jsonl lines")
+    links: dict[str, Any] = {}  # what the links of a peer remember, and the order of their corrections
+    corrections: list[Any] = []
+
+
 class _Record(_Entries):
     """What meta.json holds: whoever forges a record forges its checksum, too."""
 
@@ -85,7 +93,7 @@ class _Record(_Entries):
     gradients: FiniteFloat = 0.0
     ledger: _Ledger | None = None
     store: _Store
-    lengths: dict[str, _Count | str | list[Any] | dict[str, Any]]  # lists and tables: what the links of a peer remember
+    lengths: _Lengths
     sha256: dict[Literal["state.safetensors", "clients.safetensors"], str]
 
 

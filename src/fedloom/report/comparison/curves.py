@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,16 +81,18 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, handlelength=2.4)
     hidden = len(question.places) - _MOST_PANELS
-    figure.suptitle(caption(question, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
+    figure.suptitle(caption(question, results, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
     return figure
 
 
-def caption(question: Question, hidden: int) -> str:
+def caption(question: Question, results: Sequence[Result], hidden: int) -> str:
     """How to read the curves, and how many panels there are not."""
-    count = len(question.seeds)
+    counts = Counter((r.place, r.method) for r in results if r.state == "done").values()
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    count = f"{most}" if fewest == most else f"{fewest} to {most}"
     text = (
         f"mean over {count} seeds ± one standard deviation; at the right, the mean of the last ten"
-        if count > 1
+        if len(question.seeds) > 1
         else f"seed {question.seeds[0]}"
     )
     return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")

@@ -44,7 +44,7 @@ def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) 
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * wide), frameon=False)
     hidden = len(stripes) * len(columns) - high * wide
-    figure.suptitle(caption(question, hidden), x=0.01, ha="left", fontsize=9.5)
+    figure.suptitle(caption(question, results, hidden), x=0.01, ha="left", fontsize=9.5)
     return figure
 
 
