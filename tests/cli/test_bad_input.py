@@ -36,6 +36,7 @@ def quick() -> Iterator[Quick]:
 # -- the command line ------------------------------------------------------------------------------
 REFUSED = {
     "a rate beyond float32": (["local.lr=1e39"], "local.lr: is beyond what can be computed with"),
+    "more threads than there is memory for": (["engine.threads=999999"], "engine.threads: Input should be less than"),
     "a norm beyond float32": (["local.clip=1e39"], "local.clip: is beyond what can be computed with"),
     "a server's rate": (
         ["algorithm.kind=fedalr", "algorithm.server_lr=1e300", 'evaluate.diagnostics=["hessian"]'],

@@ -66,7 +66,7 @@ class Engine(Spec):
         None, description="most clients side by side, or in a group of a loop; unset: by the net's size"
     )
     store: Literal["ram", "disk"] = Field("ram", description="where clients' states and nodes' models are kept")
-    threads: PositiveInt | None = Field(None, description="threads of torch; unset: torch's own choice")
+    threads: PositiveInt | None = Field(None, le=1024, description="threads of torch; unset: torch's own choice")
     precision: Precision = Field(
         "tf32",
         description="of local training: fp32; tf32, float32 with short products on a GPU that has them; "
