@@ -36,7 +36,10 @@ def quick() -> Iterator[Quick]:
 # -- the command line ------------------------------------------------------------------------------
 REFUSED = {
     "a rate beyond float32": (["local.lr=1e39"], "local.lr: is beyond what can be computed with"),
-    "more threads than there is memory for": (["engine.threads=999999"], "engine.threads: Input should be less than"),
+    "more threads than there is memory for": (
+        ["engine.threads=999999"],
+        "engine.threads: should be less than or equal to 1024",
+    ),
     "a norm beyond float32": (["local.clip=1e39"], "local.clip: is beyond what can be computed with"),
     "a server's rate": (
         ["algorithm.kind=fedalr", "algorithm.server_lr=1e300", 'evaluate.diagnostics=["hessian"]'],
