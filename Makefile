@@ -38,9 +38,8 @@ package: $(READY) ## Build sdist and wheel into dist/
 test: lint ## Lint, check types, and run every test
 	@$(MAKE) --no-print-directory --jobs=2 types tests
 
-# One worker more than cores: many tests wait for processes that they have started.
 tests: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(READY) ## Run the tests of single functions, in about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)
