@@ -135,7 +135,7 @@ class PeerProcess:
         peer.save_model()
         self._record("waiting")
         try:
-            self.station.linger(self._rounds * peer.steps)
+            self.station.linger()
         except StoppedError:
             self._say("stopped before all neighbours were done")
         if self.station.edges.settled:

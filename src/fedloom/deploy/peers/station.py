@@ -6,6 +6,7 @@ Everything here runs in one thread; what takes long is done in another one, whil
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from fedloom.deploy.talk import whole
 T = TypeVar("T")
 _TICK = 0.2  # seconds between two looks at the clock
 _LAST = 10.0  # seconds in which a node that is stopped may still end the turn under way
+_AGAIN = 1.0  # seconds after which a node at its end says again what may not have arrived
 _MOST = 10  # complaints about a neighbour in a round
 
 
@@ -56,6 +58,7 @@ class Station:
         self.say: Callable[[str], None] = lambda _: None
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
+        self._done: set[int] = set()  # neighbours that have done all rounds, and know what became of them
         self._agreement = agreement(identity.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
@@ -132,22 +135,32 @@ class Station:
             what = f"no neighbour can be reached for {seconds:g} seconds; {why}"
             raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
 
-    def linger(self, last: int) -> None:
-        """Stay until all neighbours have done their last turn, have left or cannot be reached any more."""
+    def linger(self) -> None:
+        """Stay until all neighbours are done, have left or cannot be reached any more.
+
+        A node is done with a neighbour once no link to it is in doubt: until then it asks again and again, and the
+        neighbour, which alone can answer, stays.
+        """
         patience = self.edges.patience
-        for j in self.identity.neighbours:
-            self.edges.say(j, "done")
-        for turn, j in sorted(self.edges.doubts):
-            self.edges.say(j, "ask", turn=turn)
 
         def over(j: int) -> bool:
             away = j in self.edges.gone and time.monotonic() - self.edges.gone[j] > patience.grace
-            doubt = any(other == j for _, other in self.edges.doubts)
-            return j in self.edges.left or away or (self.edges.at.get(j, 0) >= last and not doubt)
+            return j in self.edges.left or away or (j in self._done and not self._questions(j))
 
-        done = self.wait(lambda: all(map(over, self.identity.neighbours)), patience.deadline)
-        if not done:
+        for _ in range(math.ceil(patience.deadline / _AGAIN)):
+            for j in self.identity.neighbours:
+                for turn in self._questions(j):
+                    self.edges.say(j, "ask", turn=turn)
+                if not self._questions(j):
+                    self.edges.say(j, "done")
+            if self.wait(lambda: all(map(over, self.identity.neighbours)), min(_AGAIN, patience.deadline)):
+                break
+        else:
             self.say("not all neighbours have done their last round")
+
+    def _questions(self, j: int) -> list[int]:
+        """The turns in which the link to a neighbour is in doubt."""
+        return sorted(turn for turn, other in self.edges.doubts if other == j)
 
     def close(self) -> None:
         for j in self.identity.neighbours:
@@ -207,7 +220,9 @@ class Station:
             self.edges.at[j] = whole(frame.facts, "at")
             if frame.kind == "leave":
                 self.edges.left.add(j)
-            elif frame.kind != "done":
+            elif frame.kind == "done":
+                self._done.add(j)
+            else:
                 self.edges.handle(j, frame)
 
     def _greeted(self, j: int, frame: WireFrame) -> None:
