@@ -87,8 +87,11 @@ def resume(
 
     given: dict[str, Any] = {"data": data, "model": model, "data_root": data_root, "at": at, "rounds": rounds}
     given |= {"forget": forget, "repair": repair, "trust": trust, "accept_changes": accept_changes}
-    calling: Callable[[Listener], Listener] = lambda hears: Calling(hears, on_round, on_evaluate)  # noqa: E731
-    history = _followed(lambda hears: quietly(run_dir, listener=calling(hears), **given), progress, listener)
+
+    def work(hears: Listener) -> History:
+        return quietly(run_dir, listener=Calling(hears, on_round, on_evaluate), **given)
+
+    history = _followed(work, progress, listener)
     if on_end is not None:
         on_end(history)
     return history
