@@ -233,33 +233,55 @@ def without_effect(
 
     Nothing is concluded from settings that are ``doubtful``, since their own values are wrong.
     """
-    everything = {name: field.default for name, field in cls.model_fields.items()} | dict(settings)
-    values = {name: value for name, value in everything.items() if name not in doubtful}
-    declared = conditions(cls)
+    known = _values(cls, settings, lookup, doubtful)
+    return {name: _missing(conditions(cls)[name], known) for name in _idle(cls, known, names, doubtful)}
 
+
+def idle_settings(cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None = None) -> set[str]:
+    """The settings that have no effect, without the reasons, which take longer to find."""
+    return set(_idle(cls, _values(cls, settings, lookup), cls.model_fields))
+
+
+_Known = Callable[[str], list[Any]]  # the value of a setting, or nothing where there is no telling
+
+
+def _values(
+    cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None, doubtful: Collection[str] = ()
+) -> _Known:
     def known(name: str) -> list[Any]:
-        """The value of a setting, or nothing where there is no telling."""
+        if name in doubtful:
+            return []
+        if name in settings:
+            return [settings[name]]
+        if "." not in name:
+            return [cls.model_fields[name].default]
         try:
-            return [values[name] if "." not in name else lookup(name) if lookup is not None else values[name]]
+            return [] if lookup is None else [lookup(name)]
         except KeyError:
             return []
 
-    def holds(name: str, test: Test) -> bool:
-        return all(test.holds(value) for value in known(name))
+    return functools.cache(known)
+
+
+def _idle(cls: type[Spec], known: _Known, names: Iterable[str], doubtful: Collection[str] = ()) -> list[str]:
+    declared = conditions(cls)
 
     def applies(name: str) -> bool:
-        alternatives = declared[name].alternatives if name in declared else ({},)
-        return any(all(holds(other, test) for other, test in tests.items()) for tests in alternatives)
+        return any(all(_holds(t, known(o)) for o, t in tests.items()) for tests in declared[name].alternatives)
 
-    def reason(name: str) -> str:
-        """What is missing for an effect: of several ways to have one the nearest, or all that are as near."""
-        ways = [{o: t for o, t in tests.items() if not holds(o, t)} for tests in declared[name].alternatives]
-        least = [way for way in ways if len(way) == min(map(len, ways))]
-        here = dict.fromkeys(_instead(t, other, known(other)[0]) for way in least for other, t in way.items())
-        return f"has an effect only if {When(tuple(least)).words()}, but {' and '.join(here)}"
+    return [name for name in names if name in declared and name not in doubtful and not applies(name)]
 
-    asked = [name for name in names if name in declared and name not in doubtful]
-    return {name: reason(name) for name in asked if not applies(name)}
+
+def _holds(test: Test, known: list[Any]) -> bool:
+    return not known or test.holds(known[0])
+
+
+def _missing(condition: When, known: _Known) -> str:
+    """What is missing for an effect: of several ways to have one the nearest, or all that are as near."""
+    ways = [{o: t for o, t in tests.items() if not _holds(t, known(o))} for tests in condition.alternatives]
+    least = [way for way in ways if len(way) == min(map(len, ways))]
+    here = dict.fromkeys(_instead(t, other, known(other)[0]) for way in least for other, t in way.items())
+    return f"has an effect only if {When(tuple(least)).words()}, but {' and '.join(here)}"
 
 
 def _instead(test: Test, name: str, value: Any) -> str:
@@ -290,8 +312,14 @@ def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str,
 def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
     """TOML has lists, or words with commas, where settings are tuples, and NumPy has numbers of its own; nothing else
     is converted."""
-    tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+    tuples = _tuples(cls)
     return {key: _plain(value, key in tuples) for key, value in given.items()}
+
+
+@functools.cache
+def _tuples(cls: type[BaseModel]) -> frozenset[str]:
+    """The settings that are tuples."""
+    return frozenset(name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple)
 
 
 def _plain(value: Any, as_tuple: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
@@ -98,11 +99,12 @@ def without_idle(table: Mapping[str, Any], keep: Iterable[str] = ()) -> tuple[di
 
 def idle(table: Mapping[str, Any]) -> dict[str, str]:
     """The written settings, as ``section.key``, that have no effect, and why; none of a section that cannot be read."""
+    lookup = _lookup(table)
     return {
         f"{section}.{key}": why
         for section, given in table.items()
         if isinstance(given, Mapping) and (cls := _class_of(section, given)) is not None
-        for key, why in without_effect(cls, _read(cls, given), given, _lookup(table)).items()
+        for key, why in without_effect(cls, _read(cls, given), given, lookup).items()
     }
 
 
@@ -128,6 +130,7 @@ def _lookup(table: Mapping[str, Any]) -> Lookup:
             raise KeyError(section)
         return cls, given
 
+    @cache
     def algorithm() -> AnyAlgorithm:
         cls, given = written("algorithm")
         spec, _ = read(cls, {k: v for k, v in with_presets(cls, given).items() if k != "kind"}, "algorithm")

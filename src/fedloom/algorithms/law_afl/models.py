@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ class ModelAggregation(NamedTuple):
 
 def parts_of(task: Task) -> Tensor:
     """To which part of the net each parameter belongs: 1 is the head, 2 the part before it, and so on.  ``[P]``"""
-    names = dict.fromkeys("head." if n.startswith("head.") else ".".join(n.split(".")[:2]) + "." for n in task.names)
-    ordered = ["head.", *reversed([name for name in names if name != "head."])]
-    return torch.stack([(k + 1) * task.mask(name) for k, name in enumerate(ordered)]).sum(0)
+    part = {n: "head" if n.startswith("head.") else ".".join(n.split(".")[:2]) for n in task.names}
+    ordered = ["head", *reversed([name for name in dict.fromkeys(part.values()) if name != "head"])]
+    depth = {name: float(k + 1) for k, name in enumerate(ordered)}
+    of_each = [torch.full((prod(shape),), depth[part[name]]) for name, shape in task.layout.items()]
+    return torch.cat(of_each).to(task.w0.device)
