@@ -237,7 +237,7 @@ def without_effect(
     return {name: _missing(conditions(cls)[name], known) for name in _idle(cls, known, names, doubtful)}
 
 
-def idle_settings(cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None = None) -> set[str]:
+def names_without_effect(cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None = None) -> set[str]:
     """The settings that have no effect, without the reasons, which take longer to find."""
     return set(_idle(cls, _values(cls, settings, lookup), cls.model_fields))
 

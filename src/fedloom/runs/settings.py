@@ -24,7 +24,7 @@ from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, need
 from fedloom.core.errors import SYNONYMS, ConfigError, DataError, Fault, nearest
 from fedloom.core.objective import Objective
 from fedloom.core.optim import Local
-from fedloom.core.schema import Spec, idle_settings, other_than, read, when, without_effect
+from fedloom.core.schema import Spec, names_without_effect, other_than, read, when, without_effect
 from fedloom.core.task import Precision
 from fedloom.data.partition import Partition
 from fedloom.data.proxy import Proxy
@@ -414,7 +414,7 @@ def idle_in(config: Config, section: str) -> set[str]:
     """The settings of a section that have no effect."""
     spec = getattr(config, section)
     lookup = partial(_resolved, config._asdict())
-    return idle_settings(type(spec), dict(spec), lookup) if spec is not None else set()
+    return names_without_effect(type(spec), dict(spec), lookup) if spec is not None else set()
 
 
 def _plain(spec: Spec) -> dict[str, Any]:
@@ -464,5 +464,5 @@ def as_hashed(config: Config) -> dict[str, Any]:
 
 def _hashed_local(local: Local) -> dict[str, Any]:
     """Local training as it was hashed before it was refused where clients take no steps: runs keep their names."""
-    idle = idle_settings(Local, dict(local))
+    idle = names_without_effect(Local, dict(local))
     return {key: value for key, value in _plain(local).items() if key not in idle or key == "state"}
