@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -60,6 +62,7 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
         said(bea, -signal.SIGKILL)
         killed = json.loads(said(peers("status", site / "bea", "--json"), 5))
         assert (killed["state"], killed["round"] < 3) == ("failed", True)
+    shutil.copytree(site / "bea", tmp_path / "killed")
     for process in (peers("start", site / "bea", "data=experiment"), ada, cem):
         assert "all 3 rounds are done" in said(process)
 
@@ -76,6 +79,14 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
         expected = exp.task.tensors(models.w[k], models.buffers[k])
         model = load_file(site / name / "model.safetensors")
         assert all((model[key] == expected[key]).all() for key in expected)
+
+    # As if it had not been started again before all others had done their rounds.
+    rules = tmp_path / "killed" / "node.toml"
+    rules.write_text(rules.read_text().replace("grace = 60.0", "grace = 0.5"))
+    alone = said(peers("start", tmp_path / "killed", "data=experiment"), 5)
+    assert "nobody listens at the addresses of Ada, Cem. If their rounds are done" in alone
+    assert re.search(r"the model after round [0-2] is saved", alone)
+    assert (tmp_path / "killed" / "model.safetensors").is_file()
 
 
 def test_a_network_on_one_machine(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from socket import create_connection
 from typing import Any, NamedTuple
 
 import zmq
@@ -24,6 +25,7 @@ from fedloom.deploy.peers.frames import PIECE, WireFrame, read_frame, written
 _MARK = 8  # messages that a socket holds for a neighbour
 _AGAIN = 5.0  # seconds after which a neighbour is dialled again that refused this node's key
 _FLUSH = 2000  # milliseconds for the last words
+_ASKED = 5.0  # seconds in which a machine says whether anybody listens
 _MANY = 64  # messages that are taken at once
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | _FAILED
@@ -60,19 +62,19 @@ class _Line:
     """The way to one neighbour."""
 
     def __init__(self, context: zmq.Context[Any], address: str, key: str, own: CurveKeys) -> None:
-        self._context, self._address, self._key, self._own = context, address, key, own
+        self._context, self.address, self._key, self._own = context, address, key, own
         self.connected, self.redial = False, 0.0
         self.queue: deque[tuple[WireFrame, tuple[bytes, bytes]]] = deque()
         self.dial()
 
     def dial(self) -> None:
         self.redial = 0.0
-        self.socket = _prepared(self._context.socket(zmq.DEALER), self._own, self._address)
+        self.socket = _prepared(self._context.socket(zmq.DEALER), self._own, self.address)
         self.socket.immediate, self.socket.sndhwm = True, _MARK
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 2000
         self.socket.curve_serverkey = self._key.encode()
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
-        self.socket.connect(self._address)
+        self.socket.connect(self.address)
 
     def put(self, frame: WireFrame) -> None:
         """Have a frame sent; what was not sent of an earlier payload is dropped for a later one."""
@@ -132,6 +134,17 @@ class CurveLinks:
 
     def send(self, j: int, frame: WireFrame) -> None:
         self._lines[j].put(frame)
+
+    def nobody_listens(self, j: int) -> bool:
+        """Whether the machine of a neighbour says that no process listens at its address."""
+        host, _, port = self._lines[j].address.removeprefix("tcp://").rpartition(":")
+        try:
+            create_connection((host.strip("[]"), int(port)), _ASKED).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def wake(self) -> None:
         """End a wait in ``poll``, from any thread."""

@@ -15,6 +15,7 @@ from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, Fault, FedloomError
 from fedloom.deploy.audit import write_audit
 from fedloom.deploy.ends import population_of
+from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
 from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.peers.bundles import Bundle, read_bundle, read_secret
@@ -182,7 +183,12 @@ class PeerProcess:
     def _one_round(self, peer: Peer) -> None:
         station = self.station
         self._record("running")
-        station.accompanied(self._bundle.patience.join)
+        try:
+            station.accompanied(self._bundle.patience.join)
+        except LostNodesError:
+            peer.save_model()
+            self._say(f"the model after round {peer.state.round} is saved: fedloom predict {self._bundle.folder}")
+            raise
         if self._caught_up(peer):
             return
         began, round_ = time.monotonic(), peer.state.round

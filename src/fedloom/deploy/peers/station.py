@@ -58,6 +58,7 @@ class Station:
         self.say: Callable[[str], None] = lambda _: None
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
+        self._met = False  # whether any neighbour has been there
         self._done: set[int] = set()  # neighbours that have done all rounds, and know what became of them
         self._agreement = agreement(identity.parts)
         self._strangers: set[str] = set()
@@ -76,6 +77,7 @@ class Station:
         self.edges.tick(time.monotonic())
         if self._there != self.present():
             self._there = self.present()
+            self._met = True
             self.changed()
 
     def meanwhile(self, work: Callable[[], T]) -> T:
@@ -129,11 +131,25 @@ class Station:
             raise LostNodesError(f"the network is not complete after {seconds:g} seconds; {why}")
 
     def accompanied(self, seconds: float) -> None:
-        """Wait until a neighbour is there: a node that trains by itself would only drift away."""
-        if self.identity.neighbours and not self.wait(lambda: bool(self.present()), seconds):
-            why = "; ".join(f"{self.identity.names[k]}: {self._reason(k)}" for k in self.identity.neighbours)
-            what = f"no neighbour can be reached for {seconds:g} seconds; {why}"
-            raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
+        """Wait until a neighbour is there: a node that trains by itself would only drift away.
+
+        A node that was started again, and has met nobody since, does not wait for long where no neighbour is at work:
+        all others may have done their rounds without it.
+        """
+        neighbours, grace = self.identity.neighbours, min(self.edges.patience.grace, seconds)
+        if not neighbours or self.wait(lambda: bool(self.present()), seconds if self._met else grace):
+            return
+        if not self._met:
+            if all(map(self.links.nobody_listens, neighbours)):
+                names = ", ".join(self.identity.names[k] for k in neighbours)
+                what = f"no neighbour is at work: nobody listens at the addresses of {names}. If their rounds are done"
+                what += " (fedloom peers status), this node cannot take part in them any more; if they were stopped,"
+                raise LostNodesError(f"{what} start them, then this node again")
+            if self.wait(lambda: bool(self.present()), seconds - grace):
+                return
+        why = "; ".join(f"{self.identity.names[k]}: {self._reason(k)}" for k in neighbours)
+        what = f"no neighbour can be reached for {seconds:g} seconds; {why}"
+        raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
 
     def linger(self) -> None:
         """Stay until all neighbours are done, have left or cannot be reached any more.
