@@ -7,18 +7,21 @@ minutes. Here the rounds reach the nodes' processes directly; ``test_flower.py``
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedloom.core.errors import StorageError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
-from fedloom.deploy.site import SERVER_TOML
+from fedloom.deploy.site import SERVER_TOML, read_state
 from support.apart import Apart
-from support.federation import Tamper, a_site, config_of, here, same, weights
+from support.federation import Here, Tamper, a_site, config_of, here, same, weights
 
 QUIET = {"evaluate": {"personal": False, "every": 20}}
 
@@ -93,6 +96,43 @@ def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
     assert nodes.starts >= 10 + 3 * 20
     assert any("Node 4" in line["late"] for line in lines)
     assert sum(len(line["answered"]) for line in lines) < 9 * len(lines)
+    again = here(tmp_path / "again" / "server")
+    again.tamper = as_logged(home)
+    conduct(tmp_path / "again" / "server", again, 1, print)
+    assert same(weights(home / "runs" / "1"), weights(tmp_path / "again" / "server" / "runs" / "1"))
+
+
+def test_disks_that_are_full_at_a_node_and_then_at_the_server_lose_nothing(tmp_path: Path) -> None:
+    """The node refuses in words, and is back in the next round; the run ends with an error, and goes on later."""
+    home = a_site(tmp_path / "site", config_of("scaffold", **QUIET))
+    with_rules(home, quorum=0.6)
+    shutil.copytree(tmp_path / "site", tmp_path / "again")
+    nodes, usual = Apart(home), resource.getrlimit(resource.RLIMIT_FSIZE)
+    nodes.start(*range(3))
+
+    class Filled(Here):
+        """The same nodes, on disks that fill up before a message is sent."""
+
+        def exchange(self, *given: Any) -> dict[int, bytes | Failed]:
+            full = 1 if nodes.count == 2 else usual[0]
+            resource.prlimit(nodes.processes[1].pid, resource.RLIMIT_FSIZE, (full, usual[1]))
+            if nodes.count == 3:  # smaller than a checkpoint, larger than what tells of it
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, usual[1]))
+            return nodes.exchange(*given)
+
+    try:
+        with pytest.raises(StorageError, match=rf"File too large.*make room, then fedloom deploy resume {home.parent}"):
+            conduct(home, Filled([]), 1, print)
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert read_state(home)["state"] == "failed"
+        assert conduct(home, nodes, 1, print) is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        nodes.kill(*range(3))
+    trained = [line for line in read_rounds(home) if line["kind"] == "train"]
+    assert [line["round"] for line in trained] == [0, 1, 2, 2]
+    assert "File too large" in trained[1]["failed"]["Bea"]
+    assert [len(line["answered"]) for line in trained] == [3, 2, 3, 3]
     again = here(tmp_path / "again" / "server")
     again.tamper = as_logged(home)
     conduct(tmp_path / "again" / "server", again, 1, print)

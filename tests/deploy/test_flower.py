@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,18 @@ def test_a_federation_on_one_machine_computes_what_the_simulation_does(tmp_path:
 
 
 def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path: Path) -> None:
-    """The SuperLink is killed, and with it the run; the network of a node stalls and breaks."""
+    """The SuperLink is killed between two rounds, and with it the run; a node comes back with other keys.
+
+    Its network stalls and breaks.
+    """
     site, port = tmp_path / "site", _free_port()
-    names = ("hospital-a", "hospital-b")
     named = ("--nodes", "Hospital A, Hospital B", "--port", port, "--out", site)
     said("init", experiment(tmp_path, "scaffold", rounds=2), *named)
-    log, state = site / "server" / "rounds.jsonl", site / "server" / "state.json"
+    state, saved = site / "server" / "state.json", site / "server" / "runs" / "1" / "checkpoints" / "00000001"
+
+    def node(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        return running(tmp_path / f"{name}.log", "node", site / name, "data=experiment")
+
     with ExitStack() as stack:
         network = stack.enter_context(Way(port))
         settings = site / "hospital-b" / "node.toml"
@@ -120,38 +126,38 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
         with fedloom("server", site) as first:
             wait_until(lambda: listens(port), first)
             _assert_closed_to_strangers(site, port)
-            nodes = [
-                stack.enter_context(running(tmp_path / f"{name}.log", "node", site / name, "data=experiment"))
-                for name in names
-            ]
-            assert "run 1 has started" in said("start", site)
-            wait_until(log.exists, first, *nodes)
-            run = json.loads(state.read_text())["process"]
-            os.kill(_descendant(first.pid, "flower-superlink"), signal.SIGKILL)
-            assert "superlink has ended" in first.communicate(timeout=PATIENCE)[1]
-            assert first.returncode == 5
-        wait_until(lambda: not Path(f"/proc/{run}").exists() or _is_zombie(run), *nodes)
+            a = stack.enter_context(node("hospital-a"))
+            with node("hospital-b") as b:
+                assert "run 1 has started" in said("start", site)
+                wait_until(saved.exists, first, a, b)
+                run = json.loads(state.read_text())["process"]
+                os.kill(_descendant(first.pid, "flower-superlink"), signal.SIGKILL)
+                assert "superlink has ended" in first.communicate(timeout=PATIENCE)[1]
+                assert first.returncode == 5
+        wait_until(lambda: not Path(f"/proc/{run}").exists() or _is_zombie(run), a)
         server = stack.enter_context(running(tmp_path / "server.log", "server", site))
         wait_until(lambda: "ready for nodes" in (tmp_path / "server.log").read_text(), server)
+        old = (site / "hospital-b" / "node.key").read_bytes()
+        said("revoke", site, "Hospital B")
+        assert not (site / "server" / "hospital-b.pub").exists()
+        refused = said("resume", site, code=2)
+        assert "rules.quorum: 2 of 2 nodes are needed, and keys were revoked: Hospital B" in refused
+        assert "hand node.key" in said("renew", site, "Hospital B")
+        assert (site / "hospital-b" / "node.key").read_bytes() != old
+        b = stack.enter_context(node("hospital-b"))
         network.stalls = True
         assert "has resumed" in said("resume", site)
         network.stalls = False
         network.cut()
-        wait_until(lambda: json.loads(state.read_text())["state"] in ("completed", "failed"), server, *nodes)
+        wait_until(lambda: json.loads(state.read_text())["state"] in ("completed", "failed"), server, a, b)
         assert "has ended" in said("resume", site, code=2)
         assert "no run is under way" in said("stop", site, "--now", code=2)
-        old = (site / "hospital-b" / "node.key").read_bytes()
-        said("revoke", site, "Hospital B")
-        assert not (site / "server" / "hospital-b.pub").exists()
-        refused = said("start", site, code=2)
-        assert "rules.quorum: 2 of 2 nodes are needed, and keys were revoked: Hospital B" in refused
-        assert "hand node.key" in said("renew", site, "Hospital B")
-        assert (site / "hospital-b" / "node.key").read_bytes() != old
         found = json.loads(said("status", site, "--json"))
         assert (found["state"], found["round"], found["server"]) == ("completed", 2, "running")
-        assert found["nodes"]["Hospital A"] == "online"
-        assert found["nodes"]["Hospital B"] in ("registered", "online")  # it may have taken up its new key already
+        assert found["nodes"] == {"Hospital A": "online", "Hospital B": "online"}
         assert "round 2 of 2" in said("logs", site)
+    lines = [(line["round"], line["answered"]) for line in read_rounds(site / "server") if line["kind"] == "train"]
+    assert lines == [(0, ["Hospital A", "Hospital B"]), (1, ["Hospital A", "Hospital B"])]  # none of them twice
     assert_as_simulated(site, tmp_path / "lab")
 
 

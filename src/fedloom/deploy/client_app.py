@@ -19,6 +19,7 @@ app = ClientApp()
 def relay(message: Message, context: Context) -> Message:
     """The node's answer to one message."""
     end_with_parent()
-    answer = ask(str(context.node_config[SOCKET]), message.content[RECORD][RECORD].data)
+    asked = message.content.pop(RECORD)[RECORD].data  # not kept here while the node works
+    answer = ask(str(context.node_config[SOCKET]), asked)
     array = Array(dtype="uint8", shape=(len(answer),), stype=RECORD, data=answer)
     return Message(RecordDict({RECORD: ArrayRecord({RECORD: array})}), reply_to=message)

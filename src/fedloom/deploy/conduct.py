@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from fedloom.core import disk
 from fedloom.core.errors import FedloomError
 from fedloom.data.files import default_root
 from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
 from fedloom.deploy.ends import server_end
 from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry, read_population, write_population
-from fedloom.deploy.site import RUNS, conducted, read_rules, write_state
+from fedloom.deploy.site import RUNS, conducted, log_file, read_rules, write_state
 from fedloom.deploy.waits import writing
 from fedloom.engine import checkpoint
 from fedloom.engine.ranks import ALONE
@@ -55,7 +58,20 @@ def conduct(home: Path, transport: Transport, run: int, say: Say) -> History | N
     How it ended is written down beside it. A run that was asked to stop has no history yet.
     """
     with conducted(home):
-        return _run_recorded(home, transport, run, say)
+        return _run_recorded(home, transport, run, _logged(home, run, say))
+
+
+def _logged(home: Path, run: int, say: Say) -> Say:
+    """Say a line, and write it down with its time."""
+    path = log_file(home, run)
+
+    def both(line: str) -> None:
+        say(line)
+        disk.make_folder(path.parent)
+        with os.fdopen(disk.open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as out:
+            out.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {line}\n")
+
+    return both
 
 
 def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> History | None:
@@ -64,13 +80,16 @@ def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> Histo
     try:
         with writing(home, f"fedloom deploy resume {home.parent}"):
             history = _conducted(home, transport, run, say)
+            say("completed")
     except InterruptedRun as stop:
         write_state(home, run, "stopped", why=str(stop))
+        say(f"stopped: {stop}")
         return None
     except BaseException as error:
         why = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):  # the disk may be full
             write_state(home, run, "failed", why=why)
+            say(f"failed: {why}" if isinstance(error, FedloomError) else traceback.format_exc())
         raise
     write_state(home, run, "completed")
     return history

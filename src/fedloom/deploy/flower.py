@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def started(words: list[str], home: Path, log: Path) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=file,
             preexec_fn=_die_with_parent,  # noqa: PLW1509  (this process has one thread then)
+            start_new_session=True,  # a group of its own, with all that it starts
         )
     finally:
         os.close(file)
@@ -86,7 +88,10 @@ def _die_with_parent() -> None:
 
 
 def ended(processes: list[subprocess.Popen[bytes]], seconds: float = 15.0) -> None:
-    """End programs that were started here, with force where they do not end by themselves."""
+    """End programs that were started here and all that they have started, with force where they do not end themselves.
+
+    Flower's apps can hang when what started them has ended.
+    """
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -97,6 +102,8 @@ def ended(processes: list[subprocess.Popen[bytes]], seconds: float = 15.0) -> No
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -146,35 +153,47 @@ def write_connection(home: Path, port: int) -> None:
 
 
 def call(home: Path, *words: str) -> dict[str, Any]:
-    """What Flower's command line answers, as JSON; its exit code does not tell whether it succeeded."""
+    """What Flower's command line answers; an error where it refuses."""
+    (found,) = calls(home, words)
+    return unrefused(found)
+
+
+def calls(home: Path, *commands: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What Flower's command line answers to each of these, as JSON; its exit code does not tell how it went."""
     if not (home / "flwr" / "config.toml").is_file():
         raise FlowerError(f"the server has never run; start it with: fedloom deploy server {home.parent}")
-    said = _said(home, *words, CONNECTION, "--format", "json")
+    asked = json.dumps([[*words, CONNECTION, "--format", "json"] for words in commands])
+    said = _said(home, [sys.executable, "-P", "-m", "fedloom.deploy.flower_commands"], asked)
+    answers = said.stdout.split("\0")[:-1]
     try:
-        found: dict[str, Any] = json.loads(said.stdout)
+        if len(answers) < len(commands):
+            raise ValueError("an answer is missing")
+        return [json.loads(answer) for answer in answers]
     except ValueError as error:
         details = " / ".join(line.strip() for line in (said.stdout + said.stderr).splitlines()[-3:])
         raise FlowerError(
             f"the server does not answer ({details[:500]}); is it running? fedloom deploy server"
         ) from error
-    if not found.get("success"):
-        raise FlowerError(f"Flower refuses: {str(found.get('error-message', found))[:500]}")
-    return found
+
+
+def unrefused(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is no refusal."""
+    if not answer.get("success"):
+        raise FlowerError(f"Flower refuses: {str(answer.get('error-message', answer))[:500]}")
+    return answer
 
 
 def log_of(home: Path, run_id: str) -> str:
     """The log of a run."""
-    said = _said(home, "log", run_id, CONNECTION, "--show")
+    said = _said(home, [_program("flwr"), "log", run_id, CONNECTION, "--show"])
     if said.returncode:
         raise FlowerError(f"the server does not answer ({said.stderr.strip()[-300:]})")
     return said.stdout
 
 
-def _said(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [_program("flwr"), *words]
-    return subprocess.run(
-        command, env=world(home), cwd=home, capture_output=True, text=True, timeout=_PATIENCE, check=False
-    )
+def _said(home: Path, command: list[str], asked: str = "") -> subprocess.CompletedProcess[str]:
+    how: dict[str, Any] = {"env": world(home), "cwd": home, "timeout": _PATIENCE}
+    return subprocess.run(command, input=asked, capture_output=True, text=True, check=False, **how)
 
 
 # -- the app --------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Node:
         message = Envelope("unknown", {}, {})
         try:
             found = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
+            del data  # large ones are not kept longer than they must be
             reply = self._kinds.get(found.kind, _unknown)(self, found)
             message = found
         except FedloomError as error:

@@ -27,6 +27,7 @@ from fedloom.deploy.site import (
     SERVER_TOML,
     folder_name,
     is_conducted,
+    log_file,
     read_listens,
     read_rules,
     read_state,
@@ -53,6 +54,7 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
             processes.append(flower.started(_superlink(home, inner), home, log))
             flower.wait_for_port(inner, processes[0], log)
             flower.write_connection(home, inner)
+            (home / NODES).unlink(missing_ok=True)  # what another SuperLink knew
             register(home, contract.nodes)
             words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home.absolute()), listens.bind]
             processes.append(flower.started([*words, str(listens.port), str(inner)], home, home / "gate.log"))
@@ -76,10 +78,10 @@ def _locked(home: Path) -> int:
 
 
 def _superlink(home: Path, port: int) -> list[str]:
+    """It keeps messages in memory: no upload stays on its disk, and a round of a large model takes half as long."""
     at = home.absolute()
     return [
-        *("flower-superlink", "--host", "127.0.0.1", "--port", str(port)),
-        *("--database", str(at / "flower.db"), "--enable-supernode-auth"),
+        *("flower-superlink", "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"),
         *("--ssl-ca-certfile", str(at / "ca.crt")),
         *("--ssl-certfile", str(at / "server.pem"), "--ssl-keyfile", str(at / "server.key")),
         "--disable-runtime-dependency-installation",
@@ -108,14 +110,11 @@ def revoked_key(home: Path, name: str) -> bool:
 def register(home: Path, names: tuple[str, ...]) -> None:
     """Let the SuperLink know the keys of nodes that it does not know yet; one that was revoked is not there."""
     known = registered(home)
-    for name in names:
-        if name not in known and not revoked_key(home, name):
-            key = home.absolute() / f"{folder_name(name)}.pub"
-            answer = flower.call(home, "supernode", "register", str(key))
-            known[name] = str(answer["node-id"])
-            disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
-    if not (home / NODES).exists():
-        disk.write_bytes(home / NODES, b"{}")
+    new = [name for name in names if name not in known and not revoked_key(home, name)]
+    paths = [str(home.absolute() / f"{folder_name(name)}.pub") for name in new]
+    answers = flower.calls(home, *(("supernode", "register", path) for path in paths)) if new else []
+    known |= {name: str(flower.unrefused(answer)["node-id"]) for name, answer in zip(new, answers, strict=True)}
+    disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -225,13 +224,14 @@ def _flower_id(home: Path) -> str:
 
 
 def log_text(site: Path) -> str:
-    """The log of the last run."""
+    """The log of the last run; Flower's, where it has failed before it wrote its own."""
     home = site / SERVER
     read_outline(home)
-    number = _flower_id(home)
-    if not number:
+    run, number = read_state(home).get("run"), _flower_id(home)
+    if not run or not number:
         raise CheckpointError(f"{home}: has no run yet; start one with: fedloom deploy start {site}")
-    return flower.log_of(home, number)
+    own = log_file(home, int(run))
+    return own.read_text(encoding="utf-8") if own.is_file() else flower.log_of(home, number)
 
 
 def status_of(site: Path) -> dict[str, Any]:
@@ -241,11 +241,12 @@ def status_of(site: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"site": str(site), "server": "running", "nodes": dict.fromkeys(contract.nodes, "unknown")}
     flower_run: dict[str, Any] = {}
     try:
-        listed = flower.call(home, "supernode", "list")
-        by_id = {str(node["node-id"]): str(node["status"]) for node in listed["nodes"]}
+        about_run = [("list", "--run-id", number)] if number else []
+        listed, *more = flower.calls(home, ("supernode", "list"), *about_run)
+        by_id = {str(node["node-id"]): str(node["status"]) for node in flower.unrefused(listed)["nodes"]}
         known = registered(home)
         found["nodes"] = {name: by_id.get(known.get(name, ""), "no key") for name in contract.nodes}
-        flower_run = _flower_run(home, number) if number else {}
+        flower_run = next((run for answer in more for run in answer.get("runs", [])), {})  # of this SuperLink
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
     conducted = is_conducted(home)  # asked first: a run writes down how it ended before it lets go
@@ -263,11 +264,6 @@ def status_of(site: Path) -> dict[str, Any]:
     if recorded.get("run"):
         found["run_dir"] = str(home / RUNS / str(recorded["run"]))
     return found
-
-
-def _flower_run(home: Path, number: str) -> dict[str, Any]:
-    runs = flower.call(home, "list", "--run-id", number)["runs"]
-    return dict(runs[0]) if runs else {}
 
 
 def _state_of_run(recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any]) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from fedloom.deploy.fleet import Failed
 from fedloom.deploy.site import NODES
 from fedloom.deploy.waits import end_with_parent
 from fedloom.deploy.wire import RECORD
+from fedloom.engine.local import release_at_once
 
 _LOOK = 0.5  # seconds between two looks for answers
 _UNAVAILABLE = 5  # Flower's code for a node that has left
@@ -29,6 +30,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """One run, from its first round or from its last checkpoint."""
     end_with_parent()
+    release_at_once()
     config = context.run_config
     home = Path(str(config["home"]))
     # The code of the contract may run: `fedloom deploy server` has asked.
@@ -86,15 +88,13 @@ class FlowerTransport:
 
     def _sent(self, data: bytes, clients: list[int], ttl: float) -> dict[str, int]:
         """Send one message to each of these nodes; the names that Flower gives to them."""
+        if not clients:
+            return {}
         array = Array(dtype="uint8", shape=(len(data),), stype=RECORD, data=data)
-        sent = {}
-        for client in clients:
-            content = RecordDict({RECORD: ArrayRecord({RECORD: array})})
-            message = Message(content, self._ids[client], "query", ttl=ttl)
-            for name in self._grid.push_messages([message]):
-                if name is not None:
-                    sent[str(name)] = client
-        return sent
+        content = RecordDict({RECORD: ArrayRecord({RECORD: array})})  # in one call, which computes its hashes once
+        messages = [Message(content, self._ids[client], "query", ttl=ttl) for client in clients]
+        names = list(self._grid.push_messages(messages)) or [None] * len(clients)
+        return {str(name): client for name, client in zip(names, clients, strict=True) if name is not None}
 
     def _answers(self, sent: dict[str, int]) -> list[tuple[str, bytes | Failed | None]]:
         """What has come back; None for a node that has left, and may come again."""

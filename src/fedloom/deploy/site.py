@@ -192,6 +192,11 @@ def write_state(home: Path, run: int, state: str, **more: Any) -> None:
     disk.write_bytes(home / STATE, json.dumps({"run": run, "state": state, **more}).encode() + b"\n")
 
 
+def log_file(home: Path, run: int) -> Path:
+    """What a run has said, line by line."""
+    return home / "logs" / f"{run}.log"
+
+
 @contextmanager
 def conducted(home: Path) -> Iterator[None]:
     """Hold the right to conduct a run of this server, as one process at a time can."""

@@ -19,6 +19,7 @@ from fedloom.deploy.node import Node, Place
 from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
 from fedloom.deploy.waits import until_stopped, writing
+from fedloom.engine.local import release_memory
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
 _ACCEPTED = 30.0  # seconds after which a SuperNode that has not ended was not refused
@@ -89,6 +90,7 @@ def _answer_all(listener: object, node: Node) -> None:
     while True:
         try:
             wire.answer_one(listener, node.answer)  # type: ignore[arg-type]
+            release_memory()
         except OSError:  # the listener is closed
             return
 

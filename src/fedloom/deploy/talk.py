@@ -33,8 +33,10 @@ def order_tensors(exp: Experiment, order: Order) -> dict[str, Tensor]:
 
 
 def inquiry_tensors(exp: Experiment, inquiry: Inquiry) -> dict[str, Tensor]:
-    model = named("model", inquiry.model) if isinstance(inquiry.model, Tensor) else {}
-    return named("down", inquiry.down) | named("buffers", exp.travelling(inquiry.buffers)) | model
+    """The arrays of an inquiry: the model that all share, or what nodes make theirs of."""
+    shared = isinstance(inquiry.model, Tensor)
+    part = named("model", inquiry.model) if shared else named("down", inquiry.down)
+    return part | named("buffers", exp.travelling(inquiry.buffers))
 
 
 def order_of(exp: Experiment, message: Envelope, client: int) -> Order:
@@ -42,23 +44,25 @@ def order_of(exp: Experiment, message: Envelope, client: int) -> Order:
     facts = message.facts
     asked = facts.get("extra")
     extra = {client: whole(asked, str(client))} if isinstance(asked, dict) else None
-    down, buffers = _down(exp, message)
-    return Order(whole(facts, "round"), down, buffers, whole(facts, "senders"), extra)
+    return Order(whole(facts, "round"), _down(exp, message), _buffers(exp, message), whole(facts, "senders"), extra)
 
 
 def inquiry_of(exp: Experiment, message: Envelope) -> Inquiry:
     """What a node was asked to evaluate."""
-    down, buffers = _down(exp, message)
     shared = any(name.startswith("model.") for name in message.tensors)
+    down = () if shared else _down(exp, message)
     model = tree_of(exp.task.w0, "model", message.tensors) if shared else ()
-    return Inquiry(whole(message.facts, "round"), down, buffers, model)
+    return Inquiry(whole(message.facts, "round"), down, _buffers(exp, message), model)
 
 
-def _down(exp: Experiment, message: Envelope) -> tuple[Any, Tensor]:
+def _down(exp: Experiment, message: Envelope) -> Any:
     like = exp.algorithm.send(begin(exp).server)
+    return tree_of(like, "down", message.tensors, shapes=False)  # a method may send less in some rounds
+
+
+def _buffers(exp: Experiment, message: Envelope) -> Tensor:
     buffers = tree_of(exp.travelling(exp.task.buffers0), "buffers", message.tensors)
-    down = tree_of(like, "down", message.tensors, shapes=False)  # a method may send less in some rounds
-    return down, buffers if isinstance(buffers, Tensor) else exp.task.buffers0
+    return buffers if isinstance(buffers, Tensor) else exp.task.buffers0
 
 
 def order_limit(exp: Experiment) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import IO
 
 RECORD = "fedloom"  # the name of what Flower carries
 SOCKET = "socket"  # where a node listens, in the configuration of its SuperNode
@@ -43,15 +44,13 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    size = int.from_bytes(_exactly(connection, _LENGTH), "big")
-    return bytes(_exactly(connection, size))
+    with connection.makefile("rb") as stream:  # reads what is large into one place, without a second copy
+        size = int.from_bytes(_exactly(stream, _LENGTH), "big")
+        return _exactly(stream, size)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    found = bytearray()
-    while len(found) < size:
-        part = connection.recv(min(1 << 20, size - len(found)))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        found += part
+def _exactly(stream: IO[bytes], size: int) -> bytes:
+    found = stream.read(size)
+    if len(found) < size:
+        raise ConnectionError("the other end has closed the connection")
     return found

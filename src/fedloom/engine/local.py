@@ -52,6 +52,7 @@ _GATHERED = 1 << 22
 _SURVEYED = 256
 # Ticks of a run from which on it pays to capture a step (a second or two), and to compile it (ten to twenty).
 _CAPTURE, _COMPILE = 100, 8_000
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 class Given(NamedTuple):
@@ -541,8 +542,25 @@ def reuse_memory() -> None:
     A local step allocates matrices of many megabytes; fetching them anew costs page faults that were
     measured to make lanes on a CPU two to eight times slower. Only glibc needs the setting.
     """
-    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+    if _has_glibc():
         libc = ctypes.CDLL(None)
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def release_memory() -> None:
+    """Hand back what ``reuse_memory`` keeps and nobody uses now, before a wait that is longer than a step."""
+    if _has_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def release_at_once() -> None:
+    """Hand large blocks back as soon as they are free, also later on: for a process that trains nobody."""
+    reuse_memory()  # it does its work once, and not after this
+    if _has_glibc():
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+
+
+@cache
+def _has_glibc() -> bool:
+    return platform.system() == "Linux" and platform.libc_ver()[0] == "glibc"

@@ -160,7 +160,7 @@ def _work_elsewhere(exp: Experiment, fleet: Fleet, state: RunState, called: Call
         places = [k for k, client in enumerate(group.ids.tolist()) if client in outcomes]
         if places:
             part = group.pick(places)
-            outcome = tree.cat([outcomes[client] for client in part.ids.tolist()])
+            outcome = tree.cat([outcomes.pop(client) for client in part.ids.tolist()])
             here = tree.take(outcome, slice(0, 0))  # nobody trained here
             yield TrainedGroup(part, outcome, part.ids[:0], here.buffers, here)
 
