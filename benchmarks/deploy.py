@@ -87,7 +87,7 @@ def flower_rounds(nodes: int, rounds: int, size: int, folder: Path) -> list[floa
     processes: list[subprocess.Popen[bytes]] = []
     try:
         words = ["flower-superlink", *at, str(port), "--disable-runtime-dependency-installation"]
-        words += ["--database", str(folder / "flower.db"), "--ssl-ca-certfile", str(folder / "ca.crt")]
+        words += ["--ssl-ca-certfile", str(folder / "ca.crt")]
         words += ["--ssl-certfile", str(folder / "server.pem"), "--ssl-keyfile", str(folder / "server.key")]
         processes.append(flower.started(words, folder, folder / "superlink.log"))
         flower.wait_for_port(port, processes[0], folder / "superlink.log")
