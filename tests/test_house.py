@@ -271,7 +271,7 @@ PURE = (
     "models",
 )
 # of the engine, what talks to files, other processes or the platform
-IMPURE_ENGINE = ("store", "checkpoint", "ranks", "laws", "local", "cuda_graphs")
+IMPURE_ENGINE = ("store", "checkpoint", "ranks", "laws", "local", "cuda_graphs", "compiling")
 
 
 def below(*places: str) -> list[str]:

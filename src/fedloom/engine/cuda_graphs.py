@@ -12,7 +12,6 @@ length fill a few lanes without gaps, and never wait for the longest one.
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom.algorithm import Algorithm, Carry, Phase
 from fedloom.core import tree
@@ -30,6 +28,7 @@ from fedloom.core.lanes import ops
 from fedloom.core.task import BATCH_DIMS, Batch, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
+from fedloom.engine.compiling import compiled
 from fedloom.engine.plan import Group
 
 # Rows of tables begin at multiples of this many numbers, since products of matrices are slower from odd addresses.
@@ -38,7 +37,8 @@ _ALIGNED = 32
 _TICK = 128
 # Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
 _EXAMPLES = 1 << 13
-# Ticks of one graph, beside the graph of a single one: between two graphs a GPU pauses for some microseconds.
+# Ticks of one graph, beside the graph of a single one: between two graphs a GPU pauses for some microseconds. Also of
+# one compiled function on a CPU.
 _TOGETHER = 8
 # Numbers that a step moves on a CPU below which more than one thread makes it slower.
 _SMALL = 1 << 18
@@ -82,17 +82,18 @@ def pack(steps: tuple[int, ...], width: int) -> Packed:
     return Packed(found, then)
 
 
-def width_for(steps: list[int], batch: int, usual: int = 0) -> int:
+def width_for(steps: list[int], batch: int, usual: int = 0, *, few: bool = False) -> int:
     """How many lanes serve these clients: as many as there are clients, or a half, a quarter, ... of that.
 
-    Few widths, since each is compiled and captured by itself. More lanes than the longest client leaves work for
-    would idle. Where another number of clients is ``usual``, theirs is rounded up to a quarter of it: cohorts drawn
-    with replacement have a different number of clients in nearly every round.
+    Few widths, since each is compiled and captured by itself; ``few``: only all and a quarter. More lanes than the
+    longest client leaves work for would idle. Where another number of clients is ``usual``, theirs is rounded up to a
+    quarter of it: cohorts drawn with replacement have a different number of clients in nearly every round.
     """
     quarter = -(-usual // 4)
     clients = len(steps) if len(steps) == usual or not usual else -(-len(steps) // quarter) * quarter
     most = max(1, min(clients, _EXAMPLES // max(batch, 1)))
-    widths = [-(-most // (1 << halved)) for halved in range(most.bit_length())]
+    halvings = (0, 2) if few else range(most.bit_length())
+    widths = [-(-most // (1 << halved)) for halved in halvings]
     total, longest = sum(steps), max(steps, default=0)
 
     def cost(width: int) -> int:
@@ -127,12 +128,14 @@ def descend(
     if which in graphs.refused:
         return None
     batch, room = _batch(group), max(len(group.ids), group.plan.usual)
-    width = min(width_for(group.steps, batch, group.plan.usual), graphs.widest)
+    few = fed.x.device.type == "cpu" and alg.task.capture == "compiled"  # where compiling takes the longest
+    width = min(width_for(group.steps, batch, group.plan.usual, few=few), graphs.widest)
     while True:
         try:
             tables = graphs.tables((*which, batch), alg, phase, fed, at, given, room)
             packed = pack(tuple(group.steps), width)
-            replay = tables.replay(width, packed.ticks, straight=width == len(group.ids) and len(set(group.steps)) == 1)
+            straight = width == len(group.ids) and len(set(group.steps)) == 1
+            replay = tables.replay(width, packed.ticks, straight=straight)
             tables.load(at, given)
             replay.run(group, packed)
             return tree.take(tables.carry, slice(0, len(group.ids)))
@@ -254,17 +257,19 @@ class _Tables:
     ) -> None:
         at, given = like
         self.graphs, self.alg, self.fed, self.batch, self.clients = graphs, alg, fed, batch, clients
+        self.lr = torch.zeros((), device=fed.x.device)
+        self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(at))  # that one client carries
         self.carry, self.mine = tree.tmap(self._table, at), tree.tmap(self._table, given.mine)
         self.shared, self.buffers = given.shared, self._table(given.buffers)
         self.down = tree.tmap(torch.clone if self.shared else self._table, given.down)
-        self.lr = torch.zeros((), device=fed.x.device)
         self._step = self._stepping(phase)
-        self._replays: dict[tuple[int, bool], _Replay] = {}
+        self._replays: dict[tuple[int, bool], _Replay | _Blocks] = {}
 
     def _table(self, x: Tensor) -> Tensor:
         """Rows like those of ``x``; long ones begin at addresses that wide loads can be made from."""
         wide = prod(x.shape[1:])
-        apart = -(-wide // _ALIGNED) * _ALIGNED if x.ndim == 2 and wide > _ALIGNED else wide
+        aligned = x.ndim == 2 and wide > _ALIGNED and not self._in_blocks(1)
+        apart = -(-wide // _ALIGNED) * _ALIGNED if aligned else wide
         table = x.new_empty(self.clients + 1, apart)[:, :wide].view(self.clients + 1, *x.shape[1:])
         return table.copy_(x[:1].expand_as(table))
 
@@ -275,27 +280,30 @@ class _Tables:
         tree.tmap(lambda to, x: (to if self.shared else to[:n]).copy_(x), self.down, given.down)
         self.buffers[:n] = given.buffers
 
-    def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay:
-        """The captured tick of these lanes, with room for ``ticks``.
+    def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay | _Blocks:
+        """What takes the ticks of these lanes, with room for ``ticks``.
 
         ``straight``: every client keeps its lane to the end, so that nothing has to be fetched and put back.
         """
-        kind = (lanes, straight)
+        make: Any = _Blocks if self._in_blocks(lanes) else _Replay
+        kind = (lanes, straight and make is _Replay)
         if kind not in self._replays:
-            self._replays[kind] = _Replay(self, lanes, self.step(lanes, straight), max(ticks, 32), straight)
+            step = self.block(lanes) if make is _Blocks else self.step(*kind)
+            self._replays[kind] = make(self, kind, step, max(ticks, 32))
         elif self._replays[kind].ticks < ticks:
             old = self._replays.pop(kind)
-            self._replays[kind] = _Replay(self, lanes, old.step, max(ticks, 2 * old.ticks), straight)
+            self._replays[kind] = make(self, kind, old.step, max(ticks, 2 * old.ticks))
         return self._replays[kind]
 
     def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
         """A tick as a function of tensors alone, of what the clients in the lanes have: where these are after it."""
         fed, shared = self.fed, self.shared
 
-        def step(carry: Any, down: Any, mine: Any, buffers: Tensor, plan: _Plan, lr: Tensor) -> list[Tensor]:
-            x, y = fed.examples(plan.rows)
-            x = augmented(x, plan.keys, fed.augment)
-            batch = Batch(x, y, plan.mask, plan.keys, plan.progress, lr, buffers)
+        def step(
+            carry: Any, down: Any, mine: Any, buffers: Tensor, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor
+        ) -> list[Tensor]:
+            x = augmented(examples[0], plan.keys, fed.augment)
+            batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
             in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
             return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
 
@@ -307,59 +315,79 @@ class _Tables:
             lanes = slice(0, len(plan.client))
             down = self.down if self.shared else tree.take(self.down, lanes)
             return *tree.take((self.carry, self.mine, self.buffers), lanes), down, plan, self.lr
-        return self.carry, self.mine, self.buffers, self.down, plan, self.lr
+        return *self.held, plan, self.lr
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """What all clients have."""
+        return self.carry, self.mine, self.buffers, self.down
+
+    def _tick(self, held: tuple[Any, ...], plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
+        """Fetch what the clients in the lanes have, take a step, and put it back."""
+        carry, mine, buffers, down = held
+        here, own, statistics = tree.tmap(lambda x: _fetched(x, plan.client), (carry, mine, buffers))
+        sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.client), down)
+        moved = self._step(here, sent, own, statistics, plan, examples, lr)
+        for table, rows in zip(tree.leaves(carry), moved, strict=True):
+            table.index_copy_(0, plan.client, rows)
 
     def step(self, lanes: int, straight: bool) -> Callable[..., None]:
-        """A tick of these lanes, which writes where their clients are after it; compiled if it is to be.
-
-        It is traced first, so that the compiler sees operations, and no Python of ours.
-        """
+        """A tick of these lanes, which writes where their clients are after it; compiled if it is to be."""
 
         def plain(carry: Any, mine: Any, buffers: Tensor, down: Any, plan: _Plan, lr: Tensor) -> None:
-            if straight:
-                moved = self._step(carry, down, mine, buffers, plan, lr)
-                for table, rows in zip(tree.leaves(carry), moved, strict=True):
-                    table.copy_(rows)
+            examples = self.fed.examples(plan.rows)
+            if not straight:
+                self._tick((carry, mine, buffers, down), plan, examples, lr)
                 return
-            here, own, held = tree.tmap(lambda x: _fetched(x, plan.client), (carry, mine, buffers))
-            sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.client), down)
-            moved = self._step(here, sent, own, held, plan, lr)
+            moved = self._step(carry, down, mine, buffers, plan, examples, lr)
             for table, rows in zip(tree.leaves(carry), moved, strict=True):
-                table.index_copy_(0, plan.client, rows)
+                table.copy_(rows)
 
         if self.alg.task.capture != "compiled":
             return plain
-        began = time.perf_counter()
         blank = _Plan.of(*_blank_plan((lanes,), self.batch, self.clients, self.lr.device))
-        inputs = self.given(blank, straight=straight)
+        fused = self._compiled(plain, self.given(blank, straight=straight), lanes)
+        return plain if fused is None else fused
 
-        def flat(*tensors: Tensor) -> None:
-            plain(*tree.unflatten(inputs, tensors))
+    def block(self, lanes: int) -> Callable[..., None]:
+        """Some ticks of these lanes as one compiled function, with nothing between them but arithmetic.
 
+        It is given the examples instead of their rows, so that it is the same for data of any size.
+        """
+
+        def ticks(held: tuple[Any, ...], whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
+            for t in range(_TOGETHER):
+                self._tick(held, _Plan.of(whole[t], real[t]), (x[t], y[t]), lr)
+
+        blank = _blank_plan((_TOGETHER, lanes), self.batch, self.clients, self.lr.device)
+        fused = self._compiled(ticks, (self.held, *blank, *self.fed.examples(_Plan.of(*blank).rows), self.lr), lanes)
+        assert fused is not None, "a step that a CPU's compiler rejects is not captured"
+        return fused
+
+    def _compiled(self, step: Callable[..., None], inputs: tuple[Any, ...], lanes: int) -> Callable[..., None] | None:
+        """``step`` compiled for inputs like these; None where a GPU's compiler rejects it."""
+        began = time.perf_counter()
         try:
-            with warnings.catch_warnings():  # of what the compiler would rather have been given
-                warnings.simplefilter("ignore")
-                traced = make_fx(flat)(*tree.leaves(inputs))
-                fused = torch.compile(
-                    traced, fullgraph=True, dynamic=False, options={"cpp.threads": 1} if self._is_small(lanes) else {}
-                )
-                fused(*tree.leaves(inputs))
+            fused = compiled(step, inputs, small=self._is_small(lanes))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler can say
             if self.lr.device.type == "cpu":
                 raise _NotCapturableError(_brief(error)) from error
             self.graphs.note(f"the compiler rejected this step; it is captured uncompiled ({_brief(error)})")
-            return plain
+            return None
         took = time.perf_counter() - began
         self.graphs.spent(compiling=took)
         self.graphs.note(f"a step of {lanes} lanes was compiled in {took:.1f} s")
-        return lambda *given: fused(*tree.leaves(given))
+        return fused
+
+    def _in_blocks(self, lanes: int) -> bool:
+        """Whether ticks of these lanes are compiled some at a time: they are so short that a call takes as long."""
+        return self.alg.task.capture == "compiled" and self._is_small(lanes)
 
     def _is_small(self, lanes: int) -> bool:
         """Whether a tick of these lanes on a CPU is so short that starting a second thread would cost more."""
-        numbers = lanes * sum(leaf[0].numel() for leaf in tree.leaves(self.carry))
-        return self.lr.device.type == "cpu" and numbers <= _SMALL
+        return self.lr.device.type == "cpu" and lanes * self._numbers <= _SMALL
 
     @contextmanager
     def threads(self, lanes: int) -> Iterator[None]:
@@ -388,28 +416,63 @@ def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.devi
     return whole, real
 
 
-class _Replay:
-    """The tick of these lanes, captured: it reads what to do from a plan, at the place where its counter is."""
+class _Schedule:
+    """The plan of all ticks, at a fixed place."""
 
-    def __init__(self, tables: _Tables, lanes: int, step: Callable[..., None], ticks: int, straight: bool) -> None:
-        self._tables, self.step, self.ticks, self._straight = tables, step, ticks, straight
-        device = tables.lr.device
-        self._held = _blank_plan((ticks, lanes), tables.batch, tables.clients, device)
-        self._plan = _Plan.of(*self._held)
-        self._tick = torch.zeros(1, dtype=torch.int64, device=device)
-        self._graphs = self._captured() if device.type == "cuda" else None
+    def __init__(self, tables: _Tables, lanes: int, ticks: int) -> None:
+        self._idle = tables.clients
+        self.held = _blank_plan((ticks, lanes), tables.batch, self._idle, tables.lr.device)
+        self.plan = _Plan.of(*self.held)
+
+    def load(self, group: Group, packed: Packed, until: int) -> None:
+        """Put the steps of a group there; all lanes idle from the last one on ``until`` this tick."""
+        n, wide, plan = len(group.ids), group.rows.shape[2], self.plan
+        place, when = tree.on_device(packed, plan.client.device)
+        client, real, ticks = place.clamp(max=n - 1), place < n, slice(0, packed.ticks)
+        plan.client[ticks] = torch.where(real, place, self._idle)
+        plan.rows[ticks, :, :wide] = group.rows[client, when]
+        plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
+        plan.mask[ticks, :, wide:] = 0  # where wider batches may have been before
+        plan.keys[ticks] = group.keys[client, when]
+        plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
+        if until > packed.ticks:
+            plan.client[packed.ticks : until] = self._idle
+            plan.mask[packed.ticks : until] = 0
+
+
+class _Blocks:
+    """Ticks that a CPU takes some at a time, each time by one call of compiled code."""
+
+    def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
+        self._tables, self.step, self.ticks = tables, step, -(-ticks // _TOGETHER) * _TOGETHER
+        self._schedule = _Schedule(tables, kind[0], self.ticks)
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
-        n, wide, device = len(group.ids), group.rows.shape[2], self._tick.device
-        place, when = tree.on_device(packed, device)
-        client, real, ticks = place.clamp(max=n - 1), place < n, slice(0, packed.ticks)
-        self._plan.client[ticks] = torch.where(real, place, self._tables.clients)
-        self._plan.rows[ticks, :, :wide] = group.rows[client, when]
-        self._plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
-        self._plan.mask[ticks, :, wide:] = 0  # where wider batches may have been before
-        self._plan.keys[ticks] = group.keys[client, when]
-        self._plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
+        tables, rows, (whole, real) = self._tables, self._schedule.plan.rows, self._schedule.held
+        until = -(-packed.ticks // _TOGETHER) * _TOGETHER
+        self._schedule.load(group, packed, until)
+        tables.lr.copy_(group.work.lr[0])
+        with tables.threads(whole.shape[1]):
+            for t in range(0, until, _TOGETHER):
+                some = slice(t, t + _TOGETHER)
+                self.step(tables.held, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
+
+
+class _Replay:
+    """The tick of these lanes, captured: it reads what to do from a plan, at the place where its counter is."""
+
+    def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
+        lanes, self._straight = kind
+        self._tables, self.step, self.ticks = tables, step, ticks
+        self._schedule = _Schedule(tables, lanes, ticks)
+        device = tables.lr.device
+        self._tick = torch.zeros(1, dtype=torch.int64, device=device)
+        self._graphs = self._captured(lanes) if device.type == "cuda" else None
+
+    def run(self, group: Group, packed: Packed) -> None:
+        """The steps of a group."""
+        self._schedule.load(group, packed, packed.ticks)
         self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
         with self._tables.threads(packed.client.shape[1]):
@@ -423,11 +486,11 @@ class _Replay:
 
     def _advance(self) -> None:
         """One tick."""
-        now = _Plan.of(*(held.index_select(0, self._tick).squeeze(0) for held in self._held))
+        now = _Plan.of(*(held.index_select(0, self._tick).squeeze(0) for held in self._schedule.held))
         self.step(*self._tables.given(now, straight=self._straight))
         self._tick += 1
 
-    def _captured(self) -> tuple[Any, Any]:
+    def _captured(self, lanes: int) -> tuple[Any, Any]:
         """The graphs of one tick and of some."""
         began, graphs = time.perf_counter(), self._tables.graphs
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -451,7 +514,7 @@ class _Replay:
         torch.cuda.synchronize()
         took = time.perf_counter() - began
         graphs.spent(capturing=took, graphs=1)
-        graphs.note(f"a step of {self._plan.client.shape[1]} lanes was captured in {took:.1f} s")
+        graphs.note(f"a step of {lanes} lanes was captured in {took:.1f} s")
         return one, some
 
 

@@ -8,9 +8,7 @@ narrows as clients finish, so that a short client costs nothing once it is done.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,6 +36,7 @@ from fedloom.core.task import BATCH_DIMS, Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
 from fedloom.engine import cuda_graphs
+from fedloom.engine.compiling import has_cpp_compiler
 from fedloom.engine.plan import Group, again, looked_through, once
 
 Executor: TypeAlias = Literal["loop", "lanes"]
@@ -118,15 +117,10 @@ def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lane
     if not lanes or wanted == "off":
         return "eager"
     if wanted == "on":
-        return "compiled" if device.type == "cuda" or _has_compiler() else "eager"
+        return "compiled" if device.type == "cuda" or has_cpp_compiler() else "eager"
     if device.type != "cuda":
         return "eager"
     return "compiled" if ticks >= _COMPILE else "graph" if ticks >= _CAPTURE else "eager"
-
-
-def _has_compiler() -> bool:
-    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
 
 
 @contextmanager

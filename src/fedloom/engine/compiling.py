@@ -1,0 +1,76 @@
+"""Steps turned into machine code by torch's compiler.
+
+A step is traced to plain operations first, so that the compiler sees none of our Python, and any algorithm that runs in
+lanes can be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedloom.core import tree
+
+# Multiplications of a product of matrices up to which the compiler writes it as loops beside those around it, instead
+# of calling a library, whose call takes longer than the product.
+_SMALL_PRODUCT = 1 << 14
+
+
+def has_cpp_compiler() -> bool:
+    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
+
+
+def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool) -> Callable[..., None]:
+    """``step``, a function of trees of tensors that writes into some of them, for trees like ``inputs``.
+
+    ``small``: on a CPU, where the work is so short that starting a second thread would cost more, and so would calling
+    the libraries that multiply matrices, or asking before each call whether the inputs are still like these.
+    """
+
+    def flat(*tensors: Tensor) -> None:
+        step(*tree.unflatten(inputs, tensors))
+
+    from torch._inductor import standalone_compile  # which takes longer to import than a short run
+
+    leaves: list[Any] = tree.leaves(inputs)
+    with warnings.catch_warnings():  # of what the compiler would rather have been given
+        warnings.simplefilter("ignore")
+        if small:
+            traced = make_fx(flat, decomposition_table=_AS_LOOPS)(*leaves)
+            how: Any = {"config_patches": {"cpp.threads": 1}}
+            fused: Any = standalone_compile(traced, leaves, dynamic_shapes="from_example_inputs", options=how)
+        else:
+            fused = torch.compile(make_fx(flat)(*leaves), fullgraph=True, dynamic=False)
+        fused(*leaves)
+    return lambda *given: fused(*tree.leaves(given))
+
+
+def _product(a: Tensor, b: Tensor) -> Any:
+    """``a @ b`` as a sum, where it is small.  ``[..., m, n]``"""
+    if a.shape[-2] * a.shape[-1] * b.shape[-1] > _SMALL_PRODUCT:
+        return NotImplemented
+    return (a.unsqueeze(-2) * b.transpose(-1, -2).unsqueeze(-3)).sum(-1)
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """``x.scatter_add(dim, index, source)`` where one number is added to each row, as in the gradient of a loss."""
+    at = dim % x.ndim
+    if index.shape != source.shape or index.shape != (*x.shape[:at], 1, *x.shape[at + 1 :]):
+        return NotImplemented
+    place = torch.arange(x.shape[at], device=x.device).view([-1 if k == at else 1 for k in range(x.ndim)])
+    return x + torch.where(place == index, source, 0)
+
+
+_AS_LOOPS: Any = {
+    torch.ops.aten.mm.default: _product,
+    torch.ops.aten.bmm.default: _product,
+    torch.ops.aten.scatter_add.default: _scatter_add,
+}
