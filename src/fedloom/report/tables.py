@@ -15,10 +15,10 @@ from fedloom.data.arrays import Ints
 
 def csv_text(lines: Sequence[dict[str, Any]]) -> str:
     """A header and a line for each of ``lines``, which have the same keys."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    buffer, names = io.StringIO(), list(lines[0])
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([line[name] for name in names] for line in lines)
     return buffer.getvalue()
 
 
@@ -36,18 +36,21 @@ def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], meas
     clients = len(names)
     rows = np.bincount(counts[:, 0], counts[:, 2], minlength=clients).astype(np.int64)
     classes = np.bincount(counts[:, 0], minlength=clients)
-    largest = dict(sorted(((int(c), (int(n), int(k))) for c, k, n in counts), key=lambda pair: pair[1][0]))
+    by_size = counts[np.argsort(counts[:, 2], kind="stable")]
+    most, largest = np.zeros((2, clients), np.int64)
+    most[by_size[:, 0]], largest[by_size[:, 0]] = by_size[:, 2], by_size[:, 1]  # the last one, the largest, stays
+    share = most / np.maximum(1, rows)
+    facts = zip(rows.tolist(), classes.tolist(), most.tolist(), largest.tolist(), share.tolist(), strict=True)
     scores = _scores(measured)
-    columns = dict.fromkeys(name for each in scores.values() for name in each)
+    empty = dict.fromkeys((name for each in scores.values() for name in each), "")
     out = []
-    for client in range(clients):
-        most, label = largest.get(client, (0, 0))
-        line: dict[str, Any] = {"client": client, "name": names[client], "rows": int(rows[client])}
-        line["classes"] = int(classes[client])
-        line |= {"largest_class": labels[label] if most else "", "largest_share": most / max(1, int(rows[client]))}
+    for client, (held, kinds, top, label, part) in enumerate(facts):
+        line: dict[str, Any] = {"client": client, "name": names[client], "rows": held}
         if label < 0:  # nobody but the client knows its classes
             line |= dict.fromkeys(("classes", "largest_class", "largest_share"), "")
-        out.append(line | {name: scores.get(client, {}).get(name, "") for name in columns})
+        else:
+            line |= {"classes": kinds, "largest_class": labels[label] if top else "", "largest_share": part}
+        out.append(line | empty | scores.get(client, {}))
     return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import as_table
 
 RECORD, COMMON, PERSONAL, COLUMNS = "model.json", "model.safetensors", "personal.safetensors", "columns.json"
+_PART_BYTES = 1 << 24  # of the common model that are repeated in memory for clients without one of their own
 _MOST_BYTES = 1 << 30  # of personal models that are saved without being asked for
 
 
@@ -106,8 +108,9 @@ def everyone(
             left[part.ids.cpu()] = False
             yield part
     if common is not None:
-        for client in left.nonzero().squeeze(1):
-            yield ClientModels(client[None], common[0][None], common[1][None])
+        rows = max(1, _PART_BYTES // (4 * max(1, common[0].numel())))
+        for ids in torch.split(left.nonzero().squeeze(1), rows):
+            yield ClientModels(ids, *(x.expand(len(ids), -1) for x in common))
 
 
 def save_personal(path: Path, exp: Experiment, parts: Iterator[ClientModels], notes: Mapping[str, str]) -> None:
@@ -123,9 +126,15 @@ def save_personal(path: Path, exp: Experiment, parts: Iterator[ClientModels], no
         for name, x in fixed.items():
             file.put(f"fixed.{name}", 0, x)
         for part in parts:
-            for index, client in enumerate(part.ids.tolist()):
-                file.put("w", client, part.w[index].float())
-                file.put("buffers", client, part.buffers[index].float())
+            for first, end in _neighbours(part.ids):
+                file.put("w", int(part.ids[first]), part.w[first:end].float())
+                file.put("buffers", int(part.ids[first]), part.buffers[first:end].float())
+
+
+def _neighbours(ids: Tensor) -> Iterator[tuple[int, int]]:
+    """Where runs of consecutive numbers begin and end in ``ids``: their rows lie side by side in a file."""
+    cuts = (ids.diff() != 1).nonzero().squeeze(1).add(1).tolist()
+    return pairwise([0, *cuts, len(ids)] if len(ids) else [])
 
 
 def save_common(path: Path, exp: Experiment, model: tuple[Tensor, Tensor], notes: dict[str, str]) -> None:
