@@ -3,8 +3,9 @@
     python -m benchmarks.small_nets [--rounds 20]
 
 The setting of the paper on relaxation (``experiments/relaxation``): softmax regression with 610 parameters, ten clients
-of very unequal size in a round, 20 epochs in batches of ten. Each round is done by both in turns, in one thread. Seconds
-are those of the processor, so that other work on the machine counts less; compiling is left out, and reported beside.
+of very unequal size in a round, 20 epochs in batches of ten. Each round is done by both in turns, in one thread.
+Seconds are those of the processor, so that other work on the machine counts less; compiling is left out, and
+reported beside.
 """
 
 from __future__ import annotations
