@@ -114,7 +114,7 @@ def counted(rows: Tensor, client: int | None, sizes: Sequence[int]) -> Ranges:
     start = torch.tensor([0, *sizes]).cumsum(0)
     if client is None:
         return Ranges(rows[:1].expand(int(start[-1])), start)
-    every = torch.full((int(start[-1]),), -1)
+    every = torch.zeros(int(start[-1]), dtype=torch.int64)  # rows of others are not here, and not used
     every[start[client] : start[client + 1]] = rows
     return Ranges(every, start)
 
