@@ -8,7 +8,8 @@ large    two nodes and a net of 99 MB: what bytes cost
 Flower runs its own FedAvg on arrays of the same size, over TLS, without node keys, with clients that take a step in
 NumPy (``benchmarks/drivers/plain_flower.py``). fedloom has TLS, keys and its gate, steps in PyTorch, checks what
 arrives, and saves a checkpoint after every round. Both run in turns, Flower first. A round is counted from the end of
-the one before. Memory is the largest sum of what all processes use (PSS), looked at every five seconds.
+the one before. Processor time and memory (PSS) are those of all processes together, looked at every half second;
+processor time depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -124,12 +125,43 @@ def _write_app(folder: Path, port: int, **asked: Any) -> None:
 
 
 # -- measuring ------------------------------------------------------------------------------------
+class Watch:
+    """What the processes below this one use."""
+
+    def __init__(self) -> None:
+        self.most = 0  # kilobytes at one time
+        self._spent: dict[int, float] = {}  # seconds of each process
+        self._totals: list[tuple[float, float]] = []  # time, seconds of all processes until then
+
+    def look(self) -> None:
+        used, waiting = 0, [os.getpid()]
+        while waiting:
+            one = waiting.pop()
+            with suppress(OSError, IndexError, ValueError, StopIteration):
+                tasks = Path(f"/proc/{one}/task").glob("*/children")
+                waiting += [int(child) for task in tasks for child in task.read_text().split()]
+                if one != os.getpid():
+                    times = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:13]
+                    self._spent[one] = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+                    lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+                    used += int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+        self.most = max(self.most, used)
+        self._totals.append((time.time(), sum(self._spent.values())))
+
+    def spent(self, since: float, until: float) -> float:
+        """Seconds that all processes together have computed between two moments."""
+        at = [max((total for when, total in self._totals if when <= moment), default=0.0) for moment in (since, until)]
+        return at[1] - at[0]
+
+
 def measured(work: Callable[[Path], list[float]]) -> dict[str, Any]:
-    """Seconds of each round but the first, and the memory of all processes."""
-    most = [0]
-    with tempfile.TemporaryDirectory() as folder, _looking(lambda: most.append(_memory(os.getpid())), 5.0):
+    """Seconds of each round but the first, processor seconds of one of them, and the memory of all processes."""
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder, _looking(watch.look, 0.5):
         ends = work(Path(folder))
-    return {"each": [round(b - a, 3) for a, b in pairwise(ends)], "memory_mb": round(max(most) / 1024)}
+    each = [round(b - a, 3) for a, b in pairwise(ends)]
+    cpu = watch.spent(ends[0], ends[-1]) / len(each)
+    return {"each": each, "cpu": round(cpu, 3), "memory_mb": round(watch.most / 1024)}
 
 
 @contextmanager
@@ -152,20 +184,8 @@ def _looking(look: Callable[[], object], seconds: float = 0.1) -> Iterator[None]
         look()
 
 
-def _memory(pid: int) -> int:
-    """Kilobytes that the processes below this one use, what they share counted once."""
-    total, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        with suppress(OSError, IndexError, ValueError, StopIteration):
-            waiting += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            total += 0 if one == pid else int(next(x for x in lines if x.startswith("Pss:")).split()[1])
-    return total
-
-
 def compared(nodes: int, rounds: int, turns: int, size: int, hidden: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Both in turns: seconds a round, memory, and how many times as much fedloom takes."""
+    """Both in turns: seconds and processor seconds of a round, memory, and how many times as much fedloom takes."""
     config = config_of(rounds, hidden)
     took: dict[str, list[dict[str, Any]]] = {"flower": [], "fedloom": []}
     for _ in range(turns):
@@ -175,9 +195,10 @@ def compared(nodes: int, rounds: int, turns: int, size: int, hidden: tuple[int, 
     found: dict[str, Any] = {"nodes": nodes, "rounds": rounds, "turns": turns, "parameters": size}
     for name, each in took.items():
         seconds = median(second for one in each for second in one["each"])
-        found[name] = {"seconds_a_round": round(seconds, 3), "memory_mb": max(one["memory_mb"] for one in each)}
+        cpu, memory = median(one["cpu"] for one in each), max(one["memory_mb"] for one in each)
+        found[name] = {"seconds_a_round": round(seconds, 3), "cpu_a_round": round(cpu, 3), "memory_mb": memory}
         found[name]["each"] = [one["each"] for one in each]
-    for what in ("seconds_a_round", "memory_mb"):
+    for what in ("seconds_a_round", "cpu_a_round", "memory_mb"):
         found[f"ratio_{what}"] = round(found["fedloom"][what] / found["flower"][what], 3)
     return found
 

@@ -14,7 +14,7 @@ from fedloom.deploy import flower
 from fedloom.deploy.fleet import read_rounds
 from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.serve import ENDED, start_run, status_of
-from fedloom.deploy.site import SERVER, Listens, initialise, read_listens, read_state
+from fedloom.deploy.site import SERVER, Listens, initialise, is_conducted, read_listens, read_state
 from fedloom.deploy.waits import until_stopped
 from fedloom.runs.loop import InterruptedRun
 from fedloom.runs.settings import Config
@@ -64,8 +64,9 @@ def _watched(
             if line["kind"] == "train" and line["round"] >= rounds:
                 rounds = line["round"] + 1
                 say(f"round {rounds}: received updates from {', '.join(line['answered'])} in {line['seconds']:.1f} s")
-        ended = read_state(home).get("state") in ENDED
-        if ended or time.monotonic() - last > _LOOK:
+        state = read_state(home).get("state")
+        unclear = time.monotonic() - last > _LOOK and not (state == "running" and is_conducted(home))
+        if state in ENDED or unclear:
             found, last = status_of(out), time.monotonic()
             if found["state"] in ENDED:
                 return found

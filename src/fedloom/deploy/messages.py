@@ -98,7 +98,7 @@ def tree_of(like: T, prefix: str, tensors: Mapping[str, Tensor], *, shapes: bool
         fits = found[name].shape == x.shape or (not shapes and found[name].dim() == x.dim())
         if not fits or found[name].dtype != x.dtype:
             raise MessageError(f"'{name}' should be {_form(x)} (got {_form(found[name])})")
-        if x.is_floating_point() and not bool(found[name].isfinite().all()):
+        if not bool(tree.finite_rows(found[name][None], 1)):
             raise MessageError(f"'{name}' has numbers that are not finite")
     leaves = [found[name].to(x.device) for name, x in expected.items()]
     return tree.unflatten(like, leaves)
