@@ -1,7 +1,7 @@
 """Writes pages of the documentation: settings and algorithms from their classes, reproduction from results/.
 
 python docs/generate.py            write the pages
-python docs/generate.py --check    say whether they are up to date, and exit with 1 if not
+python docs/generate.py --check    check whether they are up to date, and exit with 1 if not
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = HERE.parent
 MADE = "<!-- Made by docs/generate.py from the classes: change those, then run it again. -->"
 MEASURED = "<!-- Made by docs/generate.py from results/ and experiments/: collect results, then run it again. -->"
 
-# What keys mean that their classes do not explain themselves; a description in the class goes first.
+# The meaning of keys that their classes do not explain; a description in the class takes precedence.
 MEANING = {
     "rounds": "how many rounds the run has",
     "partition.natural.clients": "merge the data's clients into this number; unset: as many as the data has",
@@ -64,12 +64,12 @@ $ fedloom run experiment.toml --print-config
 
 - `--print-config` prints the experiment with its defaults filled in. A key that is unset is left out.
 - A section that is chosen by name may be only that name: `model = "logistic"`, or `model=logistic` on the command line.
-- When the command line changes a section's kind, keys that the new kind does not know are left out, and the run says
-  which.
-- A key that has no effect with the others is refused: "only with" says when it has one. When the command line takes
-  the effect of a key away that the file has, the key is left out, and the run says so.
-- An unknown key, a wrong type or a value out of bounds is an error that names the place, the value and the nearest
-  valid name. The exit code is 2. Nothing has been written by then.
+- When the command line changes a section's kind, keys that the new kind does not have are dropped, and the run reports
+  them.
+- A key that has no effect with the others is refused: "only if" says when it has one. When the command line removes the
+  effect of a key in the file, the key is dropped, and the run reports it.
+- An unknown key, a wrong type or a value out of bounds is an error that names the place, the value and the closest
+  valid name. The exit code is 2, and nothing is written.
 - From Python the sections are keyword arguments: `fedloom.run("fedavg", rounds=20, local={{"lr": 0.05}})`.
 
 Some settings are valid alone and refused together: a cohort larger than the number of clients;
@@ -79,38 +79,38 @@ an algorithm without a server, which trains every node in every round; a `topolo
 
 OWN = """## Your own
 
-Wherever a kind is named, `path/to/file.py:Name` takes yours. Its other keys in the section are handed to it. Classes
-may also be named as `package.module:Name`: an installed one, or one in the working folder. A file may import what lies
-beside it, where no installed module has that name. Code that a file or folder names needs your consent: see
+Wherever a kind is named, `path/to/file.py:Name` is your own. The other keys in the section are passed to it. Classes
+may also be named as `package.module:Name`: an installed one, or one in the working folder. A file may import modules in
+its folder, unless an installed module has that name. Code that a file or folder names needs your consent: see
 [trust](trust.md#configurations-and-run-folders-of-others).
 
 | section | what the name refers to |
 |---|---|
-| `data.source` | a function that returns `(x, y)` arrays; it may ask for `root` and `seed` |
+| `data.source` | a function that returns `(x, y)` arrays; it may have the parameters `root` and `seed` |
 | `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
-| `model.kind` | an `nn.Module` class; it may ask for `shape` and `classes` |
+| `model.kind` | an `nn.Module` class; it may have the parameters `shape` and `classes` |
 | `local.optimizer` | a function of settings that returns a `fedloom.core.optim.Optimizer`: see below |
-| `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` goes by its bare name |
+| `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` is found by its bare name |
 
-An `Optimizer(init, update)` is two functions: `init(x)` gives the memory before the first step, and `update(g, memory,
-x, lr)` the next `(x, memory)`. Its own settings are the function's arguments, and keys of the section `local`.
+An `Optimizer(init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
+x, lr)` the next `(x, state)`. Its own settings are the function's arguments, and keys of the section `local`.
 """
 
-DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data says so; else
-`test` of each class is drawn. Published sets are looked for below `--data-root`, else `FEDLOOM_DATA`, else the user's
+DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data marks it; else
+`test` of each class is drawn. Published sets are searched below `--data-root`, else `FEDLOOM_DATA`, else the user's
 cache folder; they are downloaded only by `fedloom data get NAME`. `data = "mine.npz"` is short for `source = "npz"`
 with that `path`, and so for `.csv`, `.parquet`, and for a folder of images, if the path has a slash (`pictures/`)."""
 
-PARTITION = """Rows that are not test rows are dealt to clients. Every way ends in bounded time: it draws once, then
-repairs what breaks a promise (such as a client below `min_size`), and the repair is printed and recorded."""
+PARTITION = """Rows that are not test rows are assigned to clients. Every partition takes bounded time: it draws
+once, then repairs violations (such as a client below `min_size`), and the repair is printed and recorded."""
 
-MODEL = """Nets fit themselves to the shape of the data. This is how many parameters they have with ten classes and
-their default settings; a dash means that the image is too small for the net.
+MODEL = """Nets adapt to the shape of the data. The table has the number of parameters with ten classes and default
+settings; a dash means that the image is too small for the net.
 
-`freeze` names parts of the net that stay as they start: a child such as `body`, or `body.conv1`, or one parameter. What
-is frozen is not trained, sent, counted in bytes or noised, with any algorithm, and is in evaluation mode (BatchNorm
-does not move, dropout does nothing). The net that a run saves is whole. With `freeze = "body"` and no augmentation,
-features are computed once, before the first round. `weights` is then where the body comes from, and
+`freeze` names parts of the net that are not trained: a child such as `body`, or `body.conv1`, or one parameter. Frozen
+parts are not sent, counted in bytes or noised, with any algorithm, and are in evaluation mode (BatchNorm does not
+change, dropout does nothing). The net that a run saves is complete. With `freeze = "body"` and no augmentation,
+features are computed once, before the first round. The body is then loaded from `weights`, and
 `weights_part = "body"` leaves out a head that is for other classes."""
 
 SHAPES = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
@@ -136,7 +136,7 @@ def configuration() -> str:
         _chosen("model", "kind", NetSpec, models, default="mlp"),
         *_sections("local", "cohort"),
         "\n## algorithm\n",
-        "What each algorithm does stands in [algorithms.md](algorithms.md).\n",
+        "Each algorithm is described in [algorithms.md](algorithms.md).\n",
         _chosen("algorithm", "kind", None, algorithms(own=False), default="fedavg"),
         "\n## topology\n",
         "Which nodes exchange models in a network without a server; weights are Metropolis weights.\n",
@@ -163,7 +163,7 @@ def algorithm_page() -> str:
         "# Algorithms\n",
         MADE + "\n",
         "Each is one file in `src/fedloom/algorithms/`, named as in `algorithm.kind`. The text below is the file's\n"
-        "own; `fedloom describe NAME` prints it. Every one obeys the laws that `fedloom check NAME` tries.\n",
+        "own; `fedloom describe NAME` prints it. All obey the laws that `fedloom check NAME` tests.\n",
         "| name | family | a client keeps | what is evaluated |\n|---|---|---|---|",
     ]
     for name, cls in found.items():
@@ -176,14 +176,14 @@ def algorithm_page() -> str:
             parts += [_table(f"algorithm.{name}", cls), ""]
         for section, settings in defaults_of(cls()).items():
             said = ", ".join(f"`{section}.{key} = {toml_word(value)}`" for key, value in settings.items())
-            parts.append(f"- part of the method, where you say nothing else: {said}")
+            parts.append(f"- part of the method, unless you set it: {said}")
         parts += [f"- {line}" for line in costs(cls) if line]
         parts.append(f"- run it: `fedloom run algorithm.kind={name}`")
     return "\n".join(parts) + "\n"
 
 
 def _evaluated(cls: Any) -> str:
-    """Whose models an evaluation measures, as the algorithm's own traits say."""
+    """Which models an evaluation measures, according to the algorithm's traits."""
     alg = cls()
     if alg.family == "gossip":
         return "the average model, every node, and each node's model on its own data"
@@ -213,7 +213,7 @@ def _chosen(section: str, key: str, base: type[BaseModel] | None, found: dict[st
             lines.append("\n| key | type | default | meaning |\n|---|---|---|---|")
             lines += [_row(section, k, field, name) for k, field in mine.items()]
         elif section == "algorithm":
-            lines.append("\nNo settings of its own.")
+            lines.append("\nNo further settings.")
     return "\n".join(lines)
 
 
@@ -289,10 +289,10 @@ INDEX = """# What was measured
 
 {made}
 
-Results of ours beside the papers', with seeds, spread and a verdict on every claim, one page for each paper. A
-paper's number is a claim, not a target: nothing was tuned towards it. Tables, curves and verdicts are drawn from the
-results that [`fedloom collect`](compare.md#results-that-stay) keeps below `results/`; only the discussions are written
-by hand. A claim is decided by a 95 % confidence interval over seeds, so that one seed decides nothing.
+Measured results next to the papers', with seeds, spread and a verdict on every claim, one page for each paper. A
+paper's number is a claim, not a target: nothing was tuned towards it. Tables, curves and verdicts are generated from
+results that [`fedloom collect`](compare.md#collecting-results) keeps below `results/`; only the discussions are written
+manually. A claim is decided by a 95 % confidence interval over seeds, so one seed decides nothing.
 
 | paper | recipes with results | cells | claims: hold | do not hold | undecided | not run |
 |---|--:|--:|--:|--:|--:|--:|
@@ -300,8 +300,8 @@ by hand. A claim is decided by a 95 % confidence interval over seeds, so that on
 
 ## The queue
 
-In this order recipes are run. `fedloom collect experiments/queue.txt --missing` names the missing cells, also where
-another recipe has the same cell.
+Recipes are run in this order. `fedloom collect experiments/queue.txt --missing` lists the missing cells, and takes into
+account that another recipe may have the same cell.
 
 | recipe | about | cells | seeds |
 |---|---|--:|--:|
@@ -335,7 +335,7 @@ def reports() -> tuple[RecipeReport, ...]:
 
 
 def index_page() -> str:
-    """The page that leads to those of the papers, with the queue."""
+    """The page with links to those of the papers, and the queue."""
     papers = [_paper_row(key, name) for key, name in PAPERS.items()]
     queue = [f"| [{r.name}](../experiments/{r.name}.toml) | {r.title} | {r.there} of {r.cells} "
              f"| {r.seeds[0]} of {r.seeds[1]} |" for r in reports()]  # fmt: skip

@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: pages that lie outside docs/, links to them, and patterns in the navigation.
+"""Hooks of mkdocs: pages outside docs/, links to them, and patterns in the navigation.
 
-On GitHub the README and its neighbours are read where they lie. On the site they are pages as well, and links between
+On GitHub the README and its neighbours are read in place. On the site they are pages as well, and links between
 them and docs/ lead from page to page. Any other file of the repository that a page links to is copied.
 """
 
@@ -31,7 +31,7 @@ _LINK = re.compile(r'(?P<before>\]\(|src=")(?P<to>[^)\s"#:]+)(?P<anchor>#[^)\s"]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Write out the patterns in the navigation: each stands for all pages that are named nowhere else."""
+    """Expand the patterns in the navigation: each matches all pages that are not named elsewhere."""
     named = set(_named(config.nav or []))
     config.nav = _written_out(config.nav or [], named)
     return config
@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def _linked(file: File) -> Iterator[str]:
-    """Files outside docs/ that a page links to and that are no pages."""
+    """Files outside docs/ that a page links to and that are not pages."""
     at = _path_of(file.src_uri)
     for link in _LINK.finditer(_FENCED.sub("", file.content_string)):
         path = posixpath.normpath(posixpath.join(posixpath.dirname(at), link["to"]))
@@ -71,12 +71,12 @@ def _linked(file: File) -> Iterator[str]:
 
 
 def _path_of(uri: str) -> str:
-    """Where a page lies in the repository."""
+    """The path of a page in the repository."""
     return _CAME_FROM.get(uri, f"docs/{uri}")
 
 
 def _uri_of(path: str) -> str:
-    """Where a file of the repository lies on the site."""
+    """The path of a file of the repository on the site."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return OUTSIDE.get(path, f"repository/{path}")

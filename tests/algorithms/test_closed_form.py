@@ -71,7 +71,7 @@ def solved(world, sizes, order=slice(None)) -> Tensor:
     from fedloom.engine.store import RamStore
 
     exp = world(sizes, arrays=_regrouped(sizes), local={"batch": 5})
-    exp = dataclasses.replace(exp, algorithm=Ridge().bind(Setup(exp.task, exp.local.optimiser())))
+    exp = dataclasses.replace(exp, algorithm=Ridge().bind(Setup(exp.task, exp.local.make_optimizer())))
     return advance(exp, begin(exp), RamStore(len(sizes)))[0].server.w
 
 

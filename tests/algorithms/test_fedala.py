@@ -76,7 +76,7 @@ class Counting(FedALA):
 
 def replaced(exp, algorithm):
     """The same experiment with another algorithm object."""
-    return dataclasses.replace(exp, algorithm=algorithm.bind(Setup(exp.task, exp.local.optimiser())))
+    return dataclasses.replace(exp, algorithm=algorithm.bind(Setup(exp.task, exp.local.make_optimizer())))
 
 
 # -- the definition, as anybody would write it ---------------------------------------------------------

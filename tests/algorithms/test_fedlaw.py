@@ -235,6 +235,6 @@ def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> No
 
 
 def test_without_a_proxy_set_it_is_refused(laid_out) -> None:
-    with pytest.raises(ConfigError, match=r"proxy.size: the server of this algorithm learns from rows of its own"):
+    with pytest.raises(ConfigError, match=r"proxy.size: the server of this algorithm learns from its own rows"):
         laid_out("fedlaw", proxy={"size": 0})
     assert needs_proxy(FedLAW())

@@ -225,7 +225,7 @@ BAD = [
     (["data=rows.csv", "data.target=x"], r"data\.target: unknown key .*did you mean 'label'\?"),
     (["target=x"], r"target: unknown key .*did you mean data\.label\?"),
     (["local.learning_rate=1"], r"local\.learning_rate: unknown key .*did you mean 'lr'"),
-    (["engine.device=gpu"], r"engine\.device: there is no such device, did you mean 'cuda'\? \(got 'gpu'\)"),
+    (["engine.device=gpu"], r"engine\.device: no such device, did you mean 'cuda'\? \(got 'gpu'\)"),
     (["fedavg"], r"fedavg: no such experiment file \(did you mean algorithm=fedavg\?\)"),
     (["rounds", "=", "5"], r"settings are written without spaces \(write rounds=5\)"),
     (["local.lr=fast"], r"local\.lr: .*number.*got 'fast'"),
@@ -267,7 +267,7 @@ BAD = [
     (["model.kind=cnn_fedavg"], r"cnn_fedavg needs images of at least 16x16 \(got 1x8x8\)"),
     (["engine.device=cuda:9"], r"engine\.device"),
     (["engine.device=tpu"], r"engine\.device: .*got 'tpu'"),
-    (["partition.kind=natural"], "does not say which client"),
+    (["partition.kind=natural"], "does not name the client of each row"),
     # files
     (["missing.toml"], r"missing\.toml: no such experiment file"),
     (["broken.toml"], r"broken\.toml: not readable as TOML: .*line 1"),
@@ -438,7 +438,7 @@ def test_one_client_that_is_not_finite_is_left_out_counted_and_named(quick: Quic
     named = {r["round"]: r["excluded"] for r in records if "excluded" in r}
     assert named == {2: [client], 4: [client]}
     assert [r["round"] for r in records] == ([0, 1, 2, 3, 4] if every == 1 else [0, 2, 4])
-    assert f"round 2: left out clients [{client}]" in done.out
+    assert f"round 2: excluded clients [{client}]" in done.out
     assert "2 client updates were not finite and left out" in done.out
 
 
@@ -718,7 +718,7 @@ def test_a_method_that_cannot_run_in_lanes_is_described_as_such_and_runs_in_a_lo
     (tmp_path / "mine.py").write_text(BRANCHING)
     kind = "algorithm.kind=mine.py:Branching"
     said = fedloom("describe", "mine.py:Branching", cwd=tmp_path).out
-    assert "local steps cannot be taken side by side; set engine.executor=loop" in said
+    assert "local steps cannot run side by side; set engine.executor=loop" in said
     assert fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=loop", "--out", "a", cwd=tmp_path).code == 0
     wrong = fedloom("run", *SMALL, kind, "rounds=1", "engine.executor=lanes", "--out", "b", cwd=tmp_path)
     assert wrong.code == 2

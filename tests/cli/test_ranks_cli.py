@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on_with_another_number(
     assert err.count("error:") == 1
     assert words in err
     assert f"rank {victim} of 2 was ended by signal 9" in err
-    assert "what has been saved goes on with: fedloom resume run" in err
+    assert "continue from the last checkpoint with: fedloom resume run" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     cut_short(run)
     more = () if victim else ("--ranks", "3")

@@ -82,7 +82,7 @@ def test_cells_of_two_machines_meet(whole: Path, tmp_path: Path) -> None:
     names = (tmp_path / "r" / "missing.txt").read_text().splitlines()
     assert names == [cell.name for cell in first.missing]
     text = (tmp_path / "r" / "table.md").read_text()
-    assert "5 of 12 cells are there; missing: seed" in text
+    assert "5 of 12 cells are finished; missing: seed" in text
     assert all(cell.method.label in text.partition("missing:")[2] for cell in first.missing)
     second = gathered(whole, tmp_path / "r", tmp_path / "there")
     assert (second.new, second.missing) == (7, ())
@@ -98,7 +98,7 @@ def test_one_seed_of_all_methods_is_a_table_of_its_own(whole: Path, tmp_path: Pa
     done = gathered(whole, tmp_path / "r", tmp_path / "all")
     assert done.comparison.question.seeds == (0,)
     assert sorted(row.rank or 0 for row in done.comparison.rows) == [1, 1, 2, 2, 3, 3]
-    assert "6 of 12 cells are there; missing: seed 1 of every method" in (tmp_path / "r" / "table.md").read_text()
+    assert "6 of 12 cells are finished; missing: seed 1 of every method" in (tmp_path / "r" / "table.md").read_text()
 
 
 def test_results_of_elsewhere_come_as_a_folder_or_an_archive(whole: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from support.terminal import fedloom, files
 
 def test_a_folder_with_anything_else_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(ConfigError, match="not of a comparison"):
+    with pytest.raises(ConfigError, match="not a comparison"):
         run(table(), tmp_path)
     assert files(tmp_path) == {"mine"}
 
@@ -47,7 +47,7 @@ def test_another_comparison_in_the_folder_of_one_is_refused(kept: Path, other: d
     before, inside = contents(kept), files(kept)
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         run(other, kept)
-    words = f"--out: {kept} holds another comparison, of fedavg, fedprox, fedopt with seeds 0, 1"
+    words = f"--out: {kept} contains another comparison, of fedavg, fedprox, fedopt with seeds 0, 1"
     assert words in str(caught.value)
     assert "choose another folder" in str(caught.value)
     assert contents(kept) == before
@@ -58,7 +58,7 @@ def test_the_command_refuses_it_too(kept: Path) -> None:
     before = contents(kept)
     done = fedloom("compare", "fedavg", "fedprox", "--seeds", "1", "--out", "kept", cwd=kept.parent)
     assert done.code == 2
-    assert "kept holds another comparison" in done.err
+    assert "kept contains another comparison" in done.err
     assert contents(kept) == before
 
 

@@ -57,7 +57,7 @@ def test_ours_stands_beside_the_papers(recipe: Path) -> None:
     assert float(difference) == pytest.approx(mean - 72.15, abs=0.01)
     assert "- Reduced: three rounds, since a test must be short." in found.text
     assert "![curves](../r/curves.png)" in found.text
-    assert "- All 12 cells are there." in found.text
+    assert "- All 12 cells are finished." in found.text
     assert sum(found.verdicts.values()) == 2
     assert "not run" not in found.verdicts
     assert "| claim | in the paper |" in found.text
@@ -76,8 +76,8 @@ def test_missing_cells_and_changed_settings_are_reductions(recipe: Path) -> None
     assert found.verdicts == {"undecided": 1, "not run": 1}
     assert "- Reduced: `rounds` is 3 (recipe: 50)." in found.text
     assert "- Reduced: 1 of 2 seeds." in found.text
-    assert "3 of 12 cells are there; missing: seed" in found.text
-    assert "cells are there." not in found.text
+    assert "3 of 12 cells are finished; missing: seed" in found.text
+    assert "cells are finished." not in found.text
     assert "1 columns without any result are left out." in found.text
 
 

@@ -98,7 +98,7 @@ def _same(cell: dict[str, str], row: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("select", "grid", "validation", "fault"),
     [
-        ("accuracy", LR, 0.0, r"compare.select: choosing needs validation rows, and evaluate.validation is 0 \(set"),
+        ("accuracy", LR, 0.0, r"compare.select: choosing needs validation rows, but evaluate.validation is 0 \(set"),
         ("global/test/accuracy", LR, 0.2, "is not measured on validation rows .use global/validation/accuracy"),
         ("acuracy", LR, 0.2, "compare.select: no method records 'acuracy'"),
         ("accuracy", {"partition.alpha": [0.1, 1.0]}, 0.2, "compare.select: there is nothing to choose from"),

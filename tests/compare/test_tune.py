@@ -62,7 +62,7 @@ def test_a_search_finds_the_best_on_validation_rows_and_goes_on_where_it_ended(t
     assert f"local.lr={now['lr']} local.batch={now['batch']}\n" in more.out  # at the end of a command
     other = fedloom("tune", *FIXED, "local.lr=0.01,0.3", "--out", "s", cwd=tmp_path)
     assert other.code == 2
-    assert "s holds another search" in other.err
+    assert "s contains another search" in other.err
 
 
 def _settings(home: Path) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def test_a_search_needs_validation_rows_a_known_metric_and_a_folder_of_its_own(t
     (tmp_path / "mine" / "notes.txt").write_text("mine\n")
     done = fedloom("tune", *FIXED, "local.lr=0.1..1", "--out", "mine", cwd=tmp_path)
     assert (done.code, done.out.count("trials 1/")) == (2, 0)
-    assert "mine already exists and is not of a search" in done.err
+    assert "mine already exists and is not a search" in done.err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 

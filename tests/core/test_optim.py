@@ -75,7 +75,9 @@ precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 def rich(name: str) -> Optimizer:
     """The optimiser with all that can be switched on."""
     on = {"momentum": 0.9, "weight_decay": 0.1, "clip": 0.7, "t0": 2.0}
-    return Local(optimizer=name, **{k: v for k, v in on.items() if k in takes(find_optimizer(name, ""))}).optimiser()
+    return Local(
+        optimizer=name, **{k: v for k, v in on.items() if k in takes(find_optimizer(name, ""))}
+    ).make_optimizer()
 
 
 class Bowl(NamedTuple):
@@ -154,7 +156,7 @@ def mapped(update: Callable[..., Any], memory: Any, lr: int | None = None) -> Ca
 @cases
 def test_it_is_torchs_over_fifty_steps(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     with precision(dtype):
-        at, optimizer = bowl(dtype), Local(optimizer=name, **settings).optimiser()
+        at, optimizer = bowl(dtype), Local(optimizer=name, **settings).make_optimizer()
         x, memory = at.start[0], optimizer.init(at.start[0])
         for step, theirs in enumerate(library_path(name, settings, at, 0, 50)):
             x = at.start[0] if step == 25 else x
@@ -170,7 +172,7 @@ def test_clients_side_by_side_each_take_their_own_number_of_steps(
 ) -> None:
     counts = torch.tensor([50, 31, 7, 1])
     with precision(dtype):
-        at, optimizer = bowl(dtype, rows=4), Local(optimizer=name, **settings).optimiser()
+        at, optimizer = bowl(dtype, rows=4), Local(optimizer=name, **settings).make_optimizer()
         x, memory = at.start, vmap(optimizer.init)(at.start) if tree.leaves(optimizer.init(at.start)) else ()
         for step in range(50):
             if step == 25:
@@ -199,7 +201,7 @@ def test_defaults_are_torchs(name: str) -> None:
 # -- what is known of each -------------------------------------------------------------------------
 def walk(name: str, steps: int, lr: float, g: Tensor, **settings: Any) -> list[Tensor]:
     """How far each step goes along one and the same gradient, from 0."""
-    optimizer = Local(optimizer=name, **settings).optimiser()
+    optimizer = Local(optimizer=name, **settings).make_optimizer()
     points, memory = [torch.zeros_like(g)], optimizer.init(g)
     for _ in range(steps):
         x, memory = optimizer.update(g, memory, points[-1], torch.tensor(lr))
@@ -235,7 +237,7 @@ def test_radam_takes_five_plain_steps_before_it_rectifies() -> None:
 
 
 def test_adagrad_adds_up_squares_and_slows_down() -> None:
-    at, optimizer = bowl(torch.float32), Local(optimizer="adagrad").optimiser()
+    at, optimizer = bowl(torch.float32), Local(optimizer="adagrad").make_optimizer()
     x, memory = at.start[0], optimizer.init(at.start[0])
     for step in range(50):
         before = memory
@@ -248,7 +250,7 @@ def test_adagrad_adds_up_squares_and_slows_down() -> None:
 
 def test_asgd_without_lambd_is_sgd_and_its_mean_is_the_point_until_t0() -> None:
     at = bowl(torch.float32)
-    averaged, plain = Local(optimizer="asgd", lambd=0.0).optimiser(), Local().optimiser()
+    averaged, plain = Local(optimizer="asgd", lambd=0.0).make_optimizer(), Local().make_optimizer()
     x = y = at.start[0]
     memory, lr = averaged.init(x), torch.tensor(0.1)
     for step in range(50):
@@ -261,7 +263,7 @@ def test_asgd_without_lambd_is_sgd_and_its_mean_is_the_point_until_t0() -> None:
 def test_asgd_averages_from_t0_on_as_torchs() -> None:
     with precision(torch.float64):
         at, settings = bowl(torch.float64), {"t0": 5.0, "lambd": 0.01}
-        optimizer = Local(optimizer="asgd", **settings).optimiser()
+        optimizer = Local(optimizer="asgd", **settings).make_optimizer()
         x, memory = at.start[0], optimizer.init(at.start[0])
         theirs, points = at.start[0].clone().requires_grad_(), []
         oracle = library("asgd", settings, theirs, 0.05)
@@ -277,8 +279,8 @@ def test_asgd_averages_from_t0_on_as_torchs() -> None:
 
 def test_without_momentum_there_is_no_velocity() -> None:
     x = torch.ones(3)
-    assert Local().optimiser().init(x) == ()
-    assert Local(optimizer="rmsprop").optimiser().init(x).velocity == ()
+    assert Local().make_optimizer().init(x) == ()
+    assert Local(optimizer="rmsprop").make_optimizer().init(x).velocity == ()
 
 
 def test_clipping_leaves_short_gradients_and_shortens_long_ones() -> None:
@@ -349,7 +351,7 @@ def test_rows_side_by_side_are_rows_alone_each_at_its_own_rate(name: str) -> Non
 
 @every
 def test_no_gradient_is_no_trouble(name: str) -> None:
-    optimizer, x = Local(optimizer=name).optimiser(), torch.ones(3)
+    optimizer, x = Local(optimizer=name).make_optimizer(), torch.ones(3)
     memory = optimizer.init(x)
     for _ in range(8):
         x, memory = optimizer.update(torch.zeros(3), memory, x, torch.tensor(0.1))
@@ -399,12 +401,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_users_own_has_settings_of_its_own() -> None:
     config = parse({"local": {"optimizer": "own_optimizers.py:lion", "gamma": 0.25}})
     assert parse(as_table(config)).local == config.local
-    x, _ = config.local.optimiser().update(torch.tensor([3.0, -2.0]), (), torch.zeros(2), torch.tensor(0.1))
+    x, _ = config.local.make_optimizer().update(torch.tensor([3.0, -2.0]), (), torch.zeros(2), torch.tensor(0.1))
     torch.testing.assert_close(x, torch.tensor([-0.025, 0.025]))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": "adm"}, r"local\.optimizer: there is no optimiser 'adm' \(did you mean 'adam'\?\)"),
+    ({"optimizer": "adm"}, r"local\.optimizer: there is no optimizer 'adm' \(did you mean 'adam'\?\)"),
     ({"optimizer": "zzz"}, r"local\.optimizer: .*known: adadelta, adagrad, adam, asgd, radam, rmsprop, sgd"),
     ({"optimizer": 3}, r"local\.optimizer: .*string"),
     ({"beta1": 0.5}, r"local\.beta1: .*only if optimizer is adam or radam, but optimizer is sgd \(got 0\.5\)"),

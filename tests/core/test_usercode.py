@@ -372,7 +372,7 @@ def test_changed_code_is_refused_until_the_change_is_accepted(
     assert "--accept-changes" in done.err
     assert (desk / "r" / "metrics.jsonl").read_bytes() == before
     (desk / "helpful.py").unlink()
-    assert "helpful.py is not there" in quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside).err
+    assert "helpful.py is missing" in quick("resume", "r", "--rounds", "2", cwd=desk, env=world_outside).err
     (desk / "helpful.py").write_text("SHARE = 0.5\n")
     done = quick("resume", "r", "--rounds", "2", "--accept-changes", cwd=desk, env=world_outside)
     assert done.code == 0, done.err
@@ -449,7 +449,7 @@ def test_a_damaged_record_of_files_is_no_trouble(quick: Quick, desk: Path) -> No
         rewrite(path, whole | {"files": wrong})
         done = quick("resume", "r", "--rounds", "2", cwd=desk)
         assert done.code == 2
-        assert "is not there" in done.err
+        assert "is missing" in done.err
     torch_before = {"versions": {"torch": "1.0"}, "changes": 5}
     rewrite(path, whole | {"files": {"/dev/zero": 3}} | torch_before)
     assert quick("resume", "r", "--rounds", "2", cwd=desk).code == 0

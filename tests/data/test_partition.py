@@ -138,8 +138,8 @@ class TestImpossibleRequests:
             (Iid(clients=51), "partition.clients", "51 clients cannot share 50 rows"),
             (Iid(clients=10, min_size=6), "partition.min_size", "need 60 rows, but there are 50"),
             (Shards(clients=10, per_client=6), "partition.per_client", "6 classes for each client"),
-            (Shards(clients=2, per_client=2), "partition.per_client", "without a holder"),
-            (Pathological(clients=2, per_client=2), "partition.per_client", "without a holder"),
+            (Shards(clients=2, per_client=2), "partition.per_client", "without a client"),
+            (Pathological(clients=2, per_client=2), "partition.per_client", "without a client"),
             (Pathological(clients=2, per_client=6), "partition.per_client", "but the rows have 5"),
             (Dirichlet(clients=10, min_size=10), "partition.min_size", "need 100 rows"),
         ],
@@ -405,7 +405,7 @@ class TestPersonalisedProtocol:
         assert np.array_equal(assigned(enough, self.MNIST, 10).owner, first)  # and not where there is no need
 
     def test_the_limit_of_redraws_is_an_error_with_the_numbers(self) -> None:
-        with pytest.raises(ConfigError, match=r"none of 21 draws gave every client 40 rows \(the best came to \d"):
+        with pytest.raises(ConfigError, match=r"none of 21 draws gave every client 40 rows \(the best gave \d"):
             assigned(Dirichlet(clients=100, alpha=0.01, redraws=20, min_size=40), self.MNIST, 10)
         _, faults = read(Dirichlet, {"per": "client", "redraws": 3}, "partition")
         assert [fault.where for fault in faults] == ["partition.redraws"]
@@ -457,7 +457,7 @@ class TestNatural:
         assert result.notes == ("the 4 clients of the data were merged at random into 2",)
 
     def test_more_clients_than_the_data_has_is_an_error(self) -> None:
-        with pytest.raises(ConfigError, match="the data has 4 clients of its own, 5 were asked for"):
+        with pytest.raises(ConfigError, match="the data has 4 clients, 5 were requested"):
             assigned(Natural(clients=5), self.y, 2, client=self.client)
 
     def test_small_clients_are_an_error_since_rows_do_not_change_hands(self) -> None:

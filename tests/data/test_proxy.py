@@ -73,7 +73,7 @@ def test_all_methods_of_a_comparison_train_on_the_same_rows() -> None:
     assert len({one.described()["data_sha256"] for one in shared}) == 1
     assert {len(one.proxy.y) for one in shared} == {143}
     assert [note for note in planned.notes if "proxy" in note] == [
-        "all methods train without the server's proxy rows, used by fedlaw, law_afl alone"
+        "all methods train without the server's proxy rows, needed only by fedlaw, law_afl"
     ]
 
 

@@ -131,7 +131,7 @@ def test_a_path_names_its_kind(tmp_path: Path) -> None:
     assert source_for_path("t.parquet") == ("parquet", {"path": "t.parquet"})
     assert source_for_path(str(tmp_path)) == ("images", {"path": str(tmp_path)})
     (tmp_path / "a.h5").write_bytes(b"")
-    for bad, told in (("nowhere", "no such file or folder"), (str(tmp_path / "a.h5"), "not of a kind")):
+    for bad, told in (("nowhere", "no such file or folder"), (str(tmp_path / "a.h5"), "not of a supported type")):
         with pytest.raises(DataError, match=told):
             source_for_path(bad)
 
@@ -217,7 +217,7 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path: Path) -> None:
 
 def test_the_published_sets_demand_all_their_rows(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    assert "must hold 60000 x 28 x 28" in refusal(Mnist(), tmp_path)
+    assert "must contain 60000 x 28 x 28" in refusal(Mnist(), tmp_path)
     counts = {name: sum(part.rows for part in layout.parts) for name, layout in LAYOUTS.items()}
     assert counts == {"mnist": 70_000, "fashion_mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
     assert (len(set(FINE_NAMES)), len(set(COARSE_NAMES))) == (100, 20)
@@ -263,7 +263,7 @@ def test_a_label_outside_the_classes_is_refused(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     path = tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(idx(np.array([1, 10, 2], np.uint8))))
-    assert f"{path}: labels must lie in 0..9 (got 10 in row 1)" in refusal(SmallMnist(), tmp_path)
+    assert f"{path}: labels must be in 0..9 (got 10 in row 1)" in refusal(SmallMnist(), tmp_path)
 
 
 def test_a_damaged_record_file_is_refused(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_damaged_record_file_is_refused(tmp_path: Path) -> None:
     (folder / "train.bin").write_bytes(good + b"!")
     assert "too long" in refusal(SmallCifar100(), tmp_path)
     (folder / "train.bin").write_bytes(good[:3074] + b"\x14" + good[3075:])
-    assert "train.bin: labels must lie in 0..19 (got 20 in row 1)" in refusal(SmallCifar100(), tmp_path)
+    assert "train.bin: labels must be in 0..19 (got 20 in row 1)" in refusal(SmallCifar100(), tmp_path)
 
 
 def test_readers_take_the_row_count_from_the_file(tmp_path: Path) -> None:
@@ -386,10 +386,10 @@ BAD_NPZ: list[tuple[dict[str, Any], str]] = [
     ({"x": np.ones((3, 2)), "y": np.eye(3)}, "take y.argmax(1)"),
     ({"x": np.ones((3, 2)), "y": [0, 0.5, 1]}, "row 1: the label must be a whole number or a word (got 0.5)"),
     ({"x": np.ones((3, 2)), "y": [0, np.nan, 1]}, "row 1: the label must be a whole number or a word (got nan)"),
-    ({"x": np.ones((3, 2)), "y": [0, 1, 2], "labels": ["a", "b"]}, "row 2: the label must lie in 0..1 (got 2)"),
+    ({"x": np.ones((3, 2)), "y": [0, 1, 2], "labels": ["a", "b"]}, "row 2: the label must be in 0..1 (got 2)"),
     ({"x": np.array([[0.0], [np.nan]]), "y": [0, 1]}, "not finite (first in row 1)"),
     ({"x": np.array([[0.0], [1e300]]), "y": [0, 1]}, "not finite (first in row 1)"),
-    ({"x": np.array([["a"], ["b"]]), "y": [0, 1]}, "x must hold numbers"),
+    ({"x": np.array([["a"], ["b"]]), "y": [0, 1]}, "x must be numeric"),
     ({"x": np.ones(3), "y": [0, 1, 0]}, "at least two dimensions"),
     ({"x": np.ones((0, 3)), "y": np.ones(0, int)}, "has no rows"),
     ({"x": np.ones((3, 2)), "y": [0, 1, 0], "test": [0, 2, 0]}, "row 1: test must be true or false"),
@@ -410,13 +410,13 @@ def test_damaged_npz_is_refused(tmp_path: Path) -> None:
     path = Path(source.path)
     good = path.read_bytes()
     path.write_bytes(good[: len(good) // 2])
-    assert "is not a whole npz file" in refusal(source)
+    assert "is not a complete npz file" in refusal(source)
     path.write_bytes(good[:300] + b"!!!!" + good[304:])
     assert "damaged" in refusal(source)
     path.unlink()
     assert "no such file" in refusal(source)
     np.save(tmp_path / "one.npy", np.ones(3))
-    assert "is not a whole npz file" in refusal(Npz(path=str(tmp_path / "one.npy")))
+    assert "is not a complete npz file" in refusal(Npz(path=str(tmp_path / "one.npy")))
 
 
 def test_what_is_for_images_is_refused_elsewhere(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_an_odd_split_word_is_refused(tmp_path: Path, kind: type[Csv | Parquet])
 
 BAD_PARQUET: list[tuple[dict[str, list[Any]], str]] = [
     ({"a": [1.0, 2.0], "label": [0, None]}, "row 1, column 'label': is missing"),
-    ({"a": [[1], [2]], "label": [0, 1]}, "column 'a': must hold numbers, words or dates (got list"),
+    ({"a": [[1], [2]], "label": [0, 1]}, "column 'a': must contain numbers, words or dates (got list"),
     ({"a": [1.0, float("inf")], "label": [0, 1]}, "row 1: is not a finite number"),
     ({"a": [1.0, 2.0], "label": [0.5, 1.0]}, "row 0: the label (column 'label') must be a whole number or a word"),
     ({"a": [], "label": []}, "has no rows"),
@@ -607,7 +607,7 @@ def test_client_folders_and_splits(tmp_path: Path) -> None:
 
 def test_bad_image_folders_are_refused(tmp_path: Path) -> None:
     source = Images(path=str(tmp_path))
-    assert "holds no images" in refusal(source)
+    assert "contains no images" in refusal(source)
     assert "no such folder" in refusal(Images(path=str(tmp_path / "none")))
     picture(tmp_path / "a" / "0.png")
     picture(tmp_path / "b" / "1.png", size=(6, 4))
@@ -620,7 +620,7 @@ def test_bad_image_folders_are_refused(tmp_path: Path) -> None:
     picture(tmp_path / "b" / "deeper" / "1.png")
     assert "different depths" in refusal(source)
     picture(tmp_path / "0.png")
-    assert "does not lie at [client/]class/image" in refusal(source)
+    assert "is not at [client/]class/image" in refusal(source)
     (tmp_path / "0.png").unlink()
     (tmp_path / "a" / "notes.txt").write_text("")
     assert f"{tmp_path / 'a' / 'notes.txt'}: is not an image" in refusal(source)
@@ -652,10 +652,10 @@ def test_arrays_and_tensors_are_alike() -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"y": [0, 1, 4], "labels": ["a", "b"]}, "data 'arrays', row 2: the label must lie in 0..1 (got 4)"),
+        ({"y": [0, 1, 4], "labels": ["a", "b"]}, "data 'arrays', row 2: the label must be in 0..1 (got 4)"),
         ({"client": [0, 1]}, "client must have one entry"),
         ({"client": [0.5, 1, 2]}, "row 0: the client must be a whole number or a word (got 0.5)"),
-        ({"test_fraction": 1.0}, "test_fraction must lie in [0, 1)"),
+        ({"test_fraction": 1.0}, "test_fraction must be in [0, 1)"),
     ],
 )
 def test_bad_arrays_are_refused(more: dict[str, Any], told: str) -> None:

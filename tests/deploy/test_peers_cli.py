@@ -48,7 +48,7 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
     site = tmp_path / "site"
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports(3))
     words = ("init", experiment(tmp_path), "--nodes", "Ada, Bea, Cem", "--hosts", hosts, "--out", site)
-    assert "over a channel that you trust" in said(peers(*words))
+    assert "over a trusted channel" in said(peers(*words))
     assert [stat.S_IMODE((site / n / "node.key").stat().st_mode) for n in ("ada", "bea", "cem")] == [0o600] * 3
     secrets = {(site / name / "node.key").read_text().strip() for name in ("ada", "bea", "cem")}
     assert len(secrets) == 3

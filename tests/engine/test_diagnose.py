@@ -483,7 +483,7 @@ def test_the_hessian_along_the_weights_is_its_definition(world, algorithm) -> No
 
 def world_of(exp, client: int):
     """The same experiment, in which one client alone takes part in FedAvg: its model is the server's after it."""
-    alone = FedAvg().bind(Setup(exp.task, exp.local.optimiser(), exp.federation.train.sizes))
+    alone = FedAvg().bind(Setup(exp.task, exp.local.make_optimizer(), exp.federation.train.sizes))
 
     class Alone(type(exp)):
         def present(self, round_):

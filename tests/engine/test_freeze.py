@@ -134,7 +134,7 @@ def test_sixteen_bits_reach_the_frozen_part() -> None:
         (("bodi",), "model.freeze: the net has no part 'bodi' .did you mean 'body'"),
         (("body.norm.weigth",), "the net has no part 'body.norm.weigth' .did you mean 'body.norm.weight'"),
         (("body.drop",), "model.freeze: 'body.drop' has no parameters that could be trained"),
-        (("body", "head"), "all 8 parameters of the net would be frozen, and nothing would be trained"),
+        (("body", "head"), "all 8 parameters of the net would be frozen, so nothing would be trained"),
     ],
 )
 def test_a_freeze_that_makes_no_sense_is_refused(frozen: tuple[str, ...], words: str) -> None:
@@ -194,7 +194,7 @@ def test_the_hessian_is_that_of_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_methods_whose_subject_is_frozen_say_so() -> None:
-    with pytest.raises(ConfigError, match=r"model.freeze: MOON compares what the body makes"):
+    with pytest.raises(ConfigError, match=r"model.freeze: MOON compares the body's features"):
         fedloom.run("moon", model=MODEL | {"freeze": "body"}, **SMALL)
     with pytest.raises(ConfigError, match=r"all 130 parameters would stay with the clients"):
         fedloom.run("fedrep", model=MODEL | {"freeze": "body"}, **SMALL)
@@ -218,7 +218,7 @@ def test_a_frozen_body_trains_alike_in_every_executor_and_on_features(executor: 
     task, seen, _ = on_features(exp.task, fed, None)
     assert seen.x.shape == (len(fed.x), 6)
     plain = worlds.experiment(fed, net(), frozen=("body",), executor="loop")
-    headed = replace(exp, task=task, federation=seen, algorithm=FedAvg().bind(Setup(task, exp.local.optimiser())))
+    headed = replace(exp, task=task, federation=seen, algorithm=FedAvg().bind(Setup(task, exp.local.make_optimizer())))
     found = []
     for each in (plain, exp, headed):
         state, store = begin(each), RamStore(3)
@@ -319,4 +319,4 @@ def test_pre_train_freeze_and_train_heads_with_many_methods(tmp_path: Path, quic
     (tmp_path / "fedavg" / "manifest.json").unlink()
     refused = quick("resume", "fedavg", "--from", "1", cwd=tmp_path)
     assert refused.code == 2
-    assert "fedavg: the net (model.weights: pre/model.safetensors) is not what this run began with" in refused.err
+    assert "fedavg: the net (model.weights: pre/model.safetensors) has changed since this run began" in refused.err

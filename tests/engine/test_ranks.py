@@ -239,7 +239,7 @@ def test_how_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert count("3", cpu) == 3
     assert count("3", cpu, clients=3) == 3
-    with pytest.raises(ConfigError, match="there are 2 clients to share out"):
+    with pytest.raises(ConfigError, match="there are only 2 clients"):
         count("3", cpu, clients=2)
     with pytest.raises(ConfigError, match="this machine has 8 cores"):
         count("129", cpu)

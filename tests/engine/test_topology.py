@@ -70,7 +70,7 @@ def test_a_grid_is_as_square_as_it_can_be() -> None:
     assert facts(Torus(rows=2), 8).degree_max == 3  # what is above is also below
     assert Torus(rows=1).edges(7).tolist() == Ring().edges(7).tolist()
     assert "only one row" in facts(Grid(), 13).notes[0]
-    with pytest.raises(ConfigError, match=r"topology\.rows: 10 nodes do not make 3 equal rows"):
+    with pytest.raises(ConfigError, match=r"topology\.rows: 10 nodes cannot form 3 equal rows"):
         Grid(rows=3).edges(10)
 
 

@@ -326,7 +326,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         MLP(widths=(7,), weights=str(path)).net(FLAT, 4)
     with pytest.raises(ConfigError, match=r"lacks 'body.fc2.0.weight' and 1 more of the net"):
         MLP(widths=(6, 6), weights=str(path)).net(FLAT, 4)
-    with pytest.raises(ConfigError, match=r"has 'body.fc1.0.weight', the net has not"):
+    with pytest.raises(ConfigError, match=r"has 'body.fc1.0.weight', which the net does not have"):
         Logistic(weights=str(path)).net(FLAT, 4)
     numbers = Logistic().net(FLAT, 4).state_dict()
     for change, said in (

@@ -182,7 +182,7 @@ def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     for words, expected in {
         ("nowhere",): "there is no such folder",
-        ("empty",): "holds neither a run nor a comparison",
+        ("empty",): "contains neither a run nor a comparison",
         (str(hostile_run), "--out", "page.pdf"): "a page ends in .html",
         (str(hostile_run), "--out", "empty"): "a page ends in .html",
     }.items():

@@ -49,7 +49,7 @@ def test_few_seeds_and_ties() -> None:
     one = statistics.rows(question(("a", "b"), 1), [result("a", 0, [0.5]), result("b", 0, [0.5])])
     assert [r.rank for r in one] == [1, 1]
     assert one[0].last == (0.5, None)
-    assert "one seed gives none" in " ".join(table_notes.notes(question(("a", "b"), 1), one))
+    assert "not available for one seed" in " ".join(table_notes.notes(question(("a", "b"), 1), one))
     assert "says little" in " ".join(table_notes.notes(question(("a", "b"), 3), one))
 
 
@@ -115,6 +115,6 @@ def test_what_cells_on_the_same_data_tell_adds_up() -> None:
     assert len(table_notes.composed([private(0), private(0, data="e")])) == 2
     other = table_notes.composed([private(0), private(1, partition="q")])
     assert len(other) == 3
-    assert "they all reveal something of an example" in other[-1]
+    assert "all of them reveal something about an example" in other[-1]
     assert "epsilon inf" in table_notes.composed([private(0), private(0, "b", epsilon=math.inf)])[0]
     assert table_notes.composed([private(0, warning="simulated")])[0].endswith("(add or remove one) (simulated).")

@@ -446,12 +446,12 @@ def test_other_data_than_the_run_began_with_is_refused(quick: Quick, tmp_path: P
     save_blobs(tmp_path / "own.npz", 0.1)
     done = quick("resume", "r", "--rounds", "4", cwd=tmp_path)
     assert done.code == 2
-    assert "r: the data is not what this run began with" in done.err
+    assert "r: the data has changed since this run began" in done.err
     assert result(tmp_path / "r") == before
     done = quick("resume", "r", "--rounds", "3", "--accept-changes", cwd=tmp_path)
     assert done.code == 0, done.err
     told = json.loads((tmp_path / "r" / "environment.json").read_text())["changes"]
-    assert told[0].startswith("after round 2: the data is not what this run began with (")
+    assert told[0].startswith("after round 2: the data has changed since this run began (")
     assert quick("resume", "r", "--rounds", "4", cwd=tmp_path).code == 0  # with the data that was accepted
     save_blobs(tmp_path / "own.npz", 0.0)
     assert quick("resume", "r", "--rounds", "5", cwd=tmp_path).code == 2
@@ -495,13 +495,13 @@ def test_settings_that_were_edited_since_the_run_began_are_reported(quick: Quick
     words = (*KINDS["fedavg"], "rounds=2")
     assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0
     longer = quick("resume", "run", "--rounds", "3", cwd=tmp_path)
-    assert "not as it was" not in longer.out
+    assert "has changed since the run began" not in longer.out
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace("lr = 0.1", "lr = 0.2"))
     edited = quick("resume", "run", "--rounds", "4", cwd=tmp_path)
     assert edited.code == 0
     assert "note: config.toml has changed since the run began" in edited.out
-    assert "not as it was" not in quick("resume", "run", "--rounds", "5", cwd=tmp_path).out
+    assert "has changed since the run began" not in quick("resume", "run", "--rounds", "5", cwd=tmp_path).out
 
 
 # -- unlearning ------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def test_a_finished_run_forgets_clients_as_if_they_had_never_been_there(quick: Q
     done = quick("resume", "run", "--forget", "3", "--forget", "1", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.json["rounds"] == 2
-    assert "to be forgotten: clients [3, 1]" in done.err
+    assert "clients to forget: [3, 1]" in done.err
     left = without(tmp_path / "run", (1, 3))
     assert torch.allclose(head(tmp_path / "run"), left, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(head(tmp_path / "run"), all_of_them, rtol=1e-2)
@@ -549,15 +549,15 @@ def without(run: Path, gone: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(
     ("settings", "words", "says"),
     [
-        ((*SERVER, "rounds=1"), ("--forget", "1"), "--forget: what a client gave cannot be taken out of fedavg"),
+        ((*SERVER, "rounds=1"), ("--forget", "1"), "--forget: fedavg cannot unlearn a client exactly"),
         (CLOSED, ("--forget", "6"), "algorithm.forget: there is no client 6 among 6"),
         (
             CLOSED,
             ("--forget", "1", "--rounds", "1"),
-            "--rounds: the clients to be forgotten come until round 2 (got 1)",
+            "--rounds: the clients to forget have all taken part only by round 2 (got 1)",
         ),
         (CLOSED, ("--forget", "1", "--from", "7"), "has no checkpoint of round 7"),
-        ((*CLOSED, *DRAWN), ("--forget", "0"), "--forget: client 0 has given nothing yet"),
+        ((*CLOSED, *DRAWN), ("--forget", "0"), "--forget: client 0 has sent nothing yet"),
     ],
 )
 def test_what_cannot_be_forgotten_is_refused_and_nothing_changes(

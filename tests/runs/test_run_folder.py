@@ -218,7 +218,7 @@ def test_a_run_with_damaged_metrics_goes_on_without_the_damaged_lines(quick: Qui
     refused = quick("resume", "r", cwd=run.parent)
     assert refused.code == 2
     assert "--from" not in refused.err
-    assert "fedloom resume r --repair goes on without the damaged lines" in refused.err
+    assert "fedloom resume r --repair continues without the damaged lines" in refused.err
     longer = shutil.copytree(finished, run.parent / "longer")
     assert quick("resume", "longer", "--rounds", "7", cwd=run.parent).code == 0
     done = quick("resume", "r", "--repair", "--rounds", "7", cwd=run.parent)
@@ -280,7 +280,7 @@ def test_a_file_that_the_run_did_not_write_is_refused(quick: Quick, run: Path, n
     assert contents(run) == before
     path.unlink()
     gone = quick("resume", "r", "--rounds", "7", cwd=run.parent)
-    assert (gone.code, f"r/{name}: is gone, and the run needs it" in gone.err) == (2, True)
+    assert (gone.code, f"r/{name}: is missing" in gone.err) == (2, True)
 
 
 def test_a_damaged_manifest_is_named(quick: Quick, run: Path) -> None:
@@ -334,7 +334,7 @@ def test_states_on_disk_that_are_gone_are_not_begun_anew(quick: Quick, tmp_path:
     config.write_text(config.read_text().replace('store = "disk"', 'store = "ram"'))
     done = quick("resume", "r", "--rounds", "3", cwd=tmp_path)
     assert done.code == 2
-    assert "r/clients/journal.bin: is missing, and the states of clients with it" in done.err
+    assert "r/clients/journal.bin: is missing, and so are the states of clients" in done.err
 
 
 # -- finished cells --------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_cell_that_was_changed_is_not_in_the_table(quick: Quick, tmp_path: Pat
     assert others == []
     assert re.match(r"(fedavg|fedprox) · seed 0", name)
     assert f"c/cells/{cell.name}/metrics.jsonl: is " in why
-    assert f"delete c/cells/{cell.name}, and the same command runs it again" in why
+    assert f"delete c/cells/{cell.name} and repeat the command to rerun it" in why
     assert done.json["failed"] == 1
     shutil.rmtree(cell)
     again = quick(*words, cwd=tmp_path)

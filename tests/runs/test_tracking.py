@@ -114,7 +114,7 @@ def test_a_tracker_that_is_missing_is_refused_and_one_that_fails_does_not_end_th
     monkeypatch.setattr(tracking._TensorBoard, "log", refuse)
     said: list[str] = []
     history = fedloom.run(out="run", track="tensorboard", on_round=lambda at: said.extend(at.notes), **SMALL)
-    assert said == ["tensorboard has failed, and the run goes on without it: the disk is full"]
+    assert said == ["tensorboard has failed; the run continues without it: the disk is full"]
     assert len(history.records) == 3
 
 
@@ -127,7 +127,7 @@ def test_a_tracker_that_cannot_end_or_begin_is_named_and_what_is_known_of_it_is_
     said: list[str] = []
     monkeypatch.setattr(tracking._TensorBoard, "end", refuse)
     fedloom.run(out="run", track="tensorboard", on_round=lambda at: said.extend(at.notes), **SMALL)
-    assert said == ["tensorboard has failed, and the run goes on without it: no host answers"]
+    assert said == ["tensorboard has failed; the run continues without it: no host answers"]
     known = json.loads(Path("run/tracking.json").read_text())
     shutil.rmtree("run/tensorboard")
     Path("run/tensorboard").write_text("a file, not a folder")
@@ -136,5 +136,5 @@ def test_a_tracker_that_cannot_end_or_begin_is_named_and_what_is_known_of_it_is_
         more = fedloom.resume("run", rounds=4, on_round=lambda at: said.extend(at.notes))
     assert [line["round"] for line in more.records] == [0, 1, 2, 3, 4]
     assert len(said) == 1
-    assert said[0].startswith("tensorboard has failed, and the run goes on without it: ")
+    assert said[0].startswith("tensorboard has failed; the run continues without it: ")
     assert json.loads(Path("run/tracking.json").read_text()) == known == {"tensorboard": "run/tensorboard"}

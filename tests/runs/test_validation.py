@@ -78,7 +78,7 @@ def test_without_a_share_nothing_changes_and_no_cell_has_another_name() -> None:
 
 def test_a_share_that_no_client_can_spare_is_refused_and_so_is_a_deployment() -> None:
     lonely = config_of("fedavg", partition={"clients": 1438, "kind": "iid", "holdout": 0.0})
-    with pytest.raises(ConfigError, match=r"evaluate.validation: no client has a row to spare"):
+    with pytest.raises(ConfigError, match=r"evaluate.validation: no client has enough rows"):
         start(lonely, out=None, root=UNUSED)
     with pytest.raises(ConfigError, match=r"evaluate.validation: needs the rows"):
         refuse_undeployable(config_of("fedavg"))

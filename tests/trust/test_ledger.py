@@ -301,7 +301,7 @@ def test_an_edit_is_refused(tmp_path: Path, old: str, new: str, key: str, was: s
     with pytest.raises(ConfigError) as caught:
         resumed(tmp_path / "run", rounds=4)
     said = str(caught.value)
-    assert f"{key}: was {was} when this private run began, and is {is_} now" in said
+    assert f"{key}: was {was} when this private run began, now it is {is_}" in said
     assert f"set it back to {was}, or start a new run" in said
     assert contents(tmp_path / "run") == before
 
@@ -351,7 +351,7 @@ def test_who_forges_what_the_run_began_with_meets_the_ledger(tmp_path: Path) -> 
     told["settings"]["privacy.noise"] = 200.0
     path.write_text(json.dumps(told))
     (tmp_path / "run" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"noise of its noise was 2\.0, and would be 200\.0 now"):
+    with pytest.raises(CheckpointError, match=r"noise of its noise was 2\.0, now it would be 200\.0"):
         resumed(tmp_path / "run", rounds=4)
 
 
@@ -389,7 +389,9 @@ def test_other_data_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     before, data = contents(tmp_path / "run"), SMALL["data"]
     x = data.x.copy()
     x[0] += 1
-    with pytest.raises(CheckpointError, match=r"the data is not .* private run cannot continue with different data"):
+    with pytest.raises(
+        CheckpointError, match=r"the data has changed .* private run cannot continue with different data"
+    ):
         fedloom.resume(tmp_path / "run", data=data._replace(x=x), at=2, accept_changes=True)
     assert contents(tmp_path / "run") == before
 
@@ -409,7 +411,7 @@ def test_other_weights_are_refused_whatever_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "run" / "environment.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {}}))
     (tmp_path / "run" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"the net \(model\.weights: .*\) is not what this run began with"):
+    with pytest.raises(CheckpointError, match=r"the net \(model\.weights: .*\) has changed since this run began"):
         resumed(tmp_path / "run", at=1, accept_changes=True)
 
 

@@ -365,7 +365,7 @@ def test_an_algorithm_that_leaves_weights_to_the_engine_counts_clients_alike(wor
     a, b = (advance(e, begin(e), RamStore(6))[0].server.w for e in (exp, plain))
     torch.testing.assert_close(a, b)
     assert any(
-        "counts alike" in note for note in parse({"algorithm": sgd, "privacy": {"clip": 1.0, "noise": 1.0}}).notes
+        "equal weights" in note for note in parse({"algorithm": sgd, "privacy": {"clip": 1.0, "noise": 1.0}}).notes
     )
 
 
@@ -382,7 +382,7 @@ def test_what_weights_are_counts_and_not_who_wrote_them_down(world: Any) -> None
     same, telling = (replace(exp, algorithm=cls().bind(exp.algorithm.setup)) for cls in (Same, Telling))
     a, b = (advance(e, begin(e), RamStore(6))[0].server.w for e in (exp, same))
     assert torch.equal(a, b)
-    with pytest.raises(ConfigError, match="Telling weighs clients by their work"):
+    with pytest.raises(ConfigError, match="Telling weights clients by their work"):
         advance(telling, begin(telling), RamStore(6))
 
 
@@ -485,14 +485,14 @@ LOCAL = ON | {"mechanism": "local"}
     ("table", "message"),
     [
         ({"privacy": {"noise": 1.0}}, "noise hides only what is bounded; set clip"),
-        ({"privacy": {"clip": 1.0}}, "clip alone is no privacy"),
-        ({"privacy": ON | {"epsilon": 1.0}}, "noise and epsilon both say"),
+        ({"privacy": {"clip": 1.0}}, "clip alone gives no privacy"),
+        ({"privacy": ON | {"epsilon": 1.0}}, "noise and epsilon both set"),
         ({"privacy": ON | {"clip": 0.0}}, r"privacy\.clip: .*greater than 0"),
         ({"privacy": ON | {"delta": 1.0}}, r"privacy\.delta: .*less than 1"),
         ({"privacy": ON | {"delta": 0.2}}, r"privacy\.delta: 0.2 is too large for 6 clients"),
         (
             {"privacy": ON, "algorithm": "fedavg"},
-            r"privacy\.clip: FedAvg weighs clients .* \(set algorithm.weighting=uniform\)",
+            r"privacy\.clip: FedAvg weights clients .* \(set algorithm.weighting=uniform\)",
         ),
         ({"privacy": ON, "algorithm": "fedmgda"}, r"privacy\.mechanism: 'distributed' hides single uploads"),
         ({"privacy": LOCAL, "algorithm": "fedmgda"}, r"privacy\.clip: FedMGDA is not linear"),
@@ -513,7 +513,7 @@ LOCAL = ON | {"mechanism": "local"}
         ),
         (
             {"privacy": ON, "model": {"kind": "resnet20", "norm": "batch"}},
-            r"model: \d+ running statistics of BatchNorm are sent beside the clipped upload",
+            r"model: \d+ running statistics of BatchNorm are sent in addition to the clipped upload",
         ),
         ({"cohort": {"sampling": "poisson", "size": 7}}, r"cohort\.size: 7, but the data has 6 clients"),
         ({"partition": "iid", "cohort": {"sampling": "poisson", "size": 21}}, r"cohort\.size: 21 of partition.clients"),

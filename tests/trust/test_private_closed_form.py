@@ -196,9 +196,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     done = in_a_terminal("run", *words, "--out", tmp_path / "run", cwd=tmp_path)
     assert done.code == 0, done.err
     said = done.out + done.err
-    assert (
-        "features clipped to 1 · one example moves sums by 1.414 at most · noise 0.6377 times that in the sums" in said
-    )
+    assert "features clipped to 1 · one example changes sums by 1.414 at most · noise 0.6377 times that in the" in said
     assert "epsilon 8 at delta 1e-05, for each example" in said
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 7.99 < last["privacy/epsilon"] <= 8
@@ -238,13 +236,13 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         ({"algorithm": "fedavg"}, r"privacy\.feature_clip: hides examples in sums .* clients of FedAvg do not send"),
         ({"algorithm": "proxy_ridge"}, r"privacy\.feature_clip: hides examples in sums"),
         ({"algorithm": "dpsgd"}, r"privacy\.feature_clip: hides examples in sums"),
-        ({"privacy": ON | {"clip": 1.0}}, "clip hides clients and feature_clip hides examples"),
-        ({"privacy": {"feature_clip": 1.0}}, "clip alone is no privacy"),
+        ({"privacy": ON | {"clip": 1.0}}, "clip protects clients and feature_clip protects examples"),
+        ({"privacy": {"feature_clip": 1.0}}, "clip alone gives no privacy"),
         ({"privacy": ON | {"heterogeneity": "alpha"}}, "heterogeneity is for clip"),
         ({"privacy": ON | {"delta": 0.2}}, r"privacy\.delta: 0\.2 is too large for 89 examples.*below 0\.011"),
         ({"algorithm": {"kind": "analytic", "agg": "aa"}}, r"algorithm\.agg: inverts each client's own Gram matrix"),
-        ({"algorithm": {"kind": "analytic", "forget": [0]}}, r"algorithm\.forget: a client that is forgotten"),
-        ({"cohort": {"size": 3}}, r"cohort\.sampling: clients that come in other rounds are not in the sum"),
+        ({"algorithm": {"kind": "analytic", "forget": [0]}}, r"algorithm\.forget: a client to be forgotten"),
+        ({"cohort": {"size": 3}}, r"cohort\.sampling: clients of other rounds are not in the sum"),
         ({"system": {"dropout": 0.1}}, r"system\.dropout: a missing client takes its share of the noise"),
         (
             {"privacy": LOCAL, "system": {"deadline": 9.0}},
@@ -253,11 +251,11 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         ({"algorithm": "law_afl"}, r"privacy\.mechanism: 'distributed' hides single uploads"),
         (
             {"algorithm": {"kind": "law_afl", "schedule": "warmup_then_analytic"}, "privacy": LOCAL},
-            r"algorithm\.schedule: moves of models are sent before the sums",
+            r"algorithm\.schedule: model updates are sent before the sums",
         ),
         (
             {"algorithm": {"kind": "law_afl", "quality": "report"}, "privacy": LOCAL},
-            r"algorithm\.quality: accuracy and loss are sent beside the sums",
+            r"algorithm\.quality: accuracy and loss are sent with the sums",
         ),
     ],
 )
@@ -275,7 +273,7 @@ def test_what_is_not_covered_is_refused(table: dict[str, Any], message: str) -> 
         ("proxy_ridge", "leave the section out"),  # a closed form whose clients send no sums
         ("dpsgd", "leave the section out"),
         ("local_only", "leave the section out"),
-        ("fedmgda", "take an algorithm that only sums uploads"),  # it reads each of them, hidden or not
+        ("fedmgda", "use an algorithm that only sums uploads"),  # it reads each of them, hidden or not
     ],
 )
 def test_who_sets_clip_in_vain_is_told_what_to_set(kind: str, advice: str) -> None:

@@ -86,7 +86,7 @@ def test_moves_are_clipped_and_means_are_short_whatever_the_data(world: Any) -> 
 
 def test_anything_sent_beside_is_refused(world: Any) -> None:
     exp = made(world)
-    with pytest.raises(ConfigError, match="clients send more than moves and means"):
+    with pytest.raises(ConfigError, match="clients send more than updates and means"):
         protected(exp.guard, blank(exp)._replace(slope=torch.ones(6, 1)), torch.arange(6), 6, 0)
 
 
@@ -172,13 +172,13 @@ def test_a_budget_pays_for_both_parts(world: Any) -> None:
         (PER_ROUND, {"clip": None}, r"privacy\.clip: is unset.*set privacy\.clip, too"),
         (PER_ROUND, {"feature_clip": None}, r"privacy\.feature_clip: is unset.*set privacy\.feature_clip, too"),
         (PER_ROUND, {"mechanism": "distributed"}, r"privacy\.mechanism: 'distributed' hides.*privacy\.mechanism=local"),
-        (PER_ROUND | {"quality": "report"}, {}, r"algorithm\.quality: accuracy and loss are sent beside"),
+        (PER_ROUND | {"quality": "report"}, {}, r"algorithm\.quality: accuracy and loss are sent with"),
         (PER_ROUND | {"depth": "entropy"}, {}, r"algorithm\.depth: how much of the net a client trains"),
-        (PER_ROUND | {"shrink_rule": "eq5"}, {}, r"algorithm\.shrink_rule: lengths of gradients are sent"),
-        ({"kind": "law_afl"}, {}, "clip hides clients and feature_clip hides examples.*keep one of them"),
-        (FEDLAW, {}, "clip hides clients and feature_clip hides examples.*keep one of them"),
+        (PER_ROUND | {"shrink_rule": "eq5"}, {}, r"algorithm\.shrink_rule: norms of gradients are sent"),
+        ({"kind": "law_afl"}, {}, "clip protects clients and feature_clip protects examples.*keep one of them"),
+        (FEDLAW, {}, "clip protects clients and feature_clip protects examples.*keep one of them"),
         (FEDLAW, {"feature_clip": None, "mechanism": "distributed"}, r"FedLAW reads every .*privacy\.mechanism=local"),
-        ({"kind": "fedlaw"}, {"feature_clip": None}, r"weighs clients by their data.*algorithm\.weighting=uniform"),
+        ({"kind": "fedlaw"}, {"feature_clip": None}, r"weights clients by their data.*algorithm\.weighting=uniform"),
         ({"kind": "fedbe"}, {"feature_clip": None}, "how it tolerates their noise is not known"),
     ],
 )

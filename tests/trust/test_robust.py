@@ -193,7 +193,7 @@ def test_a_rule_does_not_depend_on_how_clients_are_grouped(world: Any) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"algorithm": "fedmgda"}, r"aggregation\.rule: 'krum' replaces a sum of uploads, and FedMGDA reads every one"),
+        ({"algorithm": "fedmgda"}, r"aggregation\.rule: 'krum' replaces a sum of uploads, but FedMGDA reads every one"),
         ({"algorithm": "dpsgd"}, r"aggregation\.rule: 'krum' is a server's rule"),
         ({"algorithm": "local_only"}, r"aggregation\.rule: 'krum' needs uploads"),
         ({"algorithm": "analytic"}, r"aggregation\.rule: 'krum' would change the statistics"),

@@ -1,7 +1,7 @@
-"""What a method can do beyond the contract: each capability is a class to inherit from, and the engine asks for it.
+"""What a method can do beyond the contract: each capability is a class to inherit from; the engine checks for it.
 
-Below the classes are the functions with which the engine asks; where a method has no such capability, they answer for
-plain training.
+The functions below the classes are what the engine calls; for a method without the capability, they return the values
+of plain training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Optimizes(Protocol):
 
 # -- training -------------------------------------------------------------------------------------
 class Surveys:
-    """A client looks at all of its data once before it trains."""
+    """A client passes over all of its data once before it trains."""
 
     @property
     def surveys(self) -> bool:
@@ -48,7 +48,7 @@ class Surveys:
 
     @property
     def survey_gradients(self) -> float:
-        """What that costs for each batch, in gradients, in rounds in which clients train; 0 where it only evaluates."""
+        """Its cost for each batch, in gradients, in rounds in which clients train; 0 if it only evaluates."""
         return 0.0
 
     def survey(self, batch: Batch, down: Any, mine: Any) -> Any:
@@ -57,14 +57,14 @@ class Surveys:
 
 
 class HasPhases:
-    """A client's round has several parts, or a part that ends by a rule of its own."""
+    """A client's round has several parts, or a part with its own stopping rule."""
 
     def phases(self: _Steps) -> tuple[Phase, ...]:
-        """What a client does in a round; one phase has neither epochs nor steps: the section ``local`` decides."""
+        """The phases of a client's round; one phase has neither epochs nor steps: the section ``local`` sets them."""
         return (Phase(self.step),)
 
     def trains_in(self, round_: float) -> bool:
-        """Whether the clients of this round, counted from 0, train as long as ``local`` says, or not at all."""
+        """Whether the clients of this round, counted from 0, train as set in ``local``, or not at all."""
         return True
 
 
@@ -77,10 +77,10 @@ class Adapts:
 
 
 class TrainsWhileWaiting:
-    """A client trains on while it waits for others, in phases that are ``waiting``."""
+    """A client continues to train while it waits for others, in phases that are ``waiting``."""
 
     def idle_epochs(self, ids: Tensor, wait: Tensor, epoch: Tensor, address: tuple[int, int]) -> Tensor:
-        """Epochs that clients train on [K], from the seconds that each waits and those that an epoch takes it;
+        """Extra epochs of clients [K], from the seconds that each waits and those that an epoch takes it;
         ``address`` is the seed and the round."""
         raise NotImplementedError
 
@@ -91,24 +91,24 @@ class TrainsWhileWaiting:
 
 
 class TrainsParts:
-    """What is trained is more than one vector, of which the model is a part."""
+    """More than the model is trained: a tree of which the model is a part."""
 
     def model(self, x: Any) -> Tensor:
         """The model inside what is trained; it sees each batch first, to keep running statistics.  ``[P]``"""
         return x if isinstance(x, Tensor) else x.w
 
     def memory(self: _Optimizes, x: Any) -> Any:
-        """What the local optimiser remembers before its first step: by default of the model."""
+        """The initial state of the local optimizer: by default that of the model."""
         return self.optimizer.init(self.model(x))
 
 
 # -- the server -----------------------------------------------------------------------------------
 class UsesProxy:
-    """The server learns from examples of its own."""
+    """The server learns from its own examples."""
 
     @property
     def proxy(self: _HasSetup) -> Held:
-        """The examples that the server has of its own."""
+        """The server's own examples."""
         assert self.setup.proxy is not None, "bind() with a proxy first"
         return self.setup.proxy
 
@@ -147,11 +147,11 @@ class Contributes:
 
 # -- networks without a server --------------------------------------------------------------------
 class GossipFacts:
-    """What is special about the messages of nodes."""
+    """The messages of nodes have special properties."""
 
     @property
     def columnwise(self) -> bool:
-        """Whether ``update`` treats each parameter by itself."""
+        """Whether ``update`` treats each parameter separately."""
         return False
 
     @property
@@ -161,16 +161,16 @@ class GossipFacts:
 
     @property
     def remembers_neighbours(self) -> bool:
-        """Whether nodes keep what each neighbour has sent so far, which a new link, or a lost message, would break."""
+        """Whether nodes accumulate what each neighbour has sent, which a new link, or a lost message, would break."""
         return False
 
 
 # -- settings, costs, privacy ---------------------------------------------------------------------
 class Configures:
-    """The method has something to say about settings of other sections."""
+    """The method has defaults or warnings for settings of other sections."""
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
-        """Settings of other sections that belong to the method's definition, where the user says nothing."""
+        """Settings of other sections that belong to the method's definition, unless the user sets them."""
         return {}
 
     def warnings(self, lr: float, rounds: int) -> list[str]:
@@ -179,7 +179,7 @@ class Configures:
 
 
 class Costs:
-    """Messages are smaller or larger than the tensors they are simulated with, or clients hold more than models."""
+    """Messages are smaller or larger than the tensors they are simulated with, or clients keep more than models."""
 
     def sent_bytes(self, down: Any) -> int:
         """What ``send`` costs on the wire, for one client."""
@@ -191,7 +191,7 @@ class Costs:
 
     @property
     def lane_size(self) -> int:
-        """Numbers that one client holds beside models, which limits how many train side by side."""
+        """Numbers that one client keeps in addition to models, which limits how many train side by side."""
         return 0
 
 
@@ -207,10 +207,10 @@ class ForeseesUploads:
 
 
 class Unlearns:
-    """A client can be taken out exactly: those in the setting ``forget``, the next time that they take part."""
+    """Clients can be unlearned exactly: those in the setting ``forget``, the next time that they take part."""
 
     def cannot_forget(self, server: Any, clients: Sequence[int]) -> str:
-        """Why one of these clients cannot be forgotten; empty where all can."""
+        """Why one of these clients cannot be forgotten; empty if all can."""
         return ""
 
 
@@ -219,7 +219,7 @@ class PrivateSums:
 
     @property
     def noise(self: _HasSetup) -> Noise | None:
-        """How clients hide their sums; None where they do not."""
+        """How clients hide their sums; None if they do not."""
         return self.setup.noise
 
     @property
@@ -237,7 +237,7 @@ class PrivateSums:
         return []
 
     def releases_in(self, round_: int) -> int:
-        """How many uploads with noise of their own a client makes in this round."""
+        """How many separately noised uploads a client makes in this round."""
         return 1
 
 
@@ -261,13 +261,13 @@ CAPABILITIES: tuple[type, ...] = (
 )
 
 
-# -- how the engine asks --------------------------------------------------------------------------
+# -- what the engine calls ------------------------------------------------------------------------
 def has_survey(alg: AnyAlgorithm) -> bool:
     return isinstance(alg, Surveys) and alg.surveys
 
 
 def survey_of(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Any:
-    """The client's sum over one batch, or () where it surveys nothing."""
+    """The client's sum over one batch, or () without a survey."""
     return alg.survey(batch, down, mine) if isinstance(alg, Surveys) and alg.surveys else ()
 
 
@@ -280,7 +280,7 @@ def phases_of(alg: AnyAlgorithm) -> tuple[Phase, ...]:
 
 
 def takes_steps(alg: AnyAlgorithm) -> bool:
-    """Whether clients compute gradients: those of a closed form may only send sums over their data."""
+    """Whether clients compute gradients: in a closed form they may only send sums over their data."""
     return alg.family != "closed_form" or bool(phases_of(alg)) or survey_gradients(alg) > 0
 
 
@@ -293,7 +293,7 @@ def adaptation_of(alg: AnyAlgorithm) -> tuple[Phase, ...]:
 
 
 def idle_epochs(alg: AnyAlgorithm, ids: Tensor, wait: Tensor, epoch: Tensor, address: tuple[int, int]) -> Tensor | None:
-    """Epochs that clients train on while they wait [K]; None where they do not."""
+    """Epochs that clients train while they wait [K]; None if they do not."""
     return alg.idle_epochs(ids, wait, epoch, address) if isinstance(alg, TrainsWhileWaiting) else None
 
 
@@ -306,7 +306,7 @@ def model_of(alg: AnyAlgorithm, x: Any) -> Tensor:
 
 
 def memory_of(alg: AnyAlgorithm, x: Any) -> Any:
-    """What the local optimiser remembers before its first step: of all that is trained, unless the method says else."""
+    """The initial state of the local optimizer: of all that is trained, unless the method overrides it."""
     return alg.memory(x) if isinstance(alg, TrainsParts) else alg.optimizer.init(x)
 
 

@@ -8,7 +8,7 @@ A round, in the order in which the functions are called::
 
     server   down = send(server)
     client   mine = join(down), once; then  x = start(down, mine, work)
-             x, memory = step(...)  for each batch  -- by default the optimiser along gradient(...) of loss(...)
+             x, memory = step(...)  for each batch  -- by default the optimizer along gradient(...) of loss(...)
              upload, mine = finish(x, down, mine, work);  a = weight(upload, work)
     server   server = update(server, inbox)           -- inbox.total = sum of a * upload, inbox.mean = total / sum of a
     users    w = serve(down, mine)                    -- the model that a client predicts with
@@ -18,14 +18,14 @@ Without a server every node is its own: ``update`` runs at each node on what it 
 
 What they are given (see ``fedloom.algorithm.values``)::
 
-    down     what the server sent: ``w``, and whatever else ``init`` put there
-    mine     what this client has kept since its last round; ``join`` says what it has at first
+    down     what the server sent: ``w``, and whatever else ``init`` returned
+    mine     what this client has kept since its last round; ``join`` returns its first value
     batch    x, y, mask (1 for real examples), key (randomness of this step), progress (from 0 to 1), lr, buffers
-    work     steps, examples, lr, round, client, and where an algorithm asks for them survey, extra, staleness
-    inbox    total, weight, mean, senders, population, examples, clients, address, and uploads and weights if asked for
+    work     steps, examples, lr, round, client, and if an algorithm requests them survey, extra, staleness
+    inbox    total, weight, mean, senders, population, examples, clients, address, and uploads and weights if requested
 
-``traits`` are facts about the method that settings are checked against; what else a method can do, such as looking at
-all of its data first or training in phases, it says by inheriting from a class of ``fedloom.algorithm.capabilities``.
+``traits`` are facts about the method that settings are checked against. A method declares what else it can do, such as
+a pass over all data first or training in phases, by inheriting from a class of ``fedloom.algorithm.capabilities``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from fedloom.core.task import Batch, Task
 
 
 class Algorithm(Spec, Generic[S, C, U]):
-    """The base of all methods; what a method does not override is done as in FedAvg."""
+    """The base of all methods; functions that a method does not override are those of FedAvg."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     family: ClassVar[Family] = "server"
-    fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if there are any
-    fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the settings that FedAvg has then
+    fedavg_when: ClassVar[Mapping[str, Any] | None] = None  # the settings under which it is FedAvg, if any
+    fedavg_as: ClassVar[Mapping[str, Any]] = {}  # the equivalent settings of FedAvg
 
     _setup: Setup | None = PrivateAttr(None)
 
@@ -72,12 +72,12 @@ class Algorithm(Spec, Generic[S, C, U]):
         return server
 
     def update(self, server: S, inbox: Inbox[U]) -> S:
-        """The state after the round; by default the mean move of the clients, times ``server_lr``, is added to w."""
+        """The state after the round; by default w plus ``server_lr`` times the clients' mean update."""
         mean = self.traits.server_lr * cast(Update, inbox.mean).dw
         return cast(S, cast(Any, server)._replace(w=server.w + like(mean, server.w)))
 
     def global_model(self, server: S) -> Tensor:
-        """The server's model as it is evaluated and saved, if it is not the one that is sent.  ``[P]``"""
+        """The server's model that is evaluated and saved, if it is not the one that is sent.  ``[P]``"""
         return self.send(server).w
 
     # -- at one client --------------------------------------------------------------------------
@@ -90,11 +90,11 @@ class Algorithm(Spec, Generic[S, C, U]):
         return down.w
 
     def loss(self, x: Any, batch: Batch, down: S, mine: C) -> Tensor:
-        """What local training descends."""
+        """What local training minimises."""
         return self.task.loss(x, batch)
 
     def gradient(self, x: Any, batch: Batch, down: S, mine: C) -> Any:
-        """The direction that the local optimiser is given."""
+        """The gradient that the local optimizer is given."""
         return self.task.differentiate(lambda at: self.loss(at, batch, down, mine), x)
 
     def step(self, at: Carry, batch: Batch, down: S, mine: C) -> Carry:
@@ -103,20 +103,20 @@ class Algorithm(Spec, Generic[S, C, U]):
         return Carry(*self.optimizer.update(g, at.memory, at.x, batch.lr))
 
     def finish(self, x: Any, down: S, mine: C, work: Work) -> tuple[U, C]:
-        """What is uploaded, and what the client keeps; by default how far it moved, and what it had."""
+        """What is uploaded, and what the client keeps; by default its model update, and its unchanged state."""
         return cast(U, Update(x - down.w)), mine
 
     def weight(self, upload: U, work: Work) -> Tensor:
-        """How much this upload counts: by the client's examples, or all alike, as the traits say."""
+        """The weight of this upload: the client's number of examples, or equal for all, as set in the traits."""
         return work.examples if self.traits.weighs_examples else torch.ones_like(work.examples)
 
     def serve(self, down: S, mine: C) -> Tensor:
         """The model with which this client predicts.  ``[P]``"""
         return down.w
 
-    # -- what it works with -----------------------------------------------------------------------
+    # -- binding ----------------------------------------------------------------------------------
     def bind(self, setup: Setup) -> Self:
-        """The same algorithm, tied to a task, a local optimiser and the rest of a setup."""
+        """The same algorithm, bound to a task, a local optimizer and the rest of a setup."""
         bound = self.model_copy()
         bound._setup = setup
         return bound
@@ -137,7 +137,7 @@ class Algorithm(Spec, Generic[S, C, U]):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A setting must not hide a function of the same name, and a function must have the name it has now."""
+        """Refuse a setting that hides a function of the same name, and functions with names of an earlier contract."""
         super().__pydantic_init_subclass__()
         hidden = [name for name in cls.model_fields if any(callable(getattr(c, name, None)) for c in _CALLED)]
         if hidden:
@@ -148,10 +148,12 @@ class Algorithm(Spec, Generic[S, C, U]):
 
         def __getattr__(self, name: str) -> Any:
             if name in renamed.MEMBERS:
-                raise AttributeError(f"{type(self).__name__} has no '{name}' any more: {renamed.MEMBERS[name]}")
+                raise AttributeError(f"{type(self).__name__} no longer has '{name}': {renamed.MEMBERS[name]}")
             return super().__getattr__(name)
 
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
-Algorithm.__class_vars__.update(renamed.CONSTANTS)  # else pydantic would take them for settings before they are checked
+Algorithm.__class_vars__.update(
+    renamed.CONSTANTS
+)  # otherwise pydantic would treat them as settings before they are checked
 _CALLED = (Algorithm, *CAPABILITIES)

@@ -1,4 +1,4 @@
-"""Names of an earlier contract, and what they are now: an algorithm of one's own must not be ignored silently."""
+"""Names of an earlier contract, and their current names: a user's algorithm must not be ignored silently."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ MEMBERS: dict[str, str] = {
     "first_lr": "it is setup.first_lr now",
     "seed": "it is setup.seed now",
 }
-_FREE = frozenset({"sizes", "first_lr", "seed"})  # names that a setting, or a function of one's own, may have
+_FREE = frozenset({"sizes", "first_lr", "seed"})  # names that a setting, or a user's function, may have
 CONSTANTS = frozenset(MEMBERS) - _FREE | {"columnwise"}  # that a class may have set without an annotation
 _GIVEN = {"start": ("down", "mine", "work"), "bind": ("setup",)}  # functions that take other arguments than before
 
 
 def check(cls: type[Any]) -> None:
-    """Refuse a class that is written for an earlier contract, and say what to change."""
+    """Refuse a class that was written for an earlier contract, with what to change."""
     defined = {**inspect.get_annotations(cls), **cls.__dict__}
     for name, now in MEMBERS.items():
         if name in defined and name not in _FREE:
-            raise TypeError(f"{cls.__name__} defines '{name}', which is no part of an algorithm any more: {now}")
+            raise TypeError(f"{cls.__name__} defines '{name}', which is no longer part of an algorithm: {now}")
     for capability in CAPABILITIES:
         names = [name for name in vars(capability) if not name.startswith("_") and name in defined]
         if names and not issubclass(cls, capability):

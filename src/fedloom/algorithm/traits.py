@@ -18,31 +18,31 @@ class Traits(NamedTuple):
     A method changes the ones that differ: ``return super().traits._replace(distinct=True)``.
 
     Attributes:
-        each_upload: ``update`` reads every upload (``inbox.uploads``), and not only their sum.
-        weighs_examples: whether clients count by their number of examples, or all alike.
-        server_lr: how much of the mean move the server takes.
+        each_upload: ``update`` reads every upload (``inbox.uploads``), not only their sum.
+        weighs_examples: whether clients are weighted by their number of examples, or equally.
+        server_lr: the server's learning rate for the mean update.
         relaxation: share of the old model that the server keeps.
         synchronous: whether the server waits for a round's uploads; False: it takes each when it arrives.
-        has_global_model: False where clients share less than a model, and there is no global one to evaluate.
+        has_global_model: False if clients share less than a model, and there is no global one to evaluate.
         mirrored: the server keeps the mean of clients' states; a client it did not receive keeps none.
-        communicates: False where nothing is sent, and no byte is counted.
+        communicates: False if nothing is sent, and no byte is counted.
         served: a client's model is evaluated before or after it trains.
         partial_work: the server also uses the unfinished work of a late client.
         plain_sgd: the method is defined for local steps without momentum, decay or clipping.
         distinct: a client must not be drawn twice in a round.
-        proximal: the weight mu of a proximal term in what clients minimise.
-        pull: the setting that weighs a pull towards another model, and then the method's own learning rates beside
-            ``local.lr``, if any: at a rate of 2 / weight and above the steps diverge, which is warned of.
-        classes_only: why the method learns classes and no numbers, after its name; empty: it learns both.
+        proximal: the weight mu of a proximal term in the clients' objective.
+        pull: the setting that weighs a pull towards another model, followed by the method's own learning rates in
+            addition to ``local.lr``, if any: at a rate of 2 / weight and above the steps diverge, with a warning.
+        classes_only: why the method does classification only, after its name; empty: it also does regression.
         gradients_per_step: gradients of one net on one batch; a Hessian-vector product counts as two. It is what
             ``work/gradients`` counts and what a step takes in simulated time. A gradient on a part of a batch counts as
-            that part. Steps of phases beside the main one take one gradient each, or none if they cost nothing.
-        sends_to_all: the server sends its model to every client, and not only to those that will train.
+            that part. Steps of other phases than the main one take one gradient each, or none if they cost nothing.
+        sends_to_all: the server sends its model to every client, not only to those that will train.
         equal_if_private: weights are numbers of examples, which privacy may replace by 1; else it refuses.
-        unit_uploads: no upload is longer than 1, whatever it is clipped to.
-        tolerates_noise: the method reads every upload, and may be given noised ones.
-        ignores_reports: why the server does not use what clients report of their own quality; empty: it does, if they
-            report it.
+        unit_uploads: no upload is longer than 1, at any clipping bound.
+        tolerates_noise: the method reads every upload, and accepts noised ones.
+        ignores_reports: why the server does not use the quality that clients report of themselves; empty: it does, if
+            they report it.
         size_varies: the size of an upload depends on the client's data.
     """
 
@@ -77,5 +77,5 @@ class Traits(NamedTuple):
     size_varies: bool = False
 
     def weighted_by(self, weighting: str, **others: Any) -> Traits:
-        """With these others, the traits of a method whose setting ``weighting`` decides how clients count."""
+        """These traits, for a method whose setting ``weighting`` decides the weights of clients."""
         return self._replace(weighs_examples=weighting != "uniform", equal_if_private=False, **others)

@@ -36,7 +36,7 @@ class Model(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The upload of a client that sends how far its model moved.
+    """The upload of a client that sends its model update.
 
     Attributes:
         dw: ``[P]`` the model after local training minus the model that the client was sent.
@@ -50,13 +50,13 @@ class Work(NamedTuple):
 
     Attributes:
         steps: ``[]`` local steps of the client in this round.
-        examples: ``[]`` training examples that the client has.
+        examples: ``[]`` number of the client's training examples.
         lr: ``[]`` local learning rate of this round.
         round: ``[]`` number of the round, counted from 0.
         survey: sum of ``survey`` over all of the client's data, for algorithms that are ``Surveys``.
         client: ``[]`` the client's number.
         extra: ``[]`` epochs that the client has time for while it waits, for ``TrainsWhileWaiting``.
-        staleness: ``[]`` server steps since the client was sent its model, where the server is asynchronous.
+        staleness: ``[]`` server steps since the client was sent its model, if the server is asynchronous.
     """
 
     steps: Tensor
@@ -70,11 +70,11 @@ class Work(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Examples that the server has of its own, normalised.
+    """The server's own examples, normalised.
 
     Attributes:
         x: ``[n, ...]`` inputs.
-        y: ``[n]`` classes, or the numbers to be learned.
+        y: ``[n]`` classes, or regression targets.
     """
 
     x: Tensor
@@ -85,10 +85,10 @@ class Noise(NamedTuple):
     """What privacy does to sums over examples before a client sends them.
 
     Attributes:
-        norm: R, to which the features of an example are shortened.
+        norm: R, to which the features of an example are clipped.
         std: deviation of the noise in each number of G.
         cross_std: deviation of the noise in each number of B.
-        of_means: clients send means over their examples instead of sums, which hides the client.
+        of_means: clients send means over their examples instead of sums, which protects the client.
     """
 
     norm: float
@@ -104,8 +104,8 @@ class Setup(NamedTuple):
         task: the net and its loss as functions of one flat vector.
         optimizer: the local one.
         sizes: ``[N]`` training examples of each client.
-        proxy: the server's own examples, where it has any.
-        noise: noise in sums over examples, where these are private.
+        proxy: the server's own examples, if it has any.
+        noise: noise in sums over examples, if these are private.
         first_lr: the local learning rate of the first round.
         seed: seed of the run, for clients that draw: see ``fedloom.core.rng``.
     """
@@ -124,7 +124,7 @@ class Carry(NamedTuple):
 
     Attributes:
         x: what is trained: a vector ``[P]`` or a tree of them.
-        memory: what the local optimiser remembers.
+        memory: the state of the local optimizer.
     """
 
     x: Any
@@ -139,7 +139,7 @@ class Phase(NamedTuple):
     Attributes:
         step: one local step: ``(carry, batch, down, mine) -> carry``.
         name: the purpose of its random numbers; phases of different names draw different batches.
-        epochs: passes over the data; if this and ``steps`` are unset, the section ``local`` decides.
+        epochs: passes over the data; if this and ``steps`` are unset, the section ``local`` sets them.
         steps: exactly this many steps instead.
         share: share of the client's examples that a pass reads, but at least one batch.
         sampling: how the share is taken: drawn, or a block in stored order.
@@ -150,7 +150,7 @@ class Phase(NamedTuple):
         look_gradients: gradients that ``look`` takes for each batch of a pass.
         after: ``(at, the sum of look, down, mine, work) -> at, and whether to stop``, after each pass.
         leave: ``(at, down, mine) -> at``, after the last pass.
-        keeps_statistics: whether running statistics move.
+        keeps_statistics: whether running statistics are updated.
         cost: time that a pass takes, in passes of plain training; the main phase costs ``gradients_per_step``.
         waiting: done while the client waits for others, so that it takes no time of a round.
         rare: done in few rounds, so that neither simulated time nor a forecast counts it.
@@ -176,12 +176,12 @@ class Phase(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether the section ``local`` says how long this phase is."""
+        """Whether the section ``local`` sets the length of this phase."""
         return self.epochs is None and self.steps is None
 
 
 class Inbox(NamedTuple, Generic[U]):
-    """What the server (or a node) received: ``total`` = sum_k a_k u_k in float64, and what it takes to read it.
+    """What the server (or a node) received: ``total`` = sum_k a_k u_k in float64, and what is needed to use it.
 
     Attributes:
         total: weighted sum of the uploads, in float64.
@@ -193,7 +193,7 @@ class Inbox(NamedTuple, Generic[U]):
         weights: ``[K]`` the weights ``a_k`` in the order of ``uploads``, likewise.
         address: the seed and the round, for a server that draws: see ``fedloom.core.rng``.
         clients: ``[K]`` the senders' numbers, in the order of ``uploads``.
-        own: ``[]`` how much of the sum is a node's own upload; only where there is no server.
+        own: ``[]`` how much of the sum is a node's own upload; only in networks without a server.
     """
 
     total: U

@@ -6,18 +6,18 @@ He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre
     client i:  G_i = X_i' X_i,  B_i = X_i' Y_i,  once      X: features of the frozen body, Y: one-hot labels
     server:    W = (sum_i G_i + rho I)^-1 sum_i B_i        over all clients that have sent so far; the head of the net
 
-W is that of one machine which has all the data, whatever the partition, the number of clients and their order; with
+W is that of one machine with all the data, for any partition, number of clients and order; with
 ``partition.holdout = 0``, since the partition also decides which rows are held out.
-A client that comes again is not counted twice, and one that comes late joins. A client to be forgotten (``forget``, or
+A client that takes part again is not counted twice, and a late one is added. A client to be forgotten (``forget``, or
 ``fedloom resume RUN --forget CLIENT`` after a run has ended) sends its statistics once more, to be subtracted: the
 result is as if it had never taken part.
 
 ``agg``
-    sum            as above: the server needs only the sum of uploads, so that secure aggregation would do.
+    sum            as above: the server needs only the sum of uploads, so that secure aggregation suffices.
     aa             AFL's law of absolute aggregation, pair by pair: W = K_u W_u + K_v W_v of clients' own
                    W_i = C_i^-1 B_i, C_i = G_i + rho_loc I; then rho_loc is removed. It loses up to seven digits.
     aa_simplified  the same, as W = (C_u + C_v)^-1 (C_u W_u + C_v W_v).
-    eq29, eq32, eq35   K_u and K_v as LAW-AFL prints them, none of which gives W. They are here to be measured.
+    eq29, eq32, eq35   K_u and K_v as LAW-AFL prints them, none of which gives W. They are included to be measured.
 
 With R = C^-1 and S = C_u + C_v, and K_v likewise:
     aa     K_u = I - R_u C_v + R_u C_v S^-1 C_v, which is S^-1 C_u
@@ -29,16 +29,16 @@ All but the first need every upload, at K times the memory. W_i is solved for at
 follow from each other and take the same bytes. AFL's code removes rho_loc times the
 number of configured clients; here it is that of the clients merged.
 
-With ``privacy.feature_clip`` clients shorten features to the norm R before they sum, and send G + E and B + F, E and F
+With ``privacy.feature_clip`` clients clip features to the norm R before they sum, and send G + E and B + F, E and F
 of deviation sigma, and no counts. The server makes the sum of G positive semidefinite and adds a ridge of at least
-k sigma' sqrt(d) (``noise_ridge``), sigma' being the deviation in the sum. A feature that is shortened where it is
-summed is not where the model predicts: that leaves every prediction as it is, and makes the loss larger.
+k sigma' sqrt(d) (``noise_ridge``), sigma' being the deviation in the sum. Features are clipped in the sums but not in
+predictions: this changes no predicted class, and increases the loss.
 
 d features and C classes are d (d + 1) / 2 + d C numbers of 8 bytes from each client: 1.1 MB for 512 and 10, 67.4 MB for
-4,096. The server holds one such sum (``sum``) and solves once, in d^3 / 3 multiplications. MNIST with 4,096 random
+4,096. The server keeps one such sum (``sum``) and solves once, in d^3 / 3 multiplications. MNIST with 4,096 random
 features took 39 s on two cores and 2.4 GB with 100 clients, for 96.9 %.
 
-The features are what the net's ``body`` makes of its inputs: pixels (``model.kind=logistic``), random features
+The features are the outputs of the net's ``body``: pixels (``model.kind=logistic``), random features
 (``model.kind=random_features``), the body of an earlier run or of your own net (``model.weights``).
 """
 
@@ -91,7 +91,7 @@ from fedloom.maths.ridge import (
     with_ridge,
 )
 
-_NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # how a client stands with the server
+_NEVER, _COUNTS, _FORGOTTEN = 0, 1, 2  # the status of a client at the server
 _MERGES: dict[str, Callable[[Solution, Solution], Solution]] = {
     "aa": merge_product,
     "aa_simplified": merge,
@@ -111,7 +111,7 @@ class Server(NamedTuple):
 
 
 class AnalyticUpload(NamedTuple):
-    rows: Tensor  # [d (d + 1) / 2 + d C] packed G and B; negative if they are to be taken away; empty if not asked for
+    rows: Tensor  # [d (d + 1) / 2 + d C] packed G and B; negative if they are to be subtracted; empty if not requested
     counts: Tensor  # [C]
 
 
@@ -141,7 +141,7 @@ class Analytic(
         1.0, description="rho_loc, the intermediary ridge"
     )
     forget: tuple[NonNegativeInt, ...] = Field(
-        (), description="clients that are forgotten in the first round in which they come a second time"
+        (), description="clients that are forgotten in the first round in which they take part a second time"
     )
     noise_ridge: Annotated[NonNegativeFloat, when({"privacy.feature_clip": GIVEN}, agg="sum")] = Field(
         0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d), half the norm of the noise in G"
@@ -171,7 +171,7 @@ class Analytic(
             what = f"inverts each client's own Gram matrix, which noise makes indefinite (got '{self.agg}')"
             faults.append(Fault("algorithm.agg", what, "set algorithm.agg=sum"))
         if self.forget and not local:
-            what = "a client that is forgotten sends without the others, in whose sum its examples were hidden"
+            what = "a client to be forgotten sends its sums alone, without those of others to hide its examples"
             faults.append(Fault("algorithm.forget", what, "set privacy.mechanism=local"))
         return faults
 
@@ -185,7 +185,7 @@ class Analytic(
 
     @property
     def feature_norm(self) -> float | None:
-        """R, to which features are clipped before they are summed; None where sums are not private."""
+        """R, to which features are clipped before they are summed; None if sums are not private."""
         return None if self.noise is None else self.noise.norm
 
     def phases(self) -> tuple[Phase, ...]:
@@ -199,7 +199,7 @@ class Analytic(
         return Server(w, to_rows(none), none.counts, standing, none.cross, merged)
 
     def send(self, server: Server) -> Server:
-        """The net, and which clients are asked for statistics: a client reads its own entry; empty if none is asked."""
+        """The net, and which clients are to send statistics: a client reads its own entry; empty if none."""
         asked = server.standing if bool(self.turns(server.standing).any()) else server.standing[:0]
         return Server(server.w, server.rows[:0], server.counts[:0], asked, server.head[:0], server.merged[:0])
 
@@ -232,7 +232,7 @@ class Analytic(
         standing = self.after(server.standing, inbox.clients)
         if torch.equal(standing, server.standing):
             return server
-        if not bool((standing == _COUNTS).any()):  # no client is left, nor should be a remainder of rounding
+        if not bool((standing == _COUNTS).any()):  # no client is left, and no rounding error should be
             empty = self.init(self.task.w0)
             return empty._replace(w=with_head(self.task, server.w, empty.head), standing=standing)
         rows, counts = server.rows + inbox.total.rows, server.counts + inbox.total.counts
@@ -261,23 +261,23 @@ class Analytic(
 
     def diagnostics(self, before: Server, inbox: Inbox[AnalyticUpload], after: Server) -> dict[str, Tensor]:
         found = {"analytic/clients": (after.standing == _COUNTS).sum()}
-        if self.noise is None:  # else the server does not know
+        if self.noise is None:  # otherwise the server does not know
             found["analytic/examples"] = after.counts.sum() / inbox.examples
         return found
 
     def cannot_forget(self, server: Server, clients: Sequence[int]) -> str:
-        why = {_NEVER: "has given nothing yet", _FORGOTTEN: "is forgotten already"}
+        why = {_NEVER: "has sent nothing yet", _FORGOTTEN: "is forgotten already"}
         found = [f"client {i} {why[s]}" for i in clients if (s := int(server.standing[i])) in why]
         return found[0] if found else ""
 
     def turns(self, standing: Tensor) -> Tensor:
-        """What each client's statistics are multiplied by if it comes: 1 to join, -1 to leave, else 0.  ``[N]``"""
+        """The factor of each client's statistics if it takes part: 1 to join, -1 to leave, else 0.  ``[N]``"""
         asks = torch.zeros_like(standing, dtype=torch.bool)
         asks[list(self.forget)] = True
         return (standing == _NEVER).double() - (asks & (standing == _COUNTS)).double()
 
     def after(self, standing: Tensor, clients: Tensor) -> Tensor:
-        """How clients stand after these have joined, or left.  ``[N]``"""
+        """The status of clients after these have joined, or left.  ``[N]``"""
         came = torch.zeros_like(standing, dtype=torch.bool).index_fill(0, clients, True)
         turns = torch.where(came, self.turns(standing), 0.0)
         return standing.masked_fill(turns > 0, _COUNTS).masked_fill(turns < 0, _FORGOTTEN)

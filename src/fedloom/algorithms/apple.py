@@ -1,4 +1,4 @@
-"""APPLE: each client's model is a mixture of all clients' core models, and it learns how much it takes of each.
+"""APPLE: each client's model is a mixture of all clients' core models, with learned coefficients.
 
 Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning, IJCAI 2022, Algorithm 1.
 
@@ -7,12 +7,12 @@ Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federat
                c_i <- c_i - lr p_ii g   and   p_ij <- p_ij - p_lr ( <g, c_j> + lambda(r) mu (p_ij - p0_j) )
                upload  c_i;  keep  p_i
     lambda(r) = (1 + cos(pi r / L)) / 2 in round r < L = pull_rounds, and 0 from then on
-    server:    puts each core that it receives in its place;  the other cores stay
-    served:    w_i with the cores as they now are
+    server:    replaces the core of each client that it receives;  the other cores stay
+    served:    w_i with the current cores
 
-A round costs a client N models down and one up. With ``downloads = M`` it receives only the M cores of which it takes
-the most, by |p_ij|; of the others it uses what it received last, at first w0. Its own it has anyway. The local
-optimiser moves the core; p takes plain steps.
+A round costs a client N models down and one up. With ``downloads = M`` it receives only the M cores with the largest
+|p_ij|; for the others it uses what it received last, at first w0. It always has its own. The local optimizer updates
+the core; p takes plain steps.
 PFLlib multiplies lr by N, takes means for inner products, has p_lr = 0 and uploads the mixture as core.
 """
 
@@ -36,19 +36,19 @@ class Server(NamedTuple):
 
     @property
     def w(self) -> Tensor:
-        """The mixture of a client that knows nothing of the others but their size.  ``[P]``"""
+        """The mixture of a client that knows only the sizes of the others.  ``[P]``"""
         return self.p0 @ self.cores
 
 
 class Mine(NamedTuple):
-    p: Tensor  # [N] how much it takes of each core
-    me: Tensor  # [N] 1 at its own place; all 0 until it has taken part once
-    cores: Any = ()  # [N, P] as it received them last; only where downloads are limited
+    p: Tensor  # [N] the coefficient of each core
+    me: Tensor  # [N] 1 at its own index; all 0 until it has taken part once
+    cores: Any = ()  # [N, P] as last received; only if downloads are limited
 
 
 class Core(NamedTuple):
     core: Tensor  # [P]
-    client: Tensor  # [] whose it is
+    client: Tensor  # [] the client's number
 
 
 class Mixture(NamedTuple):
@@ -65,9 +65,13 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
     family = "personal"
 
     p_lr: NonNegativeFloat = Field(0.001, description="learning rate of the relationships p")
-    mu: NonNegativeFloat = Field(0.1, description="strength of the pull of p towards the shares of the data")
-    pull_rounds: PositiveInt = Field(10, description="L: rounds in which the pull fades away; a fifth of all, say")
-    p_init: Literal["size", "own"] = Field("size", description="p at first: the shares of the data, or all one's own")
+    mu: NonNegativeFloat = Field(0.1, description="strength of the regulariser of p towards the shares of the data")
+    pull_rounds: PositiveInt = Field(
+        10, description="L: rounds over which the regulariser fades; for example a fifth of all"
+    )
+    p_init: Literal["size", "own"] = Field(
+        "size", description="initial p: the shares of the data, or 1 for the client's own core"
+    )
     downloads: PositiveInt | None = Field(None, description="M: most cores that a client receives a round; unset: all")
 
     @property
@@ -94,7 +98,7 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
         return Mine(first, nobody, () if self.downloads is None else self.task.w0.repeat(len(down.p0), 1))
 
     def held(self, down: Server, mine: Mine) -> Tensor:
-        """The cores that a client mixes: received in this round, or as it has them from before.  ``[N, P]``"""
+        """The cores that a client mixes: received in this round, or kept from earlier rounds.  ``[N, P]``"""
         if self.downloads is None:
             return down.cores
         wanted = torch.where(mine.me > 0, -1.0, mine.p.abs())
@@ -131,7 +135,7 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
         return Server(server.cores.index_copy(0, received.client, received.core), server.p0)
 
     def serve(self, down: Server, mine: Mine) -> Tensor:
-        if self.p_init == "own":  # a client that has not trained yet uses its own core alone, whatever its number is
+        if self.p_init == "own":  # a client that has not trained yet uses only its own core, whatever its number
             return torch.where(mine.me.any(), mine.p @ self.held(down, mine), self.task.w0)
         return mine.p @ self.held(down, mine)
 
@@ -141,10 +145,10 @@ class Apple(Algorithm[Server, Mine, Core], TrainsParts, Costs):
 
 
 def mixed(p: Tensor, me: Tensor, core: Tensor, cores: Tensor) -> Tensor:
-    """sum_j p_j w_j, where the client's own core is ``core`` and not the one that was received.  ``[P]``"""
+    """sum_j p_j w_j, where the client's own core is ``core`` not the received one.  ``[P]``"""
     return (p * (1 - me)) @ cores + (p @ me) * core
 
 
 def scheduled(r: Tensor, L: int) -> Tensor:
-    """lambda(r): how much of the pull is left in round ``r``.  ``[]``"""
+    """lambda(r): the share of the regulariser that is left in round ``r``.  ``[]``"""
     return torch.where(r < L, (1 + torch.cos(math.pi * r / L)) / 2, 0.0)

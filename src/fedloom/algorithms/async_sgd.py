@@ -1,4 +1,4 @@
-"""Asynchronous SGD: the server takes the move of each client when it arrives, the less the older its start.
+"""Asynchronous SGD: the server applies each client's update when it arrives, weighted down by its staleness.
 
 Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016; with ``sends = "model"`` FedAsync
 (Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019).
@@ -6,20 +6,20 @@ Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 201
     client k:  x_k <- SGD(w'; D_k) from the model w' that it was sent;            d_k = x_k - w'
     server:    when it arrives, after tau other steps:   w <- w + eta p_k s(tau) d_k
                sends = "model":                          w <- w + eta p_k s(tau) (x_k - w)
-               then k, or another client that is free, is sent the new w
+               then k, or another idle client, is sent the new w
     s(tau):    inverse     1 / max(tau, 1)               Zhang et al.
                polynomial  (1 + tau)^-a                  Xie et al.
                constant    1                             plain asynchronous SGD
 
-Of clients that arrive at the same moment the mean is taken. So where all take equally long, they arrive together, tau
-is 0, and a round is one of FedAvg. Where they do not, each moves the model by itself, and faster clients do so more
-often; with M clients at work tau is about M - 1, so that by ``inverse`` M moves amount to about one mean of them. p_k
-is 1, or n_k N / sum n with ``weighting = "samples"``, under which eta p_k may be more than a step can bear. FedAsync's
+Updates that arrive at the same moment are averaged. So if all clients take equally long, they arrive together, tau
+is 0, and a round is one of FedAvg. Otherwise each moves the model separately, and faster clients do so more
+often; with M clients training, tau is about M - 1, so that with ``inverse`` M updates amount to about one mean of them.
+p_k is 1, or n_k N / sum n with ``weighting = "samples"``, where eta p_k may become too large for stability. FedAsync's
 alpha is eta: 0.6, with a = 0.5.
 
-How long a client takes is what ``system`` says of its device, its link and its data. Nobody is late, so deadlines and
-stragglers have no meaning here. A round is M arrivals. Recorded beside the metrics are ``staleness/mean`` and
-``staleness/max`` of a round's tau. In lanes only those train side by side that arrive together.
+How long a client takes follows from ``system``: its device, its link and its data. No client is late, so deadlines and
+stragglers have no meaning here. A round is M arrivals. ``staleness/mean`` and ``staleness/max`` of a round's tau are
+also recorded. In lanes, only clients that arrive together train side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 class AsyncSGD(Algorithm[Model, Nothing, Sent]):
     server_lr: PositiveFloat = Field(1.0, description="eta")
-    sends: Literal["move", "model"] = Field("move", description="what a client sends: how far it went, or where it is")
+    sends: Literal["move", "model"] = Field("move", description="what a client sends: its update, or its model")
     discount: Literal["inverse", "polynomial", "constant"] = Field("inverse", description="s: see above")
     exponent: Annotated[PositiveFloat, when(discount="polynomial")] = Field(0.5, description="a")
     weighting: Weighting = "uniform"
@@ -59,7 +59,7 @@ class AsyncSGD(Algorithm[Model, Nothing, Sent]):
         return super().weight(upload, work) * self.freshness(work.staleness)
 
     def freshness(self, tau: Tensor) -> Tensor:
-        """s(tau), how much a move counts whose start is tau steps old.  ``[]``"""
+        """s(tau), the weight of an update whose start is tau steps old.  ``[]``"""
         if self.discount == "constant":
             return torch.ones_like(tau)
         return 1 / tau.clamp(min=1) if self.discount == "inverse" else (1 + tau) ** -self.exponent

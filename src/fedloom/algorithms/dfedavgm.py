@@ -4,7 +4,7 @@ Sun, Li and Wang, Decentralized Federated Averaging, TPAMI 2022, Algorithms 1 an
 
     node i:  y_{k+1} = y_k - eta g_i(y_k) + theta (y_k - y_{k-1}),   y_{-1} = y_0 = x_i;     z_i = y_K
 
-which is SGD with momentum theta, ``local.momentum``, restarted in every round; momentum never travels. Then
+which is SGD with momentum theta, ``local.momentum``, restarted in every round; momentum is never sent. Then
 
     none:          x_i <- sum_l W_il z_l
     direct:        x_i <- W_ii z_i + sum_{l != i} W_il Q(z_l)
@@ -12,18 +12,18 @@ which is SGD with momentum theta, ``local.momentum``, restarted in every round; 
     choco:         v_l <- v_l + Q(z_l - v_l);   x_i <- z_i + gamma sum_l W_il (v_l - v_i)
     diff_literal:  x_i <- x_i + sum_l W_il Q(z_l - x_l)
 
-``direct`` uses its own z_i as it is. ``compensated`` also keeps what its neighbours lose of z_i, and so preserves the
-mean. The errors of both do not vanish, and the graph may change. In ``choco`` (Koloskova et al., Decentralized
-Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) everybody keeps copies v_l of
-what its neighbours have sent so far, so that differences shrink, and errors with them: it is for a graph that stays as
-it is and links that do not fail, since a node that misses one difference has a wrong copy from then on. All have one
-gossip step in a round: what a node received is no longer quantised, and could not be passed on for the same bytes.
-``diff_literal`` is the recursion as it is usually printed. It never mixes models: even without quantisation it
-diverges where W has a negative eigenvalue, and else ends at each node's own optimum.
+``direct`` uses a node's own z_i unquantised. ``compensated`` also keeps what its neighbours lose of z_i, and so
+preserves the mean. The errors of both do not vanish, and the graph may change. In ``choco`` (Koloskova et al.,
+Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication, ICML 2019) every node keeps
+copies v_l of what its neighbours have sent so far, so that differences shrink, and errors with them: it needs a static
+graph and links that do not fail, since a node that misses one difference has a wrong copy from then on. All have one
+gossip step in a round: what a node received is no longer quantised, and could not be forwarded for the same bytes.
+``diff_literal`` is the recursion as usually printed. It never mixes models: even without quantisation it diverges if W
+has a negative eigenvalue, and otherwise converges to each node's own optimum.
 
-Q has ``bits`` bits for a number and one step s = max |v| / (2^(bits - 1) - 1) for each tensor: floor(v / s) s, or, by
-chance, one s more, so that its mean is v. What is left of z after mixing is a node's ``own``, x = gamma w + share own,
-where share is W_ii for ``direct``, and else 1.
+Q has ``bits`` bits for a number and one step s = max |v| / (2^(bits - 1) - 1) for each tensor: floor(v / s) s, or, at
+random, one s more, so that its mean is v. What is left of z after mixing is a node's ``own``, x = gamma w + share own,
+where share is W_ii for ``direct``, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Node(NamedTuple):
 
 
 class Mine(NamedTuple):
-    own: Tensor  # [P] what of its model a node has for itself; [0] where that is nothing
-    v: Tensor  # [P] what its neighbours have received from it so far; [0] where nobody remembers
+    own: Tensor  # [P] the part of its model that a node does not send; [0] if there is none
+    v: Tensor  # [P] what its neighbours have received from it so far; [0] if they keep no copies
 
 
 class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
@@ -61,13 +61,11 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
         "none", description="what is sent: models, quantised models, or quantised differences of one of two kinds"
     )
     bits: Annotated[int, _QUANTISED] = Field(
-        8, ge=2, le=32, description="of a number that is sent quantised: 2 to 16, or 32, which is all"
+        8, ge=2, le=32, description="bits of a quantised number: 2 to 16, or 32 (not quantised)"
     )
-    rounding: Annotated[Literal["stochastic", "floor"], _ROUNDED] = Field(
-        "stochastic", description="of a number to its bits"
-    )
+    rounding: Annotated[Literal["stochastic", "floor"], _ROUNDED] = Field("stochastic", description="of quantisation")
     gamma: Annotated[float, when(scheme="choco")] = Field(
-        1.0, gt=0, le=1, description="how far a node goes; 0.5 to 0.8 for 4 bits and less"
+        1.0, gt=0, le=1, description="step size of the consensus step; 0.5 to 0.8 for 4 bits and less"
     )
 
     @model_validator(mode="after")
@@ -95,7 +93,7 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
         return Node(w, torch.ones_like(w[0])) if self.scheme == "direct" else Node(w)
 
     def join(self, down: Node) -> Mine:
-        w0 = self.task.w0  # which everybody knows
+        w0 = self.task.w0  # which all nodes know
         own = (1 - self.gamma) * down.w if self._keeps else w0[:0]
         return Mine(own, w0 if self.scheme == "choco" else w0[:0])
 
@@ -127,7 +125,7 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
         return Node(server.w + received if self.scheme == "diff_literal" else received)
 
     def upload_bytes(self, uploads: Model) -> int:
-        """What choco sends is Q(z - v), from which others know v; a quantised tensor has its step beside it."""
+        """choco sends Q(z - v), from which the receivers update v; a quantised tensor is sent with its step."""
         if self.scheme == "none" or self.bits == 32:
             return tree.nbytes(uploads)
         count, size = uploads.w.shape
@@ -138,10 +136,10 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
         return self.scheme in ("direct", "compensated", "choco")
 
     def quantised(self, v: Tensor, work: Work) -> Tensor:
-        """Q(v), tensor by tensor; chance goes by seed, node, round and place."""
+        """Q(v), tensor by tensor; random numbers are addressed by seed, node, round and index."""
         if self.bits == 32:
             return v
-        chance = torch.ones_like(v)  # never less than what is left
+        chance = torch.ones_like(v)  # never below the remainder
         if self.rounding == "stochastic":
             place = torch.arange(len(v), device=v.device)
             chance = rng.uniform(self.setup.seed, "quantise", work.round.to(torch.int64), work.client, place).to(
@@ -153,8 +151,8 @@ class DFedAvgM(Algorithm[Node, Mine, Model], Configures, GossipFacts, Costs):
 
 
 def quantised(v: Tensor, bits: int, chance: Tensor) -> Tensor:
-    """The multiple of s = max |v| / (2^(bits - 1) - 1) below each number, or, where ``chance`` in [0, 1) is less than
-    what is left of it by s, the one above."""
+    """The multiple of s = max |v| / (2^(bits - 1) - 1) below each number, or, if ``chance`` in [0, 1) is less than
+    the remainder divided by s, the one above."""
     top = 2 ** (bits - 1) - 1
     s = v.abs().amax() / top
     levels = v / torch.where(s > 0, s, torch.ones_like(s))

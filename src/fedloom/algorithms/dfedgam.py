@@ -1,4 +1,4 @@
-"""DFedGAM: DFedAvg whose nodes look for flat minima by the length of the gradient.
+"""DFedGAM: DFedAvg whose nodes search for flat minima by the norm of the gradient.
 
 Fang, Hu and Huang, A Decentralized Federated Learning Algorithm Based on Gradient Norm Aware Minimization, 2025,
 Algorithm 1. Its local step, with its indices repaired (the loop starts from x_i once, not in every step):
@@ -6,11 +6,11 @@ Algorithm 1. Its local step, with its indices repaired (the loop starts from x_i
     g = grad F_i(y);   f = grad ||g|| = H g / ||g||;   y <- y - eta grad F_i(y + rho f / ||f||)      then as DFedAvg
 
 It takes the gradient of the loss at the point, rho away, where the gradient is about the longest. The term
-rho max ||grad F|| of GAM, which the paper builds on, never enters what is descended: ``rule`` has GAM itself as
+rho max ||grad F|| of GAM, which the paper builds on, is never part of the objective: ``rule`` has GAM itself as
 ``gam_exact`` and ``gam_fd``, and its authors' accelerated form as ``gam_repo``. f is found by a finite difference
 (one gradient more), a central one (two), or an exact Hessian-vector product (worth two). On nets with ReLU these are
 different methods: a difference sees the kinks that a derivative does not. With products shorter than float32 it would
-be mostly rounding, so that differences are taken with ``engine.precision = "fp32"`` unless you say otherwise.
+be mostly rounding, so differences use ``engine.precision = "fp32"`` unless you set it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ _REPO = when(rule="gam_repo")
 
 
 class DFedGAM(DFedAvg, Configures):
-    rho: NonNegativeFloat = Field(0.2, description="how far a step looks for the longest gradient nearby")
-    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    rho: NonNegativeFloat = Field(0.2, description="radius in which a step looks for the longest gradient")
+    rho_schedule: RhoSchedule = Field(
+        "const", description="over rounds: rho is constant, or decays with the learning rate"
+    )
     wd_inside: NonNegativeFloat = Field(
         0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
     )
-    rule: Rule = Field("paper", description="whose step: the paper's, GAM's exactly or by differences, its authors'")
-    hvp: Annotated[Product, when(rule="paper")] = Field(
-        "fd", description="how H g is found: by a difference, a central one, or exactly"
+    rule: Rule = Field(
+        "paper", description="the step: the paper's, GAM's (exact or by differences), or that of GAM's authors' code"
     )
-    rho_fd: Annotated[float, _BY_DIFFERENCES] = Field(0.03, ge=1e-4, le=0.5, description="how far a difference reaches")
+    hvp: Annotated[Product, when(rule="paper")] = Field(
+        "fd", description="how H g is computed: by a difference, a central difference, or exactly"
+    )
+    rho_fd: Annotated[float, _BY_DIFFERENCES] = Field(0.03, ge=1e-4, le=0.5, description="length of the difference")
     alpha: Annotated[NonNegativeFloat, _GAM] = Field(0.1, description="weight of the flatness term")
     beta0: Annotated[NonNegativeFloat, _REPO] = Field(0.1, description="the weight of the far gradient is |1 - beta0|")
     beta1: Annotated[float, _REPO] = Field(0.1, ge=0, le=1, description="weight of the near perturbed gradient")
-    gamma: Annotated[NonNegativeFloat, _REPO] = Field(0.05, description="weight of what is perpendicular")
+    gamma: Annotated[NonNegativeFloat, _REPO] = Field(0.05, description="weight of the perpendicular part")
     tau: Annotated[PositiveFloat, _BY_DIFFERENCES] = Field(
         1e-6, description="a difference of gradients shorter than tau ||g|| counts as rounding"
     )

@@ -19,8 +19,10 @@ from fedloom.maths.sharpness import RhoSchedule, sam
 
 
 class DFedSAM(DFedAvg):
-    rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
-    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    rho: NonNegativeFloat = Field(0.1, description="radius in which a step looks for the worst loss")
+    rho_schedule: RhoSchedule = Field(
+        "const", description="over rounds: rho is constant, or decays with the learning rate"
+    )
     wd_inside: NonNegativeFloat = Field(
         0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
     )

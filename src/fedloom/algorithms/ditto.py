@@ -1,4 +1,4 @@
-"""Ditto: beside the common model every client trains one of its own, held near the common one.
+"""Ditto: in addition to the common model, every client trains a personal one that is kept close to it.
 
 Li, Hu, Beirami and Smith, Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021, Algorithm 1.
 
@@ -7,8 +7,8 @@ Li, Hu, Beirami and Smith, Ditto: Fair and Robust Federated Learning Through Per
     server:    as FedAvg, and so is the common model, bit for bit
     served:    v_k, which starts as the first model that the client receives
 
-Both models are trained on the same batches, each with an optimiser of its own. So mu = 0, PFLlib's default, is
-local training only; the larger mu, the nearer v_k stays to w. BatchNorm's statistics are those of w_k.
+Both models are trained on the same batches, each with its own optimizer. So mu = 0, PFLlib's default, is
+local training only; the larger mu, the closer v_k stays to w. BatchNorm's statistics are those of w_k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mine(NamedTuple):
 
 
 class Both(NamedTuple):
-    """The two models that a client trains, or what the optimiser of each remembers."""
+    """The two models that a client trains, or the optimizer state of each."""
 
     w: Any
     v: Any
@@ -37,9 +37,11 @@ class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts):
     family = "personal"
     fedavg_when = {}
 
-    mu: NonNegativeFloat = Field(0.1, description="how strongly a client's own model is held near the common one")
+    mu: NonNegativeFloat = Field(
+        0.1, description="strength of the proximal term that keeps a client's own model close to the common one"
+    )
     personal_epochs: PositiveInt = Field(1, description="passes over the data in which a client trains its own model")
-    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    server_lr: PositiveFloat = Field(1.0, description="the server's learning rate for the mean update")
     weighting: Weighting = "samples"
 
     @property
@@ -53,7 +55,7 @@ class Ditto(Algorithm[Model, Mine, Update], HasPhases, TrainsParts):
         )
 
     def memory(self, x: Any) -> Any:
-        """The steps of the two models are remembered apart."""
+        """The two models have separate optimizer states."""
         return Both(self.optimizer.init(x.w), self.optimizer.init(x.v))
 
     def join(self, down: Model) -> Mine:

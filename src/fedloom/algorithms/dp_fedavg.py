@@ -1,4 +1,4 @@
-"""DP-FedAvg with adaptive clipping: no client moves the model by more than S, and S follows the clients' moves.
+"""DP-FedAvg with adaptive clipping: updates are clipped to norm S, and S tracks a quantile of their norms.
 
 McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018; Andrew et al., Differentially
 Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
@@ -8,10 +8,10 @@ Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
     server:    w <- w + S / sqrt(1 - r^2) mean of u_k;   b <- 1/2 + mean of v_k / (2 r), the share that was not clipped
                S <- S exp(-rate (b - quantile))
 
-All count alike. By itself it is not private: with ``privacy.clip=1``, which shortens nothing, and ``privacy.noise`` z
-the sums of u_k and v_k have deviation z, and one release of the accountant pays for both. The mean move
-then has the deviation z S / (m sqrt(1 - r^2)), the number of clients that were not clipped z / (2 r): in the paper's
-words z_Delta = z / sqrt(1 - r^2) and sigma_b = z / (2 r), so that z^-2 = z_Delta^-2 + (2 sigma_b)^-2.
+All clients have equal weights. It is not private without noise: with ``privacy.clip=1``, which clips nothing, and
+``privacy.noise`` z the sums of u_k and v_k have deviation z, and the accountant counts both as one release. The mean
+update then has the deviation z S / (m sqrt(1 - r^2)), the number of clients that were not clipped z / (2 r): in the
+paper's notation z_Delta = z / sqrt(1 - r^2) and sigma_b = z / (2 r), so that z^-2 = z_Delta^-2 + (2 sigma_b)^-2.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Sent(NamedTuple):
 
 class DpFedAvg(Algorithm[Server, Nothing, Sent], Diagnoses):
     clip: PositiveFloat = Field(0.1, description="S before the first round")
-    quantile: float = Field(0.5, gt=0, lt=1, description="share of clients that S lets move as far as they like")
-    rate: float = Field(0.2, ge=0, description="by how much ln S moves in a round, at most; 0 keeps S")
-    indicator: float = Field(0.1, gt=0, lt=1, description="r: part of an upload's length that says if it was clipped")
+    quantile: float = Field(0.5, gt=0, lt=1, description="target share of clients that are not clipped")
+    rate: float = Field(0.2, ge=0, description="largest change of ln S in a round; 0: S is constant")
+    indicator: float = Field(
+        0.1, gt=0, lt=1, description="r: part of an upload's norm that encodes whether it was clipped"
+    )
 
     @property
     def traits(self) -> Traits:
@@ -48,7 +50,7 @@ class DpFedAvg(Algorithm[Server, Nothing, Sent], Diagnoses):
 
     @property
     def move(self) -> float:
-        """The part of an upload's length that is left for the move."""
+        """The part of an upload's norm that is left for the update."""
         return math.sqrt(1 - self.indicator**2)
 
     def init(self, w: Tensor) -> Server:
@@ -66,7 +68,7 @@ class DpFedAvg(Algorithm[Server, Nothing, Sent], Diagnoses):
         return Server(server.w + like(moved, server.w), like(clip, server.clip))
 
     def unclipped(self, inbox: Inbox[Sent]) -> Tensor:
-        """b, the share of clients that were not clipped; noise may lead it out of [0, 1].  ``[]``"""
+        """b, the share of clients that were not clipped; noise may push it out of [0, 1].  ``[]``"""
         return 0.5 + inbox.mean.within / (2 * self.indicator)
 
     def diagnostics(self, before: Server, inbox: Inbox[Sent], after: Server) -> dict[str, Tensor]:

@@ -4,17 +4,17 @@ Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, Ne
 
     lian:            x_i <- sum_l W_il x_l - eta g_i(x_i)     the gradient is taken at the point before mixing
     atc:             x_i <- sum_l W_il (x_l - eta g_l(x_l))   adapt, then combine
-    mix_then_train:  u_i = sum_l W_il x_l;  x_i <- u_i - eta g_i(u_i)     combine, then adapt, as other code has it
+    mix_then_train:  u_i = sum_l W_il x_l;  x_i <- u_i - eta g_i(u_i)     combine, then adapt, as in other code
 
 The last two take the same steps, half a round apart: one shows its models after mixing, the other before. All nodes
-start alike, so that mix_then_train need not mix before its first step; where they do not (``topology.start``), it takes
-that step at each node's own start.
-A node's state is what it has mixed, ``w``, the ``mass`` with which that came (1, but for push-sum), and its ``own``:
-for ``lian`` its last move, x = w + own / mass, since push-sum divides moves by the mass, too; for ``mix_then_train``
-its model, x = own.
+start from the same model, so mix_then_train need not mix before its first step; if they do not (``topology.start``), it
+takes that step at each node's own start.
+A node's state is its mixed model ``w``, the ``mass`` received with it (1, except for push-sum), and its ``own``:
+for ``lian`` its last update, x = w + own / mass, since push-sum divides updates by the mass, too; for
+``mix_then_train`` its model, x = own.
 By definition a round is one step, ``local = step``. Published code often trains for a whole epoch and mixes before it:
 ``local = epoch`` with ``order = mix_then_train``. Like ``atc`` with ``local = epoch`` these are DFedAvg's steps, shown
-half a round apart. With ``lian``, where mixing goes beside training, it is another method.
+half a round apart. With ``lian``, where mixing and training happen in parallel, it is another method.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fedloom.algorithm import Algorithm, Configures, GossipFacts, Inbox, Model, 
 
 
 class Node(NamedTuple):
-    w: Tensor  # [P] what a node has mixed
-    mass: Tensor  # [] with which that came
+    w: Tensor  # [P] the mixed model
+    mass: Tensor  # [] the mass received with it
 
 
 class Mine(NamedTuple):
@@ -42,9 +42,11 @@ class DPSGD(Algorithm[Node, Mine, Model], Configures, GossipFacts):
     family = "gossip"
 
     order: Literal["lian", "atc", "mix_then_train"] = Field(
-        "lian", description="mix beside the gradient step, after it, or before it"
+        "lian", description="mix in parallel with the gradient step, after it, or before it"
     )
-    local: Literal["step", "epoch"] = Field("step", description="what a round is, where the section local does not say")
+    local: Literal["step", "epoch"] = Field(
+        "step", description="the length of a round, unless the section local sets it"
+    )
 
     @property
     def columnwise(self) -> bool:
@@ -67,7 +69,7 @@ class DPSGD(Algorithm[Node, Mine, Model], Configures, GossipFacts):
         return down.w + mine.own / down.mass if self.order == "lian" else down.w
 
     def finish(self, x: Tensor, down: Node, mine: Mine, work: Work) -> tuple[Model, Mine]:
-        if self.order == "lian":  # what is sent is what was mixed and the move since, as push-sum wants it
+        if self.order == "lian":  # send the mixed model and the update since, as push-sum requires
             return Model(down.w + mine.own), Mine(x - self.point(down, mine))
         if self.order == "mix_then_train":
             return Model(x), Mine(x + (1 / down.mass - 1) * (x - down.w))

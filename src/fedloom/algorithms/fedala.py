@@ -1,22 +1,22 @@
-"""FedALA: each client starts its round between its own model and the server's, and learns where between.
+"""FedALA: each client starts its round from a learned interpolation between its own model and the server's.
 
 Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI 2023.
 
     v_k: the client's model at the end of its last round;  w: the server's;  top: the last `layers` layers
     ALA:       x = v_k + (w - v_k) * W_k  on top (element by element, 0 <= W_k <= 1),  x = w  below
                W_k <- clip(W_k - eta * grad_x F_k(x) * (w - v_k), 0, 1)  over a share of the client's data,
-               pass after pass until the loss is steady when it is done first, and one pass in later rounds
+               pass after pass until the loss is steady the first time, and one pass in later rounds
     client k:  x <- SGD(x; D_k);   v_k <- x               upload  x - w
     server:    as FedAvg
-    users:     predict with x as it is after ALA, before training (``personal/pre_fit``); as it is after training, the
-               other reading, with ``evaluate.participants`` (``participants/post_fit``)
+    users:     predict with x after ALA, before training (``personal/pre_fit``); the other reading, x after training,
+               is evaluated with ``evaluate.participants`` (``participants/post_fit``)
 
 In a client's first round there is no v_k and it starts from w. W_k stays with the client and is learned with
-plain steps, whatever the local optimiser. It moves little, so where it begins decides what the method is:
-w_init = 1 begins as FedAvg, w_init = 0 with all layers is close to training alone. ``profile = "reference"``
+plain steps, whatever the local optimizer. It changes little, so its start decides what the method is:
+w_init = 1 begins as FedAvg, w_init = 0 with all layers is close to local training only. ``profile = "reference"``
 is the authors' (1, 80 % of the data, the last layer, one pass in later rounds), ``profile = "paper"`` what the paper on
 pFedALA states (0, 1 % of the data, all layers, and W updated "once" in later rounds, which is one batch). In simulated
-time every round counts one pass of ALA, or one batch: the start phase, which is longer, is known only after it has run.
+time every round counts one pass of ALA, or one batch: the length of the start phase is known only after it has run.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _WORKS = when(layers=other_than("none"))
 
 class Mine(NamedTuple):
     v: Tensor  # [P] the client's model at the end of its last round
-    W: Any  # [q] how much of the server's model it takes, on top; () where ALA has no layers
-    seen: Tensor  # [] 1 once there is a v
-    started: Tensor  # [] 1 once the start phase is over
+    W: Any  # [q] the share of the server's model, on top; () if ALA has no layers
+    seen: Tensor  # [] 1 if there is a v
+    started: Tensor  # [] 1 after the start phase
 
 
 class Walk(NamedTuple):
@@ -74,22 +74,22 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         "reference", description="a named set of settings: see above"
     )
     w_init: Annotated[float, _WORKS] = Field(
-        1.0, ge=0, le=1, description="where W starts: 1 at the server's model, 0 at the client's own"
+        1.0, ge=0, le=1, description="initial W: 1 is the server's model, 0 the client's own"
     )
-    layers: PositiveInt | Literal["all", "none"] = Field(1, description="how many of the last layers ALA works on")
+    layers: PositiveInt | Literal["all", "none"] = Field(1, description="number of last layers that ALA applies to")
     sample_percent: Annotated[float, _WORKS] = Field(
         80.0, gt=0, le=100, description="share of a client's data for ALA; at least a batch"
     )
-    eta: Annotated[NonNegativeFloat, _WORKS] = Field(1.0, description="step of W")
+    eta: Annotated[NonNegativeFloat, _WORKS] = Field(1.0, description="learning rate of W")
     threshold: Annotated[PositiveFloat, _WORKS] = Field(
-        0.1, description="deviation of the last losses at which the start phase is over"
+        0.1, description="standard deviation of the last losses at which the start phase ends"
     )
     window: Annotated[PositiveInt, _WORKS] = Field(
-        10, ge=2, description="how many last losses that are; the phase has one pass more"
+        10, ge=2, description="number of these losses; the phase has one pass more"
     )
     max_start_passes: Annotated[PositiveInt, _WORKS] = Field(100, description="most passes of the start phase")
     later_passes: Annotated[Literal["epoch", "step"], _WORKS] = Field(
-        "epoch", description="ALA after that: one pass, or one batch of it"
+        "epoch", description="ALA after that: one pass, or one batch"
     )
     sampling: Annotated[Literal["draw", "block"], _WORKS] = Field(
         "draw", description="ALA's data is drawn, or a block in stored order"
@@ -108,7 +108,7 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
 
     @property
     def low(self) -> int:
-        """How many parameters lie below ALA's layers."""
+        """How many parameters are below ALA's layers."""
         return self.task.below(self.layers)
 
     def join(self, down: Model) -> Mine:
@@ -120,7 +120,7 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         return Walk(self.between(mine.W, down, mine), mine.W, zero, zero.expand(self.window), zero)
 
     def between(self, W: Any, down: Model, mine: Mine) -> Tensor:
-        """The server's model below, and on top what ``W`` says; torch.lerp is exact where W is 0 or 1."""
+        """The server's model below, and the interpolation by ``W`` on top; torch.lerp is exact where W is 0 or 1."""
         own, low = torch.where(mine.seen > 0, mine.v, down.w), self.low
         return torch.cat((down.w[:low], torch.lerp(own[low:], down.w[low:], W))) if low < len(own) else down.w
 
@@ -148,7 +148,7 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         return first, whole._replace(epochs=None, steps=1, passes=self.later_steps, cost=each)
 
     def ala_passes(self, mine: Mine, work: Work) -> Tensor:
-        """None in a client's first round, until it settles in its second, and one afterwards."""
+        """None in a client's first round, until convergence in its second, and one afterwards."""
         return self.start_passes(mine, work) + self.later_steps(mine, work)
 
     def start_passes(self, mine: Mine, work: Work) -> Tensor:
@@ -160,9 +160,9 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         return mine.seen * mine.started
 
     def aggregate(self, at: Carry, batch: Batch, down: Model, mine: Mine) -> Carry:
-        """One step of W along the gradient of the loss at the point it stands for."""
+        """One step of W along the gradient of the loss at its interpolation."""
         low, x = self.low, at.x
-        own, theirs = mine.v[low:], down.w[low:]  # only these are looked at: the layers below stay the server's
+        own, theirs = mine.v[low:], down.w[low:]  # only these are used: the layers below stay the server's
         training = self.model_mode == "train"
         loss, g = self.task.evaluate_and_differentiate(
             lambda top: self.task.loss((down.w[:low], top), batch, training=training), torch.lerp(own, theirs, x.W)
@@ -178,7 +178,7 @@ class FedALA(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         return at._replace(x=at.x._replace(losses=losses, passes=passes)), steady
 
     def arrived(self, at: Carry, down: Model, mine: Mine) -> Carry:
-        """Local training begins where W, as it now is, says."""
+        """Start local training from the interpolation by the current W."""
         return at._replace(x=at.x._replace(w=self.between(at.x.W, down, mine)))
 
     # -- the round ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FedALR: the server gives each client's update a rate of its own, by how well it agrees with the rest.
+"""FedALR: the server gives each client's update its own learning rate, by its agreement with the others.
 
 Zhu, A Federated Learning Algorithm with Adaptive Learning Rate, 2025.
 
@@ -10,8 +10,8 @@ Zhu, A Federated Learning Algorithm with Adaptive Learning Rate, 2025.
 
 The text leaves several readings open; each is an option, and the first value is the literal one.
 ``apply``: (3) with unit updates, with unit updates times the mean (or median) norm, or with raw ones.
-``momentum``: (7) as the mean over all rounds, bias-corrected exponential, or this round's mean alone.
-``map = "const"`` is the control that every result needs beside it: m shrinks as rounds go by, the rates
+``momentum``: (7) as the mean over all rounds, bias-corrected exponential, or only this round's mean.
+``map = "const"`` is the control that every result must be compared with: m shrinks over the rounds, the rates
 all tend to exp(-1), and what is left is normalised averaging with a constant step.
 """
 
@@ -39,15 +39,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Server(NamedTuple):
     w: Tensor  # [P]
     m: Tensor  # [P] float64: the running direction, not corrected for bias
-    t: Tensor  # [] aggregations that m holds
+    t: Tensor  # [] aggregations in m
 
 
 class Received(NamedTuple):
-    """What the server makes of a round's updates, before it moves."""
+    """What the server computes from a round's updates, before its step."""
 
     unit: Tensor  # [K, P] uh_i
     r: Tensor  # [K]
-    n: Tensor  # [K] what each counts; 0 where it is left out
+    n: Tensor  # [K] the weight of each; 0 if it is left out
     share: Tensor  # [K] of each in a mean over clients
     m: Tensor  # [P]
     t: Tensor  # []
@@ -60,7 +60,7 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
     preset: Literal["literal", "fedavg_scale", "no_adapt", "raw"] = Field("literal", description="a named reading")
     server_lr: PositiveFloat = Field(1.0, description="the server's step")
     normalise: bool = Field(True, description="divide updates by their norm before (6) and (7)")
-    momentum: Literal["cumulative", "ema", "none"] = Field("cumulative", description="how (7) remembers")
+    momentum: Literal["cumulative", "ema", "none"] = Field("cumulative", description="the average in (7)")
     ema_beta: Annotated[float, when(momentum="ema")] = Field(
         0.9, ge=0, lt=1, description="decay of the exponential mean"
     )
@@ -71,10 +71,10 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
         0, description="1: (6) uses the direction of the round before"
     )
     momentum_reset_every: Annotated[NonNegativeInt, when(momentum=other_than("none"))] = Field(
-        0, description="rounds after which m starts anew; 0: never"
+        0, description="rounds after which m is reset; 0: never"
     )
     align: Annotated[Literal["inner", "cosine"], when(map=other_than("const"))] = Field(
-        "inner", description="(6) as it stands, or divided by ||m||"
+        "inner", description="(6) as printed, or divided by ||m||"
     )
     map: Literal["exp", "clip01", "relu", "identity", "const"] = Field("exp", description="from s_i to the rate")
     const_value: Annotated[float, when(map="const", eta_norm="none")] = Field(
@@ -91,7 +91,7 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
     def _is_that_reading(self) -> FedALR:
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) != value:
-                fix = f"leave {name} out, or take another preset"
+                fix = f"leave {name} out, or use another preset"
                 raise ValueError(f"preset = '{self.preset}' is {name} = '{value}' (got '{getattr(self, name)}'): {fix}")
         return self
 
@@ -119,12 +119,12 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
         return tree.tmap(lambda new, old: torch.where((n > 0).any(), new, old), moved, server)
 
     def received(self, server: Server, inbox: Inbox[Update]) -> Received:
-        """What each update counts, the direction after them and the rate of each."""
+        """The weight of each update, the direction after them and the rate of each."""
         dw = inbox.uploads.dw.double()
         r = torch.linalg.vector_norm(dw, dim=1)
-        # An update that is too short counts nothing; to take it out would wait for a GPU to say which it is.
+        # An update that is too short has weight zero; removing it would wait for the GPU.
         n = inbox.weights * (r > self.eps_norm)
-        often = (n > 0).to(n.dtype) if self.weight_by == "samples" else n  # a client that was drawn twice speaks twice
+        often = (n > 0).to(n.dtype) if self.weight_by == "samples" else n  # a client that was drawn twice counts twice
         share, r = often / often.sum(), torch.where(n > 0, r, 1)
         unit = dw / r[:, None]
         m, t = self._remember(server, share @ (unit if self.normalise and self.momentum_input == "unit" else dw))
@@ -142,14 +142,14 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
         return found | {"fedalr/m_norm": torch.linalg.vector_norm(direction)}
 
     def _length(self, received: Received) -> Tensor:
-        """How long what (3) sums is, for each update."""
+        """The norm of each term of (3)."""
         if self.apply == "unit":
             return torch.ones_like(received.r)
         if self.apply == "mean_norm":
             return (received.share @ received.r).expand_as(received.r)
         if self.apply == "median_norm":
             moved = received.share > 0
-            if not bool(moved.any()):  # nobody moved, and nothing is summed
+            if not bool(moved.any()):  # no client moved, and nothing is summed
                 return received.r
             counts = (received.share / received.share[moved].min()).round().long()
             return received.r.repeat_interleave(counts).quantile(0.5).expand_as(received.r)
@@ -168,7 +168,7 @@ class FedALR(Algorithm[Server, Nothing, Update], Diagnoses):
             eta = s.clamp(0, 1) if self.map == "clip01" else s.clamp(min=0) if self.map == "relu" else s
         if self.eta_norm == "mean1":
             mean = eta.mean() if share is None else share @ eta
-            # rates that cancel out say nothing about scale: fall back on counting clients alike
+            # rates that cancel out have no scale: fall back to equal weights
             eta = torch.where(mean.abs() < 1e-8, torch.ones_like(eta), eta / mean)
         return eta
 

@@ -22,7 +22,7 @@ from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Traits, Update, 
 class FedAvg(Algorithm[Model, Nothing, Update]):
     fedavg_when: ClassVar[Mapping[str, Any] | None] = {}
 
-    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    server_lr: PositiveFloat = Field(1.0, description="the server's learning rate for the mean update")
     weighting: Literal["samples", "uniform", "samples_com", "samples_scaled"] = Field(
         "samples",
         description="weight clients by their number of examples, or equally; com: missing clients count as not moved",
@@ -36,7 +36,7 @@ class FedAvg(Algorithm[Model, Nothing, Update]):
         return server._replace(w=server.w + like(self.server_lr * self.mean(inbox), server.w))
 
     def mean(self, inbox: Inbox[Update]) -> Tensor:
-        """The clients' mean move under the chosen weighting."""
+        """The clients' mean update under the chosen weighting."""
         if self.weighting == "samples_com":
             return inbox.total.dw / inbox.examples
         if self.weighting == "samples_scaled":

@@ -1,4 +1,4 @@
-"""FedBE: the server draws models from a posterior around its clients' and teaches their mean what all say together.
+"""FedBE: the server samples models from a posterior around its clients' and distils the ensemble into their mean.
 
 Chen and Chao, FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning, ICLR 2021, Algorithm 1.
 
@@ -11,8 +11,8 @@ Chen and Chao, FedBE: Making Bayesian Model Ensemble Applicable to Federated Lea
                 w <- mean of the points that SGD visits from m on  KL(p || softmax f(x; w))  (SWA)
 
 on the server's own, unlabelled x. ``sampling = "normalised"`` is the Gaussian of the authors' code: for each tensor the
-unit moves u_k, their mean plus ``spread`` times their standard deviation times noise, made as long as the moves are in
-the mean. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
+unit updates u_k, their mean plus ``spread`` times their standard deviation times noise, scaled to the mean norm of the
+updates. FedLAW's code has one sample, ``voice = "logits"`` and no SWA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedloom.core.optim import sgd
 from fedloom.core.schema import over, when
 from fedloom.maths.distill import Lessons, averaged, last_student, logits, refuse_statistics, swa
 
-_VARIANCE = 1e-5  # least variance of unit moves, as in the authors' code
+_VARIANCE = 1e-5  # least variance of unit updates, as in the authors' code
 
 _TEACHES = when(epochs=over(0))
 _DRAWS = when(epochs=over(0), samples=over(0))
@@ -47,9 +47,9 @@ class FedBE(FedAvg, UsesProxy):
     fedavg_when = {"epochs": 0}
 
     posterior: Annotated[Literal["gaussian", "dirichlet"], _DRAWS] = Field(
-        "gaussian", description="from which models are drawn"
+        "gaussian", description="the distribution that models are drawn from"
     )
-    samples: Annotated[NonNegativeInt, _TEACHES] = Field(10, description="how many are drawn in a round")
+    samples: Annotated[NonNegativeInt, _TEACHES] = Field(10, description="number of models drawn in a round")
     sampling: Annotated[Literal["plain", "normalised"], _GAUSSIAN] = Field(
         "plain", description="of the Gaussian; normalised: the code's"
     )
@@ -60,21 +60,27 @@ class FedBE(FedAvg, UsesProxy):
         1.0, description="of the Dirichlet; the larger, the nearer to the mean"
     )
     centre: Annotated[Literal["alike", "share"], _DIRICHLET] = Field(
-        "alike", description="the Dirichlet's mean: all alike, or by weight"
+        "alike", description="the Dirichlet's mean: equal, or by weight"
     )
     with_mean: Annotated[bool, _TEACHES] = Field(True, description="the mean model is a teacher, too")
     with_clients: Annotated[bool, _TEACHES] = Field(True, description="the clients' models are teachers, too")
     voice: Annotated[Literal["probabilities", "logits"], _TEACHES] = Field(
-        "probabilities", description="what of the teachers is averaged"
+        "probabilities", description="which outputs of the teachers are averaged"
     )
-    temperature: Annotated[PositiveFloat, _TEACHES] = Field(0.5, description="T: below 1 it makes the teachers surer")
+    temperature: Annotated[PositiveFloat, _TEACHES] = Field(
+        0.5, description="T: below 1 it sharpens the teachers' predictions"
+    )
     epochs: NonNegativeInt = Field(20, description="passes of the student over the server's examples")
     batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
     lr: Annotated[PositiveFloat, _TEACHES] = Field(1e-3, description="of the student")
     momentum: Annotated[float, _TEACHES] = Field(0.9, ge=0, lt=1, description="of the student")
     weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(1e-5, description="weight decay of the student")
-    swa: Annotated[bool, _TEACHES] = Field(True, description="take the mean of the student's way, not its end")
-    swa_start: Annotated[NonNegativeInt, _SWA] = Field(500, description="step from which on; at the latest half-way")
+    swa: Annotated[bool, _TEACHES] = Field(
+        True, description="use the average of the student's trajectory (SWA), not its end"
+    )
+    swa_start: Annotated[NonNegativeInt, _SWA] = Field(
+        500, description="first step of the average; at the latest half-way"
+    )
     swa_every: Annotated[PositiveInt, _SWA] = Field(25, description="steps between the points that are averaged")
 
     @model_validator(mode="after")
@@ -113,12 +119,12 @@ class FedBE(FedAvg, UsesProxy):
         yield from draw(w, inbox)
 
     def target(self, teachers: Iterator[Tensor], x: Tensor) -> Tensor:
-        """What the teachers say together, as log-probabilities.  ``[n, classes]``"""
+        """The ensemble's prediction, as log-probabilities.  ``[n, classes]``"""
         said = (logits(self.task, w, x) for w in teachers)
         if self.voice == "logits":
             together = averaged(said)
         else:
-            # Below the least positive number of float32 a probability would be lost, and its logarithm with it.
+            # Below the smallest positive float32, a probability and its logarithm would be lost.
             together = averaged(log_softmax(z.double(), -1).exp() for z in said).log()
         return log_softmax(together / self.temperature, -1)
 
@@ -128,12 +134,12 @@ class FedBE(FedAvg, UsesProxy):
             yield w + like(centre, w) + like(sd, w) * self._noise(w, inbox, sample)
 
     def _moves(self, inbox: Inbox[Update]) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the clients' moves, as they count.  ``[P]`` both"""
+        """Weighted mean and standard deviation of the clients' updates.  ``[P]`` both"""
         off = inbox.uploads.dw.double() - inbox.mean.dw
         return inbox.mean.dw, ((inbox.weights / inbox.weight) @ off.square()).sqrt()
 
     def _unit_moves(self, dw: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of their directions, tensor by tensor, as long as the moves are in the mean."""
+        """The same for their directions, tensor by tensor, scaled to the mean norm of the updates."""
         parts = []
         for moves in torch.split(dw, [math.prod(shape) for shape in self.task.layout.values()], dim=1):
             norms = torch.linalg.vector_norm(moves, dim=1, keepdim=True)

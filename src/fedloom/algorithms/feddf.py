@@ -1,4 +1,4 @@
-"""FedDF: the server teaches the mean of the clients' models what the clients say together.
+"""FedDF: the server distils the ensemble of the clients' models into their mean.
 
 Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020, Algorithm 1.
 
@@ -6,8 +6,8 @@ Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning,
     server:    w <- FedAvg's mean;   z(x) = (1 / K) sum_k f(x; w_k)  on the server's own, unlabelled x
                w <- Adam on  KL( softmax(z / T) || softmax(f(x; w) / T) )
 
-Every teacher has the same voice. Labels of the server's examples are not used: what is kept is the student that is
-nearest to its teachers on a share of the examples that it does not learn from. The authors' own schedule is ``cosine``
+All teachers have equal weights. Labels of the server's examples are not used: the student that is kept is the one
+closest to its teachers on a held-out share of the examples. The authors' own schedule is ``cosine``
 over many epochs with ``patience``; FedLAW's code distils with ``rule = "sgd"``, lr 0.08, decay 0.99,
 momentum 0.9 and weight_decay 5e-4.
 """
@@ -36,9 +36,9 @@ class FedDF(FedAvg, UsesProxy):
     epochs: NonNegativeInt = Field(20, description="most passes of the student over the server's examples")
     batch: Annotated[PositiveInt, _TEACHES] = Field(128, description="examples in a step of the student")
     temperature: Annotated[PositiveFloat, _TEACHES] = Field(
-        1.0, description="T: the larger, the softer what teachers and student say"
+        1.0, description="T: the larger, the softer the predictions of teachers and student"
     )
-    rule: Annotated[Literal["adam", "sgd"], _TEACHES] = Field("adam", description="the student's optimiser")
+    rule: Annotated[Literal["adam", "sgd"], _TEACHES] = Field("adam", description="the student's optimizer")
     lr: Annotated[PositiveFloat, _TEACHES] = Field(1e-3, description="of the student")
     decay: Annotated[float, _TEACHES] = Field(1.0, gt=0, le=1, description="factor of lr per round")
     schedule: Annotated[Literal["constant", "cosine"], _TEACHES] = Field(
@@ -47,7 +47,7 @@ class FedDF(FedAvg, UsesProxy):
     momentum: Annotated[float, when(epochs=over(0), rule="sgd")] = Field(0.0, ge=0, lt=1, description="of sgd")
     weight_decay: Annotated[NonNegativeFloat, _TEACHES] = Field(0.0, description="weight decay of the student")
     held_out: Annotated[float, _TEACHES] = Field(
-        0.1, ge=0, lt=1, description="share of the server's examples that choose the best student; 0 keeps the last"
+        0.1, ge=0, lt=1, description="share of the server's examples that select the best student; 0 keeps the last"
     )
     patience: Annotated[PositiveInt | None, when(epochs=over(0), held_out=over(0))] = Field(
         None, description="epochs without a gain after which the student stops"

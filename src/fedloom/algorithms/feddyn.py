@@ -1,18 +1,18 @@
-"""FedDyn: each client's loss is bent so that what is best for a client becomes what is best for all.
+"""FedDyn: a dynamic regulariser aligns the optimum of each client's loss with the global one.
 
 Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, Algorithm 1.
 
     client k:  w_k <- argmin_v L_k(v) - <g_k, v> + (alpha / 2) ||v - w||^2, by SGD;    g_k <- g_k - alpha (w_k - w)
     server:    h <- h - (alpha / N) sum_S (w_k - w);    w <- (1 / |S|) sum_S w_k - h / alpha
 
-g_k is the client's gradient at its last model, so that h, which is the mean of all g_k, is the common one. The norm is
+g_k is the client's gradient at its last model, so that h, the mean of all g_k, is the common one. The norm is
 squared, as in the paper; some code leaves the square out, which is another method. h divides by all N clients,
-whether they took part or not. What is sent, w, runs ahead of the clients; what is evaluated is their plain mean, unless
-``shown`` says otherwise.
+whether they took part or not. The model w that is sent is ahead of the clients; their plain mean is evaluated, unless
+``shown`` is set.
 
 ``alpha_by = "samples"`` is the authors' code: alpha_k = alpha (mean size) / n_k, so that clients with more data are
-held less. w is the same function of the moves, in which alpha cancels; what it converges to is then best for all
-examples, and not for all clients alike.
+regularised less. w is the same function of the updates, in which alpha cancels; its limit is then optimal over all
+examples, not over equally weighted clients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedloom.core.task import Batch
 
 
 class Server(NamedTuple):
-    w: Tensor  # [P] what is sent
+    w: Tensor  # [P] the model that is sent
     h: Tensor  # [P]
     mean: Tensor  # [P] the plain mean of the clients' last models
 
@@ -38,7 +38,7 @@ class Mine(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """What is trained where clients have an alpha of their own."""
+    """What is trained if each client has its own alpha."""
 
     w: Tensor  # [P]
     alpha: Tensor  # []
@@ -76,7 +76,7 @@ class FedDyn(Algorithm[Server, Mine, Update], TrainsParts):
         return self.bent(x, self.alpha, batch, down, mine)
 
     def bent(self, w: Tensor, alpha: Tensor | float, batch: Batch, down: Server, mine: Mine) -> Tensor:
-        """The gradient of a client's bent loss."""
+        """The gradient of a client's regularised loss."""
         return self.task.grad(w, batch) - mine.g + alpha * (w - down.w)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Mine) -> Carry:

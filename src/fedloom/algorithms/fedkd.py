@@ -1,4 +1,4 @@
-"""FedKD: a private mentor and a shared mentee teach each other; the mentee travels, in few singular values.
+"""FedKD: a private mentor and a shared mentee distil each other; the mentee is sent by few singular values.
 
 Wu et al., Communication-efficient federated learning via knowledge distillation, Nature Communications 2022.
 
@@ -7,17 +7,17 @@ Wu et al., Communication-efficient federated learning via knowledge distillation
                L_t = C_t + c KL(softmax z_s || softmax z_t) + c L_h        moves the mentor  v_i,  at lr
                L_s = C_s + c KL(softmax z_t || softmax z_s) + c L_h        moves the mentee  w,    at mentee_lr
                W_h follows c L_h, at lr;   upload  svd_T(w_i - w);   keep  v_i and W_h
-    server:    w <- w + svd_T( mean (w_i - w) ), clients counted alike; the same factors go to every client
+    server:    w <- w + svd_T( mean (w_i - w) ), with equal weights; the same factors go to every client
     svd_T(M):  the least rank of at least 1 whose squared singular values sum up to the share
                T = T_start + (T_end - T_start) t / R  of all of them, in round t;  R = energy_rounds
     served:    the mentor v_i
 
-Each loss moves its own model only, and c is a weight: differentiated, it would reward wrong answers. The
+Each loss updates only its own model, and c is a constant weight: differentiated, it would reward wrong answers. The
 released code and PFLlib differentiate the sum of both losses, c included, by everything, and have rank 0
-where no shorter sum reaches T; PFLlib cuts the mentee itself and not its update. Kernels of convolutions are
-matrices with a row for each output. Vectors are sent whole, and so are matrices that their factors would
-outweigh. The first model is sent whole, and later every client is sent every update, also one that does not
-train. Both models are the same net and start alike, W_h as the identity.
+where no shorter sum reaches T; PFLlib truncates the mentee itself instead of its update. Kernels of convolutions are
+matrices with a row for each output. Vectors are sent in full, and so are matrices whose factors would be larger. The
+first model is sent in full, and later every client is sent every update, even if it does not train. Both models
+are the same net with the same start, W_h starts as the identity.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedloom.core.task import Batch
 class Server(NamedTuple):
     w: Tensor  # [P] the mentee
     t: Tensor  # [] rounds so far
-    numbers: Tensor  # [] how many the last update was sent in
+    numbers: Tensor  # [] number of factors of the last update
 
 
 class Mine(NamedTuple):
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 class Factored(NamedTuple):
     dw: Tensor  # [P] the update that the factors multiply to
-    numbers: Tensor  # [] how many they are
+    numbers: Tensor  # [] their number
 
 
 class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
@@ -66,7 +66,7 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
     mentee_lr: PositiveFloat = Field(0.005, description="learning rate of the mentee, the same in all rounds")
     energy_start: float = Field(0.95, gt=0, le=1, description="T_start: share of the squared singular values kept")
     energy_end: float = Field(0.98, gt=0, le=1, description="T_end: the same at the end")
-    energy_rounds: PositiveInt = Field(50, description="R: rounds until T_end is reached; those of the run, say")
+    energy_rounds: PositiveInt = Field(50, description="R: rounds until T_end is reached; for example those of the run")
 
     @property
     def traits(self) -> Traits:
@@ -90,7 +90,7 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
         return int(uploads.numbers.sum()) * uploads.dw.element_size()
 
     def foresee_uploads(self, server: Server, ids: Tensor) -> tuple[int, Server]:
-        """The most that it can be: what is cut down is sent whole where factors would be longer."""
+        """An upper bound: matrices are sent in full if their factors would be longer."""
         return len(ids) * server.w.numel() * server.w.element_size(), server
 
     def join(self, down: Server) -> Mine:
@@ -100,12 +100,12 @@ class FedKD(Algorithm[Server, Mine, Factored], Costs, ForeseesUploads):
         return Pair(mine.w, mine.W_h, down.w)
 
     def loss(self, x: Pair, batch: Batch, down: Server, mine: Mine) -> Tensor:
-        """L_t + L_s with L_h counted once: its gradient by each of the three is that of the loss it follows."""
+        """L_t + L_s with L_h counted once: its gradient by each of the three is that of the loss it minimises."""
         y_t, y_s = (log_softmax(self.task.logits(w, batch), -1) for w in (x.w, x.mentee))
         h_t, h_s = (self.task.encode(w, batch) for w in (x.w, x.mentee))
         wrong = mean(missed(y_t, batch.y) + missed(y_s, batch.y), batch.mask)
         apart = divergence(y_s.detach(), y_t) + divergence(y_t.detach(), y_s) + (h_t - h_s @ x.W_h.T).square().mean(-1)
-        # Two models that are certain and right leave nothing to divide by.
+        # Avoid a division by zero if both models are certain and right.
         return wrong + mean(apart, batch.mask) / wrong.detach().clamp(min=1e-8)
 
     def step(self, at: Carry, batch: Batch, down: Server, mine: Mine) -> Carry:
@@ -158,7 +158,7 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def factored(dw: Tensor, shapes: Sequence[torch.Size], energy: Tensor) -> Factored:
-    """The update with every matrix in it cut down to the rank at which it keeps ``energy``."""
+    """The update with every matrix truncated to the rank at which it keeps ``energy``."""
     parts = zip(torch.split(dw, [math.prod(shape) for shape in shapes]), shapes, strict=True)
     kept = [truncated(part.view(shape[0], -1), energy) if len(shape) > 1 else whole(part) for part, shape in parts]
     return Factored(
@@ -172,7 +172,7 @@ def whole(part: Tensor) -> Factored:
 
 def truncated(M: Tensor, energy: Tensor) -> Factored:
     """``M`` as the product of its truncated singular value decomposition, unless that is no shorter than ``M``."""
-    finite = M.isfinite().all()  # a decomposition of anything else raises; the engine will leave its client out
+    finite = M.isfinite().all()  # a decomposition of other values raises; the engine will exclude the client
     U, s, Vh = torch.linalg.svd(torch.where(finite, M, 0.0), full_matrices=False)
     r = rank(s, energy)
     first = torch.arange(len(s), device=s.device) < r
@@ -186,7 +186,7 @@ def truncated(M: Tensor, energy: Tensor) -> Factored:
 def rank(s: Tensor, energy: Tensor) -> Tensor:
     """The least number of singular values ``s``, at least one, whose squares sum up to ``energy`` of all.  ``[]``
 
-    In float64: in float32 values that matter vanish beside the first.
+    In float64: in float32 relevant values would vanish next to the first.
     """
     sums = s.double().square().cumsum(0)
     return ((sums < energy * sums[-1]).sum() + 1).clamp(max=len(s))

@@ -1,4 +1,4 @@
-"""FedLAW: how much each client counts, and how much the average shrinks, is learned on examples of the server.
+"""FedLAW: the weight of each client and the shrinkage of the average are learned on examples of the server.
 
 Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023, Algorithm 1.
 
@@ -7,43 +7,43 @@ Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Net
                lambda = softmax(a) from a_i = ln(n_i / sum n),    gamma = e^b from b = 0
                w <- w(a, b)
 
-A step costs one backward of the aggregate and two products with the stacked uploads, whatever their number.
-Adam moves a logit by about ``server_lr`` in a step: the authors' 20 epochs of two batches at 0.01 change a weight by
+A step costs one backward pass of the aggregate and two products with the stacked uploads, whatever their number.
+Adam changes a logit by about ``server_lr`` in a step: the authors' 20 epochs of two batches at 0.01 change a weight by
 e^0.4 at most. To suppress bad clients use server_lr = 0.05 to 0.1 and at least 100 steps.
 
 ``param``
     exp      as above. gamma may exceed 1, and does while logits are still short: scaled up in every round, the model
              has a lower loss now, and what clients learn later counts less. A linear head on 128 random features of
-             digits (Dirichlet 0.5, 20 rounds) came to 77 %, where FedAvg and exp_cap have 88.
-    exp_cap  gamma = e^min(b, 0), at most 1 as LAW-AFL says of it
+             digits (Dirichlet 0.5, 20 rounds) reached 77 %, where FedAvg and exp_cap have 88.
+    exp_cap  gamma = e^min(b, 0), at most 1 as LAW-AFL describes it
     quad     lambda_i = u_i^2 / sum u^2, gamma = v^2. The authors start from equal u; here from sqrt(n_i / sum n)
              (``weighting=uniform`` is theirs), so that without epochs it is FedAvg.
     fixed    lambda = softmax(a), and gamma stays at ``shrink``
 ``shrink_rule``
     law      gamma is learned, together with lambda or (``stage=two_stage``) after it
-    grid     lambda is learned with gamma = 1, then of six values the best on the proxy set is taken
-    ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean move, v how much moves disagree
+    grid     lambda is learned with gamma = 1, then the best of six values on the proxy set is used
+    ratio    likewise, then gamma = |w| / (|w| + |g| v), g the mean update, v how much updates disagree
     eq5      likewise, then gamma = eta / (E |g_i|^2 + eps) as LAW-AFL prints it, with g_i = grad F_i(w), the full
              gradient of client i at the model that was sent, and eta = ``shrink``. It costs each client one more pass
              over its data and one number to send. It has the unit of 1 / |g|^2 and explodes as gradients become
-             short. It is here to be measured; ``ratio`` is what can be meant by it.
-    eq5_moves  the pseudo-gradient reading: the same with g_i = w - w_i, the client's move, which costs nothing
+             short. It is included to be measured; ``ratio`` is what was probably meant.
+    eq5_moves  the pseudo-gradient reading: the same with g_i = w - w_i, the client's update, which costs nothing
 
 While gamma is learned it stays in [``shrink_min``, ``shrink_max``]; ``weights/shrink_bounded`` is 1 in rounds in which
-it lies on one of these bounds. ``ratio`` keeps to ``shrink_min``, too; the other rules have no bounds.
+it is at one of these bounds. ``ratio`` respects ``shrink_min``, too; the other rules have no bounds.
 
 ``freeze_after=1`` learns in the first round that has uploads, and from then on keeps gamma and
-lambda_i / lambda0_i of each client that was there; all others count by size. It may be the "static" FedLAW of LAW-AFL's
-Table 7.
+lambda_i / lambda0_i of each client that took part; all others are weighted by size. It may be the "static" FedLAW of
+LAW-AFL's Table 7.
 
-Privacy: with ``privacy.clip``, ``privacy.mechanism=local`` and ``weighting=uniform`` every client clips its move and
-adds noise before the server sees it. What the server then learns from the moves is as private as they are. Noise in the
-sum is z S gamma sqrt(sum lambda^2): weights that concentrate amplify it.
+Privacy: with ``privacy.clip``, ``privacy.mechanism=local`` and ``weighting=uniform`` every client clips its update
+and adds noise before the server sees it. What the server then learns from the updates is as private as they are. Noise
+in the sum is z S gamma sqrt(sum lambda^2): concentrated weights amplify it.
 
 BatchNorm: while it learns, the server's net sees proxy batches in training mode, as in the authors' code, so that
 running statistics do not matter. ``bn`` decides with which statistics the model is evaluated:
-    proxy        from the same batches, as often as the server sees them, and no client's; as in the authors' code, but
-                 for the weights, which here are those that were learned
+    proxy        from the same batches, as often as the server sees them, and from no client; as in the authors' code,
+                 except that the weights are the learned ones
     average      the clients' mean by size, as for every other method
     recalibrate  that, followed by one pass over the proxy set
 """
@@ -107,7 +107,7 @@ _BOUNDED = _GAMMA_TOO | when(shrink_rule="ratio")
 
 class Server(NamedTuple):
     w: Tensor  # [P]
-    lam: Tensor  # [N] how much each client counted in the last round; 0 if it was not there
+    lam: Tensor  # [N] the weight of each client in the last round; 0 if it did not take part
     offsets: Tensor  # [N] ln(lambda_i / n_i's share) when it was last learned; 0 for a client never seen
     shrink: Tensor  # [] gamma of the last round
     learned: Tensor  # [] rounds in which weights were learned
@@ -115,7 +115,7 @@ class Server(NamedTuple):
 
 class Moved(NamedTuple):
     dw: Tensor  # [P]
-    slope: Tensor  # [1] |grad F_i(w)|^2 over all of the client's data; [0] where eq. 5 does not ask for it
+    slope: Tensor  # [1] |grad F_i(w)|^2 over all of the client's data; [0] unless eq. 5 needs it
 
 
 class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistics, Diagnoses, Contributes):
@@ -123,7 +123,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
 
     server_epochs: NonNegativeInt = Field(20, description="passes over the proxy set in each round; 0 is FedAvg")
     server_lr: Annotated[PositiveFloat, _LEARNS] = Field(
-        0.01, description="rate at which the weights are learned, halved every 20 epochs"
+        0.01, description="learning rate of the weights, halved every 20 epochs"
     )
     server_optimizer: Annotated[Literal["adam", "sgd"], _LEARNS] = Field(
         "adam", description="Adam (0.5, 0.999), or SGD with momentum 0.9"
@@ -139,21 +139,19 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
         1.0, description="gamma at the start of each round; param = fixed keeps it; eq5: eta"
     )
     shrink_rule: ShrinkRule = Field("law", description="where gamma comes from: see above")
-    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="the least that gamma may become")
-    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(
-        OF_MODELS.high, description="the most that gamma may become by learning"
-    )
+    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="lower bound of gamma")
+    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(OF_MODELS.high, description="upper bound of a learned gamma")
     shrink_exclude: tuple[str, ...] = Field(
-        (), description="what gamma leaves alone: bn (normalisation), bias, or how a parameter's name begins"
+        (), description="parameters that gamma does not scale: bn (normalisation), bias, or a prefix of names"
     )
     learns_weights: Annotated[bool, _LEARNS] = Field(
-        True, description="false: clients count by size, and only gamma is learned"
+        True, description="false: clients are weighted by size, and only gamma is learned"
     )
     freeze_after: Annotated[PositiveInt | None, _LEARNS] = Field(
         None, description="rounds in which weights are learned; later ones keep them; unset: all rounds"
     )
     bn: Literal["proxy", "average", "recalibrate"] = Field("proxy", description="running statistics: see above")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="how clients count before it is learned")
+    weighting: Literal["samples", "uniform"] = Field("samples", description="the weights of clients before learning")
 
     @model_validator(mode="after")
     def _one_gamma(self) -> FedLAW:
@@ -173,7 +171,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
         )
 
     def bind(self, setup: Setup) -> Self:
-        shrinking(setup.task, self.shrink_exclude)  # which refuses what it does not know
+        shrinking(setup.task, self.shrink_exclude)  # which refuses unknown settings
         return super().bind(setup)
 
     def init(self, w: Tensor) -> Server:
@@ -223,7 +221,7 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
         return not self.server_epochs and self.shrink == 1 and self.shrink_rule == "law"
 
     def weighed(self, stack: Stack, inbox: Inbox[Moved], shrinks: Tensor | None) -> Weighing:
-        """lambda and gamma of this round, as they are learned."""
+        """The learned lambda and gamma of this round."""
         epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
         settings, loss = self.learning, partial(proxy_loss, self.task, self.proxy)
         how = learn_weights(stack, inbox.weights, epochs, settings_for(self.shrink_rule, settings), shrinks).how
@@ -249,18 +247,18 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
 
 
 def kept_weights(server: Server, inbox: Inbox[Any]) -> Weighing:
-    """lambda and gamma as they were learned before."""
+    """lambda and gamma as learned earlier."""
     lam = inbox.weights * server.offsets[inbox.clients].exp()
     return Weighing(lam / lam.sum(), server.shrink)
 
 
 def among_all(lam: Tensor, clients: Tensor, like: Tensor) -> Tensor:
-    """The weights of these clients among all of them; 0 for clients that were not there.  ``[N]``"""
+    """The weights of these clients among all of them; 0 for clients that did not take part.  ``[N]``"""
     return torch.zeros_like(like).index_copy(0, clients, lam)
 
 
 def with_learned_weights(server: Server, inbox: Inbox[Any], how: Weighing) -> Server:
-    """What the server remembers of the weights that it has learned in a round."""
+    """What the server keeps of the weights that it has learned in a round."""
     lam0 = inbox.weights / inbox.weights.sum()
     offsets = remembered(server.offsets, inbox.clients, how, torch.where(how.lam > 0, lam0, 0.0))
     lam = among_all(how.lam, inbox.clients, server.lam)
@@ -268,7 +266,7 @@ def with_learned_weights(server: Server, inbox: Inbox[Any], how: Weighing) -> Se
 
 
 def shrinking(task: Task, exclude: tuple[str, ...]) -> Tensor | None:
-    """Where gamma applies ``[P]``; None: everywhere. A layer that is frozen is not among the parameters at all."""
+    """Where gamma applies ``[P]``; None: everywhere. Frozen layers are not among the parameters."""
     if not exclude:
         return None
     named = {"bn": normalisation(task), "bias": tuple(n for n in task.names if n.endswith("bias"))}

@@ -7,7 +7,7 @@ Hu et al., Federated Learning Meets Multi-objective Optimization, IEEE TNSE 2022
                          over  sum_i lambda_i = 1,  |lambda_i - n_i / sum n| <= epsilon,  0 <= lambda_i <= 1
                w <- w - eta decay^t sum_i lambda*_i uh_i
 
-epsilon = 0 is normalised averaging, epsilon = 1 is MGDA. A client that did not move is left out: the
+epsilon = 0 is normalised averaging, epsilon = 1 is MGDA. A client with a zero update is left out: the
 least norm would give it all the weight. The quadratic program is solved in float64 by accelerated
 projected gradients, until the Frank-Wolfe gap, a certificate, is at most ``tolerance``.
 """
@@ -29,15 +29,15 @@ Floats = NDArray[np.float64]
 
 class Server(NamedTuple):
     w: Tensor  # [P]
-    t: Tensor  # [] rounds in which somebody moved
+    t: Tensor  # [] rounds in which any client moved
 
 
 class FedMGDA(Algorithm[Server, Nothing, Update]):
     eta: PositiveFloat = Field(1.0, description="the server's step along the common direction")
     decay: float = Field(1.0, gt=0, le=1, description="factor of eta per round")
     epsilon: float = Field(0.1, ge=0, le=1, description="how far a weight may be from the client's share of the data")
-    norm_eps: NonNegativeFloat = Field(1e-8, description="added to a norm before it divides")
-    tolerance: PositiveFloat = Field(1e-8, description="largest gap at which the weights are taken for optimal")
+    norm_eps: NonNegativeFloat = Field(1e-8, description="added to a norm before dividing by it")
+    tolerance: PositiveFloat = Field(1e-8, description="largest gap at which the weights count as optimal")
     max_iter: PositiveInt = Field(5000, description="most iterations of the solver")
 
     @property
@@ -54,7 +54,7 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
         moves = inbox.uploads.dw
         norms = torch.linalg.vector_norm(moves, dim=1, dtype=torch.float64)
         unit = moves.double() / torch.where(norms > 0, norms + self.norm_eps, 1)[:, None]
-        # K numbers at a time: a CPU is done with them before a GPU has begun. One copy, since each waits for the GPU.
+        # K numbers at a time: a CPU is faster than a GPU here. One copy, since each waits for the GPU.
         known = torch.cat([products(unit), inbox.weights[:, None], norms[:, None]], dim=1).cpu().numpy()
         P, share, moved = known[:, :-2], known[:, -2], known[:, -1] > 0
         if not moved.any():
@@ -68,9 +68,9 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
 
 
 def products(rows: Tensor) -> Tensor:
-    """The product of each row with each.  ``[K, K]``
+    """The Gram matrix of the rows.  ``[K, K]``
 
-    Long rows are taken in parts: of one product of a few long rows a GPU does all on a single multiprocessor.
+    Long rows are split: a GPU computes one product of a few long rows on a single multiprocessor.
     """
     parts = 256 if rows.shape[1] >= 1 << 16 else 1
     each = rows.shape[1] // parts
@@ -96,7 +96,7 @@ def common_direction(P: Floats, share: Floats, epsilon: float, tolerance: float,
 
 
 def gap(P: Floats, x: Floats, low: Floats, high: Floats) -> float:
-    """How much lower the linearised objective could be anywhere in the box: 0 only at the optimum."""
+    """The Frank-Wolfe gap, the largest decrease of the linearised objective in the box: 0 only at the optimum."""
     slope = P @ x
     order = slope.argsort()
     room = (high - low)[order]
@@ -109,7 +109,7 @@ def project(v: Floats, low: Floats, high: Floats) -> Floats:
     """The nearest point of the box whose entries sum to one.
 
     It is clip(v - s) for the shift s at which the sum is one; the sum falls along straight pieces between
-    the shifts at which an entry reaches its bound, so s lies on the one piece that crosses one.
+    the shifts at which an entry reaches its bound, so s is on the one piece that crosses one.
     """
     edges = np.sort(np.concatenate([v - low, v - high]))
     sums = np.minimum(np.maximum(v - edges[:, None], low), high).sum(1)  # falling

@@ -1,4 +1,4 @@
-"""FedOpt: the server treats the mean update as a gradient and gives it to an optimiser of its own.
+"""FedOpt: the server treats the mean update as a gradient and gives it to its own optimizer.
 
 Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum as in FedAvgM
 (Hsu et al., Measuring the Effects of Non-Identical Data Distribution, 2019).
@@ -11,8 +11,9 @@ Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum 
       adam:    v <- beta2 v + (1 - beta2) d^2
       yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
 
-As in the paper's experiments, adagrad is without momentum (beta1 = 0) unless it is given one.
-The optimisers of ``core/optim`` follow torch and cannot serve: the paper's rules start v at tau^2 and correct no bias.
+As in the paper's experiments, adagrad is without momentum (beta1 = 0) unless it is set.
+The optimizers of ``core/optim`` follow torch and cannot be used: the paper's rules start v at tau^2, without bias
+correction.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Server(NamedTuple):
 class FedOpt(Algorithm[Server, Nothing, Update]):
     fedavg_when = {"rule": "sgd"}
 
-    rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
+    rule: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimizer")
     lr: PositiveFloat | None = Field(None, description="the server's step; unset: 1 for sgd and momentum, else 0.03")
     beta1: Annotated[float | None, when(rule=other_than("sgd"))] = Field(
         None, ge=0, lt=1, description="decay of the first moment; unset: 0 for adagrad, else 0.9"
@@ -45,7 +46,7 @@ class FedOpt(Algorithm[Server, Nothing, Update]):
         0.99, ge=0, lt=1, description="decay of the second moment"
     )
     tau: Annotated[PositiveFloat, when(rule=("adagrad", "adam", "yogi"))] = Field(
-        1e-3, le=1e18, description="how much the adaptive rules adapt; larger is less"
+        1e-3, le=1e18, description="tau, the degree of adaptivity; larger adapts less"
     )
 
     def init(self, w: Tensor) -> Server:

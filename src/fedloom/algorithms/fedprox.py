@@ -1,12 +1,12 @@
-"""FedProx: a proximal term holds each client near the model it was sent, and unequal work is welcome.
+"""FedProx: a proximal term keeps each client close to the model it was sent, and partial work is accepted.
 
 Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, eq. 2 and Algorithm 2.
 
     client k:  w_k <- argmin_v F_k(v) + (mu / 2) ||v - w||^2, by SGD:  v <- v - eta [g_k(v) + mu (v - w)]
     server:    as FedAvg
 
-The paper's text draws clients by size and averages them alike; its code draws them uniformly and weights
-them by size, and so does ``preset = "code"``. FLGo does what the text says: ``preset = "paper"``.
+The paper's text draws clients by size and averages them equally; its code draws them uniformly and weights
+them by size, and so does ``preset = "code"``. FLGo follows the text: ``preset = "paper"``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FedProx(FedAvg, Configures):
     fedavg_when = {"mu": 0.0}
     presets = {"preset": {"paper": {"weighting": "uniform"}}}
 
-    mu: NonNegativeFloat = Field(0.1, description="how strongly a client is held near the model it was sent")
+    mu: NonNegativeFloat = Field(0.1, description="strength of the proximal term")
     preset: Literal["code", "paper"] = Field("code", description="how clients are drawn and weighted: see above")
 
     @property

@@ -8,7 +8,7 @@ The heuristic of Li et al., Federated Optimization in Heterogeneous Networks, ML
                f fell `patience` times:     mu <- mu - amount        mu stays in [0, 1]
                w as FedAvg
 
-The first round only sets the loss against which the second is held.
+The first round only records the loss that the second is compared with.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedloom.core.task import Batch
 class Server(NamedTuple):
     w: Tensor  # [P]
     mu: Tensor  # []
-    loss: Tensor  # [] f of the round before
-    falls: Tensor  # [] rounds in a row in which f fell; -1 before there is any f
+    loss: Tensor  # [] f of the previous round
+    falls: Tensor  # [] consecutive rounds in which f fell; -1 before the first f
 
 
 class Moved(NamedTuple):
@@ -36,9 +36,9 @@ class Moved(NamedTuple):
 
 
 class FedProxAdaptive(Algorithm[Server, Nothing, Moved], Surveys, Diagnoses):
-    mu: float = Field(0.0, ge=0, le=1, description="where mu starts: 0 if clients are alike, 1 if they are not")
+    mu: float = Field(0.0, ge=0, le=1, description="initial mu: 0 if clients are homogeneous, 1 if they are not")
     amount: float = Field(0.1, gt=0, le=1, description="by how much mu changes")
-    patience: PositiveInt = Field(5, description="falls in a row before mu is lowered")
+    patience: PositiveInt = Field(5, description="consecutive falls before mu is lowered")
 
     @property
     def traits(self) -> Traits:

@@ -1,14 +1,14 @@
-"""FedRep and its kin: a part of the model is common, the rest of it stays with each client.
+"""FedRep and its variants: a part of the model is shared, the rest stays with each client.
 
-    model of client k = (phi, h_k):  phi travels, h_k never does
+    model of client k = (phi, h_k):  phi is sent, h_k never is
     client k, schedule
         alternate:  h_k <- SGD on h_k, `head_epochs` passes with phi frozen;   then  phi_k <- SGD on phi, h_k frozen
         together:   (phi_k, h_k) <- SGD on both
-        body:       phi_k <- SGD on phi, h_k as it was at the start of all;
+        body:       phi_k <- SGD on phi, with the initial h_k;
                     before it predicts, the client trains h_k on a throw-away copy, `head_epochs` passes
                upload  phi_k - phi;   keep h_k
-    server:    phi <- phi + server_lr mean_k (phi_k - phi), weighed as in FedAvg
-    served:    (phi, h_k), phi as it was just received
+    server:    phi <- phi + server_lr mean_k (phi_k - phi), weighted as in FedAvg
+    served:    (phi, h_k), with the phi just received
 
 ``preset``
     fedrep   the head is private, alternate. Collins et al., Exploiting Shared Representations for Personalized
@@ -20,8 +20,8 @@
              Batch Normalization, ICLR 2021. Running statistics then belong to the client, too: ``model.buffers=local``.
 
 The settings of ``fedrep`` may be changed; ``private`` and ``schedule`` of the others may not, since that would be
-another method under their name. Every client starts from the common initial model. phi and h_k have an optimiser each,
-unless they move together.
+another method under their name. Every client starts from the common initial model. phi and h_k have separate
+optimizers, unless they are trained together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 _LACKS = {
     "head": ("the net has no part called 'head' with parameters", "name its last layer so, or use algorithm.names"),
-    "norm": ("the net has no normalisation layers with parameters", "take one that has, such as model.kind=resnet20"),
+    "norm": ("the net has no normalisation layers with parameters", "use one that has, such as model.kind=resnet20"),
 }
 
 
@@ -69,18 +69,18 @@ class Mine(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The two parts of a model, or what the optimiser of each remembers."""
+    """The two parts of a model, or the optimizer state of each."""
 
     phi: Any  # [S]
     h: Any  # [R]
 
 
 class Layout(NamedTuple):
-    """Where the two parts lie in the vector of the whole model."""
+    """The indices of the two parts in the vector of the whole model."""
 
     phi: Tensor  # [S]
     h: Tensor  # [R]
-    whole: Tensor  # [P] where each parameter lies in the two parts, one after the other
+    whole: Tensor  # [P] the index of each parameter in the concatenated parts
 
 
 class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Configures):
@@ -98,7 +98,7 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
     head_epochs: Annotated[PositiveInt, when(schedule=("alternate", "body"))] = Field(
         1, description="passes over the data in which only the private part is trained"
     )
-    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    server_lr: PositiveFloat = Field(1.0, description="the server's learning rate for the mean update")
     weighting: Weighting = "samples"
 
     _layout: Layout | None = PrivateAttr(None)
@@ -114,7 +114,7 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         for name in ("private", "schedule") if self.preset != "fedrep" else ():
             stands_for, value = PRESETS[self.preset][name], getattr(self, name)
             if value != stands_for:
-                fix = f"leave {name} out, or take preset = 'fedrep', whose settings may be changed"
+                fix = f"leave {name} out, or use preset = 'fedrep', whose settings may be changed"
                 raise ValueError(f"preset = '{self.preset}' is {name} = '{stands_for}' (got '{value}'): {fix}")
         return self
 
@@ -129,11 +129,11 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
         )
 
     def defaults(self) -> Mapping[str, Mapping[str, Any]]:
-        # What normalises a client's data stays with it, statistics and all.
+        # Private normalisation layers include their running statistics.
         return {"model": {"buffers": "local"}} if self.private == "norm" else {}
 
     def memory(self, x: Any) -> Any:
-        """The steps of the two parts are remembered apart where they are apart."""
+        """The two parts have separate optimizer states if they are trained separately."""
         return self.optimizer.init(x) if self.schedule == "together" else Parts(*map(self.optimizer.init, x))
 
     @property
@@ -167,7 +167,7 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
 
     @property
     def head_phase(self) -> Phase:
-        # Running statistics are the body's, and it is frozen.
+        # Running statistics belong to the body, which is frozen.
         return Phase(self.head_step, name="head", epochs=self.head_epochs, keeps_statistics=False)
 
     def gradient(self, x: Parts, batch: Batch, down: Model, mine: Mine) -> Parts:
@@ -196,7 +196,7 @@ class FedRep(Algorithm[Model, Mine, Update], HasPhases, Adapts, TrainsParts, Con
 
 
 def lay_out(task: Task, private: str, names: tuple[str, ...]) -> Layout:
-    """Where the private parameters lie, and the others; a part that is empty is a fault."""
+    """The indices of the private parameters and of the others; an empty part is a fault."""
     faults = [
         Fault("algorithm.names", f"no parameter has a name that begins with '{name}'", nearest(name, task.names))
         for name in names
@@ -207,8 +207,8 @@ def lay_out(task: Task, private: str, names: tuple[str, ...]) -> Layout:
     if private in _LACKS and not task.mask(*prefixes).any():
         faults.append(Fault("algorithm.private", *_LACKS[private]))
     elif bool(stays.all()):
-        what = f"all {task.size} parameters would stay with the clients, and nothing would be shared"
-        faults.append(Fault("algorithm.private", what, "take a net with more layers, such as mlp"))
+        what = f"all {task.size} parameters would stay with the clients, so nothing would be shared"
+        faults.append(Fault("algorithm.private", what, "use a net with more layers, such as mlp"))
     if faults:
         raise ConfigError(faults)
     phi, h = (~stays).nonzero().squeeze(1), stays.nonzero().squeeze(1)

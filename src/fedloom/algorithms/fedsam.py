@@ -6,8 +6,8 @@ Qu et al., Generalized Federated Learning via Sharpness Aware Minimization, ICML
     server:    as FedAvg
 
 With ``beta`` below 1 it is MoFedSAM: the local direction is beta g~ + (1 - beta) D, where D is minus the clients' mean
-move of the last round, divided by their steps times their learning rate, and is sent along. Where clients take
-unequally many steps, the mean move is divided by the mean of these.
+update of the last round, divided by their steps times their learning rate, and is sent with the model. If clients take
+different numbers of steps, the mean update is divided by the mean of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Moving(NamedTuple):
     """MoFedSAM's state, in place of FedAvg's ``Model``."""
 
     w: Tensor  # [P]
-    D: Tensor  # [P] how the clients moved in the last round, as a gradient
+    D: Tensor  # [P] the clients' mean update of the last round, as a gradient
 
 
 class Walked(NamedTuple):
@@ -41,8 +41,10 @@ class Walked(NamedTuple):
 class FedSAM(FedAvg):
     fedavg_when = {"rho": 0.0}
 
-    rho: NonNegativeFloat = Field(0.1, description="how far a step looks for the worst loss nearby")
-    rho_schedule: RhoSchedule = Field("const", description="over rounds: rho stays, or falls with the learning rate")
+    rho: NonNegativeFloat = Field(0.1, description="radius in which a step looks for the worst loss")
+    rho_schedule: RhoSchedule = Field(
+        "const", description="over rounds: rho is constant, or decays with the learning rate"
+    )
     wd_inside: NonNegativeFloat = Field(
         0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
     )

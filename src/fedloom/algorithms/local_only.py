@@ -2,7 +2,7 @@
 
 The other baseline of personalised methods: what a client reaches alone.
 
-    client k:  w_k <- SGD(w_k; D_k), from the common initial model on      no upload
+    client k:  w_k <- SGD(w_k; D_k), from the common initial model      no upload
 """
 
 from __future__ import annotations

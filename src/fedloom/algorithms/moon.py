@@ -1,4 +1,4 @@
-"""MOON: a contrastive term pulls a client's representation to the global one and off its own last one.
+"""MOON: a contrastive term pulls a client's representation towards the global one and away from its own last one.
 
 Li et al., Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
 
@@ -9,8 +9,8 @@ Li et al., Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
     server:    as FedAvg
 
 In a client's first round there is no v_prev and the round is FedAvg: ``first = "skip"`` leaves the term
-out, ``first = "global"`` takes w for v_prev, which makes it a constant. The net's ``body`` is the
-encoder, as it is in FLGo; the paper puts a projection head on it: ``model.projection = 256``.
+out, ``first = "global"`` uses w for v_prev, which makes it a constant. The net's ``body`` is the
+encoder, as in FLGo; the paper adds a projection head: ``model.projection = 256``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedloom.core.task import Batch
 
 class Mine(NamedTuple):
     w: Tensor  # [P] the client's model at the end of its last round
-    seen: Tensor  # [] 1 once there is one
+    seen: Tensor  # [] 1 if there is one
 
 
 class Moon(Algorithm[Model, Mine, Update]):
@@ -41,9 +41,9 @@ class Moon(Algorithm[Model, Mine, Update]):
         0.5, description="T: the smaller, the sharper the contrast"
     )
     first: Annotated[Literal["skip", "global"], when(mu=over(0))] = Field(
-        "skip", description="what stands for v_prev in a client's first round"
+        "skip", description="what replaces v_prev in a client's first round"
     )
-    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    server_lr: PositiveFloat = Field(1.0, description="the server's learning rate for the mean update")
     weighting: Weighting = "samples"
 
     @property
@@ -53,7 +53,7 @@ class Moon(Algorithm[Model, Mine, Update]):
     def bind(self, setup: Setup) -> Self:
         task = setup.task
         if self.mu and task.fixed and not any(name.startswith("body.") for name in task.names):
-            what = "MOON compares what the body makes before and after training, which is the same if it is frozen"
+            what = "MOON compares the body's features before and after training, which are the same if it is frozen"
             raise ConfigError([Fault("model.freeze", what, "set algorithm.mu=0, or freeze less than the body")])
         return super().bind(setup)
 
@@ -67,7 +67,7 @@ class Moon(Algorithm[Model, Mine, Update]):
         return loss + self.mu * self.contrast(z, batch, down, mine)
 
     def contrast(self, z: Tensor, batch: Batch, down: Model, mine: Mine) -> Tensor:
-        """l_con, meant over the batch."""
+        """l_con, averaged over the batch."""
         before = torch.where(mine.seen > 0, mine.w, down.w)
         z_glob, z_prev = (self.task.encode(w, batch, frozen=True) for w in (down.w, before))
         apart = cosine_similarity(z, z_prev, dim=1, eps=1e-8) - cosine_similarity(z, z_glob, dim=1, eps=1e-8)

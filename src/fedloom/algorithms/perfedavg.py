@@ -1,4 +1,4 @@
-"""Per-FedAvg: the common model is trained to be good after one step of each client's own.
+"""Per-FedAvg: the common model is trained to be good after one adaptation step at each client.
 
 Fallah, Mokhtari and Ozdaglar, Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach, NeurIPS 2020, Algorithm 1.
@@ -14,8 +14,8 @@ Meta-Learning Approach, NeurIPS 2020, Algorithm 1.
 
 The parts of a batch are its examples 0, 2, 4, ... and 1, 3, 5, ..., or every third; where it has fewer examples than
 parts, each part is all of it. The paper's beta is ``local.lr``; PFLlib takes the same rate for alpha, too, and
-reads batches of twice the size. Clients count alike, as in the paper. g - alpha h points uphill where alpha times
-the curvature is above 1: hessian_free asks for a smaller alpha than first_order does.
+reads batches of twice the size. Clients have equal weights, as in the paper. g - alpha h points uphill if alpha times
+the curvature is above 1: hessian_free needs a smaller alpha than first_order.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fedloom.core.task import Batch
 class PerFedAvg(FedAvg, Adapts):
     fedavg_when = None
 
-    alpha: NonNegativeFloat = Field(0.05, description="learning rate of the step that makes the model a client's own")
+    alpha: NonNegativeFloat = Field(0.05, description="learning rate of the adaptation step")
     variant: Annotated[Literal["first_order", "hessian_free"], when(alpha=over(0))] = Field(
-        "first_order", description="leave the second derivatives out, or take them from a difference of gradients"
+        "first_order", description="ignore second derivatives, or approximate them by a difference of gradients"
     )
     delta: Annotated[PositiveFloat, when(variant="hessian_free", alpha=over(0))] = Field(
         1e-3, description="length of that difference, in gradients"
@@ -58,7 +58,7 @@ class PerFedAvg(FedAvg, Adapts):
         return (Phase(self.adapt, name="adapt", steps=1),)
 
     def adapt(self, at: Carry, batch: Batch, down: Model, mine: Nothing) -> Carry:
-        """The step that makes the model a client's own."""
+        """The adaptation step of a client."""
         return at._replace(x=self.adapted(at.x, batch))
 
     def adapted(self, x: Tensor, batch: Batch) -> Tensor:
@@ -76,7 +76,7 @@ class PerFedAvg(FedAvg, Adapts):
 
 
 def part(batch: Batch, j: int, parts: int) -> Batch:
-    """Every ``parts``-th example from the ``j``-th on; all of them where there are too few for every part.
+    """Every ``parts``-th example from the ``j``-th on; all of them if there are too few for every part.
 
     How many examples are real is known only as the value of a tensor, so the part is wide enough for both cases.
     """

@@ -1,15 +1,15 @@
-"""pFedALA: FedALA whose clients train on while they wait for the others, and keep the average of what they pass.
+"""pFedALA: FedALA whose clients continue to train while they wait for the others, and keep the average of the iterates.
 
 Fu, Comparative Analysis of Optimizers in Federated Learning Algorithms under Non-IID Data, 2024.
 
     client k:  as FedALA, up to the upload of x_0;  then, while it waits, epoch after epoch from there: x_1 ... x_J
-               v_k <- sum_j a_j x_j,  a_j = 1 / (1 + J)           with v_k the next round's ALA begins
+               v_k <- sum_j a_j x_j,  a_j = 1 / (1 + J)           the next round's ALA starts from v_k
     server:    as FedALA; with several aggregation centres  w <- sum_c b_c w_c
 
 The upload is always x_0: what is learned while waiting reaches the server only through the client's next start, and
-only on ALA's layers, since below them the server's model takes its place. Epochs are whole ones. ``wait_mode`` decides
-how many there are: ``fixed`` as in the paper's experiment (none for slow clients, 1 to 3 for the others), ``clock`` by
-the simulated time at which the slowest client is done (section ``system``).
+only on ALA's layers, since the server's model replaces the layers below. Only whole epochs are trained. ``wait_mode``
+sets their number: ``fixed`` as in the paper's experiment (none for slow clients, 1 to 3 for the others), ``clock`` by
+the simulated time at which the slowest client finishes (section ``system``).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fedloom.core import rng, tree
 from fedloom.core.schema import other_than, over, when
 from fedloom.maths.centres import Centres
 
-_SLACK = 1e-9  # an epoch that fits but for rounding fits
+_SLACK = 1e-9  # tolerate rounding
 
 _DIVIDED = when(centres=over(1), topology=other_than("replicated"))
 
 
 class Sent(NamedTuple):
     dw: Tensor  # [P]
-    client: Any = ()  # [] its number, where that decides which centre receives it
+    client: Any = ()  # [] its number, if that decides which centre receives it
 
 
 class Wait(NamedTuple):
-    """FedALA's walk, and the state of a client that waits."""
+    """FedALA's carry, and the state of a client that waits."""
 
     w: Tensor
     W: Any
@@ -47,7 +47,7 @@ class Wait(NamedTuple):
     sent: Tensor  # [P] x_0
     mean: Tensor  # [P] of x_0 ... x_j
     epochs: Tensor  # [] j
-    memory: Any = ()  # the optimiser's at the upload, where that is what the next round begins with
+    memory: Any = ()  # the optimizer state at the upload, if the next round begins with it
 
 
 class PFedALA(FedALA, TrainsWhileWaiting, Costs):
@@ -55,7 +55,7 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
 
     wait_mode: Literal["fixed", "clock"] = Field("fixed", description="how the number of epochs is decided: see above")
     slow_clients: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
-        1, description="this many clients, from the first on, have no time left"
+        1, description="this many clients, the first ones, have no time left"
     )
     extra_min: Annotated[NonNegativeInt, when(wait_mode="fixed")] = Field(
         1, description="fewest epochs of the other clients"
@@ -70,15 +70,15 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         3, description="most epochs, however long a client waits"
     )
     average: Literal["uniform", "last", "upload", "geometric"] = Field(
-        "uniform", description="a_j: all alike, only x_J, only x_0 (a control), or as powers of ratio"
+        "uniform", description="a_j: equal, only x_J, only x_0 (a control), or powers of ratio"
     )
     ratio: Annotated[NonNegativeFloat, when(average="geometric")] = Field(
         0.5, description="a_j is proportional to ratio^j"
     )
     extra_optimizer: Annotated[Literal["continue", "fork"], when({"local.state": "persist"})] = Field(
-        "continue", description="the next round goes on with the optimiser's last memory, or that of the upload"
+        "continue", description="the next round continues with the optimizer's last state, or its state at the upload"
     )
-    centres: PositiveInt = Field(1, description="how many aggregation centres there are")
+    centres: PositiveInt = Field(1, description="number of aggregation centres")
     topology: Annotated[Literal["replicated", "sharded", "overlap"], when(centres=over(1))] = Field(
         "replicated", description="each client uploads to all centres, to one, or to `copies` of them"
     )
@@ -86,13 +86,13 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
         2, description="to how many centres a client uploads"
     )
     mix: Annotated[Literal["uniform", "samples"] | tuple[NonNegativeFloat, ...], _DIVIDED] = Field(
-        "uniform", description="b_c: alike, by the examples behind each centre's model, or these numbers"
+        "uniform", description="b_c: equal, by the examples behind each centre's model, or these numbers"
     )
     fused: Annotated[Literal["client", "root"], when(centres=over(1))] = Field(
         "client", description="where the centres' models are fused: affects only the byte count"
     )
     lost: Annotated[tuple[NonNegativeInt, ...], _DIVIDED] = Field(
-        (), description="centres that never answer: b is spread over the others"
+        (), description="centres that never respond: b is spread over the others"
     )
 
     @field_validator("mix", mode="before")
@@ -181,7 +181,7 @@ class PFedALA(FedALA, TrainsWhileWaiting, Costs):
     # -- aggregation centres ----------------------------------------------------------------------------
     @property
     def divided(self) -> bool:
-        """Whether centres receive different uploads; where all receive all, they have one model."""
+        """Whether centres receive different uploads; if all receive all, they have one model."""
         return self.centres > 1 and self.topology != "replicated"
 
     @property

@@ -1,4 +1,4 @@
-"""pFedMe: the common model descends the clients' Moreau envelopes, and each client keeps the point of its own.
+"""pFedMe: the common model minimises the clients' Moreau envelopes, and each client keeps its own minimiser.
 
 T. Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, Algorithm 1.
 
@@ -10,9 +10,9 @@ T. Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelopes,
     server:    w <- (1 - beta) w + beta mean_k w_k
     served:    theta_k
 
-From batch to batch theta goes on from where it was, as in the authors' code; the paper leaves its start open.
-The local optimiser moves w_k; the inner steps are plain. Clients count alike, as in the paper; its code weighs
-them by their data. PFLlib's beta = 0 never moves w, and it adds a weight decay of 0.001 to the inner steps.
+theta continues from batch to batch, as in the authors' code; the paper does not specify its start.
+The local optimizer updates w_k; the inner steps are plain. Clients have equal weights, as in the paper; its code
+weights them by their data. PFLlib's beta = 0 never moves w, and it adds a weight decay of 0.001 to the inner steps.
 BatchNorm's statistics are those of w_k.
 """
 
@@ -41,10 +41,10 @@ class Pair(NamedTuple):
 class PFedMe(Algorithm[Model, Mine, Update], TrainsParts):
     family = "personal"
 
-    lam: NonNegativeFloat = Field(15.0, description="lambda: how strongly a client's own model is held near the common")
+    lam: NonNegativeFloat = Field(15.0, description="lambda: strength of the proximal term")
     inner_steps: PositiveInt = Field(5, description="K: steps of a client's own model for each batch")
     inner_lr: PositiveFloat = Field(0.01, description="learning rate of these steps; local.lr is that of w")
-    beta: PositiveFloat = Field(1.0, description="how far the server goes to the clients' mean; beyond it above 1")
+    beta: PositiveFloat = Field(1.0, description="step of the server to the clients' mean; above 1 it goes beyond")
     weighting: Weighting = "uniform"
 
     @property

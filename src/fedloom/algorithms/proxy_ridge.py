@@ -1,7 +1,7 @@
 """Ridge regression on the server's own examples: a control, not a method.
 
-What LAW-AFL gains from labelled examples at the server says little unless its head, which clients also shape, is
-better than one that the same examples give alone.
+The gain of LAW-AFL from labelled examples at the server means little unless its head, to which clients contribute, is
+better than one that is learned from these examples alone.
 
     server:    W = (X'X + rho I)^-1 X'Y,  X: features of the proxy examples by the frozen body, once
 """

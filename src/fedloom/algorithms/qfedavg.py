@@ -1,4 +1,4 @@
-"""q-FedAvg: clients with a larger loss count for more, so that accuracy is spread more evenly.
+"""q-FedAvg: clients with a larger loss have more weight, so that accuracy is distributed more evenly.
 
 Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Algorithm 2:
 minimises sum_k p_k F_k^{q+1} / (q + 1), where p_k is the chance with which a client is drawn. That is n_k / n, as in
@@ -31,7 +31,7 @@ class QFedAvg(Algorithm[Model, Nothing, Fair], Surveys):
     fedavg_when = {"q": 0.0}
     fedavg_as = {"weighting": "uniform"}
 
-    q: NonNegativeFloat = Field(1.0, description="how much fairness counts; 0 is FedAvg with clients counted alike")
+    q: NonNegativeFloat = Field(1.0, description="strength of fairness; 0 is FedAvg with equal weights")
     loss_floor: PositiveFloat = Field(1e-8, description="added to a loss, whose negative powers must stay finite")
 
     @property

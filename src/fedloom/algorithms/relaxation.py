@@ -1,4 +1,4 @@
-"""FedProx + Relaxation: the server takes only a part of the step to the clients' average.
+"""FedProx + Relaxation: the server takes only part of the step to the clients' average.
 
 Yue and Tan, A Federated Learning Algorithm with a Relaxation Step for Heterogeneous Networks, 2023.
 
@@ -6,12 +6,12 @@ Yue and Tan, A Federated Learning Algorithm with a Relaxation Step for Heterogen
     server:    w <- alpha w + (1 - alpha) sum_k a_k w_k  =  w + (1 - alpha) sum_k a_k (w_k - w)
 
 It is under-relaxation, that is FedProx with a server rate of 1 - alpha: it slows the mean, and damps the
-variance that drawing a cohort brings, by 1 - alpha where clients go a small part of the way to their
-optimum and by (1 - alpha) / (1 + alpha) where they go all of it. alpha = 0 is FedProx; a negative alpha
+variance from drawing a cohort, by 1 - alpha if clients go a small part of the way to their
+optimum and by (1 - alpha) / (1 + alpha) if they go all the way. alpha = 0 is FedProx; a negative alpha
 extrapolates.
 
-With ``gamma_target`` a client stops after the first epoch at whose end its proximal problem is solved well
-enough, ||grad F_k(w_k) + mu (w_k - w)|| <= gamma ||grad F_k(w)||; ``local.epochs`` is then the most it does.
+With ``gamma_target`` a client stops after the first epoch at whose end its proximal problem is solved accurately
+enough, ||grad F_k(w_k) + mu (w_k - w)|| <= gamma ||grad F_k(w)||; ``local.epochs`` is then the maximum.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ from fedloom.core.task import Batch
 class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
     fedavg_when = {"mu": 0.0, "alpha": 0.0}
 
-    mu: NonNegativeFloat = Field(1.0, description="how strongly a client is held near the model it was sent")
+    mu: NonNegativeFloat = Field(1.0, description="strength of the proximal term")
     alpha: float = Field(0.1, gt=-1, lt=1, description="share of the old model that is kept")
     allow_over_relaxation: Annotated[bool, when(alpha=under(0))] = Field(False, description="permit a negative alpha")
     gamma_target: PositiveFloat | None = Field(
-        None, description="train until the local problem is solved this exactly, for local.epochs at most"
+        None, description="train until the local problem is solved this accurately, for local.epochs at most"
     )
     broadcast: Literal["cohort", "all"] = Field(
-        "cohort", description="who receives the model: affects only the byte count"
+        "cohort", description="which clients receive the model: affects only the byte count"
     )
 
     @model_validator(mode="after")
     def _negative_only_if_meant(self) -> Relaxation:
         if self.alpha < 0 and not self.allow_over_relaxation:
-            raise ValueError(f"alpha = {self.alpha:g} extrapolates; set allow_over_relaxation = true if that is meant")
+            raise ValueError(
+                f"alpha = {self.alpha:g} extrapolates; set allow_over_relaxation = true if this is intended"
+            )
         return self
 
     @property
@@ -85,7 +87,7 @@ class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
         return (Phase(self.step, look=self.slope, look_gradients=1.0, after=self.solved),)
 
     def solved(self, at: Carry, slope: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
-        """Whether the local problem is solved as exactly as was asked."""
+        """Whether the local problem is solved accurately enough."""
         assert self.gamma_target is not None
         there = slope / work.examples + self.mu * (at.x - down.w)
         here = work.survey / work.examples

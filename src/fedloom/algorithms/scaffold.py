@@ -33,12 +33,12 @@ class Mine(NamedTuple):
 
 class Moved(NamedTuple):
     dw: Tensor  # [P]
-    dc: Tensor  # [P] divided by what the move counts, so that the server's sum counts every client once
+    dc: Tensor  # [P] divided by the weight of the update, so that the server's sum counts every client once
 
 
 class Scaffold(Algorithm[Server, Mine, Moved], Surveys):
     option: Literal["II", "I"] = Field("II", description="how a client renews its control variate")
-    server_lr: PositiveFloat = Field(1.0, description="how much of the mean update the server takes")
+    server_lr: PositiveFloat = Field(1.0, description="the server's learning rate for the mean update")
     weighting: Weighting = "uniform"
 
     @property

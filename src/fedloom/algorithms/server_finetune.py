@@ -1,7 +1,7 @@
-"""FedAvg whose server goes on training on its own labelled examples: a control, not a method.
+"""FedAvg whose server also trains on its own labelled examples: a control, not a method.
 
-FedLAW and LAW-AFL use labelled examples at the server. What they gain over FedAvg says little unless it is more
-than the same examples give when they are simply trained on.
+FedLAW and LAW-AFL use labelled examples at the server. Their gain over FedAvg means little unless it is more
+than that of simply training on these examples.
 
     client k:  w_k <- SGD(w; D_k)                       upload  w_k - w
     server:    w <- sum_k (n_k / sum n) w_k;   then  w <- w - lr grad CE(w; batch)  for batches of the proxy set

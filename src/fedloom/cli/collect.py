@@ -42,7 +42,7 @@ def collect(
     out: Out = None,
     from_: From = None,
     replace: Annotated[bool, typer.Option("--replace", help="Take the newly found result where two differ.")] = False,
-    missing: Annotated[bool, typer.Option("--missing", help="Only say which cells are not there yet.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Only list the cells that are still missing.")] = False,
     json_: JsonResult = False,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -79,7 +79,7 @@ def collect(
 
 
 def _recipes(paths: list[Path]) -> list[Path]:
-    """The comparisons that these files and folders hold."""
+    """The comparisons in these files and folders."""
     from fedloom.compare.pages import recipes_in
     from fedloom.runs.settings import read_toml
 
@@ -135,7 +135,7 @@ def _planned(recipe: Path, settings: list[str], *, trust: bool) -> ComparisonPla
 
 
 def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, trust: bool, as_json: bool) -> None:
-    """For each comparison the cells that no comparison's results have yet, and how to run the next ones."""
+    """For each comparison the cells that are missing from all results, and how to run the next ones."""
     from fedloom.cli.console import plain_console
     from fedloom.compare.collect import missing_cells
 

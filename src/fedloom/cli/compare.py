@@ -24,18 +24,18 @@ Words = Annotated[
         help="A comparison file, or algorithms, and settings that override it; or folders of runs.",
     ),
 ]
-Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (3 unless the file says).")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (default: the file's seeds, or 3).")]
 Seed = Annotated[
     list[int] | None, typer.Option(min=0, help="Add this seed (may be repeated); seeds already in the folder are kept.")
 ]
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
-Baseline = Annotated[str | None, typer.Option(help="The method to test against; by default the first.")]
+Baseline = Annotated[str | None, typer.Option(help="The method to test against; the first by default.")]
 Metric = Annotated[str | None, typer.Option(help="The metric to compare by; by default the first accuracy.")]
 Select = Annotated[
     str | None,
     typer.Option(
         metavar="METRIC",
-        help="Choose each method's best place of the grid by this metric on validation rows, as accuracy or loss.",
+        help="Choose each method's best point of the grid by this metric on validation rows, such as accuracy or loss.",
     ),
 ]
 Target = Annotated[float | None, typer.Option(help="Report what it took to reach this value.")]
@@ -52,7 +52,7 @@ Reference = Annotated[
 ]
 KeptBelow = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept below it: see fedloom collect."),
+    typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept in this folder: see fedloom collect."),
 ]
 Budget = Annotated[float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")]
 
@@ -91,7 +91,7 @@ def compare(
     from fedloom.engine.ranks import is_rank
 
     if is_rank():
-        why = "a comparison starts processes of its own"
+        why = "a comparison starts its own processes"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
     if seeds is not None and seed:
@@ -116,17 +116,17 @@ def compare(
 
 
 def _are_results(words: list[str], *options: object) -> bool:
-    """Whether the words are folders of results, with no option that is for new runs."""
+    """Whether the arguments are folders of results, with no option that is for new runs."""
     return bool(words) and all(map(_is_result, words)) and not any(options)
 
 
 def _is_result(word: str) -> bool:
-    """Whether a word names the folder of a run or of a comparison."""
+    """Whether an argument names the folder of a run or of a comparison."""
     return is_name(word) and any((Path(word) / name).is_file() for name in ("config.toml", "compare.toml"))
 
 
 def _seeds_in(folder: Path) -> set[int]:
-    """The seeds of the comparison that a folder holds."""
+    """The seeds of the comparison in a folder."""
     from fedloom.runs.settings import read_toml
 
     if not (folder / "compare.toml").is_file():
@@ -137,7 +137,7 @@ def _seeds_in(folder: Path) -> set[int]:
 
 
 def _shown(planned: ComparisonPlan, folder: Path, how: dict[str, Any], *, as_json: bool, watch: bool) -> Comparison:
-    """Run the cells on the screen; an interruption says how to go on."""
+    """Run the cells and show progress; after an interruption, print how to resume."""
     from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
     from fedloom.cli.watch import watched
@@ -163,7 +163,7 @@ def _shown(planned: ComparisonPlan, folder: Path, how: dict[str, Any], *, as_jso
 def _comparison(
     words: list[str], grid: list[str], options: dict[str, Any], *, trust: bool
 ) -> tuple[dict[str, Any], str]:
-    """The table of a comparison from the words of a command line, and the name of its file."""
+    """The table of a comparison from command-line arguments, and the name of its file."""
     from fedloom.core import usercode
     from fedloom.runs.overrides import override
     from fedloom.runs.settings import read_toml
@@ -171,8 +171,8 @@ def _comparison(
     files = [w for w in words if "=" not in w and w.endswith(".toml")]
     kinds = [w for w in words if is_name(w)]
     if folders := [w for w in kinds if _is_result(w)]:
-        fix = f"folders are shown side by side without other words: fedloom compare {' '.join(folders)}"
-        raise ConfigError([Fault(folders[0], "is a folder of results, and these words are for new runs", fix)])
+        fix = f"folders are shown side by side without other arguments: fedloom compare {' '.join(folders)}"
+        raise ConfigError([Fault(folders[0], "is a folder of results, but the other arguments are for new runs", fix)])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
     given = read_toml(Path(files[0])) if files else {}

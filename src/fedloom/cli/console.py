@@ -9,17 +9,17 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# Control characters but for the end of a line and tabs, those that turn the direction of text, and half characters.
+# Control characters except newlines and tabs, characters that change the direction of text, and lone surrogates.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:
-    """Text that may come from files of others, without commands to the terminal."""
+    """Untrusted text without terminal control sequences."""
     return _COMMANDS.sub("\ufffd", text)
 
 
 class _Harmless(Console):
-    """A console that gives no commands to the terminal but its own."""
+    """A console that writes no control sequences except its own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

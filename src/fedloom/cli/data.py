@@ -17,7 +17,7 @@ app = typer.Typer(help="Get, import and list data sets.", no_args_is_help=True)
 
 @app.command("list")
 def list_(data_root: Root = None, json_: Json = False) -> None:
-    """List the published data sets, and which of them are here."""
+    """List the published data sets, and which of them are installed."""
     from fedloom.data.files import default_root, missing_files
     from fedloom.data.published import PUBLISHED
 
@@ -32,7 +32,7 @@ def list_(data_root: Root = None, json_: Json = False) -> None:
 
 
 @app.command("get")
-def get(name: Annotated[str, typer.Argument(help="As fedloom data list has it.")], data_root: Root = None) -> None:
+def get(name: Annotated[str, typer.Argument(help="Its name in fedloom data list.")], data_root: Root = None) -> None:
     """Download a data set from its publisher, and verify it.
 
     A download that was interrupted is resumed.
@@ -59,7 +59,7 @@ def get(name: Annotated[str, typer.Argument(help="As fedloom data list has it.")
 
 @app.command("import")
 def import_(
-    name: Annotated[str, typer.Argument(help="As fedloom data list has it.")],
+    name: Annotated[str, typer.Argument(help="Its name in fedloom data list.")],
     directory: Annotated[Path, typer.Argument(help="The folder with the publisher's files.")],
     data_root: Root = None,
 ) -> None:

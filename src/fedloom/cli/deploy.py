@@ -15,9 +15,7 @@ app = typer.Typer(
     help="Run an experiment between real machines, with Flower.", no_args_is_help=True, rich_markup_mode=None
 )
 Site = Annotated[Path, typer.Argument(metavar="SITE", help="The folder that `fedloom deploy init` made.")]
-SecureSum = Annotated[
-    bool, typer.Option("--secure-sum", help="Let the server learn the sum of uploads, and no node's own.")
-]
+SecureSum = Annotated[bool, typer.Option("--secure-sum", help="Let the server learn only the sum of the uploads.")]
 _UNDER_WAY = ("idle", "starting", "running", "completed", "stopped")
 
 
@@ -32,7 +30,7 @@ def init(
     settings: Settings = None,
     nodes: Annotated[str, typer.Option(help="The names of the nodes, separated by commas.")] = "",
     host: Annotated[str, typer.Option(help="The name or address under which nodes reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port on which nodes are served.")] = 9443,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port that nodes connect to.")] = 9443,
     out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("site"),
     secure_sum: SecureSum = False,
     trust: Trust = False,
@@ -40,7 +38,7 @@ def init(
 ) -> None:
     """Make the folders of a federation.
 
-    They hold the contract, an authority, certificates, and a bundle for each node.
+    They contain the contract, a certificate authority, certificates, and a bundle for each node.
     """
     _ready()
     from fedloom.deploy.site import Listens, initialise
@@ -53,7 +51,7 @@ def init(
     slugs = initialise(config, names, listens, out, root_or_default(data_root), secure_sum=secure_sum)
     print(f"{out}/server: stays with the coordinator")
     for slug in slugs:
-        print(f"{out}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
+        print(f"{out}/{slug}: hand it to this node, over a trusted channel; it contains the node's key")
     print(f"{out}/authority: signs certificates; keep it offline")
 
 
@@ -80,7 +78,7 @@ def node(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Take part in a federation with one's own data, until stopped."""
+    """Take part in a federation with this node's data, until stopped."""
     _ready()
     from fedloom.deploy.take_part import take_part
 
@@ -107,14 +105,14 @@ def resume(site: Site) -> None:
 
 @app.command()
 def stop(
-    site: Site, now: Annotated[bool, typer.Option("--now", help="At once; the round in hand is lost.")] = False
+    site: Site, now: Annotated[bool, typer.Option("--now", help="At once; the current round is lost.")] = False
 ) -> None:
-    """Stop the run under way after its round, or at once."""
+    """Stop the current run after its round, or at once."""
     _ready()
     from fedloom.deploy.serve import stop_run
 
     stop_run(site, now=now)
-    print("the run has been stopped" if now else "the run will stop after the round in hand")
+    print("the run has been stopped" if now else "the run will stop after the current round")
 
 
 @app.command()
@@ -162,12 +160,12 @@ def logs(site: Site) -> None:
 
 @app.command()
 def revoke(site: Site, name: Annotated[str, typer.Argument(help="The node's name.")]) -> None:
-    """Take a node's right to connect; its key can never be used again."""
+    """Revoke a node's key; it can never be used again."""
     _ready()
     from fedloom.deploy.serve import revoke as revoked
 
     revoked(site, name)
-    print(f"{name}: its key has been revoked; runs go on without it, if rules.quorum of server.toml allows")
+    print(f"{name}: its key has been revoked; runs continue without it, if rules.quorum of server.toml allows")
     print(f'to let it take part again: fedloom deploy renew {site} "{name}"')
 
 
@@ -178,8 +176,8 @@ def add(site: Site, name: Annotated[str, typer.Argument(help="The name of the ne
     from fedloom.deploy.members import add_node
 
     slug = add_node(site, name)
-    print(f"{site}/{slug}: hand it to this node, over a channel that you trust; it holds the node's key")
-    print(f"{site}/contract: hand it to all other nodes, to be copied over their own; it holds no secret")
+    print(f"{site}/{slug}: hand it to this node, over a trusted channel; it contains the node's key")
+    print(f"{site}/contract: hand it to all other nodes, to replace their copies; it contains no secret")
     print(f"then start a run: fedloom deploy start {site}")
 
 
@@ -196,8 +194,8 @@ def renew(
         print(f"{site}/server has a new certificate: start the server again")
         return
     slug = renew_node(site, name)
-    print(f"{site}/{slug}: hand node.key, seal.key and seal.crt to this node; its old keys open nothing any more")
-    print(f"a run that is under way goes on without it until: fedloom deploy resume {site}")
+    print(f"{site}/{slug}: hand node.key, seal.key and seal.crt to this node; its old keys no longer work")
+    print(f"a run that is under way continues without it until: fedloom deploy resume {site}")
 
 
 @app.command()

@@ -29,15 +29,15 @@ def describe(
 ) -> None:
     """Show paper, pseudo-code, settings and costs of a method.
 
-    Data sets, models, partitions and so on have pages, too.
+    Data sets, models, partitions and so on have pages as well.
 
-    The word topology and a kind measure a network: fedloom describe topology ring nodes=16 --out ring.png
+    To measure a network, name its kind: fedloom describe topology ring nodes=16 --out ring.png
     """
     from fedloom.core import usercode
     from fedloom.runs import catalogue
 
     refuse_user_code(no_user_code)
-    usercode.vouch([name, *(settings or [])], lasting=False)  # to look at code is not to trust it from now on
+    usercode.vouch([name, *(settings or [])], lasting=False)  # looking at code does not make it trusted
     if name == "topology":
         _describe_topology(settings or [], out, json_)
         return
@@ -88,7 +88,7 @@ def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:
 
 
 def _network(words: list[str]) -> tuple[Topology, int, int]:
-    """The topology that these words describe, its number of nodes and the seed."""
+    """The topology that these arguments describe, its number of nodes and the seed."""
     from fedloom.core import usercode
     from fedloom.engine.topology.facts import faults
     from fedloom.runs.overrides import read_pairs

@@ -53,7 +53,7 @@ def findings() -> Iterator[Finding]:
 def _tried(what: str, attempt: Callable[[], str]) -> Finding:
     try:
         return Finding(True, what, attempt())
-    except Exception as error:  # whatever goes wrong is the finding
+    except Exception as error:  # any error is the finding
         return Finding(False, what, f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""``fedloom evaluate``: how the models of a finished run do on rows whose classes are known."""
+"""``fedloom evaluate``: evaluate the models of a finished run on labelled rows."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ def export(
     trust: Trust = False,
     no_user_code: NoUserCode = False,
 ) -> None:
-    """Export a model as one file that needs no fedloom.
+    """Export a model as one file that runs without fedloom.
 
-    The file is loaded again, and its outputs are compared with ours.
+    The file is loaded again, and its outputs are compared with the original's.
     """
     from fedloom.runs.export import export as write
 
@@ -39,4 +39,4 @@ def export(
     takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
     outputs = harmless(", ".join(models.labels)) or "the number"
     print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {outputs}")
-    print(f"loaded again, its outputs differ from ours by {apart:.2g} at most")
+    print(f"loaded again, its outputs differ from the original's by {apart:.2g} at most")

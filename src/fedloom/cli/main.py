@@ -83,7 +83,7 @@ def main() -> None:
             _advise_setting(error.option_name)
         sys.exit(error.exit_code)
     except FedloomError as error:
-        if not follows():  # rank 0 speaks for all
+        if not follows():  # rank 0 reports for all
             print(harmless(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _advise_setting(option: str) -> None:
-    """Say how a setting is written that was given as an option, such as ``--rounds 5``."""
+    """Print how to write a setting that was given as an option, such as ``--rounds 5``."""
     from fedloom.runs.settings import full_name
 
     meant = full_name(option.lstrip("-").replace("-", "_"))
@@ -110,7 +110,7 @@ def _advise_setting(option: str) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Say what is known about an error that is not one of ours, the user's own line first; the exit code."""
+    """Print what is known about an error that fedloom did not raise, the user's own line first; the exit code."""
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
         print(f"error: there is not enough memory ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
@@ -135,7 +135,7 @@ _NO_MEMORY = (
 
 def _advice(error: Exception) -> str:
     """What to do about an unexpected error."""
-    loop = "\nsteps that cannot be taken side by side can be with engine.executor=loop" if "vmap" in str(error) else ""
+    loop = "\nif steps cannot be vectorised across clients, set engine.executor=loop" if "vmap" in str(error) else ""
     if follows():
         return f"{loop}\nthis was rank {os.environ['RANK']}"
     return (

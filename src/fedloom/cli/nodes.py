@@ -1,4 +1,4 @@
-"""What `fedloom deploy` and `fedloom peers` share: a node's own data, where data sets lie, and lines of progress."""
+"""What `fedloom deploy` and `fedloom peers` share: a node's own data, the data root, and lines of progress."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedloom.core.errors import ConfigError, Fault
 
 OwnData = Annotated[
     list[str] | None,
-    typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its part of the experiment's own."),
+    typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its share of the experiment's data."),
 ]
 
 
 def own_data(words: list[str] | None) -> str:
-    """The file that ``data=FILE`` names; empty where there is no such word."""
+    """The file that ``data=FILE`` names; empty without this argument."""
     data = ""
     for word in words or []:
         key, equals, value = word.partition("=")

@@ -17,7 +17,7 @@ ResultFolders = Annotated[
 PageLanguage = Annotated[
     Literal["en", "zh"], typer.Option("--lang", help="The language of the page: English or Chinese.")
 ]
-WithPage = Annotated[bool, typer.Option("--watch", help="Serve a live page of it meanwhile: see fedloom watch.")]
+WithPage = Annotated[bool, typer.Option("--watch", help="Also serve a live page: see fedloom watch.")]
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 JsonResult = Annotated[bool, typer.Option("--json", help="Print the result as JSON, as the last line of stdout.")]
 Ranks = Annotated[
@@ -29,10 +29,10 @@ Ranks = Annotated[
     ),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run code that the file or folder names, even if you have not run it before.")
+    bool, typer.Option("--trust", help="Run code that the file or folder names, even if you have never run it.")
 ]
 NoUserCode = Annotated[
-    bool, typer.Option("--no-user-code", help="Refuse all code but fedloom's own (or set FEDLOOM_NO_USER_CODE=1).")
+    bool, typer.Option("--no-user-code", help="Refuse any code outside fedloom (or set FEDLOOM_NO_USER_CODE=1).")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -43,7 +43,7 @@ Settings = Annotated[
 
 
 def refuse_user_code(wanted: bool) -> None:
-    """Refuse all code but fedloom's own, if wanted."""
+    """Refuse any code outside fedloom, if requested."""
     from fedloom.core import usercode
 
     if wanted:
@@ -51,7 +51,7 @@ def refuse_user_code(wanted: bool) -> None:
 
 
 def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
-    """The experiment file among the words of a command line, and the settings."""
+    """The experiment file among the command-line arguments, and the settings."""
     together = re.sub(r" *= *", "=", " ".join(words))
     if any(word.startswith("=") for word in words[1:]):
         raise ConfigError([Fault(" ".join(words), "settings are written without spaces", f"write {together}")])
@@ -65,7 +65,7 @@ def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _setting_meant(word: str) -> str:
-    """A hint at the setting that a bare word may be the value of."""
+    """A hint at the setting whose value a bare word may be."""
     from fedloom.runs.find import choices_named
 
     found = choices_named(word)
@@ -73,5 +73,5 @@ def _setting_meant(word: str) -> str:
 
 
 def is_name(word: str) -> bool:
-    """Whether a word of a command line is neither a setting nor a file of settings."""
+    """Whether a command-line argument is neither a setting nor a file of settings."""
     return "=" not in word and not word.endswith(".toml")

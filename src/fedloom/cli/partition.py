@@ -1,4 +1,4 @@
-"""``fedloom partition``: split a data set among clients, and look at them."""
+"""``fedloom partition``: split a data set among clients and describe the result."""
 
 from __future__ import annotations
 

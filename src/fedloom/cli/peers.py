@@ -40,7 +40,7 @@ def init(
 ) -> None:
     """Make a bundle for each node.
 
-    It holds the contract, the membership file, and the node's own key.
+    It contains the contract, the membership file, and the node's own key.
     """
     _ready()
     from fedloom.deploy.peers.bundles import initialise_peers
@@ -49,9 +49,7 @@ def init(
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     names, places = ([word.strip() for word in words.split(",") if word.strip()] for words in (nodes, hosts))
     for slug in initialise_peers(config, names, places, out, root_or_default(data_root)):
-        print(
-            f"{out}/{slug}: hand it to this node, over a channel that you trust, and delete it here; it holds its key"
-        )
+        print(f"{out}/{slug}: hand it to this node, over a trusted channel, and delete it here; it contains its key")
 
 
 @app.command()
@@ -61,7 +59,7 @@ def start(
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
-    """Take part in a network with one's own data.
+    """Take part in a network with this node's data.
 
     A node ends when all rounds are done. Started again after a stop or a crash, it resumes.
     """
@@ -105,7 +103,7 @@ def _print_status(found: dict[str, Any]) -> None:
         why = last.get("down", {}).get(name, "in doubt" if name in last.get("doubt", []) else "")
         print(f"  {name}: {state}" + (f", closed in {closed} rounds" if closed else "") + (f": {why}" if why else ""))
     if found["skipped"]:
-        print(f"  {found['skipped']} rounds were left out")
+        print(f"  {found['skipped']} rounds were skipped")
     if "test/accuracy" in last:
         print(f"  accuracy on its own held-out rows {last['test/accuracy']:.4f}")
     if found.get("why"):

@@ -36,8 +36,8 @@ def predict(
 ) -> None:
     """Predict the classes of new rows with the models of a run.
 
-    The common model predicts, unless a client is chosen. Columns that are no features (such as patient numbers) are
-    copied in front.
+    The common model predicts, unless a client is chosen. Columns that are not features (such as patient numbers)
+    are copied to the front.
     """
     refuse_user_code(no_user_code)
     if out.resolve() == data.resolve():
@@ -63,12 +63,12 @@ def chosen(run: Path, client: str | None, *, by_client: bool, trust: bool) -> Pr
 
 
 def each_by_its_client(models: Predictor, rows: NewRows, client: str | None, asked: bool) -> bool:
-    """Whether rows are predicted client by client: on demand, or where there is no other way and the table says who."""
+    """Whether each row is predicted by its client's model: on request, or if that is the only way and rows name one."""
     return asked or (client is None and not models.has_common_model and rows.clients is not None)
 
 
 def predicted_lines(models: Predictor, rows: NewRows, *, by_client: bool) -> list[list[Any]]:
-    """A header, and for each row what it is, its class, and the probability of every class."""
+    """A header, and for each row its copied columns, its class, and the probability of every class."""
     words = models.predict(rows, by_client=by_client)
     chances = [()] * len(words) if models.is_regression else models.predict_proba(rows, by_client=by_client)
     lines: list[list[Any]] = [["row", *rows.beside, "prediction", *(f"p({label})" for label in models.labels)]]

@@ -1,4 +1,4 @@
-"""``fedloom.run``, ``resume`` and ``compare`` for Python and notebooks: what the library does, with a display."""
+"""``fedloom.run``, ``resume`` and ``compare`` for Python and notebooks, with a display."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(
     experiment file: ``rounds=20``, ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless
     ``out`` names a folder.
 
-    ``progress``: whether to show a bar; by default in notebooks and on terminals. Where nothing is shown, what should
-    not be missed is a Python warning. ``on_round(progress)`` is called after each round,
+    ``progress``: whether to show a bar; by default in notebooks and on terminals. Where nothing is shown, important
+    messages are Python warnings. ``on_round(progress)`` is called after each round,
     ``on_evaluate(round, metrics)`` after each evaluation, ``on_end(history)`` at the end.
     """
     from fedloom.runs.start import run as quietly
@@ -74,13 +74,13 @@ def resume(
 ) -> History:
     """Continue a run from its newest checkpoint (or the one ``at`` a round), perhaps to more ``rounds``.
 
-    ``data`` and ``model``: what was handed over in Python when the run began. ``forget``: clients that a closed form is
-    to unlearn, in the rounds in which they come next. ``repair``: go on although metrics.jsonl is damaged, without the
-    lines that are. ``trust``: code that the run folder names may run, although you have not run it before.
-    ``accept_changes``: go on although this code, ``model.weights`` or the data is not what the run began with; a
-    private run never does. A run that is refused is left as it was. Relative paths lead from the folder in which the
-    run began, unless everything is here; ``data_root`` is the one with which it began, unless it is given.
-    ``progress`` and the functions that are called are those of ``run``.
+    ``data`` and ``model``: the objects that were passed in Python when the run began. ``forget``: clients to unlearn
+    the next time they take part (closed forms only). ``repair``: drop damaged lines of metrics.jsonl and continue.
+    ``trust``: run code that the run folder names even if you have never run it. ``accept_changes``: continue even if
+    this code, ``model.weights`` or the data has changed; a private run never does. A run that is refused stays
+    unchanged. Relative paths are resolved from the folder in which the run began, unless all files are found from the
+    current one; ``data_root`` defaults to the one with which the run began. ``progress`` and the callbacks are those
+    of ``run``.
     """
     from fedloom.runs.callbacks import Calling
     from fedloom.runs.resume import resume as quietly
@@ -98,7 +98,7 @@ def resume(
 
 
 def _followed(work: Callable[[Listener], History], progress: bool | None, listener: Listener | None) -> History:
-    """Run with a display, with the listener of the user, or with warnings alone."""
+    """Run with a display, with the user's listener, or with warnings only."""
     if listener is not None or not _is_shown(progress):
         return work(listener or _Warnings())
     from fedloom.cli.console import plain_console
@@ -111,7 +111,7 @@ def _followed(work: Callable[[Listener], History], progress: bool | None, listen
 
 
 class _Warnings:
-    """A listener that shows nothing, and warns of what should not be missed."""
+    """A listener that shows nothing except important warnings."""
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:  # noqa: ARG002
         if prepared.experiment.ranks.rank == 0:
@@ -150,7 +150,7 @@ def compare(
 
     ``grid={"local.lr": [0.01, 0.1]}`` has an axis for each key; ``options`` are further keys of the ``[compare]``
     table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Data is named, by a
-    source or a path, since every cell is a process of its own.
+    source or a path, since every cell is a separate process.
     """
     from fedloom.compare.run import run as compared
     from fedloom.core.errors import ConfigError, Fault
@@ -158,7 +158,7 @@ def compare(
     from fedloom.runs.start import handed_net
 
     if is_handed_over(settings.get("data")):
-        what = "a comparison starts processes of its own, which cannot be handed data"
+        what = "a comparison starts its own processes, which cannot be passed data"
         raise ConfigError([Fault("data", what, "save it, as with numpy.savez, and give the path")])
     if "model" in settings:
         settings["model"] = handed_net(settings["model"])
@@ -178,7 +178,7 @@ def compare(
 
 
 def _is_shown(progress: bool | None) -> bool:
-    """Whether there is somebody to look: on a terminal, or in a notebook."""
+    """Whether output is interactive: on a terminal, or in a notebook."""
     if progress is not None:
         return progress
     return sys.stdout.isatty() or "ipykernel" in sys.modules

@@ -25,7 +25,7 @@ def follows() -> bool:
 
 
 def launch_ranks(wanted: str | None, experiment: Config) -> None:
-    """Start the ranks that ``--ranks`` asks for and end when they have ended; a single one is this process."""
+    """Start the ranks that ``--ranks`` requests and end when they have ended; a single rank is this process."""
     if wanted is None:
         return
     from fedloom.engine.ranks import is_rank

@@ -41,7 +41,7 @@ _EVERY = 2.0, 10.0  # seconds between two lines of a run, and of a comparison, w
 
 
 def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
-    """Run on the screen; an interruption says how to go on. Ranks other than 0 show nothing."""
+    """Run and show progress; after an interruption, print how to resume. Ranks other than 0 show nothing."""
     from fedloom.runs.loop import InterruptedRun, SilentListener
 
     if follows():
@@ -70,7 +70,7 @@ def has_bar(console: Console) -> bool:
 
 
 class _Newest(ProgressColumn):
-    """The newest numbers; before there are any, how long it has taken."""
+    """The newest numbers; before the first ones, the elapsed time."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["now"] or f"{span(task.elapsed or 0.0)} so far")
@@ -111,7 +111,7 @@ class RunScreen:
         self._show(text)
 
     def _show(self, thing: RenderableType) -> None:
-        """Print, unless the reader has gone: a closed pipe must not end the run."""
+        """Print, unless the pipe is closed: this must not end the run."""
         if self._unread:
             return
         try:
@@ -139,7 +139,7 @@ class RunScreen:
         if done:
             self.say(f"resumed after round {done} of {exp.rounds}")
         if forget := getattr(exp.algorithm, "forget", ()):
-            self.say(f"to be forgotten: clients {list(forget)}")
+            self.say(f"clients to forget: {list(forget)}")
         self._began, self._done = time.perf_counter(), done
         if has_bar(self._console):
             self._bar = Bar(self._console, "round", done, exp.rounds)
@@ -170,7 +170,9 @@ class RunScreen:
             self.say(f"round {progress.round}: {note}")
         if progress.excluded:
             self._excluded += len(progress.excluded)
-            self.say(f"round {progress.round}: left out clients {list(progress.excluded)}: their work was not finite")
+            self.say(
+                f"round {progress.round}: excluded clients {list(progress.excluded)}: their updates were not finite"
+            )
         if progress.late and progress.late == progress.clients:
             self._missed += 1
         self._idle += not progress.clients
@@ -211,7 +213,7 @@ class RunScreen:
 
 
 def _tail(history: History) -> str:
-    """What the mean at the end of a run is over."""
+    """The evaluations that the final mean is taken over."""
     count = sum(line["round"] > 0 for line in history.records if is_evaluation(line))
     return "mean of last 10" if count >= 10 else f"mean of all {count}"
 
@@ -234,7 +236,7 @@ def _where(prepared: Prepared, folder: Path | None) -> str:
 
 
 def _data(prepared: Prepared) -> str:
-    """The data, how unequal its parts are, and the size of the net."""
+    """The data, the heterogeneity of its partition, and the size of the net."""
     exp, shared, s = prepared.experiment, prepared.shared, prepared.shared.summary()
     trained, whole = exp.task.size, exp.task.whole
     parameters = f"{trained:,} parameters" if trained == whole else f"{trained:,} of {whole:,} parameters trained"
@@ -248,7 +250,7 @@ def _data(prepared: Prepared) -> str:
 
 
 def _kinds(prepared: Prepared) -> str:
-    """The kinds of rows that the partition deals out."""
+    """What the partition splits by."""
     return "classes" if prepared.shared.arrays.target is None else "bins of the target"
 
 
@@ -261,7 +263,7 @@ def _columns(prepared: Prepared) -> list[str]:
 
 
 def _sketch(history: History) -> list[str]:
-    """The course of the first accuracy in one line of text."""
+    """The first accuracy over the rounds as a sparkline."""
     frame = history.metrics
     names = accuracies(frame)
     if not names or len(frame) < 3 or not is_share(names[0]):
@@ -282,7 +284,7 @@ def _spent(history: History) -> str:
 
 
 def _next(history: History) -> list[str]:
-    """The files of a run, and commands to go on with."""
+    """The files of a run, and useful next commands."""
     run = history.run_dir
     if run is None:
         return []
@@ -335,7 +337,7 @@ class ComparisonScreen:
             self._bar = Bar(self._console, "cells", standing.done, standing.cells)
 
     def searching(self, search: Search, folder: Path) -> None:
-        """A search begins, whose trials take the place of cells."""
+        """A search begins; its trials are counted like cells."""
         tried = ", ".join(each.words() for each in search.ranges)
         self.say(f"fedloom {__version__} · {plural(search.trials, 'trial')} of {tried} · {folder}")
         self._kind = "trials"
@@ -358,7 +360,7 @@ class ComparisonScreen:
             self.say("  ".join(part for part in parts if part))
 
     def stopping(self) -> None:
-        self.say("finishing the rounds at work, then saving (again to stop at once)")
+        self.say("finishing the current rounds, then saving (again to stop at once)")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -403,7 +405,7 @@ class ComparisonScreen:
         console.print(table)
 
     def _selected(self, done: Comparison, console: Console) -> None:
-        """What was chosen by validation rows, and what it scores on test rows."""
+        """The settings chosen on validation rows, and their scores on test rows."""
         from fedloom.report.comparison.selected import chosen_sections, selection_notes
         from fedloom.report.comparison.text import narrowed
 

@@ -1,4 +1,4 @@
-"""How a command starts fast, and leaves the processor to others while it waits."""
+"""How a command starts fast, and leaves the CPU to other processes while it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 def wait_passively() -> None:
-    """Let idle threads of torch sleep, unless the user has said otherwise; call it before torch is imported.
+    """Let idle threads of torch sleep, unless the user has chosen otherwise; call it before torch is imported.
 
     By default they spin. On a busy machine they then take the core that the thread they wait for needs: a run of
     seconds took more than a minute.
@@ -19,7 +19,7 @@ def wait_passively() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without collecting garbage: what is imported stays, and looking through it takes a third of a second."""
+    """Import without collecting garbage: imported modules stay, and scanning them takes a third of a second."""
     was_on = gc.isenabled()
     gc.disable()
     try:

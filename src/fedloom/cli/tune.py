@@ -1,4 +1,4 @@
-"""``fedloom tune``: search for settings by validation rows."""
+"""``fedloom tune``: search for settings on validation rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[EXPERIMENT.toml] SETTING=RANGE... [KEY=VALUE]...",
-        help="An experiment, what to search (LOW..HIGH, LOW..HIGH:log or A,B,C), and settings that stay as they are.",
+        help="An experiment, what to search (LOW..HIGH, LOW..HIGH:log or A,B,C), and fixed settings.",
     ),
 ]
 
 
 def tune(
     words: Words = None,
-    trials: Annotated[int, typer.Option(min=1, help="How many settings to try altogether.")] = 20,
+    trials: Annotated[int, typer.Option(min=1, help="How many settings to try in total.")] = 20,
     metric: Annotated[
-        str, typer.Option(help="The metric on validation rows to search by, as loss; by default the accuracy.")
+        str, typer.Option(help="The metric on validation rows to search by, such as loss; accuracy by default.")
     ] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to try each of them with.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per trial.")] = 1,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; by default as many as fit.")] = None,
     json_: JsonResult = False,
@@ -42,7 +42,7 @@ def tune(
 ) -> None:
     """Search for the settings that are best on validation rows.
 
-    After an interruption, repeat the command to resume; with more --trials it goes on.
+    After an interruption, repeat the command to resume; raise --trials to continue.
 
     fedloom tune local.lr=0.001..1:log local.epochs=1..5 --trials 30 evaluate.validation=0.2
     """
@@ -55,7 +55,7 @@ def tune(
     from fedloom.engine.ranks import is_rank
 
     if is_rank():
-        why = "a search starts processes of its own"
+        why = "a search starts its own processes"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
     given = words or []
@@ -106,7 +106,7 @@ def _say(done: Tuned, screen: ComparisonScreen, file: list[str], fixed: list[str
     best = done.best
     screen.say(f"\nbest of {len(done.trials)}: trial {best.number}, {done.metric} {best.value:.4f}")
     for name, value in done.test.items():
-        screen.say(f"its {name}, which had no part in the search: {value.mean:.4f}")
+        screen.say(f"its {name}, which was not used in the search: {value.mean:.4f}")
     for key, value in best.settings.items():
         screen.say(f"  {key} = {value}")
     chosen = [f"{key}={value}" for key, value in best.settings.items()]

@@ -1,4 +1,4 @@
-"""``fedloom watch``: the page of results, live on this machine while runs and comparisons go on."""
+"""``fedloom watch``: the page of results, live on this machine while runs and comparisons are running."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HEADERS = {
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN|COMPARISON|FOLDER", help="A run, a comparison, or a folder.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any that is free.")] = 0,
-    host: Annotated[str, typer.Option(help="The address to listen on; others than this machine only if you ask.")] = (
+    host: Annotated[str, typer.Option(help="The address to listen on; by default only this machine can connect.")] = (
         "127.0.0.1"
     ),
     lang: PageLanguage = "en",
@@ -56,14 +56,14 @@ def watch(
         opened = config.bind_socket()
     except SystemExit as error:
         raise ConfigError([Fault("--port", f"{host}:{port} cannot be used", "choose another, or 0")]) from error
-    opened.listen()  # whoever reads the address can come at once
+    opened.listen()  # the page can be opened as soon as the address is printed
     shown = f"[{host}]" if ":" in host else host
     print(f"http://{shown}:{opened.getsockname()[1]}/{token}/   live page of {folder}; Ctrl-C ends it", flush=True)
     uvicorn.Server(config).run(sockets=[opened])
 
 
 def application(folder: Path, token: str, host: str, language: Literal["en", "zh"]) -> Starlette:
-    """The server: one page, for those who know its address."""
+    """The server: one page, for anyone who knows its address."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -78,17 +78,17 @@ def application(folder: Path, token: str, host: str, language: Literal["en", "zh
             return PlainTextResponse("not found", 404, _HEADERS)
         try:
             return HTMLResponse(page(look_at([folder]), language, live=True), headers=_HEADERS)
-        except FedloomError as error:  # such as a folder in which nothing has begun
+        except FedloomError as error:  # such as a folder in which no run has started
             return PlainTextResponse(f"{error}\n", 503, {**_HEADERS, "Refresh": "2"})
 
-    # A page from elsewhere cannot reach it under another name.
+    # A page of another site cannot reach it under another host name.
     names = [host, "127.0.0.1", "localhost"] if host not in ("0.0.0.0", "::") else ["*"]
     guard: Any = Middleware(TrustedHostMiddleware, allowed_hosts=names)
     return Starlette(routes=[Route("/{token}/", shown, methods=["GET"])], middleware=[guard])
 
 
 class Watched:
-    """A screen beside which the live page is served, by a process of its own, as soon as there is a folder."""
+    """A screen that also serves the live page, in a separate process, as soon as there is a folder."""
 
     def __init__(self, screen: Any) -> None:
         self._screen = screen
@@ -101,7 +101,7 @@ class Watched:
         self._screen.started(what, folder, *rest)
         if folder is not None:
             command = [sys.executable, "-m", "fedloom", "watch", str(folder)]
-            world = {**os.environ, "FEDLOOM_PARENT": str(os.getpid())}  # it ends with this process, however that ends
+            world = {**os.environ, "FEDLOOM_PARENT": str(os.getpid())}  # it ends when this process ends for any reason
             self._server = subprocess.Popen(command, stdout=sys.stderr.fileno(), env=world, start_new_session=True)
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ class Watched:
 
 @contextmanager
 def watched(screen: Any, wanted: bool) -> Iterator[Any]:
-    """The same screen, with the live page beside it if that is wanted."""
+    """The same screen, with the live page if requested."""
     if not wanted:
         yield screen
         return

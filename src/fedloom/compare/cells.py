@@ -1,4 +1,4 @@
-"""The cells of a comparison: a parsed configuration for each method, place of the grid and seed.
+"""The cells of a comparison: a parsed configuration for each method, point of the grid and seed.
 
 Cells are named by the hash of their configuration, so that no cell is ever computed twice.
 """
@@ -38,26 +38,26 @@ class Cell(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """The cells of a comparison, what was left out of their configurations, and everything that is wrong."""
+    """The cells of a comparison, what was dropped from their configurations, and all faults."""
 
     cells: list[Cell]
     notes: list[str]
     faults: list[Fault]
 
 
-# What cells have unless it is set: numbers do not depend on how many cells run side by side, and a comparison has
-# curves of its own.
+# Defaults of cells: numbers do not depend on how many cells run side by side, and a comparison draws its own
+# curves.
 _IN_CELLS: dict[str, dict[str, Any]] = {"engine": {"threads": 1}, "checkpoint": {"curves": False}}
 
 
 class _Spot(NamedTuple):
-    """A method at a place of the grid: what all seeds share there."""
+    """A method at a point of the grid: what all its seeds share."""
 
     method: Method
     place: Place
     config: Config
     left_out: list[str]
-    without_effect: dict[str, str]  # shared settings that do nothing here, and why
+    without_effect: dict[str, str]  # shared settings without effect here, and why
     hashed: dict[str, Any]  # the configuration as it is hashed
 
 
@@ -84,10 +84,10 @@ def all_cells(base: Mapping[str, Any], asked: Asked) -> Laid:
 
 
 def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], point: Point) -> _Spot:
-    """The experiment of a method at a place of the grid.
+    """The experiment of a method at a point of the grid.
 
-    A value of the grid goes before a method's own setting, and that before what all methods share. What is
-    set for several cells, or in other sections than the algorithm's, is left out of those in which it has no effect.
+    A value of the grid overrides a method's own setting, which overrides what all methods share. A setting
+    of several cells, or of other sections than the algorithm's, is dropped from cells in which it has no effect.
     """
     chosen = point.settings | method.beside
     known = setting_names(method.kind)
@@ -113,13 +113,13 @@ def _cell(spot: _Spot, seed: int) -> Cell:
 
 
 def single_cell(label: str, config: Config) -> Cell:
-    """A cell that is no part of a grid."""
+    """A cell outside a grid."""
     method = Method(label, config.kinds["algorithm"], {}, {})
     return Cell(method, (), config.basics.seed, config, _short(as_hashed(config)))
 
 
 def _short(hashed: Mapping[str, Any]) -> str:
-    """The name of a cell. Whether steps are compiled is not in it: like another machine, it changes rounding alone."""
+    """The name of a cell. Whether steps are compiled is not part of it: like the machine, it changes only rounding."""
     engine = hashed["engine"]
     if "compile" in engine:
         hashed = {**hashed, "engine": engine | {"compile": "auto"}}
@@ -149,7 +149,7 @@ def _set_by(axes: Sequence[Axis]) -> list[str]:
 
 
 def _without_effect_anywhere(spots: Sequence[_Spot]) -> list[Fault]:
-    """Settings that have no effect in any cell, or that a method has in other sections and that never help it."""
+    """Settings without effect in any cell, or that a method sets in other sections without effect."""
     found = _in_all(spots)
     for label in dict.fromkeys(spot.method.label for spot in spots):
         own = [spot for spot in spots if spot.method.label == label]
@@ -158,13 +158,13 @@ def _without_effect_anywhere(spots: Sequence[_Spot]) -> list[Fault]:
 
 
 def _in_all(spots: Sequence[_Spot]) -> dict[str, str]:
-    """The settings that have no effect at any of these, and why."""
+    """The settings without effect at all of these points, and why."""
     each = [spot.without_effect for spot in spots]
     return {key: why for key, why in each[0].items() if all(key in other for other in each)} if each else {}
 
 
 def _with_places(fault: Fault, where: Sequence[str], everywhere: int) -> Fault:
-    """The fault with the first cells that have it, unless all of them do."""
+    """The fault with the first cells that have it, unless all have it."""
     where = list(dict.fromkeys(where))
     if len(where) == everywhere:
         return fault
@@ -184,7 +184,7 @@ def _fitting(base: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
-    """The cells with the same rows set aside for the server in all methods, if any method trains on such rows.
+    """The cells with the same rows reserved for the server in all methods, if any method uses such rows.
 
     Otherwise the clients of different methods would train on different rows.
     """
@@ -198,4 +198,4 @@ def with_one_proxy(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
             config, changed = config._replace(proxy=proxy), True
         out.append(cell.with_config(config))
     names = ", ".join(dict.fromkeys(cell.method.label for cell in uses))
-    return out, [f"all methods train without the server's proxy rows, used by {names} alone"] if changed else []
+    return out, [f"all methods train without the server's proxy rows, needed only by {names}"] if changed else []

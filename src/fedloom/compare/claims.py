@@ -14,7 +14,7 @@ from fedloom.report.comparison.question import Place, Question
 
 
 def claims_of(planned: ComparisonPlan, question: Question) -> list[Claim]:
-    """The claims with the methods and the places of the grid that they are about."""
+    """The claims with the methods and the points of the grid that they are about."""
     return [_placed(planned, question, entry) for entry in planned.spec.claims]
 
 
@@ -41,7 +41,7 @@ def _placed(planned: ComparisonPlan, question: Question, entry: ClaimEntry) -> C
 
 
 def _paths(planned: ComparisonPlan, entry: ClaimEntry, places: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
-    """The places in groups that differ only along the axis, in its order; or the places that are named."""
+    """The points in groups that differ only along the axis, in its order; or the named points."""
     if entry.among:
         named = [entry.model_copy(update={"where": entry.where | where, "among": []}) for where in entry.among]
         return (tuple(place for each in named for place, _ in planned.spots(each)),)
@@ -56,7 +56,7 @@ def _paths(planned: ComparisonPlan, entry: ClaimEntry, places: tuple[Place, ...]
 
 
 def _pairs(planned: ComparisonPlan, entry: ClaimEntry, places: tuple[Place, ...]) -> Iterator[tuple[Place, Place]]:
-    """The places of which the first is claimed to be better: values of one axis, at each value of the others."""
+    """The points of which the first is claimed to be better: values of one axis, at each value of the others."""
     at = [axis.key for axis in planned.axes].index(entry.along)
     for path in _paths(planned, entry, places):
         here = {place[at]: place for place in path}

@@ -1,7 +1,7 @@
-"""Results that stay: the finished cells of a comparison as small files of JSON, gathered from wherever they ran.
+"""Collected results: the finished cells of a comparison as small JSON files, gathered from wherever they ran.
 
-A result is named by the hash of its cell's configuration, so that cells of several machines and days meet in one
-folder. It says with which code, versions and device it was made. Tables and curves are drawn from these files alone:
+A result is named by the hash of its cell's configuration, so that cells of several machines and days can share one
+folder. It records the code, versions and device that made it. Tables and curves are drawn from these files only:
 neither the run folders nor the data are needed.
 """
 
@@ -28,8 +28,8 @@ class Collected(NamedTuple):
     """A comparison drawn from results that were kept."""
 
     comparison: Comparison
-    cells: int  # that the comparison has
-    new: int  # results that were not there before
+    cells: int  # number of cells of the comparison
+    new: int  # new results
     missing: tuple[Cell, ...]  # cells without a result
 
 
@@ -42,7 +42,7 @@ class KeptResults(NamedTuple):
 
     @property
     def missing(self) -> tuple[Cell, ...]:
-        """The cells that still have to be run, each once."""
+        """The cells that remain to be run, each once."""
         return tuple({c.hash: c for c in self.planned.cells if c.hash not in self.found}.values())
 
     @property
@@ -51,11 +51,11 @@ class KeptResults(NamedTuple):
 
 
 class Lacking(NamedTuple):
-    """Which cells of a comparison are not there yet."""
+    """Which cells of a comparison are still missing."""
 
     cells: int
     there: int
-    seeds: dict[int, tuple[int, int]]  # of each seed: how many are there, of how many
+    seeds: dict[int, tuple[int, int]]  # for each seed: how many are finished, of how many
     missing: tuple[Cell, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -63,9 +63,9 @@ class Lacking(NamedTuple):
 
 
 def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
-    """The cells that no folder below ``results`` keeps, whichever comparison they were collected for.
+    """The cells that are in no folder below ``results``, whichever comparison they were collected for.
 
-    Methods on equal terms are counted with the rounds that were kept, and all as missing where none were.
+    Methods on equal terms are counted with the recorded rounds, and all as missing if none are recorded.
     """
     if planned.spec.equal != "rounds":
         terms = kept_terms(planned, [path.read_bytes() for path in results.rglob(TERMS)])
@@ -79,7 +79,7 @@ def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
 
 
 def kept_below(planned: ComparisonPlan, results: Path) -> frozenset[str]:
-    """The hashes of the cells whose results some folder below ``results`` keeps."""
+    """The hashes of the cells with a result in some folder below ``results``."""
     places = {path.parent for path in results.rglob("cells/*.json")}
     files = [file for place in sorted(places) for file in kept_files(place, (path.name for path in place.iterdir()))]
     return frozenset(name for name, _ in kept_documents(files, {cell.hash: cell for cell in planned.cells}))
@@ -93,10 +93,10 @@ def collect(
     data_root: Path | None = None,
     replace: bool = False,
 ) -> Collected | None:
-    """Gather the finished cells of ``sources`` into ``out``, and draw the tables of all that are there.
+    """Gather the finished cells of ``sources`` into ``out``, and draw the tables of all results in it.
 
-    A result that is there already stays, unless ``replace``; if another one of the same cell differs from it, that is
-    said. Nothing is written, and nothing returned, where no cell is finished.
+    An existing result stays, unless ``replace``; if another one of the same cell differs from it, a note says so.
+    Nothing is written, and nothing returned, if no cell is finished.
     """
     with storage_errors(out):
         terms = _terms(planned, out, [text for source in sources for text in source.terms], data_root)
@@ -121,7 +121,7 @@ def collect(
 
 
 def redrawn(planned: ComparisonPlan, out: Path) -> tuple[KeptResults, Comparison] | None:
-    """What a folder keeps of a comparison, if anything, and its tables; nothing is written, and no data are needed."""
+    """The results of a comparison in a folder, if any, and its tables; nothing is written, and no data are needed."""
     if planned.spec.equal != "rounds":
         terms = kept_terms(planned, _own_terms(out))
         if terms is None:
@@ -132,7 +132,7 @@ def redrawn(planned: ComparisonPlan, out: Path) -> tuple[KeptResults, Comparison
 
 
 def _terms(planned: ComparisonPlan, out: Path, texts: Sequence[bytes], data_root: Path | None) -> Terms | None:
-    """The rounds of each method where they are not all alike: those that were kept, else counted from the data."""
+    """The rounds of each method if they differ: those that were recorded, else counted from the data."""
     if planned.spec.equal == "rounds":
         return None
     return kept_terms(planned, [*_own_terms(out), *texts]) or terms_of(planned, data_root or default_root())
@@ -143,7 +143,7 @@ def _own_terms(out: Path) -> list[bytes]:
 
 
 def read_kept(planned: ComparisonPlan, out: Path) -> KeptResults:
-    """The results of a comparison that a folder keeps; a damaged one is refused."""
+    """The results of a comparison in a folder; a damaged one is refused."""
     names = [path.name for path in (out / "cells").glob("*.json")]
     found = dict(kept_documents(kept_files(out / "cells", names), {cell.hash: cell for cell in planned.cells}))
     others = len(names) - len(found)
@@ -152,7 +152,7 @@ def read_kept(planned: ComparisonPlan, out: Path) -> KeptResults:
 
 
 def _drawn(kept: KeptResults, out: Path) -> Comparison:
-    """The tables of what is kept."""
+    """The tables of the kept results."""
     results = [kept_result(cell, kept.found.get(cell.hash)) for cell in kept.planned.cells]
     remarks = [*origin_words(kept), *missing_words(kept), *kept.remarks]
     return drawn(kept.planned, out, out / "cells", results, remarks=remarks)
@@ -172,19 +172,19 @@ def _merged(kept: KeptResults, others: Iterable[tuple[str, Document]], *, replac
     return kept._replace(found=found, remarks=tuple(remarks))
 
 
-# -- what a reader must know of them ---------------------------------------------------------------
+# -- notes for the reader --------------------------------------------------------------------------
 def origin_words(kept: KeptResults) -> list[str]:
-    """With what the cells were run; several are all named, since numbers may differ between them."""
+    """The code and machines of the cells; if there are several, all are listed, since numbers may differ."""
     counts = Counter(origin_of(document) for document in kept.found.values())
     if not counts:
         return []
     if len(counts) == 1:
         return [f"All cells were run with {next(iter(counts))}"]
     listed = "; ".join(f"{count} with {origin}" for origin, count in sorted(counts.items()))
-    return [f"Cells were run with different code or machines, so that numbers may differ for that reason: {listed}"]
+    return [f"Cells were run with different code or machines, so numbers may differ for that reason: {listed}"]
 
 
-_NAMED = 12  # missing cells that a note names
+_NAMED = 12  # most missing cells that a note names
 
 
 def missing_words(kept: KeptResults) -> list[str]:
@@ -200,7 +200,7 @@ def missing_words(kept: KeptResults) -> list[str]:
         by_seeds.setdefault(", ".join(lacking), []).append(" · ".join(spot))
     spots = len({(cell.method.label, *cell.place) for cell in kept.planned.cells})
     words = [_of_seeds(lacking, where, spots) for lacking, where in by_seeds.items()]
-    return [f"{len(kept.found)} of {kept.cells} cells are there; missing: {'; '.join(words)}"]
+    return [f"{len(kept.found)} of {kept.cells} cells are finished; missing: {'; '.join(words)}"]
 
 
 def _of_seeds(seeds: str, where: Sequence[str], spots: int) -> str:

@@ -27,7 +27,7 @@ class Standing(NamedTuple):
     done: int
     cells: int
     reused: int
-    running: tuple[tuple[str, int, int], ...]  # name, round and rounds of each cell at work
+    running: tuple[tuple[str, int, int], ...]  # name, round and rounds of each running cell
     seconds_left: float | None
     ended: str = ""  # the cell that has just ended, and how
     cells_an_hour: float | None = None
@@ -54,7 +54,7 @@ class Unwatched:
 
 
 class InterruptedComparison(KeyboardInterrupt):
-    """A comparison that was asked to stop; its cells were saved."""
+    """A comparison that was stopped on request; its cells were saved."""
 
     def __init__(self, folder: Path, done: int, cells: int) -> None:
         super().__init__(f"stopped with {done} of {cells} cells done")
@@ -62,7 +62,7 @@ class InterruptedComparison(KeyboardInterrupt):
 
 
 class Worker:
-    """A process that runs one cell after another; it ends when this process ends, however abruptly."""
+    """A process that runs one cell after another; it ends when this process ends, even if that is killed."""
 
     def __init__(self, events: Events, threads: int, beside: Mapping[str, str]) -> None:
         threads_of = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
@@ -101,7 +101,9 @@ class Worker:
         code = self._process.wait()
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        ended = f"ended with code {code}" if code != -9 else "was killed, perhaps for want of memory: try fewer --jobs"
+        ended = (
+            f"ended with code {code}" if code != -9 else "was killed, perhaps because memory ran out: try fewer --jobs"
+        )
         return ": ".join([f"its process {ended}", *last])
 
     def ask_to_stop(self) -> None:
@@ -125,7 +127,7 @@ Events: TypeAlias = "queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]"
 
 
 class Crew:
-    """Workers that go through a list of cells side by side."""
+    """Workers that run a list of cells side by side."""
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class Crew:
         watcher: Watcher,
         more: Callable[[Cell, str], Sequence[Cell]] | None = None,
     ) -> None:
-        """``more``: the cells that are to run as well, now that this one has ended, and how."""
+        """``more``: further cells to run after a cell has ended."""
         self._more = more
         self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
         self._environment: Mapping[str, str] = {}
@@ -159,7 +161,7 @@ class Crew:
         return Standing(self._done, self._all, self._reused, tuple(busy), left, ended, pace)
 
     def work(self, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Run until no cell is left, in processes with this beside our own environment; the failures by cell."""
+        """Run until no cell is left, in processes with these additional environment variables; the failures by cell."""
         self._environment = environment
         try:
             for _ in range(jobs):
@@ -201,7 +203,7 @@ class Crew:
             self._give_work()
 
     def _give_work(self) -> None:
-        """Give waiting cells to workers that have none."""
+        """Give waiting cells to idle workers."""
         for worker in (each for each in self._workers if each.cell is None):
             if self._waiting:
                 following = self._waiting.popleft()
@@ -219,7 +221,7 @@ class Crew:
         self._watcher.moved(self.standing(f"{cell.name}: {state}" + (f" ({message})" if message else "")))
 
     def _stop(self) -> None:
-        """Let every worker finish its round and save; a second Ctrl-C does not wait for it."""
+        """Let every worker finish its round and save; after a second Ctrl-C, do not wait."""
         self._watcher.stopping()
         for worker in self._workers:
             worker.ask_to_stop()

@@ -18,18 +18,18 @@ from fedloom.report.comparison.question import Equal, Place
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config, hash_of
 
-MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more is refused
+MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more rounds is refused
 
 
 class Terms(NamedTuple):
-    """What a method may spend at each place, and in how many rounds it does."""
+    """What a method may spend at each point of the grid, and the rounds that this allows."""
 
     budgets: Mapping[Place, float]
     rounds: Mapping[tuple[Place, str], int]  # of each method
 
 
 def equalised(planned: ComparisonPlan, root: Path) -> ComparisonPlan:
-    """The comparison with the rounds that each method may spend; this takes the data."""
+    """The comparison with the rounds that each method may spend; this needs the data."""
     return planned if planned.spec.equal == "rounds" else on_terms(planned, terms_of(planned, root))
 
 
@@ -43,7 +43,7 @@ def on_terms(planned: ComparisonPlan, terms: Terms) -> ComparisonPlan:
 
 
 def _counted_at_most(planned: ComparisonPlan) -> list[str]:
-    """Which methods may spend less than they are allowed to, since only training tells how much they send."""
+    """Which methods may spend less than the budget, since only training shows how much they send."""
     cut = [cell.method.label for cell in planned.cells if cell.config.algorithm.traits.size_varies]
     if not cut or planned.spec.equal not in ("bytes", "busiest"):
         return []
@@ -70,7 +70,7 @@ def terms_of(planned: ComparisonPlan, root: Path) -> Terms:
     return Terms(budgets, rounds)
 
 
-# -- kept, so that results can be read where the data are not ----------------------------------------
+# -- recorded, so that results can be read without the data ------------------------------------------
 def terms_text(planned: ComparisonPlan, terms: Terms) -> str:
     """The terms of this comparison as JSON."""
     kept = {
@@ -98,21 +98,21 @@ def kept_terms(planned: ComparisonPlan, texts: Iterable[str | bytes]) -> Terms |
 
 
 def _asked(planned: ComparisonPlan) -> str:
-    """What decides the terms: the cells of the first seed before any round is added, and what is equal."""
+    """What determines the terms: the cells of the first seed before any round is added, and what is equal."""
     spec, first = planned.spec, planned.spec.seeds[0]
     cells = [[list(c.place), c.method.label, c.hash] for c in planned.cells if c.seed == first]
     return hash_of({"cells": cells, "equal": spec.equal, "reference": spec.reference, "budget": spec.budget})
 
 
 class Forecaster:
-    """Prepares experiments to see what they will spend; each data set is read once."""
+    """Prepares experiments to forecast what they will spend; each data set is read once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._arrays: dict[tuple[str, int], Arrays] = {}
 
     def prepared(self, config: Config) -> Experiment:
-        """The experiment on a CPU, whatever it will run on: nothing is trained here."""
+        """The experiment on a CPU, on whatever device it will run: nothing is trained here."""
         key = (repr((config.kinds["data"], config.data)), config.basics.seed)
         if key not in self._arrays:
             self._arrays = {key: config.data.load(self._root, config.basics.seed)}
@@ -126,7 +126,7 @@ class Forecaster:
     def rounds(self, config: Config, equal: Equal, budget: float) -> int:
         """The rounds in which a run of this configuration spends at most ``budget``, but at least one.
 
-        A run that spends nothing of the kind keeps its rounds.
+        A run that spends none of it keeps its rounds.
         """
         if equal == "rounds":
             return int(budget)
@@ -138,12 +138,12 @@ class Forecaster:
                 return config.basics.rounds
             if spent.rounds == MOST_ROUNDS:
                 what = f"{budget:g} {equal} would take {config.kinds['algorithm']} more than {MOST_ROUNDS:,} rounds"
-                raise ConfigError([Fault("compare.budget", what, "take fewer rounds, or a smaller budget")])
+                raise ConfigError([Fault("compare.budget", what, "use fewer rounds, or a smaller budget")])
         raise AssertionError("a forecast has no end")
 
 
 def amount(spent: Spent, equal: Equal) -> float:
-    """How much of it was spent, bytes in MB."""
+    """How much was spent, bytes in MB."""
     value = float(getattr(spent, equal))
     return value / 1e6 if equal in ("bytes", "busiest") else value
 

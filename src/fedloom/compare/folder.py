@@ -22,13 +22,13 @@ from fedloom.runs.folder import unused
 from fedloom.runs.prepare import data_fingerprint
 from fedloom.runs.settings import read_toml
 
-_ASIDE = "replaced"  # where cells are that were run again
+_ASIDE = "replaced"  # the old versions of cells that were run again
 _STATES = {"done": "summary.json", "diverged": "diverged.json"}
 
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Errors of the file system as one that names the folder."""
+    """Turn errors of the file system into one that names the folder."""
     try:
         yield
     except OSError as error:
@@ -37,9 +37,9 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder of a comparison for this process alone, made if it does not exist."""
+    """The folder of a comparison, locked for this process, made if it does not exist."""
     if folder.exists() and (not folder.is_dir() or not _is_ours(folder)):
-        raise ConfigError([Fault("--out", f"{folder} already exists and is not of a comparison", "choose another")])
+        raise ConfigError([Fault("--out", f"{folder} already exists and is not a comparison", "choose another")])
     with alone(folder, "--out"):
         yield
 
@@ -77,7 +77,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def refuse_another(planned: ComparisonPlan, folder: Path, root: Path, *, trust: bool) -> None:
-    """A folder keeps its tables: a comparison may grow there, but another one may not replace it."""
+    """Protect the tables of a folder: a comparison may grow, but another one may not replace it."""
     if not (folder / "compare.toml").is_file():
         return
     there = _read(folder, root, trust=trust)
@@ -85,14 +85,14 @@ def refuse_another(planned: ComparisonPlan, folder: Path, root: Path, *, trust: 
     lost = sum(cell.hash not in mine for cell in there.cells)
     if lost:
         labels = ", ".join(m.label for m in there.methods)
-        what = f"{folder} holds another comparison, of {labels} with seeds {', '.join(map(str, there.spec.seeds))}"
+        what = f"{folder} contains another comparison, of {labels} with seeds {', '.join(map(str, there.spec.seeds))}"
         gone = f"{lost} of its {len(there.cells)} cells are not in this one"
         apart = "".join(f"; {word}" for word in _differences(there.base, planned.base))
         raise ConfigError([Fault("--out", f"{what}: {gone}{apart}", "choose another folder, or delete that one")])
 
 
 def _read(folder: Path, root: Path, *, trust: bool) -> ComparisonPlan:
-    """The comparison that the folder holds."""
+    """The comparison in the folder."""
     try:
         table = read_toml(folder / "compare.toml")
         if trust:
@@ -102,7 +102,7 @@ def _read(folder: Path, root: Path, *, trust: bool) -> ComparisonPlan:
         for fault in error.faults:
             if usercode.NEEDS_TRUST in str(fault):
                 raise ConfigError([Fault(f"{folder}/compare.toml", str(fault))]) from error
-        what = f"{folder} holds a comparison that can no longer be read ({error.faults[0]})"
+        what = f"{folder} contains a comparison that can no longer be read ({error.faults[0]})"
         raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")]) from error
 
 
@@ -114,10 +114,10 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
 
 
 def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: Path) -> list[str]:
-    """Set aside the cells that were made with something else that decides numbers, so that they run again; say so.
+    """Set aside the cells whose data, code or versions have changed, so that they run again; returns a note.
 
-    A cell is its settings, which name its folder, its data, the user's own code and weights, and the versions of what
-    computes it.
+    A cell depends on its settings, which name its folder, its data, the user's own code and weights, and the versions
+    of the packages that compute it.
     """
     here = {cells / cell.hash: cell for cell in planned.cells if (cells / cell.hash).is_dir()}
     data = Fingerprints(root)
@@ -134,21 +134,21 @@ def move_stale_aside(planned: ComparisonPlan, folder: Path, cells: Path, root: P
 
 
 def stale_reasons(home: Path, cell: Cell, data: Fingerprints) -> list[str]:
-    """What the run in this folder began with that is something else now, in words."""
+    """What has changed since the run in this folder began, in words."""
     found = [f"{file} has changed" for file in changed_files(home)] + other_versions(home)
     return found + (["the data has changed"] if data.differs(home, cell) else [])
 
 
 class Fingerprints:
-    """What the data of cells is now; each data set is read once for a seed."""
+    """The current data of cells; each data set is read once for a seed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._known: dict[str, str] = {}  # empty where it cannot be read
+        self._known: dict[str, str] = {}  # empty if it cannot be read
         self._missing: dict[str, str] = {}
 
     def differs(self, home: Path, cell: Cell) -> bool:
-        """Whether the data of a cell is not that of the run in this folder.
+        """Whether the data of a cell differs from that of the run in this folder.
 
         Sets that fedloom draws, or checks against their publisher's checksums, cannot differ.
         """
@@ -166,7 +166,7 @@ class Fingerprints:
 
     def unknown(self) -> list[str]:
         """The data sets that could not be read, in words."""
-        what = "whether cells that are there were made with the same data was not checked"
+        what = "whether existing cells were made with the same data was not checked"
         return [f"{what}: {why}" for why in self._missing.values()]
 
 

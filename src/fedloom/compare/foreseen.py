@@ -85,26 +85,26 @@ def _plain(config: Config) -> list[str]:
 
 
 def _areas(config: Config) -> list[str]:
-    """What is measured beside accuracy (or error) and loss."""
+    """What is measured in addition to accuracy (or error) and loss."""
     always = ("rmse", "r2") if config.task.is_regression else ()
     return [*(measure_name(variant) for variant in config.evaluate.auc), *always, *config.evaluate.metrics]
 
 
 def _may_have_own_rows(config: Config) -> bool:
-    """Whether clients may have test rows of their own: held out, or marked by data that names clients."""
+    """Whether clients may have their own test rows: held out, or marked by data that names clients."""
     kind = config.kinds["partition"]
     return config.partition.holdout > 0 or kind == "natural" or ":" in kind
 
 
 def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
-    """The metrics that a comparison asks for and no cell can record."""
+    """The metrics that a comparison requests and no cell can record."""
     lacking = _without_validation(spec, configs)
     if lacking:
         return lacking
     wanted = [("compare.metric", spec.metric), ("compare.select", spec.select.metric if spec.select else "")]
     wanted += [("compare.layout.cell", part.metric) for part in (spec.layout.cell if spec.layout else ())]
     wanted += [(f"compare.claims.{number}.metric", claim.metric) for number, claim in enumerate(spec.claims)]
-    # Seeds and most of a grid change nothing here: each kind of evaluation is looked at once.
+    # Seeds and most of a grid change nothing here: each kind of evaluation is checked once.
     alike = {repr((c.algorithm, c.task, c.evaluate, c.privacy, c.corruption, c.partition, c.kinds)): c for c in configs}
     distinct = list(alike.values())
     names = {name for config in distinct for name in metric_names(config)}
@@ -112,11 +112,11 @@ def unrecorded(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
 
 
 def _without_validation(spec: Compare, configs: Sequence[Config]) -> list[Fault]:
-    """That places are to be chosen by validation rows, and there are none."""
+    """A fault if settings are to be chosen on validation rows, but there are none."""
     if spec.select is None or all(config.evaluate.validation for config in configs):
         return []
-    fix = "set evaluate.validation=0.2, and a fifth of each client's training rows is kept for it"
-    return [Fault("compare.select", "choosing needs validation rows, and evaluate.validation is 0", fix)]
+    fix = "set evaluate.validation=0.2: a fifth of each client's training rows"
+    return [Fault("compare.select", "choosing needs validation rows, but evaluate.validation is 0", fix)]
 
 
 def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str) -> list[Fault]:
@@ -126,7 +126,7 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
         return []
     if any(map(reports_itself, configs)) and not is_ours(metric):
         return []
-    asked = (f"it takes evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
+    asked = (f"it needs evaluate.{key}={json.dumps(value)}" for key, value in _switches(metric, configs))
     place = metric.rpartition("/")[0]
     begun = (f"{place}/{name}" for name in get_args(ClassMeasure) if is_test(metric) and name.startswith(leaf(metric)))
     meant = [f"did you mean '{name}'?" for name in begun]
@@ -134,7 +134,7 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
 
 
 def reports_itself(config: Config) -> bool:
-    """Whether the algorithm also records values of its own, under names that only a run shows."""
+    """Whether the algorithm also records its own values, under names that only a run shows."""
     return "updates" in config.evaluate.diagnostics and isinstance(config.algorithm, Diagnoses)
 
 

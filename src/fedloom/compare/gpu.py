@@ -1,7 +1,7 @@
 """Cells side by side on one GPU, through NVIDIA's MPS.
 
-Without MPS the processes on a GPU take turns, and several cells are no faster than one. The daemon of a comparison is
-its own: it lives in a private folder, serves the comparison's workers only, and ends with it.
+Without MPS the processes on a GPU take turns, and several cells are no faster than one. A comparison has its
+own daemon: it uses a private folder, serves only the comparison's workers, and ends with it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def can_share() -> bool:
 
 @contextmanager
 def shared(jobs: int) -> Iterator[Mapping[str, str]]:
-    """The environment in which ``jobs`` workers share the GPU; empty where they cannot, or where one has it alone."""
-    if jobs < 2 or not can_share() or _PIPES in os.environ:  # a daemon of the user's own serves everybody
+    """The environment in which ``jobs`` workers share the GPU; empty if they cannot, or if there is only one."""
+    if jobs < 2 or not can_share() or _PIPES in os.environ:  # the user's own daemon serves all processes
         yield {}
         return
     with tempfile.TemporaryDirectory(
         prefix="fedloom-mps-", ignore_cleanup_errors=True
-    ) as folder:  # short: it holds sockets
+    ) as folder:  # short: it contains sockets
         keeper = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from {__name__} import serve_until_parent_ends as serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **_places(folder)},
-            start_new_session=True,  # Ctrl-C reaches the comparison alone, which still needs the daemon
+            start_new_session=True,  # Ctrl-C reaches only the comparison, which still needs the daemon
         )
         assert keeper.stdout is not None
         assert keeper.stdin is not None

@@ -29,14 +29,14 @@ class Axis(NamedTuple):
     beside: tuple[dict[str, Any], ...]  # settings of other sections that go with each value
 
     def chosen(self, value: Any) -> tuple[str, ...]:
-        """The labels that a value stands for: its own, or those of each value of a list."""
+        """The labels of a value: its own, or those of each value of a list."""
         if word(value) in self.labels or not isinstance(value, list):
             return (word(value),)
         return tuple(word(each) for each in value)
 
 
 class Point(NamedTuple):
-    """A place of the grid, with the settings that it stands for."""
+    """A point of the grid, with its settings."""
 
     place: Place
     settings: dict[str, Any]
@@ -68,7 +68,7 @@ def axes_of(grid: Mapping[str, list[Any]]) -> tuple[Axis, ...]:
 
 
 def points(axes: Sequence[Axis]) -> list[Point]:
-    """Every place of the grid."""
+    """Every point of the grid."""
     out = []
     for chosen in itertools.product(*(zip(a.labels, a.values, a.beside, strict=True) for a in axes)):
         settings = {axis.key: value for axis, (_, value, _) in zip(axes, chosen, strict=True)}
@@ -78,7 +78,7 @@ def points(axes: Sequence[Axis]) -> list[Point]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of the grid without its label and companions; a table with ``value`` stands for a name or a number."""
+    """A value of the grid without its label and companions; a table with ``value`` means a name or a number."""
     if not isinstance(value, Mapping):
         return value
     return value["value"] if "value" in value else {k: v for k, v in value.items() if k not in ("label", "with")}
@@ -105,18 +105,18 @@ def names(methods: Sequence[Method]) -> list[str]:
     return list(dict.fromkeys(name for m in methods for name in (m.label, m.kind)))
 
 
-# Sections that pose the problem: their axes are never chosen over unless they are named.
+# Sections that define the problem: their axes are never tuned over unless they are named.
 _PROBLEM = ("data", "partition", "task", "system", "corruption", "privacy", "proxy", "evaluate")
 
 
 def chosen_over(select: SelectEntry, axes: Sequence[Axis]) -> list[str]:
-    """The axes among whose values a method is given the best: those that are named, else all that do not pose the
-    problem itself."""
+    """The axes over which each method is tuned: those that are named, else all that do not define the
+    problem."""
     return select.over or [axis.key for axis in axes if axis.key.partition(".")[0] not in _PROBLEM]
 
 
 def versus(gain: GainEntry, methods: Sequence[Method]) -> Versus:
-    """The labels of these methods: variants of the one that gains are no competitors, unless they are named."""
+    """The labels of these methods: variants of the gaining method do not compete, unless they are named."""
     (of,) = labels_named(gain.of, methods)
     kind = next(m.kind for m in methods if m.label == of)
     others = [m.label for m in methods if m.kind != kind] or [m.label for m in methods if m.label != of]

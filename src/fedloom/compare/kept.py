@@ -1,7 +1,7 @@
-"""One kept result: a finished cell as a small file of JSON.
+"""One kept result: a finished cell as a small JSON file.
 
 It has the settings, the origin (code, versions, device, precision) and every evaluation, but no model. Metrics are
-columns, one value for each evaluation; null where an evaluation does not have the metric.
+columns, one value for each evaluation; null if an evaluation does not have the metric.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Document = dict[str, Any]
 FORMAT = 2
 _KINDS = {"hash": str, "seed": int, "state": str, "origin": dict, "settings": dict, "partition": str, "metrics": dict}
 _ORIGIN = ("code", "changes", "commit", "versions", "device", "gpu", "cpu", "precision")
-_DIGITS = 7  # of a number: more than two machines agree on
+_DIGITS = 7  # digits of a number: more than two machines agree on
 
 
 def document_of(cell: Cell, home: Path) -> Document:
-    """What is kept of the cell that ended in this run folder."""
+    """The kept result of the cell that ended in this run folder."""
     result = result_of(cell, home)
     made, summary = _facts(home / "environment.json"), _facts(home / "summary.json")
     records = [record for record in result.records if is_evaluation(record)]
@@ -73,7 +73,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _summary(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Last, best and mean of the last ten of every metric that is a number, once training has begun."""
+    """Last, best and mean of the last ten of every numeric metric, once training has begun."""
     trained = [record for record in records if record["round"] > 0] or list(records)
     names = {name for record in trained for name, value in record.items() if isinstance(value, int | float)}
     return {
@@ -96,7 +96,7 @@ def document_text(document: Document) -> str:
 
 
 def read_document(text: str | bytes, name: str, at: str) -> Document:
-    """The kept result of the cell with this hash; a damaged one is refused, and named by where it is."""
+    """The kept result of the cell with this hash; a damaged one is refused with its path."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -104,16 +104,16 @@ def read_document(text: str | bytes, name: str, at: str) -> Document:
     else:
         fault = _fault(document, name)
     if fault:
-        raise ConfigError([Fault(at, fault, "delete it, and collect it again")])
+        raise ConfigError([Fault(at, fault, "delete it and collect it again")])
     return dict(document)
 
 
 def _fault(document: Any, name: str) -> str:
-    """What is wrong with a result that is kept under this name, if anything is."""
+    """What is wrong with a kept result of this name, if anything."""
     if not isinstance(document, dict) or "format" not in document:
         return "is not a result"
     if document["format"] != FORMAT:
-        return f"has format {document['format']}, and this version reads format {FORMAT}"
+        return f"has format {document['format']}, but this version reads format {FORMAT}"
     wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key), kind)]
     if wrong:
         return f"has no valid '{wrong[0]}' (got {str(document.get(wrong[0]))[:100]})"

@@ -1,4 +1,4 @@
-"""Comparisons, and folders of runs, as they are shown: read without a lock, also while they go on."""
+"""Comparisons, and folders of runs, as they are shown: read without a lock, also while they are running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.report.view import AnyView, ComparisonView, FolderView, RunView
 from fedloom.runs.look import csv_lines, flattened, is_run, json_file, look_at_run
 from fedloom.runs.settings import read_toml
 
-_DEEPEST = 3  # folders below the one that is looked at
+_DEEPEST = 3  # depth of folders that are searched
 
 
 def is_comparison(folder: Path) -> bool:
@@ -21,7 +21,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def look_at(folders: Iterable[Path]) -> AnyView:
-    """What these folders show: one run, one comparison, or several of both."""
+    """What these folders contain: one run, one comparison, or several of both."""
     given = list(folders)
     for folder in given:
         if not folder.is_dir():
@@ -29,7 +29,7 @@ def look_at(folders: Iterable[Path]) -> AnyView:
     found = [each for folder in given for each in _below(folder, _DEEPEST)]
     if not found:
         where = ", ".join(map(str, given))
-        raise ConfigError([Fault(where, "holds neither a run nor a comparison", "start one with: fedloom run")])
+        raise ConfigError([Fault(where, "contains neither a run nor a comparison", "start one with: fedloom run")])
     if len(found) == 1:
         return _one(found[0], found[0].resolve().name)
     names = _names(found)
@@ -50,7 +50,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths by which all of them can be told apart."""
+    """The shortest ends of the paths that distinguish all of them."""
     paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -82,13 +82,13 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _planned(spec: Mapping[str, Any]) -> int:
-    """How many cells a comparison is to have."""
+    """The planned number of cells of a comparison."""
     counted = (spec.get("algorithms"), spec.get("seeds"), *flattened(_table(spec.get("grid"))).values())
     return math.prod(len(values) for values in counted if isinstance(values, list))
 
 
 def _cell(folder: Path, line: Mapping[str, str], axes: tuple[str, ...]) -> RunView:
-    """A cell that the tables list; it may have gone on since, or be kept as a small file of results."""
+    """A cell that the tables list; it may have continued since, or be a kept result."""
     place, method = tuple(line.get(axis, "") for axis in axes), line["algorithm"]
     home, name = folder / line["folder"], f"{method}, seed {line['seed']}"
     if is_run(home):

@@ -24,7 +24,7 @@ _PROCESS = 0.6e9  # bytes of a process that trains a small net: 0.54e9 were meas
 # On a GPU: cells side by side at most, and bytes for each. On an H200 eight cells, three of cnn64 and five of a
 # logistic regression, took 25e9 bytes together; large nets need more.
 _ON_GPU, _GPU_PROCESS = 4, 12e9
-_MATRICES = 6  # matrices as large as all models side by side that a gradient step holds: see engine.local
+_MATRICES = 6  # matrices of the size of all models side by side that a gradient step allocates: see engine.local
 _MOST = 1.6e9  # bytes of these if the size of the net is unknown: the rule for lanes allows no more on a CPU
 
 
@@ -60,7 +60,7 @@ def _gpu_jobs(used: Sequence[Config]) -> int:
 def cell_bytes(config: Config) -> float:
     """About how many bytes a cell takes on a CPU: the process, its data, and its clients.
 
-    For each client side by side six times its model and its state, and, where these are kept in memory, the state
+    For each client side by side six times its model and its state, and, if these are kept in memory, the state
     of every client and three models of every node of a network: before, sent and after. What cannot be sized before
     the data is read counts as much as the rule for lanes allows.
     """
@@ -72,7 +72,7 @@ def cell_bytes(config: Config) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             task = config.model.task(data.shape, data.classes)
-        alg = config.algorithm.bind(Setup(task, config.local.optimiser(), torch.ones(clients)))
+        alg = config.algorithm.bind(Setup(task, config.local.make_optimizer(), torch.ones(clients)))
         state = tree.nbytes(alg.join(alg.send(alg.init(task.w0))))
     except Exception:  # a fault of the configuration or of a user's code: the cell itself will report it
         return unknown

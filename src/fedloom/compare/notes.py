@@ -31,7 +31,7 @@ def _unused(base: Mapping[str, Any], axes: Sequence[Axis]) -> list[str]:
 
 
 def _unpaired(cells: Sequence[Cell], baseline: str) -> list[str]:
-    """Methods whose rounds have other clients than the baseline's, so that their p-values are not of pairs."""
+    """Methods whose rounds have other clients than the baseline's, so that their p-values are not paired."""
     cohorts = {
         (cell.method.label, cell.place): cell.config.cohort
         for cell in cells
@@ -60,7 +60,7 @@ def _unlike(cells: Sequence[Cell]) -> list[str]:
 
 
 def _apart(name: str, cells: Sequence[Cell]) -> list[str]:
-    """The note about a setting that these cells do not share; a setting that is given for a method is meant."""
+    """The note about a setting that these cells do not share; a setting that the user gave for a method is intended."""
     section, _, key = name.partition(".")
     by_value: dict[str, list[str]] = {}
     for cell in cells:
@@ -74,5 +74,5 @@ def _apart(name: str, cells: Sequence[Cell]) -> list[str]:
 
 
 def _has_memory(config: Config) -> bool:
-    """Whether the local optimiser has a memory that could be kept or reset; plain SGD has none."""
-    return bool(tree.leaves(config.local.optimiser().init(torch.zeros(1))))
+    """Whether the local optimizer has a state that could be kept or reset; plain SGD has none."""
+    return bool(tree.leaves(config.local.make_optimizer().init(torch.zeros(1))))

@@ -1,6 +1,6 @@
-"""A recipe on a page of Markdown: what was measured beside what the paper reports, and the verdict of every claim.
+"""A recipe on a page of Markdown: measured values next to the paper's, and the verdict of every claim.
 
-Everything is read off the recipe and the results that are kept of it; nothing is trained, and no data are needed.
+Everything is read from the recipe and its kept results; nothing is trained, and no data are needed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fedloom.report.comparison.sheet_text import digits
 from fedloom.report.comparison.text import mean_and_spread
 from fedloom.runs.settings import read_toml
 
-_ACROSS = 3  # columns of a paper's table beside each other; each takes up to three
+_ACROSS = 3  # columns of a paper's table side by side; each takes up to three
 
 
 class RecipeReport(NamedTuple):
-    """What there is of one recipe."""
+    """The state of one recipe."""
 
     name: str  # paper/recipe
     title: str
     cells: int
     there: int
-    seeds: tuple[int, int]  # that have results, and that the recipe asks for
+    seeds: tuple[int, int]  # with results, and planned by the recipe
     verdicts: Mapping[str, int]
-    text: str  # a section of a page; empty where nothing has been run
+    text: str  # a section of a page; empty if nothing has been run
 
 
 def report_of(recipe: Path, results: Path, link: str) -> RecipeReport:
@@ -74,7 +74,7 @@ def title_of(recipe: Path) -> str:
 
 
 def _count(table: Mapping[str, Any], seeds: int) -> int:
-    """The cells of a comparison that nobody has looked at yet: methods times places times seeds."""
+    """The number of cells of a comparison: methods times points times seeds."""
     grid = dotted(table["compare"].get("grid", {}))
     return len(table["compare"]["algorithms"]) * math.prod(len(values) for values in grid.values()) * seeds
 
@@ -97,7 +97,7 @@ def verdict_of(decided: Decided) -> str:
 # -- the section -----------------------------------------------------------------------------------
 def _section(kept: KeptResults, comparison: Comparison, changed: Sequence[str], link: str) -> str:
     question, spec = comparison.question, kept.planned.spec
-    facts = [*(missing_words(kept) or [f"All {kept.cells} cells are there."]), *origin_words(kept)]
+    facts = [*(missing_words(kept) or [f"All {kept.cells} cells are finished."]), *origin_words(kept)]
     reduced = [*(f"{change}." for change in changed), *_fewer_seeds(kept, comparison), *spec.reductions]
     facts += [f"Reduced: {sentence}" for sentence in reduced]
     sheet = comparison.sheet or _plain_sheet(comparison)
@@ -116,7 +116,7 @@ def _section(kept: KeptResults, comparison: Comparison, changed: Sequence[str], 
 
 
 def _fewer_seeds(kept: KeptResults, comparison: Comparison) -> list[str]:
-    """How many seeds there are where anything was run, if they are not all that the recipe asks for."""
+    """How many seeds were run where anything was, if fewer than the recipe has."""
     asked, counts = len(kept.planned.spec.seeds), {row.seeds + row.diverged for row in comparison.rows} - {0}
     some = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(max(counts, default=0))
     return [f"{some} of {asked} seeds."] if min(counts, default=0) < asked else []
@@ -136,7 +136,7 @@ def _numbers(sheet: Sheet) -> Iterator[Number]:
 
 
 def _tables(sheet: Sheet) -> list[str]:
-    """A table for each block and each number of a cell, as far as anything was measured there."""
+    """A table for each block and each number of a cell, if anything was measured in it."""
     out, left_out = [], 0
     for block in sheet.blocks:
         for index, part in enumerate(sheet.layout.cell):
@@ -154,7 +154,7 @@ def _batched(values: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _table(sheet: Sheet, block: Block, index: int, columns: Sequence[int]) -> str:
-    """Ours, the paper's and the difference of these columns."""
+    """Measured value, the paper's and their difference, for these columns."""
     part = sheet.layout.cell[index]
     reported = {k for k in columns if any(line[k][index].paper is not None for line in block.cells)}
     header = [sheet.layout.rows]
@@ -173,7 +173,7 @@ def _table(sheet: Sheet, block: Block, index: int, columns: Sequence[int]) -> st
 
 
 def _words(part: CellPart, number: Number) -> list[str]:
-    """Ours, the paper's, and the difference."""
+    """Measured value, the paper's, and their difference."""
     value, reported = number.value, number.paper
     lost = [f"({n} {word})" for n, word in ((number.diverged, "diverged"), (number.failed, "failed")) if n]
     ours = mean_and_spread(value, lambda v: digits(part, v)) if value else "" if lost else "-"

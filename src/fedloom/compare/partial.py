@@ -13,7 +13,7 @@ from fedloom.compare.read import as_result, result_of
 from fedloom.compare.write import drawn, write_tables
 from fedloom.core.errors import FedloomError
 
-_SHARE = 20  # of the time goes into other things than tables
+_SHARE = 20  # of the time is left for other things than tables
 
 
 class TablesAsCellsEnd:
@@ -35,7 +35,7 @@ class TablesAsCellsEnd:
         self._watcher.stopping()
 
     def write(self) -> None:
-        """Write the tables of what is there; what makes them impossible is said when all cells have ended."""
+        """Write the tables of the finished cells; errors are reported when all cells have ended."""
         began = time.monotonic()
         with suppress(FedloomError):
             write_so_far(self._planned, self._folder, self._cells)
@@ -43,7 +43,7 @@ class TablesAsCellsEnd:
 
 
 def write_so_far(planned: ComparisonPlan, folder: Path, cells: Path) -> None:
-    """Write the tables of the cells that have ended, which say how many are missing; nothing where none has."""
+    """Write the tables of the cells that have ended, with the number of missing ones; nothing if none has."""
     ended = {cell.hash for cell in planned.cells if state_of(cells / cell.hash)}
     every = {cell.hash for cell in planned.cells}
     if not ended:

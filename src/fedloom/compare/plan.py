@@ -34,7 +34,7 @@ class ComparisonPlan(NamedTuple):
     baseline: str
     cells: tuple[Cell, ...]
     notes: tuple[str, ...]
-    budgets: Mapping[Place, float] = MappingProxyType({})  # what a method may spend there, once that is known
+    budgets: Mapping[Place, float] = MappingProxyType({})  # what a method may spend at each point, once that is known
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -59,7 +59,7 @@ class ComparisonPlan(NamedTuple):
         return tomli_w.dumps({**self.base, "compare": table})
 
     def spots(self, statement: Statement) -> Iterator[tuple[Place, str]]:
-        """The places of the grid and the labels of the methods that a statement is about."""
+        """The points of the grid and the labels of the methods that a statement is about."""
         keys = [axis.key for axis in self.axes]
         wanted = {axis.key: axis.chosen(statement.where[axis.key]) for axis in self.axes if axis.key in statement.where}
         labels = (
@@ -94,7 +94,7 @@ def plan(table: Mapping[str, Any]) -> ComparisonPlan:
 
 
 def _check_reported(planned: ComparisonPlan) -> None:
-    """Refuse caveats without a value of the paper to be about, and claims of values that the paper does not have."""
+    """Refuse caveats that match no value of the paper, and claims about values that the paper does not have."""
     spec = planned.spec
     reported = {spot for paper in spec.paper for spot in planned.spots(paper)}
     compared = {
@@ -105,7 +105,7 @@ def _check_reported(planned: ComparisonPlan) -> None:
     }
     idle = [k for k, caveat in enumerate(spec.caveats) if reported.isdisjoint(planned.spots(caveat))]
     faults = [Fault(f"compare.caveats.{k}", "no paper value matches this caveat") for k in idle]
-    what, fix = "needs a value of the paper at each of its places", "add it to [[compare.paper]], or set where"
+    what, fix = "needs a value of the paper at each of its points", "add it to [[compare.paper]], or set where"
     within = [(k, claim) for k, claim in enumerate(spec.claims) if claim.test == "within"]
     faults += [Fault(f"compare.claims.{k}", what, fix) for k, c in within if not compared.issuperset(planned.spots(c))]
     if faults:

@@ -1,4 +1,4 @@
-"""What a search may try of a setting: ``local.lr=0.001..1:log``, ``local.epochs=1..5`` or ``local.batch=16,32,64``."""
+"""Values to search: ``local.lr=0.001..1:log``, ``local.epochs=1..5`` or ``local.batch=16,32,64``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.runs.overrides import value_of
 
-_DIGITS = 4  # of a number that is tried: enough to tell two apart, and few enough to write them down
+_DIGITS = 4  # digits of a tried number: enough to distinguish two, and few enough to write
 _FORMS = "a range is LOW..HIGH or LOW..HIGH:log, and a choice A,B,C"
 
 
@@ -28,11 +28,11 @@ class Range(NamedTuple):
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The values that show whether all of them are allowed."""
+        """Values that suffice to check whether all are allowed."""
         return self.choices or (self.low, self.high)
 
     def setting(self, drawn: Any) -> Any:
-        """The value as it is set, of few digits, where it was drawn between two bounds."""
+        """The value as it is set, rounded to few digits if it was drawn between two bounds."""
         if self.choices or self.whole:
             return drawn
         return min(max(float(f"{drawn:.{_DIGITS}g}"), self.low), self.high)
@@ -45,14 +45,14 @@ class Range(NamedTuple):
 
 
 def is_range(word: str) -> bool:
-    """Whether a word of a command line gives a setting several values, and not one."""
+    """Whether a command-line argument gives a setting several values."""
     _, equals, text = word.partition("=")
     text = text.strip()
     return bool(equals) and (".." in text or ("," in text and text[:1] not in ("[", "{", '"', "'")))
 
 
 def ranges_of(words: Iterable[str]) -> tuple[Range, ...]:
-    """The ranges that these words give, or one ConfigError with everything that is wrong with them."""
+    """The ranges in these arguments, or one ConfigError with all faults."""
     faults: list[Fault] = []
     found: dict[str, Range] = {}
     for word in words:

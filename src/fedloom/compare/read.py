@@ -1,4 +1,4 @@
-"""The results of cells, read from their run folders, and refused if a folder is not as its run wrote it."""
+"""The results of cells, read from their run folders, and refused if a folder has changed since its run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PRIVACY = {"unit": str, "relation": str, "delta": float}
 def read_results(
     planned: ComparisonPlan, cells: Path, left_out: Collection[str] = ()
 ) -> tuple[list[Result], dict[str, str]]:
-    """The result of every cell; cells whose files were changed since have failed, and are named with the reason.
+    """The result of every cell; cells whose files have changed count as failed, with the reason.
 
-    Cells that were left out have none unless they were run here before.
+    Cells that were left out have no result unless they were run here before.
     """
     results, damaged = [], {}
     for cell in planned.cells:
@@ -36,7 +36,7 @@ def read_results(
         try:
             results.append(result_of(cell, home))
         except CheckpointError as error:
-            damaged[cell.name] = f"{error}; delete {home}, and the same command runs it again"
+            damaged[cell.name] = f"{error}; delete {home} and repeat the command to rerun it"
             results.append(as_result(cell, "failed"))
     return results, damaged
 
@@ -54,7 +54,7 @@ def as_result(
 
 
 def result_of(cell: Cell, home: Path) -> Result:
-    """What the run folder of a cell holds."""
+    """The contents of a cell's run folder."""
     state = state_of(home) or "failed"
     records = _records(home)
     shared = _facts(home / "partition.json", _PARTITION) or {"sha256": "", "data_sha256": ""}
@@ -90,18 +90,18 @@ def _facts(path: Path, keys: Mapping[str, type]) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     wrong = [key for key, kind in keys.items() if not isinstance(found, dict) or not isinstance(found.get(key), kind)]
     if wrong:
-        raise CheckpointError(f"{path}: is not what a run writes (see '{wrong[0]}')")
+        raise CheckpointError(f"{path}: was not written by a run (see '{wrong[0]}')")
     return dict(found)
 
 
 def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyCost | None:
-    """What the privacy of a cell has cost so far, if it is private."""
+    """The privacy budget that a cell has spent so far, if it is private."""
     stated = _facts(home / "privacy.json", _PRIVACY) if records else {}
     if not stated:
         return None
     newest: dict[str, Any] = next((line for line in reversed(records) if is_evaluation(line)), {})
     found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
-    epsilon = found[0] if found else math.inf  # for which JSON has no word
+    epsilon = found[0] if found else math.inf  # which JSON cannot express
     return PrivacyCost(
         data, stated["unit"], stated["relation"], epsilon, stated["delta"], str(stated.get("warning", ""))
     )

@@ -1,4 +1,4 @@
-"""What a ``[compare]`` table must not contradict: one small rule for each, all of them checked at once."""
+"""Contradictions in a ``[compare]`` table: one small rule for each, all checked at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedloom.core.vocabulary import as_validation, leaf
 from fedloom.report.comparison.statistics import COSTS
 from fedloom.runs.in_memory import InMemory
 
-RENAMED = {"doubts": "caveats"}  # keys of former versions, and what they are called now
-# Keys of a claim that some tests need, and the others do not have.
+RENAMED = {"doubts": "caveats"}  # keys of earlier versions, and their current names
+# Keys of a claim that some tests need and others do not have.
 _NEEDED = {"over": ("above", "order", "steadier"), "direction": ("trend",)}
 _NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
 
@@ -38,13 +38,13 @@ def faults_of_base(base: Mapping[str, Any]) -> list[Fault]:
 
 
 def faults_of_names(given: Any) -> list[Fault]:
-    """Keys of the table that have another name now."""
+    """Keys of the table that have been renamed."""
     old = [key for key in RENAMED if isinstance(given, Mapping) and key in given]
     return [Fault(f"compare.{key}", f"is called compare.{RENAMED[key]} now", "rename it") for key in old]
 
 
 def faults_of(asked: Asked) -> list[Fault]:
-    """Everything in which the table contradicts itself."""
+    """All contradictions in the table."""
     return [fault for rule in _RULES for fault in rule(asked)]
 
 
@@ -105,7 +105,7 @@ def _equal_terms(asked: Asked) -> Iterator[Fault]:
         yield from (Fault(f"compare.{key}", f"methods have equal rounds (got {value!r})", fix) for key, value in given)
         return
     if len(given) > 1:
-        yield Fault("compare.budget", "reference and budget both say how much may be spent", "keep one of them")
+        yield Fault("compare.budget", "reference and budget both set how much may be spent", "keep one of them")
     if spec.reference:
         yield from _unknown_method("compare.reference", spec.reference, methods)
     sized = [m for m in methods if "rounds" in m.beside and [m.label] != labels_named(spec.reference, methods)]
@@ -126,7 +126,7 @@ def _axes(asked: Asked) -> Iterator[Fault]:
 
 
 def _set_twice(asked: Asked) -> Iterator[Fault]:
-    """Settings that come with a value of the grid or with a method, and are also set elsewhere in the comparison."""
+    """Companion settings of a value of the grid or of a method that are also set elsewhere in the comparison."""
     own = {axis.key: {key for given in axis.beside for key in given} for axis in asked.axes}
     own["algorithms"] = {key for method in asked.methods for key in method.beside}
     for name, keys in own.items():
@@ -139,7 +139,7 @@ def _set_twice(asked: Asked) -> Iterator[Fault]:
 
 
 def _is_fixed(key: str, name: str) -> bool:
-    """Whether a setting cannot come with a value of this axis, or with a method."""
+    """Whether a setting cannot be a companion of a value of this axis, or of a method."""
     return key in ("seed", "name", "algorithm.kind") or (is_algorithm_setting(key) and name == "algorithms")
 
 
@@ -184,10 +184,10 @@ def _claims(asked: Asked) -> Iterator[Fault]:
 
 
 def _axis_of_claim(claim: ClaimEntry, at: str, asked: Asked) -> Iterator[Fault]:
-    """Whether a claim names an axis, values of it, or places where its test needs them."""
+    """Whether a claim names an axis, its values, or points if its test needs them."""
     walks = claim.test in ("trend", "steadier")
     if walks and bool(claim.along) == bool(claim.among):
-        yield Fault(f"{at}.along", f"test = '{claim.test}' needs either along, an axis, or among, a list of places")
+        yield Fault(f"{at}.along", f"test = '{claim.test}' needs either along, an axis, or among, a list of points")
     if not walks and bool(claim.along) != bool(claim.value):
         yield Fault(f"{at}.along", f"with test = '{claim.test}', along and value go together", "set both, or neither")
     if claim.value and claim.test not in ("above", "best", "order"):
@@ -201,7 +201,7 @@ def _axis_of_claim(claim: ClaimEntry, at: str, asked: Asked) -> Iterator[Fault]:
         whole = claim.where | where
         yield from _unmatched(claim.model_copy(update={"where": whole}), f"{at}.among", asked)
         if set(whole) != keys or any(isinstance(value, list) for value in where.values()):
-            yield Fault(f"{at}.among", f"each names one place, by all of {', '.join(sorted(keys))} (got {where})")
+            yield Fault(f"{at}.among", f"each names one point, by all of {', '.join(sorted(keys))} (got {where})")
 
 
 def _along(claim: ClaimEntry, at: str, axes: Mapping[str, Axis]) -> Iterator[Fault]:
@@ -251,7 +251,7 @@ def _unknown_method(at: str, name: str, methods: Sequence[Method]) -> Iterator[F
 
 
 def _unmatched(statement: Statement, at: str, asked: Asked) -> Iterator[Fault]:
-    """A method or a place of the grid that the comparison does not have."""
+    """A method or a point of the grid that the comparison does not have."""
     if statement.algorithm and not labels_named(statement.algorithm, asked.methods):
         fix = nearest(statement.algorithm, names(asked.methods))
         yield Fault(f"{at}.algorithm", f"there is no method '{statement.algorithm}'", fix)

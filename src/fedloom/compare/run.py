@@ -1,4 +1,4 @@
-"""Run what is missing of a comparison, and write its tables."""
+"""Run the missing cells of a comparison, and write its tables."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ def run(
     trust: bool = False,
     watcher: Watcher | None = None,
 ) -> Comparison:
-    """Run what is missing of a comparison in the folder ``out``, and write its tables and curves there.
+    """Run the missing cells of a comparison in the folder ``out``, and write its tables and curves.
 
-    ``table`` is an experiment with a ``compare`` table beside its other sections. ``kept``: a folder of collected
-    results, whose cells are not run. ``trust``: the code that a comparison in this folder names may run, although you
-    have not run it before.
+    ``table`` is an experiment with an additional ``compare`` table. ``kept``: a folder of collected results, whose
+    cells are not run. ``trust``: run code that a comparison in this folder names even if you have never run it.
     """
     if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
@@ -71,7 +70,7 @@ def _left_out(planned: ComparisonPlan, kept: str | Path | None) -> Collection[st
 
 
 def _find_data(planned: ComparisonPlan, root: Path) -> None:
-    """Refuse at once what every cell would refuse: a published data set that is not here."""
+    """Refuse at once what every cell would refuse: a published data set that is not installed."""
     published = [c.config.data for c in planned.cells if isinstance(c.config.data, PublishedSet)]
     for layout in {data.kind: data.layout for data in published}.values():
         places_below(layout, root)
@@ -87,7 +86,7 @@ def _run_missing(
     left_out: Collection[str],
 ) -> dict[str, str]:
     """Run every cell that has not ended yet and is not left out; the failures by the name of their cell."""
-    # Two labels may stand for one config.
+    # Two labels may have the same config.
     by_hash = {cell.hash: cell for cell in reversed(planned.cells) if cell.hash not in left_out}
     missing = [c for c in planned.cells if by_hash.get(c.hash) is c and not state_of(cells / c.hash)]
     jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))

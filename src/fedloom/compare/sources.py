@@ -1,4 +1,4 @@
-"""Where finished cells lie: run folders and kept results, anywhere below a folder or inside a tar archive."""
+"""Finding finished cells: run folders and kept results, anywhere below a folder or inside a tar archive."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class KeptFile(NamedTuple):
 
 
 class FinishedCells(NamedTuple):
-    """What a source holds, by the hash of the cell."""
+    """What a source contains, by the hash of the cell."""
 
     homes: tuple[tuple[str, Path], ...]  # run folders that ended
     files: tuple[KeptFile, ...]
-    terms: tuple[bytes, ...] = ()  # files that say what methods may spend on equal terms
+    terms: tuple[bytes, ...] = ()  # files with what methods may spend on equal terms
 
 
 def look(source: Path) -> FinishedCells:
-    """Everything finished that lies below a folder, or in an archive of kept results."""
+    """All finished cells below a folder, or in an archive of kept results."""
     if source.is_dir():
         return _below(source)
     if source.is_file():
@@ -80,7 +80,7 @@ def kept_documents(files: Sequence[KeptFile], cells: Mapping[str, Cell]) -> Iter
 
 
 def superseded(folder: Path, found: Collection[str]) -> list[Path]:
-    """Kept results in this folder that have another hash now, under which they are there, too."""
+    """Kept results in this folder whose hash has changed, and that also exist under the new hash."""
     files = [file for file in kept_files(folder, (path.name for path in folder.iterdir())) if file.name not in found]
     pairs = [(folder / f"{file.name}.json", _settings(file)) for file in files]
     return [path for path, settings in pairs if settings is not None and hash_of_settings(settings) in found]
@@ -96,7 +96,7 @@ def _settings(file: KeptFile) -> dict[str, Any] | None:
 
 
 def _main(settings: Mapping[str, Any]) -> str:
-    """The settings that no version leaves out: results that differ in these are not of one cell."""
+    """The settings that every version hashes: results that differ in these are of different cells."""
     kinds = [settings[part].get(key) for part, key in _MAIN if isinstance(settings.get(part), Mapping)]
     return repr((settings.get("seed"), settings.get("rounds"), kinds))
 
@@ -113,7 +113,7 @@ def _below(folder: Path) -> FinishedCells:
 
 
 def kept_files(folder: Path, names: Iterable[str]) -> list[KeptFile]:
-    """Those of these files that are kept results by their names."""
+    """The files among these that are kept results by their names."""
     found = [name for name in sorted(names) if _is_kept(name)]
     return [KeptFile(name.removesuffix(".json"), str(folder / name), folder / name) for name in found]
 

@@ -1,4 +1,4 @@
-"""The ``[compare]`` table of a configuration, as it is written."""
+"""The ``[compare]`` table of a configuration, as written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MethodEntry(Spec):
 
 
 class Statement(Spec):
-    """Something about a method at some places of the grid."""
+    """A statement about a method at some points of the grid."""
 
     algorithm: str
     where: dict[str, Any] = Field(default_factory=dict)
@@ -57,7 +57,7 @@ class CaveatEntry(Statement):
 
 
 class ClaimEntry(Statement):
-    """What the paper claims of a method, and the test that decides it."""
+    """A claim of the paper about a method, and the test that decides it."""
 
     says: str = Field(min_length=1)
     source: str = ""
@@ -84,14 +84,14 @@ class ClaimEntry(Statement):
 
 
 class GainEntry(Spec):
-    """The method whose gain is shown, and the methods over the best of which; none: all methods of other kinds."""
+    """The method whose gain over the best of other methods is shown, and these; none: all methods of other kinds."""
 
     of: str
     over: list[str] = Field(default_factory=list)
 
 
 class SelectEntry(Spec):
-    """By which metric on validation rows a place of the grid is chosen, and over which axes; none: see the docs."""
+    """The metric on validation rows by which a point of the grid is chosen, and over which axes; none: see the docs."""
 
     metric: str = Field(min_length=1)
     over: list[str] = Field(default_factory=list)
@@ -149,7 +149,7 @@ class Compare(Spec):
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that values of a paper can be about."""
+        """The metrics that values of a paper can refer to."""
         return [part.metric for part in self.layout.cell] if self.layout else [self.metric]
 
 

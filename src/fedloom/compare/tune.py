@@ -1,4 +1,4 @@
-"""A search for settings by Optuna: every trial is a cell for each seed, its value is that of validation rows.
+"""A search for settings with Optuna: every trial is a cell for each seed, scored on validation rows.
 
 The study is a SQLite file in the folder of the search, and cells are found again by their hash, so that repeating the
 command continues where it stopped.
@@ -46,7 +46,7 @@ class Search(NamedTuple):
     base: Mapping[str, Any]  # the experiment
     ranges: tuple[Range, ...]
     trials: int
-    metric: str  # on validation rows: a quantity or a whole name; empty: the accuracy, or the error of numbers
+    metric: str  # on validation rows: a quantity or a full name; empty: the accuracy, or the error in regression
     seeds: int = 1
 
     def config(self, settings: Mapping[str, Any], seed: int | None = None) -> Config:
@@ -58,7 +58,7 @@ class Search(NamedTuple):
         return config if seed is None else config._replace(basics=config.basics.model_copy(update={"seed": seed}))
 
     def record(self) -> dict[str, Any]:
-        """What a folder keeps of its search; the number of trials may grow."""
+        """What a folder records of its search; the number of trials may grow."""
         asked = {"metric": self.metric, "seeds": self.seeds, "ranges": [each.words() for each in self.ranges]}
         return {**self.base, "tune": asked}
 
@@ -79,7 +79,7 @@ class Tuned(NamedTuple):
     metric: str
     trials: tuple[Trial, ...]
     best: Trial | None
-    test: Mapping[str, Mean]  # what the best scores on test rows, by metric
+    test: Mapping[str, Mean]  # the best trial on test rows, by metric
     failures: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Tuned(NamedTuple):
 
 
 class InterruptedSearch(KeyboardInterrupt):
-    """A search that was asked to stop; its trials were saved."""
+    """A search that was stopped on request; its trials were saved."""
 
     def __init__(self, done: int, trials: int) -> None:
         super().__init__(f"stopped with {done} of {trials} trials done")
@@ -103,7 +103,7 @@ class InterruptedSearch(KeyboardInterrupt):
 
 
 def checked_search(search: Search) -> Search:
-    """The search, if all that it may try can be run and has the metric; one ConfigError says everything else."""
+    """The search, if everything it may try can be run and has the metric; else one ConfigError with all faults."""
     if not search.ranges:
         fix = "as in local.lr=0.001..1:log, local.epochs=1..5 or local.batch=16,32,64"
         raise ConfigError([Fault("fedloom tune", "no setting has a range to search", fix)])
@@ -118,8 +118,8 @@ def checked_search(search: Search) -> Search:
     if faults:
         raise ConfigError(faults)
     if not config.evaluate.validation:
-        fix = "set evaluate.validation=0.2, and a fifth of each client's training rows is kept for it"
-        raise ConfigError([Fault("fedloom tune", "a search needs validation rows, and evaluate.validation is 0", fix)])
+        fix = "set evaluate.validation=0.2: a fifth of each client's training rows"
+        raise ConfigError([Fault("fedloom tune", "a search needs validation rows, but evaluate.validation is 0", fix)])
     wanted = search.metric or ("mae" if config.task.is_regression else "accuracy")
     names = [name for name in metric_names(config) if "/validation/" in name]
     if not any(matching(wanted, [*names, *map(leaf, names)])):
@@ -129,7 +129,7 @@ def checked_search(search: Search) -> Search:
 
 
 def tune(search: Search, folder: Path, root: Path, jobs: int | None, watcher: Watcher) -> Tuned:
-    """Try settings until the study in ``folder`` has as many trials as are asked for."""
+    """Try settings until the study in ``folder`` has the requested number of trials."""
     search = checked_search(search)
     with storage_errors(folder), _own(folder):
         _refuse_other_search(search, folder)
@@ -158,10 +158,10 @@ def _work(trials: _Trials, missing: Sequence[Cell], folder: Path, root: Path, jo
 
 # -- the folder ------------------------------------------------------------------------------------
 def _own(folder: Path) -> AbstractContextManager[None]:
-    """The folder for this process alone; one that holds something else is refused."""
+    """The folder, locked for this process; one with other contents is refused."""
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if (folder.exists() and not folder.is_dir()) or (inside - {".lock"} and _RECORD not in inside):
-        raise ConfigError([Fault("--out", f"{folder} already exists and is not of a search", "choose another")])
+        raise ConfigError([Fault("--out", f"{folder} already exists and is not a search", "choose another")])
     return alone(folder, "--out")
 
 
@@ -172,7 +172,7 @@ def _refuse_other_search(search: Search, folder: Path) -> None:
     differ = [key for key in dict.fromkeys([*there, *here]) if there.get(key) != here.get(key)]
     if differ:
         key = differ[0]
-        what = f"{folder} holds another search: {key} is {there.get(key)} there and {here.get(key)} here"
+        what = f"{folder} contains another search: {key} is {there.get(key)} there and {here.get(key)} here"
         raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")])
 
 
@@ -189,14 +189,14 @@ def _study(search: Search, folder: Path) -> optuna.Study:
         direction="minimize" if lower_is_better(search.metric) else "maximize",
         load_if_exists=True,
     )
-    # Every start draws other numbers than the one before; the same search draws the same.
+    # Each start draws different numbers; a repeated search draws the same.
     study.sampler = optuna.samplers.TPESampler(seed=len(study.get_trials(deepcopy=False)))
     return study
 
 
 # -- the trials ------------------------------------------------------------------------------------
 class _Trials:
-    """The trials of a study: which cells they wait for, and what comes next. It follows the workers for a watcher."""
+    """The trials of a study: which cells they wait for, and which are next. It follows the workers for a watcher."""
 
     def __init__(self, search: Search, folder: Path, study: optuna.Study, watcher: Watcher) -> None:
         self._search, self._folder, self._study, self._watcher = search, folder, study, watcher
@@ -223,14 +223,14 @@ class _Trials:
         return [single_cell(f"trial {trial.number}", config) for config in configs]
 
     def first(self, jobs: int) -> list[Cell]:
-        """The cells to begin with: those of trials that were at work when the search was stopped, and new ones."""
+        """The cells to begin with: those of trials that were running when the search was stopped, and new ones."""
         found = [cell for trial in self._drawn() if not trial.state.is_finished() for cell in self._missing(trial)]
         while len(found) < jobs and (more := self._next()):
             found += more
         return found
 
     def ended(self, cell: Cell, _state: str) -> list[Cell]:
-        """A cell has ended: report the trials that waited for it alone, and begin others in their place."""
+        """A cell has ended: report the trials that waited only for it, and begin others in their place."""
         found = []
         for number, hashes in list(self._waiting.items()):
             hashes.discard(cell.hash)
@@ -241,7 +241,7 @@ class _Trials:
         return found
 
     def _next(self) -> list[Cell]:
-        """The cells of the next trial that has any to run; none if there are trials enough."""
+        """The cells of the next trial that has any to run; none if there are enough trials."""
         while len(self._drawn()) < self._search.trials:
             number = self._study.ask(distributions(self._search.ranges)).number
             found = self._missing(next(trial for trial in self._drawn() if trial.number == number))
@@ -283,7 +283,7 @@ class _Trials:
         return next(iter(found.values())).mean if found else None
 
     def _measured(self, trial: optuna.trial.FrozenTrial, *, test: bool) -> dict[str, Mean]:
-        """What a trial came to over seeds: on validation rows by the metric of the search, or on test rows."""
+        """The score of a trial over seeds: on validation rows by the metric of the search, or on test rows."""
         results = [result_of(cell, self._home(cell)) for cell in self._cells(trial)]
         names = recorded(results)
         first = next(iter(accuracies(names)), "global/test/accuracy")
@@ -339,7 +339,7 @@ class _Trials:
 
 
 def distributions(ranges: Sequence[Range]) -> dict[str, Any]:
-    """The ranges as Optuna has them."""
+    """The ranges as Optuna's distributions."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     def one(each: Range) -> Any:

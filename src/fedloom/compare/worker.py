@@ -45,9 +45,9 @@ class Reporter(SilentListener):
 
 
 def work() -> None:
-    """Run the cells that come in as lines of stdin, and answer on stdout, until the parent is gone."""
+    """Run the cells that arrive as lines of stdin, and answer on stdout, until the parent is gone."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a user's algorithm prints must not get among the answers
+    os.dup2(2, 1)  # output of a user's algorithm must not mix with the answers
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     reporter = Reporter(answers)
@@ -58,13 +58,13 @@ def work() -> None:
 def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         jobs.put(json.loads(line))
-    os._exit(1)  # every state on disk can be resumed, so there is nothing to wait for
+    os._exit(1)  # every state on disk can be resumed, so do not wait
 
 
 def _outcome(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     """Run one cell, or resume it; how it ended."""
     folder, root = Path(job["folder"]), Path(job["root"])
-    usercode.vouch(job["config"])  # the parent has loaded this code; a cell's own config.toml may name other code
+    usercode.vouch(job["config"])  # the parent has loaded this code; the config.toml of a cell may name other code
     try:
         if (folder / "config.toml").is_file():
             resume(folder, data_root=root, listener=reporter)

@@ -48,7 +48,7 @@ class Comparison(NamedTuple):
     failures: dict[str, str]  # by the cell's name
     sheet: Sheet | None = None  # the same in the layout of the recipe
     decided: tuple[Decided, ...] = ()  # the claims of the recipe
-    selection: Selection | None = None  # what was chosen by validation rows, where that is asked for
+    selection: Selection | None = None  # what was chosen on validation rows, if requested
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; the same whenever the comparison is repeated."""
@@ -101,7 +101,7 @@ def drawn(
     failures: dict[str, str] | None = None,
     remarks: Sequence[str] = (),
 ) -> Comparison:
-    """The tables of these results; ``remarks`` stand below them."""
+    """The tables of these results, followed by ``remarks``."""
     question = _question(planned, results, remarks)
     rows = statistics.rows(question, results)
     layout, wanted = planned.spec.layout, planned.spec.select
@@ -115,7 +115,7 @@ def drawn(
 
 
 def _selected(selection: Selection) -> dict[str, Any]:
-    """What a summary says of the choice."""
+    """What a summary records of the choice."""
     return {
         "selected": {
             "over": list(selection.over),
@@ -140,7 +140,7 @@ def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
         texts["table.md"] += "\n" + claims.markdown(question, decided)
         texts |= {"claims.csv": claims.table_csv(decided), "claims.tex": claims.latex(question, decided)}
     if selection := comparison.selection:
-        texts["table.md"] = selected.markdown(selection) + "\n## All places\n\n" + texts["table.md"]
+        texts["table.md"] = selected.markdown(selection) + "\n## All grid points\n\n" + texts["table.md"]
         texts |= {"selected.csv": selected.table_csv(selection), "selected.tex": selected.latex(selection)}
     if sheet := comparison.sheet:
         texts |= {"layout.csv": sheet_numbers.table_csv(sheet), "layout.md": sheet_text.markdown(sheet)}
@@ -182,7 +182,7 @@ def _question(planned: ComparisonPlan, results: Sequence[Result], remarks: Seque
 
 
 def _unit(value: float, share: bool) -> float:
-    """An accuracy above 1.5 is meant in percent."""
+    """An accuracy above 1.5 is in percent."""
     return value / 100 if share and value > 1.5 else value
 
 
@@ -214,5 +214,5 @@ def _of_layout(planned: ComparisonPlan, layout: TableLayout) -> dict[tuple[Place
 
 
 def _placed_values(planned: ComparisonPlan) -> Iterator[tuple[tuple[Place, str], float | list[float]]]:
-    """Each value of a paper, with the place of the grid and the method that it belongs to."""
+    """Each value of a paper, with its point of the grid and its method."""
     return ((spot, paper.value) for paper in planned.spec.paper for spot in planned.spots(paper))

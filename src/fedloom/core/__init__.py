@@ -1,1 +1,1 @@
-"""What every method stands on: trees of tensors, randomness, settings, tasks, optimisers."""
+"""The basis of every method: trees of tensors, randomness, settings, tasks, optimizers."""

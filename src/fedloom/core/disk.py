@@ -1,7 +1,7 @@
-"""Files of run folders: private to their owner, written whole or not at all, and never through a link.
+"""Files of run folders: private to their owner, written atomically, and never through a link.
 
-A run folder may come from another person, or lie where others can write. What is opened for writing here is opened
-without following links, so that a name in the folder can never stand for a file elsewhere.
+A run folder may come from another person, or be in a place where others can write. Files are opened for writing without
+following links, so that a name in the folder never refers to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from pathlib import Path
 
 from fedloom.core.errors import CheckpointError, StorageError
 
-_FILE, _FOLDER = 0o600, 0o700  # of what is made here
+_FILE, _FOLDER = 0o600, 0o700  # of new files and folders
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """A folder for its owner alone; the folders above it are made as usual, and one that is there stays as it is."""
+    """Make a folder that only its owner can open; parent folders are made as usual, an existing one is not changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER, exist_ok=exist_ok)
 
 
 def state_home() -> Path:
-    """The folder for what fedloom remembers for this user, apart from runs and from all that others hand over."""
+    """The folder of fedloom's settings for this user, separate from runs and from files that others provide."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "fedloom").expanduser()
 
 
 def as_name(words: str) -> str:
-    """Words as the name of one file or folder: nothing in it leads elsewhere."""
+    """Text as the name of one file or folder, without path separators."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in words).strip(".-") or "run"
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor of a file, made where it is not there; refused where it is anything but one plain file.
+    """Open a file, or create it; refused unless it is one plain file.
 
-    What is written in place must have one name only: through a second one (a hard link), another file would change.
+    A file that is written in place must have only one name: with a second one (a hard link), another file would change.
     """
     file = _open(path, flags | os.O_CREAT)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
         what = "has another name (a hard link)" if stat.S_ISREG(found.st_mode) else "is not a plain file"
-        raise CheckpointError(f"{path}: {what}, so it is not written to (put a copy in its place)")
+        raise CheckpointError(f"{path}: {what}, so it is not written to (replace it by a copy)")
     return file
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all, also after a power cut."""
+    """A file that is written atomically, also if the power fails."""
     part = new_part(path)
     file = _open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with os.fdopen(file, "wb") as out:
@@ -63,7 +63,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def result_at(path: Path) -> Iterator[None]:
-    """Write a result where a user wants it, with the folders above it; where that fails, one error says so."""
+    """Write a result to the user's path and make its parent folders; one error if that fails."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
@@ -74,7 +74,7 @@ def result_at(path: Path) -> Iterator[None]:
 
 
 def new_part(path: Path) -> Path:
-    """Where the next version of a file is written before it takes its name; what a crash left there is gone."""
+    """The path of a file's next version before it is renamed; what a crash left is deleted."""
     part = path.with_name(f"{path.name}.part")
     with suppress(FileNotFoundError):
         part.unlink()
@@ -82,7 +82,7 @@ def new_part(path: Path) -> Path:
 
 
 def lock(path: Path, *, wait: bool = False) -> int:
-    """Hold a lock file until its descriptor is closed; where another process does, wait, or BlockingIOError."""
+    """Hold a lock file until its descriptor is closed; if another process holds it, wait, or raise BlockingIOError."""
     file = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -93,12 +93,14 @@ def lock(path: Path, *, wait: bool = False) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a folder with anything in it but plain files and folders, by the name of the first; nothing is opened."""
+    """Refuse a folder that contains anything but plain files and folders, naming the first; no file is opened."""
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
         if entry.is_symlink():
-            raise CheckpointError(f"{entry.path}: is a link, and links are not followed (put the file itself there)")
+            raise CheckpointError(
+                f"{entry.path}: is a link, and links are not followed (replace it by the file itself)"
+            )
         if entry.is_dir(follow_symlinks=False):
             refuse_links(Path(entry.path))
         elif not entry.is_file(follow_symlinks=False):
@@ -106,7 +108,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def still_there(file: int, path: Path) -> None:
-    """Refuse to go on with an open file that no longer has its name: what is written to it would be lost."""
+    """Refuse to continue with an open file that no longer has its name: what is written to it would be lost."""
     held = os.fstat(file)
     try:
         named = os.stat(path, follow_symlinks=False)
@@ -124,12 +126,12 @@ def digest(path: Path) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """The SHA-256 that a file with this in it will have."""
+    """The SHA-256 of a file with this content."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, survive a power cut."""
+    """Make writes to a file, or renames in a folder, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -138,7 +140,7 @@ def sync(path: Path) -> None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Without links, and without waiting for the other end of a pipe."""
+    """Open without following links and without waiting for the other end of a pipe."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _FILE)
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong: ``where: what (got ...) (fix)``."""
+    """One fault: ``where: what (got ...) (fix)``."""
 
     where: str
     what: str
@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 
 
 class FedloomError(Exception):
-    """The root of every error that fedloom raises on purpose."""
+    """The base of every error that fedloom raises on purpose."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class ConfigError(FedloomError):
 
 
 class DataError(FedloomError):
-    """Data that is missing, damaged or not what was promised."""
+    """Data that is missing, damaged or not as described."""
 
 
 class CheckpointError(FedloomError):
@@ -48,7 +48,7 @@ class DivergedError(FedloomError):
 
 
 class SplitError(DivergedError):
-    """A network fell apart because nodes died, and was set to stop then."""
+    """A network became disconnected because nodes died, and was set to stop then."""
 
 
 class StorageError(FedloomError):
@@ -64,13 +64,13 @@ class LostRankError(FedloomError):
 
 
 def outside(where: str, word: str, numbers: Iterable[int], count: int) -> list[Fault]:
-    """A fault where one of these numbers is that of no client, or node (``word``), among ``count``."""
+    """A fault if one of these numbers is not that of a client, or node (``word``), among ``count``."""
     strangers = [number for number in numbers if number >= count]
     fix = f"{word}s are numbered 0 to {count - 1}"
     return [Fault(where, f"there is no {word} {min(strangers)} among {count}", fix)] if strangers else []
 
 
-# What other tools call our settings and values.
+# The names of fedloom's settings and values in other tools.
 SYNONYMS = {
     "batch_size": "batch",
     "gpu": "cuda",

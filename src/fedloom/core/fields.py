@@ -37,14 +37,14 @@ def kind_words(kind: Any, code: Callable[[str], str] = str) -> str:
 
 
 def default_words(field: FieldInfo, code: Callable[[str], str] = str) -> str:
-    """The default of a field as TOML has it; ``required`` or ``unset`` where there is none."""
+    """The default of a field in TOML; ``required`` or ``unset`` if there is none."""
     if field.is_required():
         return "required"
     return "unset" if field.default is None else code(toml_word(field.default))
 
 
 def toml_word(value: Any) -> str:
-    """A value as TOML has it."""
+    """A value in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -2,8 +2,8 @@
 
 ``torch.func.grad_and_value`` asks torch._dynamo whether autograd is being compiled. The first question imports all of
 torch._dynamo, which takes longer than a short run. ``value_and_gradient`` takes the same steps without the question;
-where something is compiled, use torch's own. The steps are private functions of torch: if a release lacks them,
-torch's own function serves, too.
+in compiled code, use torch's own function. The steps are private functions of torch: if a release lacks them,
+torch's own function is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ X = TypeVar("X")
 
 
 def value_and_gradient(f: Callable[[X], Tensor], x: X) -> tuple[Tensor, X]:
-    """The value of the scalar function ``f`` at the tree ``x`` and its gradient there, as ``grad_and_value`` has it."""
+    """The value of the scalar function ``f`` at the tree ``x`` and its gradient, as by ``grad_and_value``."""
     if not HAS_STEPS:
         gradient, value = grad_and_value(f)(x)
         return value, gradient

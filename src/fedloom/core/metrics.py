@@ -1,4 +1,4 @@
-"""Measurements that merge: whatever way clients or batches are grouped, the result is the same."""
+"""Measurements that merge: the result does not depend on how clients or batches are grouped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.core.objective import CLASSES, Criterion, row_cross_entropy
 from fedloom.core.vocabulary import lower_is_better
 
-# What is ranked: every score of every class at once, as it is or after a softmax, or each class by itself.
+# What is ranked: every score of every class at once, raw or after a softmax, or each class separately.
 Auc: TypeAlias = Literal["micro_logits", "micro_softmax", "macro_present"]
 
 # Scores that are ranked at once: each takes some dozens of bytes meanwhile.
@@ -39,7 +39,7 @@ def score(logits: Tensor, y: Tensor, criterion: Criterion = CLASSES) -> Scores:
 
 
 def auc(variant: Auc, logits: Tensor, y: Tensor, *, owner: Tensor, clients: int) -> Tensor:
-    """The area under the ROC curve of each client, whose rows may lie in any order.  ``[clients]``
+    """The area under the ROC curve of each client; rows may be in any order.  ``[clients]``
 
     ``micro``: the chance that the score of a right class is above that of a wrong one, among all of the
     client's rows and classes; ``macro_present``: the mean of the areas of the classes of which the client
@@ -119,8 +119,8 @@ class Verdicts(NamedTuple):
     rows: Tensor  # [K] how many the client has
     correct: Tensor  # [K] how many of them its model got right
     loss: Tensor  # [K] the sum of their losses
-    auc: dict[str, Tensor]  # [K] areas by variant and further measures by name, NaN where there is none
-    first: str = "accuracy"  # what ``correct`` sums up: "mae" where numbers are learned
+    auc: dict[str, Tensor]  # [K] areas by variant and further measures by name, NaN if undefined
+    first: str = "accuracy"  # what ``correct`` sums up: "mae" in regression
 
     @staticmethod
     def cat(parts: Sequence[Verdicts]) -> Verdicts:
@@ -137,12 +137,12 @@ class Verdicts(NamedTuple):
 def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dict[str, float]:
     """Accuracy, loss and areas over the clients that have rows, under names that begin with ``prefix``.
 
-    A client whose loss is not finite is left out of the loss and counted as ``diverged``; only if no
+    A client whose loss is not finite is excluded from the loss and counted as ``diverged``; only if no
     client's loss is finite, the loss is not either. Not so where all clients have one ``shared`` model:
-    it has diverged if it has on any client's rows. A client without an area is left out of that area, and
-    an area that no client has is not named at all.
+    it has diverged if it has on any client's rows. A client without an area is excluded from that area, and
+    an area that no client has is not reported.
     """
-    order = found.ids.cpu().argsort()  # sums of floats depend on their order: let it always be the same
+    order = found.ids.cpu().argsort()  # sums of floats depend on their order: keep it fixed
     rows = found.rows.cpu()[order].double().numpy()
     if not (rows > 0).any():
         return {}
@@ -161,7 +161,7 @@ def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dic
 
 
 def measure_name(variant: str) -> str:
-    """The name of a measure beyond accuracy and loss: the variants of AUC are told apart."""
+    """The name of a measure beyond accuracy and loss; variants of AUC have different names."""
     return f"auc_{variant}" if variant in get_args(Auc) else variant
 
 
@@ -170,7 +170,7 @@ def _named(name: str, of: Spread) -> dict[str, float]:
 
 
 class Summary(NamedTuple):
-    """What a run's series of one metric came to; never only its best."""
+    """The summary of one metric over a run; never only its best value."""
 
     last: float
     best: float
@@ -184,7 +184,7 @@ def summarise(name: str, series: Sequence[float]) -> Summary:
 
 
 def rounds_to_convergence(name: str, points: Sequence[tuple[int, float]]) -> int | None:
-    """The round from which on a metric has converged, of its (round, value) at each evaluation; None of none.
+    """The round from which a metric has converged, given its (round, value) pairs; None if there are none.
 
     With A the mean of the last ten values and M the moving mean of ten (of fewer, at first): the first evaluation at
     which M is within 1 % of A, or better, and after which it is never again more than 2 % worse.

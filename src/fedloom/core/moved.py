@@ -1,4 +1,4 @@
-"""Imports of earlier versions in code of the user's own: where fedloom has each name now."""
+"""Imports of earlier versions in the user's code: where fedloom has each name now."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What has another name now, and would be looked for in vain, or found with another meaning.
+# Names that have changed and would not be found, or found with another meaning.
 RENAMED = {
     ("fedloom.algorithm", "Averaging"): "Algorithm",
     ("fedloom.models.net", "Model"): "NetSpec",
     ("fedloom.models.net", "NormedModel"): "NormedSpec",
 }
 
-# Modules that had another name; those that only moved are found by theirs.
+# Modules that had another name; modules that only moved are found by name.
 MODULES = {
     "api": "runs.start",
     "budget": "compare.equal_terms",
@@ -42,7 +42,7 @@ MODULES = {
 
 
 def advice(error: ImportError) -> str:
-    """How the file whose import failed has to import fedloom's names instead; empty where these are not the reason."""
+    """How the file whose import failed must import fedloom's names; empty if these are not the reason."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     if not frames or Path(frames[-1]).is_relative_to(ROOT):
         return ""
@@ -50,7 +50,7 @@ def advice(error: ImportError) -> str:
 
 
 def _stale(source: str) -> Iterator[str]:
-    """What is wrong with each import of fedloom in the source that fails, and what to write."""
+    """What is wrong with each failing import of fedloom in the source, and what to write instead."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -99,7 +99,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def _defining(name: str) -> list[str]:
-    """The modules of fedloom that define this name, but for those of the command line."""
+    """The modules of fedloom that define this name, except those of the command line."""
     homes = {path: _named(path) for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "cli"}
     return [home for path, home in homes.items() if name in _defined(path.read_text(encoding="utf-8"))]
 

@@ -22,7 +22,7 @@ LOSSES = {"classification": ("cross_entropy",), "regression": ("mse", "huber")}
 
 
 class Objective(Spec):
-    """What is learned from the data, and what training makes small."""
+    """What is learned from the data, and which loss is minimised."""
 
     kind: Literal["classification", "regression"] = Field(
         "classification", description="classification: the label is a class; regression: it is a number"
@@ -49,12 +49,12 @@ class Criterion(NamedTuple):
     """The loss of rows, and what is needed to read the outputs of a net."""
 
     each: RowLoss
-    weights: Tensor | None = None  # [C] how much a row of each class counts in training
+    weights: Tensor | None = None  # [C] the weight of a row of each class in training
     regression: bool = False
-    unit: float = 1.0  # of a number that is learned: its deviation over the training rows
+    unit: float = 1.0  # regression: the deviation of the target over the training rows
 
     def weighted(self, loss: Tensor, y: Tensor) -> Tensor:
-        """The losses of rows as they count in training.  ``[B]``"""
+        """The weighted losses of rows in training.  ``[B]``"""
         return loss if self.weights is None else loss * self.weights[y]
 
 
@@ -92,7 +92,7 @@ def _row_loss(task: Objective, outputs: int) -> RowLoss:
 
 
 def _own_loss(name: str, outputs: int, *, regression: bool) -> RowLoss:
-    """The user's function, once it has turned out to give a loss for each row."""
+    """The user's function, after a check that it returns a loss for each row."""
     found = usercode.load_code(name, "task.loss")
     if not (usercode.is_written(found, name) or usercode.is_in_program(found, name)):
         what = f"'{name}' is not a function of outputs and labels that a .py file defines"

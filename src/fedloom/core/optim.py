@@ -1,8 +1,8 @@
-"""Local optimisers as two pure functions over trees; one function of settings makes each.
+"""Local optimizers as two pure functions over trees; one function of settings makes each.
 
 Every public function of this module that returns an ``Optimizer`` is one that ``local.optimizer`` may
-name, and its keyword arguments are the settings that it has. A user's own goes by ``file.py:function``.
-Where torch has an optimiser of the name, this is the same one, step for step.
+name, and its keyword arguments are its settings. A user's own is named ``file.py:function``.
+Where torch has an optimizer of the same name, this is the same one, step for step.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fedloom.core.schema import Spec, When, other_than, over, when, worded
 
 
 class Optimizer(NamedTuple):
-    """``init`` gives the memory of a fresh start; ``update`` takes one step.
+    """``init`` returns the initial state; ``update`` takes one step.
 
-    Many clients are stepped side by side: memory is a tree of tensors, of which counters have no
-    dimension, and no value of a tensor may decide which way the program goes.
+    Many clients are stepped side by side: the state is a tree of tensors, in which counters have no
+    dimension, and control flow must not depend on the value of a tensor.
     """
 
     init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any, Tensor], tuple[Any, Any]]  # (gradient, memory, x, lr) -> (x, memory)
+    update: Callable[[Any, Any, Any, Tensor], tuple[Any, Any]]  # (gradient, state, x, lr) -> (x, state)
 
 
 def sgd(*, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, clip: float = 0.0) -> Optimizer:
@@ -60,7 +60,7 @@ def sgd(*, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 
 
 
 class Average(NamedTuple):
-    """The memory of averaged SGD."""
+    """The state of averaged SGD."""
 
     step: Tensor  # [] steps so far
     ax: Any  # the mean of the points since step t0; before, the point itself
@@ -71,7 +71,7 @@ def asgd(
 ) -> Optimizer:
     """Averaged SGD: x <- (1 - lambd eta) x - eta g, where eta = lr / (1 + lambd lr t)^power; it keeps the mean of x.
 
-    eta goes by the learning rate of this very step; that of torch by the one of the step before.
+    eta uses the learning rate of this step; torch uses that of the previous step.
     """
 
     def init(x: Any) -> Average:
@@ -90,7 +90,7 @@ def asgd(
 
 
 class Moments(NamedTuple):
-    """The memory of Adam and its kin."""
+    """The state of Adam and its variants."""
 
     step: Tensor  # [] steps so far
     m: Any  # running mean of the gradients
@@ -120,7 +120,7 @@ def radam(
     def update(g: Any, memory: Moments, x: Any, lr: Tensor) -> tuple[Any, Moments]:
         t, m, v = memory = _moments(prepared(g, x, weight_decay, clip), memory, beta1, beta2)
         rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)
-        # Where rho <= 5 this root may not be real, and is not used.
+        # If rho <= 5, this root may not be real, and is not used.
         r = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)).sqrt()
         scale = r * (1 - beta2**t).sqrt()
         d = tree.tmap(lambda m, v: m * torch.where(rho > 5, scale.to(v.dtype) / (v.sqrt() + eps), 1.0), m, v)
@@ -130,7 +130,7 @@ def radam(
 
 
 class Squares(NamedTuple):
-    """The memory of RMSprop."""
+    """The state of RMSprop."""
 
     v: Any  # running mean of the squared gradients
     velocity: Any  # () without momentum
@@ -156,7 +156,7 @@ def rmsprop(
 
 
 class AdagradMemory(NamedTuple):
-    """The memory of AdaGrad."""
+    """The state of AdaGrad."""
 
     step: Tensor  # [] steps so far
     sum: Any  # of the squared gradients
@@ -185,7 +185,7 @@ def adagrad(
 
 
 class Deltas(NamedTuple):
-    """The memory of AdaDelta."""
+    """The state of AdaDelta."""
 
     v: Any  # running mean of the squared gradients
     u: Any  # and of the squared steps
@@ -207,9 +207,9 @@ def adadelta(*, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, 
     return Optimizer(init, update)
 
 
-# -- what they are made of -------------------------------------------------------------------------
+# -- common parts ----------------------------------------------------------------------------------
 def prepared(g: Any, x: Any, weight_decay: float, clip: float) -> Any:
-    """The gradient, first clipped, then with the pull of the weights towards zero."""
+    """The gradient, first clipped, then with weight decay."""
     if clip:
         g = clipped(g, clip)
     if weight_decay:
@@ -230,9 +230,9 @@ def moved(x: Any, direction: Any, rate: Tensor) -> Any:
 
 
 def no_steps(x: Any) -> Tensor:
-    """A counter at zero, where ``x`` is.  ``[]``
+    """A counter at zero, on the device of ``x``.  ``[]``
 
-    In float64, as what is computed from it: 1 - 0.999^t and RAdam's rho are small differences.
+    In float64, as are the values computed from it: 1 - 0.999^t and RAdam's rho are small differences.
     """
     return tree.leaves(x)[0].new_zeros((), dtype=torch.float64)
 
@@ -253,13 +253,13 @@ Maker = Callable[..., Optimizer]
 
 @cache
 def optimizers() -> Mapping[str, Maker]:
-    """Every optimiser of fedloom by name: the public functions of this module that return one."""
+    """Every optimizer of fedloom by name: the public functions of this module that return one."""
     here = [f for f in globals().values() if inspect.isfunction(f) and f.__module__ == __name__]
     return {f.__name__: f for f in here if f.__name__[0] != "_" and get_type_hints(f).get("return") is Optimizer}
 
 
 def find_optimizer(name: str, at: str) -> Maker:
-    """The function of settings that makes the optimiser of this name, fedloom's or the user's own."""
+    """The function of settings that makes the optimizer of this name, fedloom's or the user's own."""
     if usercode.is_reference(name):
         own: Maker = usercode.load_code(name, at)
         if not usercode.is_written(own, name):
@@ -268,24 +268,24 @@ def find_optimizer(name: str, at: str) -> Maker:
         return own
     known = optimizers()
     if name not in known:
-        raise ConfigError([Fault(at, f"there is no optimiser '{name}'", nearest(name, known))])
+        raise ConfigError([Fault(at, f"there is no optimizer '{name}'", nearest(name, known))])
     return known[name]
 
 
 @cache
 def takes(make: Maker) -> tuple[str, ...]:
-    """The names of an optimiser's settings."""
+    """The names of an optimizer's settings."""
     return tuple(inspect.signature(make).parameters)
 
 
 def _defaults(setting: str) -> str:
-    """What an unset setting is to those who have it, such as ``adam 0.9, radam 0.9``."""
+    """The default of a setting for each optimizer that has it, such as ``adam 0.9, radam 0.9``."""
     each = {name: inspect.signature(make).parameters for name, make in optimizers().items()}
     return ", ".join(f"{name} {has[setting].default:g}" for name, has in each.items() if setting in has)
 
 
 class Takes(NamedTuple):
-    """The chosen optimiser has this setting; where there is no such optimiser, another fault says so."""
+    """Whether the chosen optimizer has this setting; an unknown optimizer is reported elsewhere."""
 
     setting: str
 
@@ -305,17 +305,17 @@ TAKES_STEPS = {"algorithm.takes_steps": worded(True, "clients take local steps",
 
 
 def of_optimizer(setting: str, **tests: Any) -> When:
-    """The setting has an effect where clients take steps and the chosen optimiser has it."""
+    """The setting has an effect if clients take steps and the chosen optimizer has it."""
     return when(TAKES_STEPS, optimizer=Takes(setting), **tests)
 
 
 class Local(Spec):
     """How a client trains in one round."""
 
-    model_config = ConfigDict(extra="allow")  # for the settings of a user's own optimiser; others are refused below
+    model_config = ConfigDict(extra="allow")  # for the settings of a user's own optimizer; others are refused below
 
     optimizer: Annotated[str, when(TAKES_STEPS)] = Field(
-        "sgd", description=f"the local optimiser: {', '.join(optimizers())}, or your own, as file.py:function"
+        "sgd", description=f"the local optimizer: {', '.join(optimizers())}, or your own, as file.py:function"
     )
     lr: Annotated[PositiveFloat, when(TAKES_STEPS)] = Field(0.1, description="learning rate of the first round")
     momentum: Annotated[float, of_optimizer("momentum")] = Field(
@@ -328,19 +328,19 @@ class Local(Spec):
         0.0, description="weight decay, added to the gradient"
     )
     clip: Annotated[NonNegativeFloat, of_optimizer("clip")] = Field(
-        0.0, description="largest norm of a gradient; 0 leaves gradients as they are"
+        0.0, description="largest norm of a gradient; 0: no clipping"
     )
     beta1: Annotated[float | None, of_optimizer("beta1")] = Field(
-        None, ge=0, lt=1, description=f"share of the mean gradient that a step keeps; unset: {_defaults('beta1')}"
+        None, ge=0, lt=1, description=f"decay of the first moment; unset: {_defaults('beta1')}"
     )
     beta2: Annotated[float | None, of_optimizer("beta2")] = Field(
-        None, ge=0, lt=1, description=f"likewise, of the mean squared gradient; unset: {_defaults('beta2')}"
+        None, ge=0, lt=1, description=f"decay of the second moment; unset: {_defaults('beta2')}"
     )
     rho: Annotated[float | None, of_optimizer("rho")] = Field(
-        None, ge=0, lt=1, description=f"likewise, of the mean squared gradient; unset: {_defaults('rho')}"
+        None, ge=0, lt=1, description=f"decay of the mean squared gradient; unset: {_defaults('rho')}"
     )
     eps: Annotated[PositiveFloat | None, of_optimizer("eps")] = Field(
-        None, description=f"added to what a step is divided by, so that it is never 0; unset: {_defaults('eps')}"
+        None, description=f"added to the denominator of a step, so that it is never 0; unset: {_defaults('eps')}"
     )
     lambd: Annotated[NonNegativeFloat | None, of_optimizer("lambd")] = Field(
         None, description=f"weight decay and decay of the rate in ASGD; unset: {_defaults('lambd')}"
@@ -355,12 +355,12 @@ class Local(Spec):
         None, description=f"after t steps the rate is lr / (1 + lr_decay t); unset: {_defaults('lr_decay')}"
     )
     initial_sum: Annotated[NonNegativeFloat | None, of_optimizer("initial_sum")] = Field(
-        None, description=f"where the sum of squared gradients begins; unset: {_defaults('initial_sum')}"
+        None, description=f"initial value of the sum of squared gradients; unset: {_defaults('initial_sum')}"
     )
     state: Annotated[
         Literal["reset", "persist"],
         when(TAKES_STEPS, optimizer=other_than("sgd")) | when(TAKES_STEPS, momentum=over(0)),
-    ] = Field("reset", description="the optimiser's memory: reset in each round, or kept by each client between rounds")
+    ] = Field("reset", description="the optimizer's state: reset in each round, or kept by each client between rounds")
     epochs: Annotated[PositiveInt, when(TAKES_STEPS, steps=None)] = Field(
         1, description="passes over the client's data"
     )
@@ -368,16 +368,16 @@ class Local(Spec):
         None, description="exact number of local steps, instead of epochs"
     )
     batch: Annotated[int, when(TAKES_STEPS)] = Field(
-        10, ge=0, description="examples in a step; 0 takes all of the client's data"
+        10, ge=0, description="examples in a step; 0: all of the client's data"
     )
     drop_last: Annotated[bool, when(TAKES_STEPS, batch=over(0))] = Field(
-        False, description="leave out a last batch that is not full, unless it is the client's only one"
+        False, description="drop a last batch that is not full, unless it is the client's only one"
     )
     wrap_last: Annotated[bool, when(TAKES_STEPS, batch=over(0))] = Field(
-        False, description="instead of a last batch that is not full, begin a new pass over the data, as FLGo does"
+        False, description="fill an incomplete last batch by beginning a new pass over the data, as FLGo does"
     )
     schedule: Annotated[Literal["constant", "exponential", "step", "cosine"], when(TAKES_STEPS)] = Field(
-        "constant", description="of the learning rate over rounds"
+        "constant", description="schedule of the learning rate over rounds"
     )
     decay: Annotated[float, when(TAKES_STEPS, schedule=("exponential", "step"))] = Field(
         0.99, gt=0, le=1, description="factor per round (exponential) or per step_every rounds (step)"
@@ -389,7 +389,7 @@ class Local(Spec):
     @model_validator(mode="wrap")
     @classmethod
     def _settings_agree(cls, given: Any, make: ModelWrapValidatorHandler[Local]) -> Local:
-        """Check the settings together even where one of them is wrong alone, so that no fault hides another."""
+        """Check the settings together even if one of them is invalid, so that no fault hides another."""
         wrong = list(_disagreements(given)) if isinstance(given, Mapping) else []
         try:
             local = make(given)
@@ -400,7 +400,7 @@ class Local(Spec):
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return local
 
-    def optimiser(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         make, given = find_optimizer(self.optimizer, "local.optimizer"), dict(self)
         return make(**{key: given[key] for key in takes(make) if given.get(key) is not None})
 
@@ -418,7 +418,7 @@ class Local(Spec):
 def _disagreements(given: Mapping[str, Any]) -> Iterator[InitErrorDetails]:
     """What is wrong between the settings of the local section, as they were written."""
     name = given.get("optimizer", Local.model_fields["optimizer"].default)
-    has = None  # the settings of the optimiser; None: there is no telling
+    has = None  # the settings of the optimizer; None: unknown
     try:
         has = takes(find_optimizer(name, "local.optimizer")) if isinstance(name, str) else None
     except ConfigError as error:
@@ -433,9 +433,9 @@ def _disagreements(given: Mapping[str, Any]) -> Iterator[InitErrorDetails]:
 
 
 def _misfits(local: Local) -> list[InitErrorDetails]:
-    """What keeps a user's own function from making an optimiser of these settings."""
+    """Why a user's own function cannot make an optimizer of these settings."""
     try:
-        made: Any = local.optimiser()
+        made: Any = local.make_optimizer()
     except Exception as error:
         return [_wrong(f"it failed: {type(error).__name__}: {error}", local.optimizer, "optimizer")]
     what = f"it returned a {type(made).__name__}, not a fedloom.core.optim.Optimizer"

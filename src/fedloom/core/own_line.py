@@ -1,4 +1,4 @@
-"""Errors in code of the user's own: the line that raised them, and what to write instead where torch does not say."""
+"""Errors in the user's code: the line that raised them, and what to write instead if torch does not say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[1]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _BRANCHES = (
-    "this reads the value of a tensor, or branches on it, and clients train side by side: write "
+    "this reads the value of a tensor, or branches on it, but clients train side by side: write "
     "torch.where(condition, a, b) instead, or train one client after another with engine.executor=loop"
 )
 # What torch says, and what to do about it.
@@ -22,7 +22,7 @@ _REMEDIES = {
 
 
 def own_line(error: BaseException) -> str:
-    """The last line of the user's own code on the way to an error, as ``file.py, line 6, in loss: if x > 1:``."""
+    """The last line of the user's code in a traceback, as ``file.py, line 6, in loss: if x > 1:``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     if not frames:
         return ""
@@ -31,7 +31,7 @@ def own_line(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """What an error of torch means in code that is mapped over clients, with the line and the fix; or nothing."""
+    """What an error of torch means in code that is mapped over clients, with the line and the fix; or empty."""
     for sign, told in _REMEDIES.items():
         if sign in str(error) and (line := own_line(error)):
             return f"{line}\n{told}"

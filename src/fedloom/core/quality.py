@@ -22,7 +22,7 @@ def confusion(y: Tensor, predicted: Tensor, classes: int) -> Tensor:
 
 
 def balanced_accuracy(table: Tensor) -> float:
-    """The mean over classes that occur of the share of their rows that were recognised."""
+    """The mean recall of the classes that occur."""
     there = table.sum(1) > 0
     recall = table.diagonal()[there].double() / table.sum(1)[there].double()
     return float(recall.mean())
@@ -52,7 +52,7 @@ def ece(probabilities: Tensor, y: Tensor) -> float:
 
 
 def auc_by_class(probabilities: Tensor, y: Tensor) -> float:
-    """The area under the ROC curve: of two classes, else the mean over classes against all others; NaN if undefined."""
+    """The area under the ROC curve; for several classes the mean of one against the rest; NaN if undefined."""
     scores, truth = probabilities.double().cpu().numpy(), y.cpu().numpy()
     classes = [1] if scores.shape[1] == 2 else range(scores.shape[1])
     areas = [_area(scores[:, c], truth == c) for c in classes]
@@ -93,7 +93,7 @@ def number_measures(predicted: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def measured(name: str, outputs: Tensor, y: Tensor, unit: float = 1.0) -> float:
-    """One measure by its name; NaN where it is not defined. ``unit``: of numbers that are learned."""
+    """One measure by its name; NaN where it is not defined. ``unit``: of the regression target."""
     if name in get_args(NumberMeasure):
         found = number_measures(outputs.squeeze(-1), y)[name]
         return found if name == "r2" else unit * found
@@ -109,7 +109,7 @@ def measured(name: str, outputs: Tensor, y: Tensor, unit: float = 1.0) -> float:
 def measured_by_owner(
     name: str, outputs: Tensor, y: Tensor, *, owner: Tensor, clients: int, unit: float = 1.0
 ) -> Tensor:
-    """A measure of each client, whose rows may lie in any order; NaN where there is none.  ``[clients]``"""
+    """A measure of each client; rows may be in any order; NaN if undefined.  ``[clients]``"""
     out = torch.full((clients,), float("nan"), dtype=torch.float64, device=outputs.device)
     order = owner.argsort(stable=True)
     sizes = torch.bincount(owner, minlength=clients).tolist()

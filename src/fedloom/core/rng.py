@@ -43,7 +43,7 @@ def unit(word: Tensor) -> Tensor:
 def fold(key: Tensor, *path: Tensor | int) -> Tensor:
     """The address ``path`` below ``key``: how a key becomes many."""
     for part in path:
-        # A number stays a number: to copy it to a GPU would wait for the GPU.
+        # A number stays a number: copying it to a GPU would wait for the GPU.
         key = _scramble((part.to(key.device) if isinstance(part, Tensor) else part) + key * _GOLDEN)
     return key
 

@@ -1,7 +1,7 @@
 """The class is the schema: settings are typed fields, read strictly, and found by name without a registry.
 
 A field may say under which other settings it has an effect, as ``Annotated[float, when(rule=("adam", "yogi"))]``.
-``read`` refuses it where it was written and has none; presets and defaults were not written.
+``read`` refuses a setting that was written without effect; presets and defaults do not count as written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedloom.core.fields import type_words
 
 # -- when a setting has an effect ------------------------------------------------------------------
 class Test(Protocol):
-    """What is asked of the value of a setting."""
+    """A test of the value of a setting."""
 
     def holds(self, value: Any) -> bool: ...
 
@@ -92,11 +92,11 @@ class IsSet(NamedTuple):
 
 
 class WordedTest(NamedTuple):
-    """A test in words of its own: of what no setting has by its name, such as whether an algorithm has a server."""
+    """A test with its own description: for what is not a setting, such as whether an algorithm has a server."""
 
     test: Test
-    so: str  # where it holds
-    not_so: str  # where it does not
+    so: str  # if it holds
+    not_so: str  # if it does not
 
     def holds(self, value: Any) -> bool:
         return self.test.holds(value)
@@ -121,7 +121,7 @@ class When(NamedTuple):
         return {name for tests in self.alternatives for name in tests}
 
     def words(self) -> str:
-        """The condition as a reader wants to know it, such as ``rule is adam or yogi``."""
+        """The condition in words, such as ``rule is adam or yogi``."""
         each = [" and ".join(test.words(name) for name, test in tests.items()) for tests in self.alternatives]
         return ", or if ".join(dict.fromkeys(each))
 
@@ -167,7 +167,7 @@ def _listed(values: Iterable[Any], joint: str = "or") -> str:
     return f"{', '.join(most)} {joint} {last}" if most else last
 
 
-Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyError where there is no telling
+Lookup = Callable[[str], Any]  # the value of a setting of another section; KeyError if unknown
 
 
 class Spec(BaseModel):
@@ -181,7 +181,7 @@ class Spec(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A condition names settings that there are; and what is wrong with one's own class is found with its file."""
+        """Check that conditions name existing settings; faults of a user's class are reported with its file."""
         if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
             cls.model_rebuild(raise_errors=False)
         for name, condition in conditions(cls).items():
@@ -192,7 +192,7 @@ class Spec(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _settled(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in what presets stand for; it does not count as written."""
+        """Fill in the settings of presets; they do not count as written."""
         if not isinstance(given, dict):
             return make(given)
         written = as_python_has_it(cls, given)
@@ -203,18 +203,18 @@ class Spec(BaseModel):
 
 @functools.cache
 def conditions(cls: type[BaseModel]) -> Mapping[str, When]:
-    """When each setting that is not always of use has an effect."""
+    """The conditions of settings that do not always have an effect."""
     return {name: m for name, field in cls.model_fields.items() for m in field.metadata if isinstance(m, When)}
 
 
 def explained(field: FieldInfo, meaning: str = "") -> str:
-    """What a setting means, and when only it has an effect."""
+    """What a setting means, and when it has an effect."""
     words = [field.description or meaning]
     return "; ".join([*words, *(f"only if {m.words()}" for m in field.metadata if isinstance(m, When))])
 
 
 def with_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written, with what its presets stand for."""
+    """The written settings, with those of presets."""
     found: dict[str, Any] = {}
     for setting, named in cls.presets.items():
         value = written.get(setting)
@@ -229,9 +229,9 @@ def without_effect(
     lookup: Lookup | None = None,
     doubtful: Collection[str] = (),
 ) -> dict[str, str]:
-    """Of these settings those that have no effect, each with the reason; ``lookup`` tells of other sections.
+    """The settings among these that have no effect, each with the reason; ``lookup`` reads other sections.
 
-    Nothing is concluded from settings that are ``doubtful``, since their own values are wrong.
+    Settings that are ``doubtful`` are not used as evidence, since their own values are wrong.
     """
     known = _values(cls, settings, lookup, doubtful)
     return {name: _missing(conditions(cls)[name], known) for name in _idle(cls, known, names, doubtful)}
@@ -242,7 +242,7 @@ def names_without_effect(cls: type[Spec], settings: Mapping[str, Any], lookup: L
     return set(_idle(cls, _values(cls, settings, lookup), cls.model_fields))
 
 
-_Known = Callable[[str], list[Any]]  # the value of a setting, or nothing where there is no telling
+_Known = Callable[[str], list[Any]]  # the value of a setting, or nothing if unknown
 
 
 def _values(
@@ -285,7 +285,7 @@ def _missing(condition: When, known: _Known) -> str:
 
 
 def _instead(test: Test, name: str, value: Any) -> str:
-    """How things are where a test fails."""
+    """The actual state if a test fails."""
     return test.not_so if isinstance(test, WordedTest) else f"{name} is {_shown(value)}"
 
 
@@ -298,7 +298,7 @@ def _shown(value: Any) -> str:
 
 
 def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str, str]:
-    """Presets of which nothing is left, since everything they stand for was written otherwise."""
+    """Presets without effect, since all of their settings were written with other values."""
     found = {}
     for setting, named in cls.presets.items():
         stands_for = named.get(written.get(setting, ""), {}) if isinstance(written.get(setting), str) else {}
@@ -310,8 +310,8 @@ def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str,
 
 
 def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML has lists, or words with commas, where settings are tuples, and NumPy has numbers of its own; nothing else
-    is converted."""
+    """Convert lists and comma-separated words of TOML to tuples, and NumPy's numbers to Python's; nothing else is
+    converted."""
     tuples = _tuples(cls)
     return {key: _plain(value, key in tuples) for key, value in given.items()}
 
@@ -325,7 +325,7 @@ def _tuples(cls: type[BaseModel]) -> frozenset[str]:
 def _plain(value: Any, as_tuple: bool) -> Any:
     if as_tuple and isinstance(value, list):
         return tuple(value)
-    if as_tuple and isinstance(value, str):  # words need no brackets, which a shell would not like
+    if as_tuple and isinstance(value, str):  # words need no brackets, which a shell would interpret
         return tuple(word.strip() for word in value.split(","))
     return value.item() if isinstance(value, np.generic) else value
 
@@ -341,8 +341,8 @@ T = TypeVar("T")
 
 
 def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, list[Fault]]:
-    """``table`` as a ``cls``, or every fault in it, each with its place below ``at``; what was written and has no
-    effect is one, too."""
+    """``table`` as a ``cls``, or every fault in it, each with its place below ``at``; a written setting without
+    effect is a fault, too."""
     try:
         made, wrong = cls.model_validate(dict(table)), []
     except ValidationError as error:
@@ -355,21 +355,21 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
             where = f"{at}.{name}" if at else name
             faults.append(Fault(where, f"{why} (got {_short(written[name])})", "leave it out"))
         for name in (name for name, value in written.items() if name not in doubtful and _huge(value)):
-            what = f"is beyond what can be computed with: {_LARGEST:.2g}, or 64 bits of a whole number"
+            what = f"is out of range: at most {_LARGEST:.2g}, or 64 bits for an integer"
             got = _short(written[name])
-            faults.append(Fault(f"{at}.{name}" if at else name, f"{what} (got {got})", "take a smaller number"))
+            faults.append(Fault(f"{at}.{name}" if at else name, f"{what} (got {got})", "use a smaller number"))
     return None if faults else made, faults
 
 
 def kinds(base: type[T], package: str) -> dict[str, type[T]]:
     """Every concrete ``base`` defined in the modules of ``package``, by its ``kind``."""
-    every = _kinds(package)  # a comparison asks for them in each of its cells
+    every = _kinds(package)  # a comparison calls it for each of its cells
     return {kind: cls for kind, cls in every if issubclass(cls, base) and cls is not base}
 
 
 @functools.cache
 def _kinds(package: str) -> tuple[tuple[str, type[Any]], ...]:
-    """Every concrete class with a kind of its own that the modules of ``package`` define."""
+    """Every concrete class with its own kind that the modules of ``package`` define."""
     classes = [(module, cls) for module in modules(package) for cls in vars(module).values()]
     return tuple((cls.kind, cls) for module, cls in classes if defined_in(cls, object, module) and "kind" in vars(cls))
 
@@ -423,11 +423,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-_LARGEST = float(np.finfo(np.float32).max)  # what nets compute with
+_LARGEST = float(np.finfo(np.float32).max)  # the range of float32
 
 
 def _huge(value: Any) -> bool:
-    """Whether a number, or one of several, is more than can be computed with."""
+    """Whether a number, or one of several, is out of range."""
     if isinstance(value, int | float):
         return abs(value) > _LARGEST if isinstance(value, float) else not -(1 << 63) <= value < 1 << 63
     if isinstance(value, Mapping):

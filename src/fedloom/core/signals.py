@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what they do for as long as something lasts."""
+"""Handlers of Ctrl-C and SIGTERM within a block."""
 
 from __future__ import annotations
 

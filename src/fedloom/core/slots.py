@@ -1,7 +1,7 @@
 """Safetensors files that are written row by row, so that the rows of very many clients need not be in memory at once.
 
-The file is ordinary: a header that says where each tensor lies, then the tensors. Their sizes are known before, so each
-row can be written at its place before the rows around it are there.
+The file is ordinary: a header with the offset of each tensor, then the tensors. Their sizes are known in advance, so
+each row can be written at its offset before the rows around it exist.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Slots:
         plain = values.detach().cpu().contiguous()
         left = memoryview(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         at = start + row * width
-        while left:  # a disk that is nearly full takes a part first
+        while left:  # a write to a nearly full disk may be partial
             count = os.pwrite(self._file, left, at)
             left, at = left[count:], at + count
 
 
 @contextmanager
 def slots(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], notes: str) -> Iterator[Slots]:
-    """A safetensors file with tensors of these types and shapes, there whole or not at all when the block has ended."""
+    """A safetensors file with tensors of these types and shapes, written atomically at the end of the block."""
     header: dict[str, object] = {"__metadata__": {"fedloom": notes}}
     places, at = {}, 0
     for name, (dtype, shape) in tensors.items():

@@ -19,13 +19,13 @@ from fedloom.core.lanes.conv import in_lanes
 from fedloom.core.objective import CLASSES, Criterion
 
 X = TypeVar("X")
-# All parameters in one vector [P], or in consecutive pieces that hold whole tensors: what is constant in a
-# gradient then takes no part in its backward pass.
+# All parameters in one vector [P], or in consecutive pieces of whole tensors: pieces that are constant are
+# then not part of the backward pass.
 Weights: TypeAlias = Tensor | tuple[Tensor, ...]
 # How exact the arithmetic of local training is: tf32 is float32 with short products, where the device has them;
 # bf16 computes the net in 16 bits, while parameters, gradients and updates stay float32.
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
-# Whether steps in lanes run as they are, are replayed as a CUDA graph, or are compiled first.
+# Whether steps in lanes run eagerly, are replayed as a CUDA graph, or are compiled first.
 Capture: TypeAlias = Literal["eager", "graph", "compiled"]
 
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     Attributes:
         x: ``[B, ...]`` inputs, normalised.
-        y: ``[B]`` classes, or the numbers to be learned.
+        y: ``[B]`` classes, or regression targets.
         mask: ``[B]`` 1 for a real example, 0 for padding.
         key: ``[]`` int64: the randomness of this step; ``fedloom.core.rng.fold`` derives more keys from it.
         progress: ``[]`` in [0, 1): how far into the client's local work this step is.
@@ -75,7 +75,7 @@ class KeyedDropout(nn.Module):
 class Task:
     """``apply``, ``loss`` and ``grad`` of one net at any point ``w`` [P]; the net itself never changes.
 
-    ``lanes`` says who will call: torch.func's transforms (which nest in vmap) or plain autograd
+    ``lanes`` chooses between torch.func's transforms (which nest in vmap) and plain autograd
     (which costs less when one client trains at a time). Both compute the same function.
 
     ``frozen`` names parts of the net that are not trained. Their parameters and statistics stay in the net, once for
@@ -104,7 +104,7 @@ class Task:
         for name, part in self._train.named_modules():
             if self._is_frozen(name):
                 part.eval()
-        self._whole = self._eval  # with the body, also where inputs are what the body has made of them
+        self._whole = self._eval  # with the body, also if the inputs are its features
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
         self._shapes = [p.shape for p in parameters.values()]
@@ -131,17 +131,17 @@ class Task:
 
     @property
     def whole(self) -> int:
-        """The number of all parameters of the net, those that are not trained among them."""
+        """The number of all parameters of the net, including those that are not trained."""
         return sum(p.numel() for p in self._whole.parameters())
 
     @property
     def passed(self) -> int:
-        """The number of parameters that an example meets on its way through what is computed in training."""
+        """The number of parameters in the forward pass of an example in training."""
         return sum(p.numel() for p in self._train.parameters())
 
     @property
     def fixed(self) -> list[Tensor]:
-        """The tensors of the net that training never changes: what is frozen, parameters and statistics, in order."""
+        """The tensors of the net that training never changes: frozen parameters and statistics, in order."""
         return [x for name, x in self._whole.state_dict().items() if self._is_frozen(name)]
 
     @property
@@ -165,12 +165,12 @@ class Task:
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
         other.criterion = _on(self.criterion, device)
         for name, layer in other._train.named_modules():
-            # BatchNorm takes inputs of 16 bits with statistics of 32, which then its parameters have to be, too.
+            # BatchNorm takes 16-bit inputs with 32-bit statistics, which then requires 32-bit parameters.
             if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
                     parameter.data = other._short(parameter.data)
         if lanes and (device.type == "cuda" or capture != "eager"):
-            if other._whole is other._eval:  # which is handed out, and stays an ordinary net
+            if other._whole is other._eval:  # it is passed to users, and stays an ordinary net
                 other._whole = copy.deepcopy(other._eval)
             in_lanes(other._train)
             in_lanes(other._eval)
@@ -189,7 +189,7 @@ class Task:
     def on_features(self) -> Task:
         """The same task for inputs that are features of the body: what is left of the net is its head.
 
-        For nets that are ``head(body(x))`` with a frozen body. Saved nets are whole all the same.
+        For nets that are ``head(body(x))`` with a frozen body. Saved nets are still complete.
         """
         other = copy.copy(self)
         other._train, other._eval = _without_body(self._train), _without_body(self._eval)
@@ -229,7 +229,7 @@ class Task:
         return loss, self._full(seen[0].flatten(1)) if len(seen) == 1 else self.encode(w, batch)
 
     def encode(self, w: Tensor, batch: Batch, *, frozen: bool = False) -> Tensor:
-        """What the net's ``body`` makes of the inputs, in training mode or, ``frozen``, in evaluation mode."""
+        """The features of the net's ``body``, in training mode or, if ``frozen``, in evaluation mode."""
         body = self._encoder(frozen=frozen)
         inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
         out: Tensor = functional_call(body, inside, (self._short(batch.x),))
@@ -240,12 +240,12 @@ class Task:
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
         if next(self._whole.get_submodule("body").parameters(), None) is None:
-            what = "the encoder of this net has no parameters, so that comparing its outputs says nothing"
-            raise ConfigError([Fault("model.kind", what, "take a net with a hidden layer, such as mlp")])
+            what = "the encoder of this net has no parameters, so comparing its outputs is meaningless"
+            raise ConfigError([Fault("model.kind", what, "use a net with a hidden layer, such as mlp")])
         return body
 
     def features(self, w: Tensor, x: Tensor, buffers: Tensor) -> Tensor:
-        """What the net's ``body``, which need not have parameters, makes of ``x`` in evaluation mode.  ``[B, d]``"""
+        """The features of ``x`` in evaluation mode; the net's ``body`` need not have parameters.  ``[B, d]``"""
         body = getattr(self._eval, "body", None)
         if not isinstance(body, nn.Module):
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
@@ -275,7 +275,7 @@ class Task:
         return bool(torch.allclose(own, logits, rtol=1e-4, atol=1e-4))
 
     def place(self, name: str) -> slice:
-        """Where the parameter of this name lies in the vector of all."""
+        """The slice of the parameter of this name in the vector of all."""
         at = self.names.index(name)
         first = sum(self._sizes[:at])
         return slice(first, first + self._sizes[at])
@@ -294,7 +294,7 @@ class Task:
         return self.evaluate_and_differentiate(f, x)[1]
 
     def evaluate_and_differentiate(self, f: Callable[[X], Tensor], x: X) -> tuple[Tensor, X]:
-        """The value of the scalar function ``f`` at the tree ``x``, and its gradient there."""
+        """The value of the scalar function ``f`` at the tree ``x``, and its gradient."""
         if self.lanes and self.capture == "eager":
             return value_and_gradient(f, x)
         if self.lanes:
@@ -307,7 +307,7 @@ class Task:
         return at.detach(), tree.unflatten(x, found)
 
     def below(self, layers: int | Literal["all", "none"]) -> int:
-        """How many parameters lie below the top ``layers`` (modules that own parameters), which come last."""
+        """How many parameters are below the top ``layers`` (modules that own parameters), which come last."""
         if layers == "none":
             return self.size
         owners = [name.rpartition(".")[0] for name in self.names]
@@ -346,13 +346,13 @@ class Task:
         return torch.cat([torch.full((n,), float(name.startswith(prefixes))) for name, n in parts]).to(self.w0.device)
 
     def tensors(self, w: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-        """The parameters and statistics under their own names, as ``nn.Module.load_state_dict`` wants them."""
+        """The parameters and statistics by name, for ``nn.Module.load_state_dict``."""
         flat = {**self._whole.state_dict(), **self._unflat(w), **self._unflat_buffers(buffers)}
         return {name: value.detach().clone().contiguous() for name, value in flat.items()}
 
     @property
     def layout(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of the tensors that lie one after another in the vector of all parameters."""
+        """The names and shapes of the tensors in the vector of all parameters, in order."""
         return {name: tuple(shape) for name, shape in zip(self.names, self._shapes, strict=True)}
 
     @property
@@ -361,7 +361,7 @@ class Task:
         return {name: tuple(shape) for name, shape in zip(self._buffer_names, self._buffer_shapes, strict=True)}
 
     def module(self, w: Tensor, buffers: Tensor) -> nn.Module:
-        """A plain module in evaluation mode that holds these parameters."""
+        """A plain module in evaluation mode with these parameters."""
         net = copy.deepcopy(self._whole)
         net.load_state_dict(self.tensors(w, buffers), strict=False)
         return net
@@ -372,15 +372,15 @@ class Task:
         return self._full(logits), _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
 
     def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
-        """All that the net holds during one forward pass."""
-        # BatchNorm writes its buffers in place: give it copies, which can be read back.
+        """All tensors of the net during one forward pass."""
+        # BatchNorm writes its buffers in place: pass copies, which can be read back.
         buffers = {n: b.clone() for n, b in self._unflat_buffers(batch.buffers).items()}
         counters = {n: self._train.get_buffer(n).clone() for n in self._counters}
         keys = {_key(n): batch.key for n in self._dropouts}
         return {**self._unflat(tree.tmap(self._short, w)), **buffers, **counters, **keys}
 
     def _short(self, x: Tensor) -> Tensor:
-        """What the net computes with: 16 bits of it where that is precise enough."""
+        """The tensors that the net computes with: in 16 bits where that is precise enough."""
         return x.bfloat16() if self.precision == "bf16" else x
 
     def _full(self, x: Tensor) -> Tensor:
@@ -403,7 +403,7 @@ class Task:
             sizes: list[int] = []
             while sum(sizes) < piece.shape[-1]:
                 sizes.append(next(left))
-            assert sum(sizes) == piece.shape[-1], "a piece must hold whole tensors"
+            assert sum(sizes) == piece.shape[-1], "a piece must consist of whole tensors"
             found.append(sizes)
         return found
 
@@ -424,7 +424,7 @@ def _without_body(net: nn.Module) -> nn.Module:
 
 
 def _is_tied(net: nn.Module) -> bool:
-    """Whether one tensor of the net has two names; only then has torch to look for them in every forward pass."""
+    """Whether one tensor of the net has two names; only then must torch look for them in every forward pass."""
     named = (net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False))
     every = [id(tensor) for each in named for _, tensor in each]
     return len(set(every)) < len(every)
@@ -445,7 +445,7 @@ def _with_keyed_dropout(net: nn.Module) -> nn.Module:
     for index, place in enumerate(places):
         parent_name, _, name = place.rpartition(".")
         drop = net.get_submodule(place)
-        if not isinstance(drop, nn.Dropout):  # its parent has several names, and was met under another
+        if not isinstance(drop, nn.Dropout):  # its parent has several names, and was visited under another
             continue
         if place == "":
             return KeyedDropout(drop.p, index)
@@ -454,12 +454,12 @@ def _with_keyed_dropout(net: nn.Module) -> nn.Module:
 
 
 def _within(name: str, part: str) -> bool:
-    """Whether the thing of this dotted name is ``part`` of a net, or lies in it."""
+    """Whether this dotted name is ``part`` of a net, or inside it."""
     return name == part or name.startswith(f"{part}.")
 
 
 def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
-    """Take the parameters of these parts out of training; refuse names of nothing, and to leave nothing to train."""
+    """Exclude the parameters of these parts from training; refuse unknown names, and freezing everything."""
     at, faults = "model.freeze", []
     names = [name for name, p in net.named_parameters() if p.requires_grad]
     parts = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
@@ -472,7 +472,7 @@ def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
         for name in inside:
             net.get_parameter(name).requires_grad_(False)
     if not faults and frozen and not any(p.requires_grad for p in net.parameters()):
-        what = f"all {len(names)} parameters of the net would be frozen, and nothing would be trained"
+        what = f"all {len(names)} parameters of the net would be frozen, so nothing would be trained"
         faults.append(Fault(at, f"{what} (got {list(frozen)})", "leave out the head, as freeze = 'body' does"))
     if faults:
         raise ConfigError(faults)

@@ -84,7 +84,7 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
-# Enough columns to keep the processor busy, few enough that a block in float64 stays in its cache.
+# Enough columns to keep the CPU busy, few enough that a float64 block stays in its cache.
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
@@ -93,7 +93,7 @@ def mix(rows: Tensor, tree: T) -> T:
     weights = rows.double()
 
     def one(x: Tensor) -> Tensor:
-        flat = x.reshape(len(x), math.prod(x.shape[1:]))  # -1 would not do where there are no rows
+        flat = x.reshape(len(x), math.prod(x.shape[1:]))  # -1 fails if there are no rows
         out = torch.empty(len(weights), flat.shape[1], dtype=torch.float64, device=x.device)
         wide = max(1, _BLOCK.get(x.device.type, flat.numel()) // max(len(x), 1))
         for lo in range(0, flat.shape[1], wide):
@@ -107,7 +107,7 @@ def finite_rows(tree: Any, count: int) -> Tensor:
     """Which of ``count`` stacked rows are finite in every leaf.  ``[K]``
 
     A sum is finite only if all its terms are, and is far cheaper than a mask of every element; only
-    when it is not finite (which a sum of huge finite numbers can be, too) is each element looked at.
+    if it is not finite (which a sum of huge finite numbers can be, too) is each element checked.
     """
     ok = torch.ones(count, dtype=torch.bool)
     for leaf in leaves(tree):

@@ -3,8 +3,8 @@
 A setting names code as ``file.py:Name`` or ``package.module:Name``; an algorithm also as ``file.py``, or by the bare
 name of a file in the folder ``algorithms``. A configuration is text that may come from anywhere, and importing a file
 runs it. So nothing is imported unless the user has vouched for it: by writing its name on the command line or in
-Python, by ``--trust``, or by having done so before for the same name in the same file, of which a list is kept in the
-user's home. This module is the only one that imports what a setting names. Why: docs/adr/0017.
+Python, by ``--trust``, or by having done so before for the same name in the same file; a list of these is kept in the
+user's home. Only this module imports code that a setting names. Why: docs/adr/0017.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fedloom.core import disk, moved
 from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
 
-REFUSED = "FEDLOOM_NO_USER_CODE"  # the environment variable that refuses all of it
+REFUSED = "FEDLOOM_NO_USER_CODE"  # the environment variable that refuses all user code
 NEEDS_TRUST = "if you trust it, add --trust, or trust=True in Python"
 _REFERENCE = re.compile(r"(.+\.py|[\w.]+):(.+)")
 _MAIN = "__main__"  # the user's own program: it is running already
 
 # Names that the user has given to this process, with the working folder then, and whether to remember them.
 _vouched: dict[tuple[str, str], bool] = {}
-_files: dict[str, dict[str, str]] = {}  # by such a name, the files that were loaded for it, with their hashes
+_files: dict[str, dict[str, str]] = {}  # the files that were loaded for each such name, with their hashes
 
 
 # -- consent ---------------------------------------------------------------------------------------
@@ -60,12 +60,12 @@ def adopt(reference: str) -> None:
     """Vouch for an object that was passed in Python, by the name that a run folder records for it."""
     if is_reference(reference):
         vouch(reference)
-        with suppress(ConfigError):  # what no module has cannot be found again: reported when it is looked for
+        with suppress(ConfigError):  # an object without a module cannot be found again: reported when it is needed
             load_code(reference, "")
 
 
 def refuse_all() -> None:
-    """Refuse all code of the user's from now on, in the processes that this one starts, too."""
+    """Refuse all user code from now on, also in the processes that this one starts."""
     os.environ[REFUSED] = "1"
 
 
@@ -99,12 +99,12 @@ def _is_listed(file: Path | None, name: str) -> bool:
 
 
 def _exposed(file: Path) -> str:
-    """How other users could have changed a file since the user vouched for it, and the fix; empty if they could not."""
+    """How other users could have changed a file since the user vouched for it, and the fix; empty if they cannot."""
     found = file.stat()
     if found.st_mode & stat.S_IWOTH:
         return f"which every user of this machine can change ({NEEDS_TRUST}; or make it yours alone: chmod o-w {file})"
     if found.st_uid not in (0, os.getuid()):
-        return f"which belongs to another user of this machine ({NEEDS_TRUST}; or take a copy)"
+        return f"which belongs to another user of this machine ({NEEDS_TRUST}; or make a copy)"
     return ""
 
 
@@ -187,13 +187,13 @@ def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
         raise ConfigError([Fault(at, f"cannot import '{place}': {error}", "is it on PYTHONPATH?")]) from error
     except Exception as error:
         raise ConfigError([_failed(f"'{place}'", at, error)]) from error
-    if place != _MAIN:  # a program that is running is edited for its next run
+    if place != _MAIN:  # edits to a running program are for its next run
         _files[called] = _sources(module)
     return module
 
 
 def _failed(place: str, at: str, error: Exception) -> Fault:
-    """What to say of code that raised an error when it was imported."""
+    """The message for code that raised an error when it was imported."""
     if isinstance(error, ImportError) and (advice := moved.advice(error)):
         return Fault(at, f"{place} imports what this version of fedloom has elsewhere: {advice}")
     if isinstance(error, PydanticUserError) and error.code == "model-field-missing-annotation":
@@ -202,7 +202,7 @@ def _failed(place: str, at: str, error: Exception) -> Fault:
 
 
 def _without_type(said: str) -> str:
-    """What to do about an attribute of a class that has no type, from what pydantic says of it."""
+    """What to do about a class attribute without a type, from pydantic's message."""
     found = re.search(r"`(\w+) = (.*?)`\.", said, re.DOTALL)
     name, value = found.groups() if found else ("it", "...")
     what = f"'{name} = {value}' in a class has no type"
@@ -214,7 +214,7 @@ def _without_type(said: str) -> str:
 
 
 def _found(top: str) -> Path | None:
-    """The file of an importable module or package, which is not imported for that."""
+    """The file of an importable module or package; it is not imported."""
     with suppress(ValueError, ImportError):
         spec = importlib.util.find_spec(top)
         return _origin(spec) if spec is not None else None
@@ -227,7 +227,7 @@ def _origin(spec: Any) -> Path | None:
 
 
 def _extend_path(folder: Path) -> None:
-    """Let modules of a folder be imported, unless an installed one has their name: a random.py there hides nothing."""
+    """Let modules of a folder be imported, unless an installed one has the same name: a random.py hides nothing."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -244,13 +244,13 @@ def is_written(thing: Any, reference: str) -> bool:
 
 
 def is_in_program(thing: Any, reference: str) -> bool:
-    """Whether ``thing`` is a function that the running program of the user's defines."""
+    """Whether ``thing`` is a function that the user's running program defines."""
     return reference.startswith(f"{_MAIN}:") and inspect.isfunction(thing) and thing.__module__ == _MAIN
 
 
 # -- hashes ----------------------------------------------------------------------------------------
 def files(names: Iterable[str]) -> dict[str, str]:
-    """The files that were loaded for the things of these names, with their hashes; fedloom's own have none."""
+    """The files that were loaded for these names, with their hashes; fedloom's own have none."""
     return {path: sha for name in names for path, sha in _files.get(name, {}).items()}
 
 
@@ -263,7 +263,7 @@ def changes(then: Mapping[str, str]) -> dict[str, str]:
         except OSError:
             new = ""
         if new != old:
-            found[path] = f"has changed (SHA-256 {old[:12]}, now {new[:12]})" if new else "is not there"
+            found[path] = f"has changed (SHA-256 {old[:12]}, now {new[:12]})" if new else "is missing"
     return found
 
 
@@ -307,7 +307,7 @@ def _short(path: Path) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether a file is Python's, fedloom's or of an installed package, of which the version is recorded instead."""
+    """Whether a file belongs to Python, fedloom or an installed package; their versions are recorded instead."""
     home, standard = Path(__file__).parents[1], Path(os.__file__).parent
     packaged = {"site-packages", "dist-packages"} & set(path.parts)
     return bool(packaged) or path.is_relative_to(home) or path.is_relative_to(standard)

@@ -1,7 +1,7 @@
-"""The names of metrics: what each means, which way is better, how it is shown, and which ones stand for a run.
+"""The names of metrics: what each means, which way is better, how it is shown, and which ones represent a run.
 
-A name is a place and a quantity: ``global/test/accuracy`` is the ``accuracy`` of ``global/test``. Algorithms may record
-names of their own beside these.
+A name is a place and a quantity: ``global/test/accuracy`` is the ``accuracy`` of ``global/test``. Algorithms may also
+record their own names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MEASURES = (
     Measure("max", "largest over the uploads of a round"),
 )
 
-# Diagnostics of which less is better; their last parts alone would not say so.
+# Diagnostics for which less is better; their last parts alone do not show it.
 _LESS = frozenset(
     {"hessian/top", "hessian/weights_top", "gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"}
 )
@@ -135,17 +135,17 @@ def meaning(name: str) -> str:
     return f"{PLACES[place]}: {quantity}" + (f", {spread}" if spread else "")
 
 
-# -- which ones stand for a run --------------------------------------------------------------------
+# -- which ones represent a run --------------------------------------------------------------------
 def accuracies(names: Iterable[str]) -> list[str]:
-    """The accuracies among these names, in order, or the shares of variance explained, where numbers are learned; the
-    first one stands for the run."""
+    """The accuracies among these names, in order, or in regression the shares of variance explained; the first one
+    represents the run."""
     known = [name for name in names if "/" in name]
     found = [name for name in known if leaf(name) == "accuracy"]
     return found or [name for name in known if leaf(name) == "r2"]
 
 
 def headline(names: Iterable[str]) -> list[str]:
-    """The names that stand for a run in one line: loss and accuracy of its first place, and what privacy was spent."""
+    """The names that represent a run in one line: loss and accuracy of its first place, and the privacy spent."""
     known = list(names)
     places = [name.rpartition("/")[0] for name in known if name.endswith(("/loss", "/accuracy"))]
     spent = [name for name in known if name.startswith("privacy/")]
@@ -160,12 +160,12 @@ def is_summarised(name: str) -> bool:
 
 
 def is_diagnostic(name: str) -> bool:
-    """Whether this says something about a round, by the engine's diagnostics or by the method itself: none is best."""
+    """Whether this describes a round, by the engine's diagnostics or by the method itself: no value is best."""
     return "/" in name and not is_ours(name)
 
 
 def is_extra(name: str) -> bool:
-    """Whether this is a measure that somebody asked for beside accuracy and loss, over all clients."""
+    """Whether this is a measure over all clients that was requested in addition to accuracy and loss."""
     end = leaf(name)
     return "/" in name and (end in _EXTRA or (end.startswith("auc_") and not end.endswith(tuple(SPREAD))))
 
@@ -177,6 +177,6 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 # -- by pattern ------------------------------------------------------------------------------------
 def matching(wanted: str, names: Iterable[str]) -> Iterator[str]:
-    """The names that a pattern stands for; a * stands for one part of a name."""
+    """The names that match a pattern; a * matches one part of a name."""
     pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]+"))
     return (name for name in names if pattern.fullmatch(name))

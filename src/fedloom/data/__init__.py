@@ -1,1 +1,1 @@
-"""Data: what there is (sources), who has which of it (partition), and how it is held (federation)."""
+"""Data: where it comes from (sources), how it is split (partition), and how it is stored (federation)."""

@@ -1,4 +1,4 @@
-"""A data set as arrays: the only form in which fedloom passes data on."""
+"""A data set as arrays: the only form in which fedloom passes data around."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 
 class Arrays(NamedTuple):
-    """Examples, labels and which of them are kept for the common test."""
+    """Examples, labels and which of them are in the common test set."""
 
     name: str
     x: NDArray[Any]  # [n, ...] uint8 for images [n, C, H, W] in 0..255, else float32
@@ -25,8 +25,8 @@ class Arrays(NamedTuple):
     client: Ints | None = None  # [n] in 0..clients-1, where the data names the client of a row
     clients: tuple[str, ...] = ()  # the names of these clients
     recipe: Any = None  # data.columns.Recipe: how a table became x
-    notes: tuple[str, ...] = ()  # what a user should know about the data
-    target: NDArray[Any] | None = None  # [n] the numbers that are learned, where y are only their bins
+    notes: tuple[str, ...] = ()  # notes for the user
+    target: NDArray[Any] | None = None  # [n] the regression targets, where y are only their bins
     unit: tuple[float, float] = (0.0, 1.0)  # mean and deviation of the target, by which it was scaled
 
     @property
@@ -46,7 +46,7 @@ class Arrays(NamedTuple):
 def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
     """The same arrays, if they are valid; else a DataError that says what is wrong.
 
-    ``of_one_client``: the rows of one client among others may well be of one class.
+    ``of_one_client``: the rows of one client may be of one class.
     """
     n, at = len(arrays.x), f"data '{arrays.name}'"
     _check_examples(arrays.x, at)
@@ -54,7 +54,7 @@ def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
         if column is not None and column.shape != (n,):
             raise DataError(f"{at}: {name} must have one entry for each of the {n} rows of x (got {column.shape})")
     if arrays.y.min() < 0 or arrays.y.max() >= arrays.classes:
-        raise DataError(f"{at}: labels must lie in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
+        raise DataError(f"{at}: labels must be in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
     if arrays.test.all():
         raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
     train = arrays.y[~arrays.test]

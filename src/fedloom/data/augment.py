@@ -1,4 +1,4 @@
-"""Augmentation of image batches whose every draw has an address: an example, a step, a client, a round."""
+"""Augmentation of image batches; every draw has an address: an example, a step, a client, a round."""
 
 from __future__ import annotations
 

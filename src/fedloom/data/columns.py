@@ -1,6 +1,6 @@
 """How each column of a table is filled, encoded and scaled; fitted on training rows only.
 
-A ``Recipe`` holds all of it as plain values, so that a run folder can keep it, and new rows are prepared in the same
+A ``Recipe`` has all of it as plain values, so that a run folder can store it, and new rows are prepared in the same
 way. Words become one column of 0 and 1 each, by scikit-learn's ColumnTransformer. Then missing numbers are filled and
 all numbers scaled (``Scaling``), by operations that a net can do as well.
 """
@@ -19,10 +19,10 @@ from fedloom.core.errors import DataError, nearest
 from fedloom.data.arrays import Ints
 from fedloom.data.table import Column, ColumnKind, RawTable
 
-# How what fills and scales numbers is gained: of all training rows; from sums that clients add up; by each client
-# from its own rows.
+# Where the statistics that fill and scale numbers come from: all training rows; sums over clients; or each client's
+# own rows.
 StatisticsBy: TypeAlias = Literal["all", "sums", "own"]
-_IDENTIFIER = 20  # rows from which on a column without any value twice looks like the rows' numbers
+_IDENTIFIER = 20  # from this many rows, a column without repeated values looks like an index
 
 
 class Feature(BaseModel):
@@ -35,16 +35,16 @@ class Feature(BaseModel):
     missing: int = 0  # in training rows
     words: tuple[str, ...] = ()  # each has a column of 0 and 1; a word that is not here has 0 in all of them
     rare: int = 0  # further words, too many to have a column each
-    fill: str = ""  # the word that stands for a missing one
+    fill: str = ""  # the word that replaces a missing one
 
     @property
     def width(self) -> int:
-        """How many numbers a net sees of it."""
+        """How many inputs of a net it becomes."""
         return len(self.words) if self.kind == "words" else 1
 
 
 class Scaling(BaseModel):
-    """What fills and scales the numbers that a net sees, one entry for each; a std of 0: the number is constant."""
+    """The values that fill and scale the inputs of a net, one entry for each; a std of 0: the input is constant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class Scaling(BaseModel):
 
 
 class Recipe(BaseModel):
-    """From a table to what a net sees."""
+    """From a table to the inputs of a net."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,7 +77,7 @@ class Recipe(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each number that a net sees is."""
+        """The names of the inputs of a net."""
         found = ([f.name] if f.kind != "words" else [f"{f.name}={word}" for word in f.words] for f in self.features)
         return tuple(name for names in found for name in names)
 
@@ -86,7 +86,7 @@ class Recipe(BaseModel):
 
 
 def refuse_bad(table: RawTable) -> None:
-    """One error with every column that cannot be used as it is."""
+    """One error with every column that cannot be used."""
     odd = {name: column.fault for name, column in table.columns.items() if column.fault}
     named = [name for name in identifiers(table) if table.columns[name].kind == "words" and name not in odd]
     same = "a different word in every row; nothing can be learned from it"
@@ -95,14 +95,14 @@ def refuse_bad(table: RawTable) -> None:
         details = "\n".join(f"  column '{name}': {why}" for name, why in bad.items())
         fix = f"leave columns out (data.drop={','.join(bad)})"
         if odd:
-            fix = f"correct the cells, {fix}, or take them as words (data.words={','.join(odd)})"
+            fix = f"correct the cells, {fix}, or treat them as words (data.words={','.join(odd)})"
         raise DataError(
             f"{table.at}: {len(bad)} column{'s' * (len(bad) > 1)} cannot be used as written\n{details}\n  {fix}"
         )
 
 
 def identifiers(table: RawTable) -> list[str]:
-    """The columns that look like the numbers or names of the rows: whole numbers or words, none of them twice."""
+    """The columns that look like an index of the rows: integers or words, none of them twice."""
     return [name for name, column in table.columns.items() if _is_identifier(column)]
 
 
@@ -203,7 +203,7 @@ def _filled(values: NDArray[Any], fill: str) -> NDArray[Any]:
 def learned_scaling(
     x: NDArray[np.float32], features: Sequence[Feature], train: NDArray[np.bool_], how: StatisticsBy, scale: bool
 ) -> Scaling:
-    """What fills and scales numbers, from the training rows; columns of words are left as they are."""
+    """The values that fill and scale numbers, from the training rows; columns of words are not scaled."""
     numeric = np.array([f.kind != "words" for f in features for _ in range(f.width)], np.bool_)
     rows = x[train].astype(np.float64)
     gaps = np.isnan(rows)
@@ -231,7 +231,7 @@ def own_scalings(
     common: Scaling,
     scale: bool,
 ) -> dict[str, Scaling]:
-    """For each client what its own training rows say; where these lack a column, what all of them say."""
+    """The statistics of each client's own training rows; for columns that these lack, those of all rows."""
     found = {}
     for index, name in enumerate(names):
         mine = train & (client == index)
@@ -245,7 +245,7 @@ def own_scalings(
 
 
 def filled_and_scaled(x: NDArray[np.float32], recipe: Recipe, clients: Sequence[str] | None) -> NDArray[np.float32]:
-    """Numbers as a net sees them; ``clients``: who holds each row, where each client has a scaling of its own."""
+    """The inputs of a net; ``clients``: the client of each row, if each client has its own scaling."""
     if clients is None or not recipe.own:
         return recipe.scaling.applied(x)
     holders, out = np.array(clients, dtype=object), np.empty_like(x)
@@ -263,7 +263,7 @@ def listed(recipe: Recipe, table: str = "") -> list[str]:
     by_kind = {kind: [f for f in recipe.features if f.kind == kind] for kind in ("number", "date", "words")}
     scaled_ = any(s not in (0.0, 1.0) for s in recipe.scaling.std)
     then = {"all": "", "sums": ", from sums", "own": ", by each client"}[recipe.statistics]
-    scale = f"mean 0, std 1{then}" if scaled_ else "as they are"
+    scale = f"mean 0, std 1{then}" if scaled_ else "unscaled"
     gap = "mean" if recipe.statistics == "sums" else "median"
     lines = []
     for kind, word in (("number", "numbers"), ("date", "dates")):
@@ -314,19 +314,21 @@ def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str) -> None:
 
 
 def refuse_other_kinds(recipe: Recipe, table: RawTable) -> None:
-    """One error with every column that does not hold what it held in training; an empty column may be anything."""
+    """One error with every column whose kind differs from training; an empty column fits any kind."""
     kinds = {f.name: f.kind for f in recipe.features}
     details = [
-        f"  column '{name}': {column.fault or f'has {column.kind}, and had {kinds[name]} in training'}"
+        f"  column '{name}': {column.fault or f'has {column.kind}, but had {kinds[name]} in training'}"
         for name, column in table.columns.items()
         if (column.fault or column.kind != kinds[name]) and not column.missing.all()
     ]
     if details:
-        raise DataError(f"{table.at}: does not hold what the model was trained with\n" + "\n".join(details))
+        raise DataError(
+            f"{table.at}: its columns differ from those that the model was trained with\n" + "\n".join(details)
+        )
 
 
 def with_kinds(recipe: Recipe, table: RawTable) -> RawTable:
-    """The table with columns that are wholly missing in the kind of training."""
+    """The table, with empty columns in the kind they had in training."""
     columns = dict(table.columns)
     for f in recipe.features:
         if columns[f.name].kind != f.kind:

@@ -1,6 +1,6 @@
 """Getting published sets: from the publisher, resumed and verified, or from files the user already has.
 
-Nothing is downloaded unless ``get`` is called. A file appears under its final name only once it is whole.
+Nothing is downloaded unless ``get`` is called. A file gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedloom.core.errors import DataError, StorageError, nearest
 from fedloom.data.files import Layout, missing_files, places_below, read_published
 from fedloom.data.published import PUBLISHED, Published, Remote, remember, unverified
 
-Report: TypeAlias = Callable[[int, int], None]  # bytes that are here, bytes in all
+Report: TypeAlias = Callable[[int, int], None]  # bytes so far, bytes in total
 _BLOCK = 1 << 18
-# URLError, timeouts and resets are OSErrors; an address that makes no sense is a ValueError
+# URLError, timeouts and resets are OSErrors; an invalid address is a ValueError
 _NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -40,7 +40,7 @@ def get(
     published: Mapping[str, Published] = PUBLISHED,
     timeout: float = 30.0,
 ) -> Path:
-    """Downloads a published set below ``root``, unless it is there with the right checksums, and returns its folder.
+    """Downloads a published set below ``root``, unless it exists with the right checksums, and returns its folder.
 
     ``base_url`` replaces the publisher's addresses: files are taken from ``base_url/FILE``. What an interrupted
     download left in FILE.part is continued.
@@ -76,7 +76,7 @@ def get(
 def import_files(name: str, directory: Path, root: Path, *, published: Mapping[str, Published] = PUBLISHED) -> Path:
     """Copies a published set out of ``directory`` (or out of the publisher's archive), and returns its new folder.
 
-    The files may lie in the folder itself or in one of the usual sub-folders; idx files may be uncompressed.
+    The files may be in the folder itself or in one of the usual sub-folders; idx files may be uncompressed.
     They are read and checked before anything is copied.
     """
     chosen = _known(name, published)
@@ -84,7 +84,7 @@ def import_files(name: str, directory: Path, root: Path, *, published: Mapping[s
     if not directory.exists():
         raise DataError(f"{directory}: no such folder (looked for {directory.absolute()})")
     if directory.is_file() and not chosen.archived:
-        raise DataError(f"{directory}: is a file; give the folder that holds {', '.join(layout.files)}")
+        raise DataError(f"{directory}: is a file; give the folder that contains {', '.join(layout.files)}")
     archive = directory if directory.is_file() else _archive_in(directory, chosen)
     found = {} if directory.is_file() else _found_in(directory, chosen)
     missing = [file for file in layout.files if file not in found]
@@ -116,7 +116,7 @@ def _known(name: str, published: Mapping[str, Published]) -> Published:
 
 
 def _is_whole(chosen: Published, root: Path) -> bool:
-    """Whether all files are there and have the publisher's checksums, or those that they had when they were taken."""
+    """Whether all files exist with the publisher's checksums, or those that they had when they were imported."""
     if missing_files(chosen.layout, root):
         return False
     return not unverified(chosen, places_below(chosen.layout, root), anew=True)
@@ -148,12 +148,12 @@ def _download(
             if _size(part) >= remote.size:  # all bytes, but wrong ones
                 part.unlink()
             here = _size(part)
-            # a connection that broke is taken up again for as long as it brings more than was ever here, and
-            # bytes that turned out useless, perhaps those of an earlier run, are worth one start from nothing
+            # a broken connection is resumed as long as each attempt gets further than any before; if the bytes
+            # turn out to be wrong, perhaps those of an earlier run, start from nothing once
             begin = before > 0 and here == 0 and not fresh
             again, best, fresh = here > best or begin, max(best, here), fresh or begin
         troubles.append(f"{url}: {trouble}")
-    kept = f"\n  {_size(part)} bytes are kept, and the same command continues from there" if _size(part) else ""
+    kept = f"\n  {_size(part)} bytes are kept; the same command continues from there" if _size(part) else ""
     raise DataError(
         f"data '{name}' could not be downloaded\n  " + "\n  ".join(troubles) + kept + "\n"
         f"  if you can get the files some other way:  fedloom data import {name} DIR"
@@ -161,7 +161,7 @@ def _download(
 
 
 def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], timeout: float) -> None:
-    """Adds what the address gives to ``part``, from where it stopped if the server can, else from the beginning."""
+    """Appends the download to ``part``, from where it stopped if the server can, else from the beginning."""
     have = _size(part)
     headers = {"User-Agent": "fedloom"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
@@ -192,7 +192,7 @@ def _receive(url: str, remote: Remote, part: Path, tell: Callable[[int], None], 
 
 
 def _fault(path: Path, remote: Remote) -> str:
-    """What is wrong with a file that should be the publisher's; nothing if it is."""
+    """What is wrong with a file that should be the publisher's; empty if nothing is."""
     size = _size(path)
     if size != remote.size:
         return f"expected {remote.size} bytes, got {size}{' or more' if size > remote.size else ''}"
@@ -216,7 +216,7 @@ def _reason(error: Exception) -> str:
 
 
 def _found_in(directory: Path, chosen: Published) -> dict[str, Path]:
-    """Where the files of the set lie, in that one of the usual folders which has the most of them."""
+    """The paths of the files of the set, in the usual folder that has the most of them."""
     finds = [_files_in(directory / name, chosen.layout) for name in chosen.folder_names]
     return max(finds, key=len)
 
@@ -227,7 +227,7 @@ def _files_in(folder: Path, layout: Layout) -> dict[str, Path]:
 
 
 def _spellings(file: str) -> list[str]:
-    """The names under which a file is met: as published, unpacked, and as some unpackers write it."""
+    """The possible names of a file: as published, unpacked, and as some unpackers write it."""
     plain = file.removesuffix(".gz")
     return list(dict.fromkeys([file, plain, plain.replace("-idx", ".idx")]))
 
@@ -250,7 +250,7 @@ def _missing_message(chosen: Published, directory: Path, missing: list[str]) -> 
 
 
 def _copied(found: Mapping[str, Path], folder: Path) -> dict[Path, Path]:
-    """Copies beside their final places; an idx file that is not compressed is, so that one layout is enough."""
+    """Copies next to their final paths; an uncompressed idx file is compressed, so that one layout is enough."""
     staged: dict[Path, Path] = {}
     try:
         for file, path in found.items():
@@ -271,7 +271,7 @@ def _copied(found: Mapping[str, Path], folder: Path) -> dict[Path, Path]:
 
 
 class _Unpacked(gzip.GzipFile):
-    """What is in a compressed file, a little at a time: a header may claim any length, and is read in one piece."""
+    """The content of a compressed file, in pieces: a header may claim any length, and is read in one piece."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _BLOCK:
@@ -280,9 +280,9 @@ class _Unpacked(gzip.GzipFile):
 
 
 def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
-    """The set's files out of its archive, read and checked, beside their final places.
+    """The set's files out of its archive, read and checked, next to their final paths.
 
-    Members are chosen by exact name and copied as bytes: no name, link or mode in the archive is believed.
+    Members are chosen by exact name and copied as bytes: no name, link or mode in the archive is trusted.
     """
     sizes = {part.files[0]: part.rows * layout.record for part in layout.parts}
     members = {f"{layout.folder}/{file}": file for file in sizes}
@@ -302,7 +302,7 @@ def _unpacked(archive: Path, layout: Layout, folder: Path) -> dict[Path, Path]:
                 _copy_member(tar, member, new)
         missing = [name for name, file in members.items() if folder / f"{file}.new" not in staged]
         if missing:
-            raise DataError(f"{archive}: does not hold {', '.join(missing)}")
+            raise DataError(f"{archive}: does not contain {', '.join(missing)}")
         try:
             read_published(layout, {file: folder / f"{file}.new" for file in sizes})
         except DataError as error:
@@ -329,7 +329,7 @@ def _copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, new: Path) -> No
 
 
 def _install(staged: Mapping[Path, Path]) -> None:
-    """Moves whole files to their final names, each in one step."""
+    """Renames complete files to their final names, each atomically."""
     try:
         for new, final in staged.items():
             with _writing(final):

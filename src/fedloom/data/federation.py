@@ -14,7 +14,7 @@ from fedloom.data.arrays import Arrays, Ints
 
 
 class Ranges(NamedTuple):
-    """Client i holds ``rows[start[i]:start[i + 1]]``; both live on the CPU, where plans are made."""
+    """Client i has ``rows[start[i]:start[i + 1]]``; both are on the CPU, where plans are made."""
 
     rows: Tensor  # [n] long
     start: Tensor  # [N + 1] long
@@ -31,7 +31,7 @@ class Ranges(NamedTuple):
 class Federation(NamedTuple):
     """The examples, and the rows of each client, on the device."""
 
-    x: Tensor  # [n, ...] as it was loaded: uint8 for images
+    x: Tensor  # [n, ...] as loaded: uint8 for images
     y: Tensor  # [n]
     scale: Tensor  # normalised x = x * scale - shift, per channel
     shift: Tensor
@@ -73,7 +73,7 @@ def federate(
     augment: str = "none",
     validation: NDArray[np.bool_] | None = None,
 ) -> Federation:
-    """Lay out ``arrays`` for training: ``owner``, ``held_out``, ``validation`` are of the rows that are not test rows.
+    """Arrange ``arrays`` for training: ``owner``, ``held_out``, ``validation`` are of the rows that are not test rows.
 
     Test rows of data that names its clients belong to their client as well as to the common test set;
     where there is no common test set, it is the union of what the clients hold out.
@@ -107,9 +107,9 @@ def federate(
 
 
 def counted(rows: Tensor, client: int | None, sizes: Sequence[int]) -> Ranges:
-    """Ranges of clients with ``sizes`` rows each, of which those of one ``client`` are here: ``rows``.
+    """Ranges of clients with ``sizes`` rows each; only the ``rows`` of one ``client`` are present.
 
-    Without a client no rows are here, and each entry is the first of ``rows``, for its shape.
+    Without a client no rows are present, and each entry is the first of ``rows``, for its shape.
     """
     start = torch.tensor([0, *sizes]).cumsum(0)
     if client is None:

@@ -23,11 +23,11 @@ from fedloom.core.errors import DataError, nearest
 from fedloom.data.arrays import Ints
 
 Bytes: TypeAlias = NDArray[np.uint8]
-Place: TypeAlias = Callable[[int], str]  # where a row lies, in words
+Place: TypeAlias = Callable[[int], str]  # the place of a row, in words
 
 
 class Rows(NamedTuple):
-    """What a reader found, before it is settled which rows are for the test."""
+    """What a reader found, before test rows are chosen."""
 
     x: NDArray[Any]
     y: Ints
@@ -35,10 +35,10 @@ class Rows(NamedTuple):
     test: NDArray[np.bool_] | None = None  # None: the files do not say
     client: Ints | None = None
     clients: tuple[str, ...] = ()  # their names
-    target: NDArray[np.float64] | None = None  # the labels as numbers, where these are learned
+    target: NDArray[np.float64] | None = None  # the labels as numbers, in regression
 
 
-# From labels to classes, their names, and the numbers that are learned.
+# From labels to classes, their names, and the regression targets.
 Decode: TypeAlias = Callable[[NDArray[Any], str, Place], tuple[Ints, tuple[str, ...], NDArray[np.float64] | None]]
 
 
@@ -52,15 +52,15 @@ def default_root() -> Path:
 
 
 def place_of(path: str) -> Path:
-    """Where a path of the user's leads, ``~`` written out."""
+    """A user's path with ``~`` expanded."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{path}: leads nowhere: {error} (write the path in full)") from error
+        raise DataError(f"{path}: cannot be resolved: {error} (write the full path)") from error
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a folder is there that can be looked into."""
+    """Whether the path is a folder that can be read."""
     try:
         return Path(path).is_dir()
     except OSError:  # such as a name that is too long for any file
@@ -68,7 +68,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a file is there that can be looked at."""
+    """Whether the path is a file that can be read."""
     try:
         return Path(path).is_file()
     except OSError:
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a published set lies on disk."""
+    """The files of a published set on disk."""
 
     name: str
     folder: str
@@ -128,7 +128,7 @@ FINE_NAMES = tuple(
 
 
 def idx_layout(name: str, folder: str, classes: tuple[str, ...], train: int = 60_000, test: int = 10_000) -> Layout:
-    """The layout of MNIST and of the sets made in its image."""
+    """The layout of MNIST and of sets in the same format."""
     pair = "{0}-images-idx3-ubyte.gz", "{0}-labels-idx1-ubyte.gz"
     parts = (
         Part(tuple(file.format("train") for file in pair), train, False),
@@ -167,14 +167,14 @@ def missing_files(layout: Layout, root: Path) -> list[str]:
 
 
 def places_below(layout: Layout, root: Path) -> dict[str, Path]:
-    """Where each file of a published set lies below ``root``; if any is missing, a DataError with the way to get it."""
+    """The path of each file of a published set below ``root``; a DataError that says how to get missing ones."""
     missing = missing_files(layout, root)
     if missing:
         elsewhere = "" if root == default_root() else f" --data-root {root}"
         raise DataError(
-            f"data '{layout.name}' is not here: no {', '.join(missing)} in {root / layout.folder}\n"
+            f"data '{layout.name}' is not installed: no {', '.join(missing)} in {root / layout.folder}\n"
             f"  download it:                 fedloom data get {layout.name}{elsewhere}\n"
-            f"  or take files you have:      fedloom data import {layout.name} DIR{elsewhere}"
+            f"  or import files you have:     fedloom data import {layout.name} DIR{elsewhere}"
         )
     return {file: root / layout.folder / file for file in layout.files}
 
@@ -197,7 +197,7 @@ def read_published(layout: Layout, places: Mapping[str, Path], column: int = 0) 
             if labels.max() >= len(names):
                 bad = int(np.argmax(labels >= len(names)))
                 raise DataError(
-                    f"{files[-1]}: labels must lie in 0..{len(names) - 1} (got {labels[bad]} in row {bad}); "
+                    f"{files[-1]}: labels must be in 0..{len(names) - 1} (got {labels[bad]} in row {bad}); "
                     "the file is damaged or is another set"
                 )
         start = rows.stop
@@ -219,13 +219,13 @@ def read_idx(path: Path, shape: tuple[int, ...] | None = None) -> Bytes:
             raise DataError(f"{path}: truncated: expected {4 + 4 * magic[3]} header bytes, found {4 + len(header)}")
         found = tuple(int(n) for n in np.frombuffer(header, ">u4"))
         if shape is not None and found != shape:
-            raise DataError(f"{path}: must hold {_by(shape)} bytes of data (its header says {_by(found)})")
+            raise DataError(f"{path}: must contain {_by(shape)} bytes of data (its header says {_by(found)})")
         size = math.prod(found)
         body = file.read(size + 1)  # one more than there should be: finds surplus bytes, and the checksum of gzip
     if len(body) != size:
         surplus = "at least " if len(body) > size else ""
         raise DataError(
-            f"{path}: {'too long' if surplus else 'truncated'}: its header promises {_by(found)} = {size} bytes "
+            f"{path}: {'too long' if surplus else 'truncated'}: its header claims {_by(found)} = {size} bytes "
             f"of data, found {surplus}{len(body)}"
         )
     return np.frombuffer(body, np.uint8).reshape(found)
@@ -259,7 +259,7 @@ def read_digits() -> Rows:
     with reading(path), gzip.open(path, "rt") as file:
         table = np.loadtxt(file, dtype=np.int64, delimiter=",", ndmin=2)
     if table.shape[1] != 65 or not (table.min() >= 0 and table[:, :64].max() <= 16 and table[:, 64].max() <= 9):
-        raise DataError(f"{path}: must hold 64 pixels in 0..16 and a digit in each line (pip install scikit-learn)")
+        raise DataError(f"{path}: must have 64 pixels in 0..16 and a digit in each line (pip install scikit-learn)")
     x = (table[:, :64] * 255 // 16).astype(np.uint8).reshape(-1, 1, 8, 8)
     return Rows(x, table[:, 64], DIGIT_NAMES)
 
@@ -287,7 +287,7 @@ def read_npz(path: Path, limit: float = math.inf, decode: Decode | None = None) 
         found = {**_joined(found, path), **({"labels": found["labels"]} if "labels" in found else {})}
     for key in ("x", "y"):
         if key not in found:
-            raise DataError(f"{path}: has no array '{key}' (it holds {', '.join(found) or 'nothing'})")
+            raise DataError(f"{path}: has no array '{key}' (it has {', '.join(found) or 'nothing'})")
     labels = tuple(str(name) for name in np.atleast_1d(found["labels"]).tolist()) if "labels" in found else None
     return rows_of_arrays(found["x"], found["y"], found.get("client"), found.get("test"), labels, str(path), decode)
 
@@ -295,7 +295,7 @@ def read_npz(path: Path, limit: float = math.inf, decode: Decode | None = None) 
 def npz_arrays(path: Path, limit: float = math.inf) -> dict[str, NDArray[Any]]:
     """The arrays of an npz file, whatever they are."""
     if not zipfile.is_zipfile(existing(path)):
-        raise DataError(f"{path}: is not a whole npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
+        raise DataError(f"{path}: is not a complete npz file ({path.stat().st_size} bytes; write it with numpy.savez)")
     with reading(path), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         within(limit, sum(member.file_size for member in members), str(path))
@@ -303,14 +303,14 @@ def npz_arrays(path: Path, limit: float = math.inf) -> dict[str, NDArray[Any]]:
 
 
 def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, at: str) -> NDArray[Any]:
-    """One array of an archive, if it is as long as its header says: no memory is taken for what is not there."""
+    """One array of an archive, if it is as long as its header says: no memory is allocated for missing data."""
     try:
         with archive.open(member) as file:
             version = npy.read_magic(file)
             shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
             promised, there = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if promised != there and not dtype.hasobject:
-            raise ValueError(f"its header promises {promised} bytes, and it has {there}")
+            raise ValueError(f"its header claims {promised} bytes, but it has {there}")
         with archive.open(member) as file:
             found: NDArray[Any] = npy.read_array(file, allow_pickle=False)
             return found
@@ -328,7 +328,7 @@ def _joined(found: Mapping[str, NDArray[Any]], path: Path) -> dict[str, NDArray[
     for key in keys:
         for split in splits:
             if f"{key}_{split}" not in found:
-                raise DataError(f"{path}: has no array '{key}_{split}' (it holds {', '.join(found)})")
+                raise DataError(f"{path}: has no array '{key}_{split}' (it has {', '.join(found)})")
     for split in splits:
         sizes = {key: len(np.atleast_1d(found[f"{key}_{split}"])) for key in keys}
         if len(set(sizes.values())) > 1:
@@ -353,9 +353,9 @@ def rows_of_arrays(
     at: str,
     decode: Decode | None = None,
 ) -> Rows:
-    """Arrays as a user holds them, as rows; a DataError, placed by ``at``, for what cannot be that.
+    """A user's arrays as rows; a DataError, placed by ``at``, if they are invalid.
 
-    ``decode`` makes classes of labels, and perhaps numbers, in place of ``coded``.
+    ``decode`` turns labels into classes, and perhaps numbers, instead of ``coded``.
     """
     where: Place = lambda row: f"{at}, row {row}"  # noqa: E731
     if x.ndim == 0:
@@ -377,7 +377,7 @@ def rows_of_arrays(
         outside = (column < 0) | (column >= len(names))
         if outside.any():
             row = int(np.argmax(outside))
-            raise DataError(f"{where(row)}: the label must lie in 0..{len(names) - 1} (got {column[row]})")
+            raise DataError(f"{where(row)}: the label must be in 0..{len(names) - 1} (got {column[row]})")
         codes = column.astype(np.int64)
     holders, clients = (None, ()) if client is None else coded(client.reshape(-1), "client", where)
     marked = None if test is None else _flags(test.reshape(-1), where)
@@ -391,14 +391,14 @@ def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
     is, and first if neither is. Three dimensions of uint8 are grey images [n, H, W].
     """
     if x.dtype.kind not in "buif":
-        raise DataError(f"{at}: x must hold numbers (got {x.dtype})")
+        raise DataError(f"{at}: x must be numeric (got {x.dtype})")
     if x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
         x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim == 3:
         x = x[:, None]
     if x.dtype == np.uint8 and x.ndim == 4:
         return np.ascontiguousarray(x)
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, which `checked` refuses by row
+    with np.errstate(over="ignore"):  # an overflow becomes infinite, which `checked` refuses by row
         return np.ascontiguousarray(x, dtype=np.float32)
 
 
@@ -425,14 +425,14 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
 
 
 def coded_as(column: NDArray[Any], labels: Sequence[str], what: str, where: Place) -> Ints:
-    """The place of each value among these labels; a DataError for one that is not among them."""
+    """The index of each value among these labels; a DataError for an unknown one."""
     codes, found = coded(column.reshape(-1), what, where)
     places = {label: index for index, label in enumerate(labels)}
     strangers = [name for name in found if name not in places]
     if strangers:
         row = int(np.argmax(codes == found.index(strangers[0])))
         known = ", ".join(labels[:10])
-        raise DataError(f"{where(row)}: the {what} '{strangers[0]}' was not in training (there were: {known})")
+        raise DataError(f"{where(row)}: the {what} '{strangers[0]}' was not in training (known: {known})")
     return np.array([places[name] for name in found], np.int64)[codes]
 
 
@@ -440,7 +440,7 @@ def words_of(values: Sequence[Any], what: str, where: Place) -> NDArray[Any]:
     """A column as an array; words with zero bytes at their end, which NumPy would cut off, are refused."""
     for row, word in enumerate(values):
         if isinstance(word, str | bytes) and word[-1:] in ("\0", b"\0"):
-            raise DataError(f"{where(row)}: the {what} ends in a zero byte (got {word!r}); take it off")
+            raise DataError(f"{where(row)}: the {what} ends in a zero byte (got {word!r}); remove it")
     return np.array(values)
 
 
@@ -475,7 +475,7 @@ def number_of(word: str) -> int | float | None:
 
 
 def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
-    """The column, if it holds whole numbers only, of whatever type and size."""
+    """The column, if it consists of whole numbers of any type and size."""
     if column.dtype.kind == "f":
         bad = ~np.isfinite(column) | (column != np.floor(column))
         if bad.any():
@@ -499,7 +499,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 def read_images(folder: Path, size: int | None, channels: int, limit: float = math.inf) -> Rows:
-    """The images below ``folder``: [train|test/][client/]class/image, the depth telling whether there are clients."""
+    """The images below ``folder``: [train|test/][client/]class/image, the depth shows whether there are clients."""
     if not is_folder(folder):
         raise DataError(f"{folder}: no such folder of images (looked for {folder.absolute()})")
     with reading(folder):
@@ -510,10 +510,10 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     form = ("train|test/" if divided else "") + "[client/]class/image"
     for parts, rest in zip(listed, inner, strict=True):
         if len(rest) not in (2, 3):
-            raise DataError(f"{folder.joinpath(*parts)}: does not lie at {form} below {folder}")
+            raise DataError(f"{folder.joinpath(*parts)}: is not at {form} below {folder}")
         if len(rest) != len(inner[0]):
             raise DataError(
-                f"{folder.joinpath(*parts)} and {folder.joinpath(*listed[0])}: lie at different depths; every image "
+                f"{folder.joinpath(*parts)} and {folder.joinpath(*listed[0])}: are at different depths; every image "
                 f"must be at {form} below {folder}, with client folders everywhere or nowhere"
             )
     pixels = _stacked([folder.joinpath(*parts) for parts in listed], size, channels, limit, str(folder))
@@ -530,19 +530,19 @@ def read_pictures(folder: Path, shape: tuple[int, ...]) -> tuple[list[str], Byte
     with reading(folder):
         listed = [parts for parts in sorted(_files_below(folder)) if parts[-1].lower().endswith(SUFFIXES)]
     if not listed:
-        raise DataError(f"{folder}: holds no images (looked for {', '.join(SUFFIXES)})")
+        raise DataError(f"{folder}: contains no images (looked for {', '.join(SUFFIXES)})")
     channels, height, _ = shape
     pixels = _stacked([folder.joinpath(*parts) for parts in listed], height, channels, math.inf, str(folder))
     return ["/".join(parts) for parts in listed], pixels
 
 
 def _image_paths(folder: Path) -> list[tuple[str, ...]]:
-    """The place of every image below the folder, in order of name; a stranger beside images is refused."""
+    """The path of every image below the folder, in order of name; any other file is refused."""
     files = sorted(_files_below(folder))
     files = [parts for parts in files if not any(part.startswith(".") for part in parts) and parts[-1] != "Thumbs.db"]
     images = [parts for parts in files if parts[-1].lower().endswith(SUFFIXES)]
     if not images:
-        raise DataError(f"{folder}: holds no images (looked for {', '.join(SUFFIXES)})")
+        raise DataError(f"{folder}: contains no images (looked for {', '.join(SUFFIXES)})")
     homes = {parts[:-1] for parts in images}
     for parts in files:
         if parts[:-1] in homes and not parts[-1].lower().endswith(SUFFIXES):
@@ -550,11 +550,11 @@ def _image_paths(folder: Path) -> list[tuple[str, ...]]:
     return images
 
 
-_DEEPEST = 5  # one more than [train|test/][client/]class/image: what lies deeper is not looked for
+_DEEPEST = 5  # one more than [train|test/][client/]class/image: deeper folders are not searched
 
 
 def _files_below(folder: Path) -> Iterator[tuple[str, ...]]:
-    """The place of every file below a folder; one that cannot be looked into is an OSError about it."""
+    """The path of every file below a folder; an OSError for a folder that cannot be read."""
 
     def refused(error: OSError) -> None:
         raise OSError(error.errno, f"{error.filename}: {error.strerror}")
@@ -603,7 +603,7 @@ def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
 
 
 def existing(path: Path) -> Path:
-    """The path, if a file lies there."""
+    """The path, if it is a file."""
     if not is_file(path):
         what = "is a folder, not a file" if is_folder(path) else f"no such file (looked for {path.absolute()})"
         raise DataError(f"{path}: {what}")
@@ -611,10 +611,10 @@ def existing(path: Path) -> Path:
 
 
 def within(limit: float, size: int, at: str) -> None:
-    """Refuse data that unpacks to more than ``limit`` bytes, before memory is taken for it."""
+    """Refuse data that unpacks to more than ``limit`` bytes, before memory is allocated for it."""
     if size > limit:
         raise DataError(
-            f"{at}: unpacks to {size / 1e9:,.1f} GB or more, and data.limit_gb = {limit / 1e9:g} "
+            f"{at}: unpacks to {size / 1e9:,.1f} GB or more, but data.limit_gb = {limit / 1e9:g} "
             f"(if that is right, set data.limit_gb={math.ceil(size / 1e9) + 1})"
         )
 

@@ -1,4 +1,4 @@
-"""Data in the forms that Python users have it in: arrays, torch data sets, one for each client, DataFrames."""
+"""Data passed in Python: arrays, torch data sets, one for each client, DataFrames."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class FrameTable(Table):
 
 
 def is_frame(data: Any) -> bool:
-    """Whether this is a DataFrame; pandas itself need not be there."""
+    """Whether this is a DataFrame; pandas need not be installed."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
 def is_data(data: Any) -> bool:
-    """Whether this is data itself, in one of the forms that are known, and not the settings of a source."""
+    """Whether this is data itself, in one of the known forms, and not the settings of a source."""
     if isinstance(data, Mapping):
         return "frame" in data or {"x", "y"} <= set(data) or (bool(data) and all(_is_part(v) for v in data.values()))
     return is_frame(data) or (isinstance(data, tuple) and len(data) in (2, 3)) or _is_parts(data)
@@ -48,7 +48,7 @@ def _is_part(part: Any) -> bool:
 
 
 def names_clients(data: Any) -> bool:
-    """Whether the form of the data says who holds what."""
+    """Whether the form of the data assigns rows to clients."""
     if isinstance(data, Mapping):
         return data.get("client") is not None or not ({"x", "y"} <= set(data) or "frame" in data)
     return isinstance(data, list) or (isinstance(data, tuple) and len(data) == 3)
@@ -101,7 +101,7 @@ def _from_keywords(given: dict[str, Any], name: str, seed: int) -> Arrays:
 
 
 def _joined(parts: Mapping[str, Any], name: str, seed: int, numbers: bool, *, split: bool) -> Arrays:
-    """Several data sets as one that remembers whose rows are whose: those of clients, or training and test rows."""
+    """Several data sets as one that records the origin of each row: its client, or training and test."""
     xs: list[NDArray[Any]] = []
     ys: list[Any] = []
     labels: list[str] | None = None

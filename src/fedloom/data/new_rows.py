@@ -1,4 +1,4 @@
-"""New rows for a model that is there: tables in the columns of training, arrays, images."""
+"""New rows for a trained model: tables with the columns of training, arrays, images."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fedloom.data.table import (
 
 
 class NewRows(NamedTuple):
-    """Rows as a ``ReadyNet`` takes them, with what else is known of them."""
+    """Rows as a ``ReadyNet`` takes them, with what else is known about them."""
 
     at: str
     x: NDArray[Any]
     where: Place
-    y: NDArray[Any] | None = None  # the true values as they were written, where they are known
-    clients: tuple[str, ...] | None = None  # who holds each row, where that is known
-    beside: Mapping[str, NDArray[Any]] = {}  # other columns, as they were written
+    y: NDArray[Any] | None = None  # the true values as written, if known
+    clients: tuple[str, ...] | None = None  # the client of each row, if known
+    beside: Mapping[str, NDArray[Any]] = {}  # other columns, as written
 
 
 def new_rows(data: Any, recipe: Recipe | None, shape: tuple[int, ...], *, images: bool) -> NewRows:
@@ -56,15 +56,15 @@ def _of_path(path: Path, recipe: Recipe | None, shape: tuple[int, ...], *, image
     if suffix == ".npz":
         held = npz_arrays(path)
         if "x" not in held:
-            raise DataError(f"{at}: has no array 'x' (it holds {', '.join(held) or 'nothing'})")
+            raise DataError(f"{at}: has no array 'x' (it has {', '.join(held) or 'nothing'})")
         found = _of_array(held["x"], recipe, shape, at)
         holders = None if "client" not in held else tuple(str(name) for name in held["client"].tolist())
         return found._replace(y=held.get("y"), clients=holders)
     readers = {".csv": (csv_header, read_csv), ".parquet": (parquet_header, read_parquet)}
     if suffix not in readers:
-        raise DataError(f"{at}: new rows come as .csv, .parquet or .npz" + (", or a folder of images" * images))
+        raise DataError(f"{at}: new rows must be .csv, .parquet or .npz" + (", or a folder of images" * images))
     if recipe is None:
-        raise DataError(f"{at}: is a table, and the model learned from arrays of shape {shape} (use .npz)")
+        raise DataError(f"{at}: is a table, but the model learned from arrays of shape {shape} (use .npz)")
     header_of, read = readers[suffix]
     header = header_of(path)
     refuse_lacking(recipe, header, at)
@@ -72,7 +72,7 @@ def _of_path(path: Path, recipe: Recipe | None, shape: tuple[int, ...], *, image
 
 
 def _choice(recipe: Recipe, header: list[str]) -> ColumnChoice:
-    """Read the features as in training, and everything else as it is written."""
+    """Read the features as in training, and all other columns as written."""
     used = {f.name for f in recipe.features}
     words = tuple(f.name for f in recipe.features if f.kind == "words")
     others = tuple(name for name in header if name not in used)

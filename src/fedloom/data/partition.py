@@ -1,7 +1,7 @@
 """Partitions: ways to split one data set among many clients, and numbers that describe a split.
 
-A partition takes bounded time: it draws once, then repairs clients that are too small or hold a class twice, and the
-notes of the assignment say so. It is redrawn only if ``redraws`` asks for it, up to that limit; then it is an error.
+A partition takes bounded time: it draws once, then repairs clients that are too small or have a class twice, and the
+notes of the assignment report it. It is redrawn only if ``redraws`` is set, up to that limit; then it is an error.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Assignment(NamedTuple):
 class Partition(Kind):
     """A way to split rows among clients."""
 
-    clients: PositiveInt = Field(20, description="how many clients there are")
-    holdout: float = Field(0.2, ge=0.0, lt=1.0, description="share of a client's rows that only test its model")
-    min_size: PositiveInt | None = Field(1, description="rows that every client has at least")
+    clients: PositiveInt = Field(20, description="number of clients")
+    holdout: float = Field(
+        0.2, ge=0.0, lt=1.0, description="share of each client's rows that is held out to test its model"
+    )
+    min_size: PositiveInt | None = Field(1, description="least number of rows of a client")
 
     def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
-        """The owner of each row, given its label and, where the data knows it, its natural client."""
+        """The owner of each row, given its label and, if the data names it, its natural client."""
         raise NotImplementedError
 
 
@@ -62,7 +64,7 @@ class RandomPartition(Partition):
         return max(1, min(10, rows // (2 * self.clients))) if self.min_size is None else self.min_size
 
     def faults(self, held: int) -> list[Fault]:  # noqa: ARG002
-        """What makes the request impossible on data in which ``held`` classes occur."""
+        """Why the settings are impossible on data in which ``held`` classes occur."""
         return []
 
     @abstractmethod
@@ -80,18 +82,18 @@ class Iid(RandomPartition):
 
 
 class Shards(RandomPartition):
-    """Every client holds ``per_client`` classes, and a class is cut into near-equal shards for its holders.
+    """Every client has ``per_client`` classes, and a class is cut into near-equal shards for its clients.
 
     ``balanced_greedy`` (FLGo's diversity partitioner, as FedALR uses it): each client in turn takes, again and
-    again, a random class among those used least so far that it does not hold yet.
+    again, a random class among those used least so far that it does not have yet.
     ``deal_repair``: the shard labels are shuffled and handed out; a client that got a class twice swaps one of the
-    two with a random client that has none of it, until no client holds a class twice.
+    two with a random client that has none of it, until no client has a class twice.
     ``mcmahan`` (McMahan et al. 2017): rows sorted by label are cut into clients × per_client equal shards, which
-    are handed out without repair, so a client may hold fewer classes and, where classes differ in size, more.
+    are handed out without repair, so a client may have fewer classes and, where classes differ in size, more.
     """
 
     kind: ClassVar[str] = "shards"
-    per_client: PositiveInt = Field(2, description="classes that a client holds")
+    per_client: PositiveInt = Field(2, description="number of classes of a client")
     method: Literal["balanced_greedy", "deal_repair", "mcmahan"] = Field(
         "balanced_greedy", description="how classes are assigned to clients"
     )
@@ -118,7 +120,7 @@ class Dirichlet(RandomPartition):
 
     ``per = "class"`` (Yurochkin et al. 2019, NIID-Bench, PFLlib): each class is cut over the clients in
     proportions drawn from Dir(alpha · 1), so sizes differ too; ``guard`` (PFLlib) gives no more to a client that
-    already has the mean size, and ``redraws`` (PFLlib, without a limit) draws all anew while a client is too small.
+    already has the mean size, and ``redraws`` (PFLlib, without a limit) redraws all while a client is too small.
     ``per = "client"`` (Hsu et al. 2019): each client's label mix is drawn from Dir(alpha · 1), sizes are equal.
     ``per = "prior"`` (FLGo, as FedALR uses it): each client's label mix is drawn from Dir(alpha · p), where p is
     the label mix of the data and sums to 1, so the same alpha is harsher by the number of classes; sizes are equal.
@@ -127,7 +129,10 @@ class Dirichlet(RandomPartition):
 
     kind: ClassVar[str] = "dirichlet"
     alpha: PositiveFloat = Field(0.3, description="the smaller, the more one-sided the clients")
-    per: Literal["class", "client", "prior"] = Field("class", description="for what the proportions are drawn")
+    per: Literal["class", "client", "prior"] = Field(
+        "class",
+        description="draw proportions for each class, each client, or each client around the label mix of the data",
+    )
     guard: Annotated[bool, when(per="class")] = Field(
         False, description="give no more to a client that has the mean size"
     )
@@ -135,7 +140,7 @@ class Dirichlet(RandomPartition):
         0, description="redraw at most this many times while a client is too small; 0: move rows to it instead"
     )
     min_size: PositiveInt | None = Field(
-        None, description="rows that every client has at least; unset: 10, or half the mean size where that is less"
+        None, description="least number of rows of a client; unset: 10, or half the mean size if that is less"
     )
 
     def draw(self, y: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:
@@ -146,7 +151,7 @@ class Dirichlet(RandomPartition):
         weight = _near_equal(len(y), self.clients) / len(y)
         concentration = self.alpha * (prior if self.per == "prior" else np.ones(len(pools)))
         logs = _matched_mixes(concentration, prior, weight, rng) + np.log(weight)[:, None]
-        # Columns are normalised as logarithms: a class that every client all but refused still has takers.
+        # Columns are normalised as logarithms: a class with tiny proportions everywhere is still assigned.
         shares = [_cut(np.exp(logs[:, k] - logs[:, k].max()), len(pool)) for k, pool in enumerate(pools)]
         owner = _dealt_by_class(pools, [np.arange(self.clients)] * len(pools), shares)
         return owner, _unequal(owner, self.clients)
@@ -161,7 +166,7 @@ class Dirichlet(RandomPartition):
                 notes = (f"drawn {again + 1} times until every client had {_count(least, 'row')}",) if again else ()
                 return _dealt_by_class(pools, [np.arange(self.clients)] * len(pools), shares), notes
             smallest = max(smallest, found)
-        what = f"none of {self.redraws + 1} draws gave every client {least} rows (the best came to {smallest})"
+        what = f"none of {self.redraws + 1} draws gave every client {least} rows (the best gave {smallest})"
         fix = f"at most {smallest}, or a larger alpha, or redraws = 0, which moves rows instead"
         raise ConfigError([Fault("partition.min_size", what, fix)])
 
@@ -180,18 +185,18 @@ class Dirichlet(RandomPartition):
 
 
 class Pathological(RandomPartition):
-    """Every client holds ``per_client`` classes in blocks of neighbouring clients (PFLlib, as pFedALA uses it).
+    """Every client has ``per_client`` classes in blocks of neighbouring clients (PFLlib, as pFedALA uses it).
 
     Class by class, the first ceil(clients · per_client / classes) clients that still have room get the class. Unless
     ``balanced``, all of them but the last get a random number of rows between a tenth of the mean and the mean,
     and the last gets the rest. With as many clients as classes and ``per_client = 2``, clients 2m and 2m+1 are
-    twins: both hold the classes 2m and 2m+1. ``random`` draws the class sets instead, so that every
-    class has a holder. Where the places would run out before the last class, one is kept for each later class.
+    twins: both have the classes 2m and 2m+1. ``random`` draws the class sets instead, so that every
+    class has a client. If the places would run out before the last class, one is kept for each later class.
     """
 
     kind: ClassVar[str] = "pathological"
-    per_client: PositiveInt = Field(2, description="classes that a client holds")
-    balanced: bool = Field(False, description="share a class equally among the clients that hold it")
+    per_client: PositiveInt = Field(2, description="number of classes of a client")
+    balanced: bool = Field(False, description="share a class equally among the clients that have it")
     shuffle_within_class: bool = Field(True, description="shuffle the rows of a class before it is cut")
     random: bool = Field(False, description="draw each client's classes, instead of assigning them in blocks")
 
@@ -232,7 +237,7 @@ class Quantity(RandomPartition):
     """
 
     kind: ClassVar[str] = "quantity"
-    exponent: PositiveFloat = Field(1.5, description="of the power law of sizes; larger is more unequal")
+    exponent: PositiveFloat = Field(1.5, description="exponent of the power law of sizes; larger is more unequal")
 
     def draw(self, y: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:  # noqa: ARG002
         least = self.least(len(y))
@@ -251,7 +256,7 @@ class Natural(Partition):
         """The data's clients, numbered from 0 without gaps, or merged into ``clients`` groups of near-equal count."""
         if client is None:
             raise DataError(
-                "partition 'natural': the data does not say which client holds a row "
+                "partition 'natural': the data does not name the client of each row "
                 "(choose data with a client column, or another partition, such as 'dirichlet')"
             )
         names, owner = np.unique(client, return_inverse=True)
@@ -259,7 +264,7 @@ class Natural(Partition):
         notes: tuple[str, ...] = ()
         wanted = found if self.clients is None else self.clients
         if wanted > found:
-            what = f"the data has {found} clients of its own, {wanted} were asked for"
+            what = f"the data has {found} clients, {wanted} were requested"
             raise ConfigError([Fault("partition.clients", what, f"at most {found}, or leave it out")])
         if wanted < found:
             owner = rng.permutation(np.repeat(np.arange(wanted), _near_equal(found, wanted)))[owner]
@@ -295,12 +300,12 @@ class PartitionSummary(NamedTuple):
 
 
 def held_out_rows(owner: Ints, clients: int, holdout: float, seed: int) -> Bools:
-    """Which rows only test their client's model: ``holdout`` of each client's rows, rounded up, one row always left."""
+    """Which rows are held out: ``holdout`` of each client's rows, rounded up; at least one row is left for training."""
     return _kept_aside(owner, clients, holdout, randomness.bits(seed, "holdout", torch.arange(len(owner))).numpy())
 
 
 def validation_rows(owner: Ints, clients: int, share: float, held_out: Bools, seed: int) -> Bools:
-    """Which rows only validate: ``share`` of each client's rows that are not held out, drawn in the same way."""
+    """Which rows are for validation: ``share`` of each client's rows that are not held out, drawn in the same way."""
     rows = np.flatnonzero(~held_out)
     word = randomness.bits(seed, "validation", torch.from_numpy(rows)).numpy()
     chosen = np.zeros(len(owner), np.bool_)
@@ -322,7 +327,7 @@ def _kept_aside(owner: Ints, clients: int, share: float, word: Ints) -> Bools:
 def fingerprint(owner: Ints, use: Bools | Ints) -> str:
     """The SHA-256 of a partition: equal exactly when every row has the same owner and the same use.
 
-    ``use``: 0 of a row for training, 1 for the client's own test, 2 for validation.
+    ``use`` of a row: 0 for training, 1 for the client's own test, 2 for validation.
     """
     digest = hashlib.sha256(f"fedloom partition 1 {len(owner)}\n".encode())
     digest.update(np.ascontiguousarray(owner, "<i8").tobytes())
@@ -333,7 +338,7 @@ def fingerprint(owner: Ints, use: Bools | Ints) -> str:
 def summary(y: Ints, owner: Ints, clients: int, classes: int) -> PartitionSummary:
     """The numbers of a partition; clients without rows count for sizes only."""
     sizes = np.bincount(owner, minlength=clients)
-    # Only the cells that hold rows exist: memory grows with the rows, not with clients × classes.
+    # Only cells with rows exist: memory grows with the rows, not with clients × classes.
     cell, count = np.unique(owner * classes + y, return_counts=True)
     who, label = np.divmod(cell, classes)
     share = count / sizes[who]
@@ -372,13 +377,13 @@ def _near_equal(total: int, parts: int) -> Ints:
 def _cut(weight: Floats, total: int) -> Ints:
     """``total`` in whole numbers proportional to ``weight``, cut at the floors of the running sum."""
     edges = np.cumsum(weight)
-    # After the last positive weight the quotient is exactly 1, so a weight of 0 never catches a stray row.
+    # After the last positive weight the quotient is exactly 1, so a weight of 0 never gets a row.
     counts: Ints = np.diff(np.floor(edges / edges[-1] * total).astype(np.int64), prepend=0)
     return counts
 
 
 def _rank_in_group(sizes: Ints) -> Ints:
-    """0, 1, ... within each of several groups that lie one after another."""
+    """0, 1, ... within each of several consecutive groups."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
@@ -400,7 +405,7 @@ def _dealt_by_class(pools: list[Ints], holders: list[Ints], counts: list[Ints]) 
 
 
 def _crowded(rows: int, clients: int, least: int) -> list[Fault]:
-    """The fault of asking for more rows than there are."""
+    """The fault of requesting more rows than there are."""
     if clients > rows:
         return [Fault("partition.clients", f"{clients} clients cannot share {rows} rows", f"at most {rows}")]
     if clients * least > rows:
@@ -410,12 +415,12 @@ def _crowded(rows: int, clients: int, least: int) -> list[Fault]:
 
 
 def _narrow(clients: int, per_client: int, held: int) -> list[Fault]:
-    """The fault of asking for more classes than there are, or for so few that some class has no holder."""
+    """The fault of requesting more classes than there are, or so few that some class has no client."""
     if per_client > held:
         what = f"{per_client} classes for each client, but the rows have {held}"
         return [Fault("partition.per_client", what, f"at most {held}")]
     if clients * per_client < held:
-        what = f"{clients} clients with {per_client} classes each leave some of the {held} classes without a holder"
+        what = f"{clients} clients with {per_client} classes each leave some of the {held} classes without a client"
         fix = f"at least {-(-held // clients)}, or at least {-(-held // per_client)} clients"
         return [Fault("partition.per_client", what, fix)]
     return []
@@ -476,7 +481,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _holders(hands: Ints, classes: int) -> list[Ints]:
-    """The clients that hold each class, in order, from the classes that each client holds."""
+    """The clients of each class, in order, from the classes of each client."""
     flat = hands.ravel()
     clients = np.argsort(flat, kind="stable") // hands.shape[1]
     return np.split(clients, np.cumsum(np.bincount(flat, minlength=classes))[:-1])
@@ -527,7 +532,7 @@ def _repeated(hand: Ints) -> Bools:
 
 
 def _without(hands: Ints, label: int, rng: np.random.Generator) -> int:
-    """A random client that does not hold ``label``; one exists, since someone else holds it twice."""
+    """A random client without ``label``; one exists, since another client has it twice."""
     for candidate in rng.integers(len(hands), size=32):
         if label not in hands[candidate]:
             return int(candidate)

@@ -18,33 +18,33 @@ _USED = when(_USES) | when(size=_SOME)
 
 
 class Proxy(Spec):
-    """What the server has of its own, for algorithms that learn something at the server."""
+    """The server's own rows, for algorithms that learn at the server."""
 
     size: NonNegativeInt | Literal["auto"] | None = Field(
         None,
-        description="rows; auto: 1000, or a tenth of the training rows if less; unset: as auto where the algorithm, or "
-        "another that it is compared with, uses them",
+        description="number of rows; auto: 1000, or a tenth of the training rows if less; unset: as auto if the "
+        "algorithm, or another that it is compared with, uses them",
     )
     source: Annotated[Literal["train", "test"], _USED] = Field(
-        "train", description="from which rows they are taken; test is what FedLAW's authors did, and flatters"
+        "train", description="the rows they are taken from; test is what FedLAW's authors did, and is optimistic"
     )
     balanced: Annotated[bool, when(_USES, imbalance=1.0) | when(size=_SOME, imbalance=1.0)] = Field(
-        True, description="as many of each class, as far as there are; else as they come"
+        True, description="equally many of each class, as far as possible; else at random"
     )
     imbalance: Annotated[float, _USED] = Field(
-        1.0, gt=0, le=1, description="rows of the last class by those of the first, in a geometric row between"
+        1.0, gt=0, le=1, description="ratio of the rows of the last class to those of the first, geometric in between"
     )
 
     def rows(self, arrays: Arrays, wanted: bool, rng: np.random.Generator) -> NDArray[np.bool_]:
         """Which rows are the server's; none, unless they are ``wanted`` or their number is given."""
         pool = np.flatnonzero(arrays.test if self.source == "test" else ~arrays.test)
         if wanted and self.size == 0:
-            what = "the server of this algorithm learns from rows of its own (got 0)"
-            raise ConfigError([Fault("proxy.size", what, "leave it out, or take another algorithm")])
+            what = "the server of this algorithm learns from its own rows (got 0)"
+            raise ConfigError([Fault("proxy.size", what, "leave it out, or choose another algorithm")])
         usual = min(1000, len(pool) // 10)
         size = (usual if wanted else 0) if self.size is None else usual if self.size == "auto" else self.size
         chosen = np.zeros(len(arrays.y), dtype=bool)
-        if not size:  # a shuffle of all rows would cost a million clients two seconds of their start
+        if not size:  # with a million clients, shuffling all rows would take two seconds
             return chosen
         if size >= len(pool):
             what = f"{size} of the {len(pool)} {self.source} rows would leave none"
@@ -65,7 +65,7 @@ class Proxy(Spec):
 
 
 def without(arrays: Arrays, rows: NDArray[np.bool_]) -> Arrays:
-    """The data that is left when these rows are taken out."""
+    """The data without these rows."""
     if not rows.any():
         return arrays
     client = None if arrays.client is None else arrays.client[~rows]
@@ -75,7 +75,7 @@ def without(arrays: Arrays, rows: NDArray[np.bool_]) -> Arrays:
 
 
 def lacking(proxy: Arrays, rest: Arrays) -> list[str]:
-    """That classes of which others have training rows are not among the server's, if there are any such."""
+    """A note if classes of the training rows are missing from the server's rows."""
     missing = np.setdiff1d(rest.y[~rest.test], proxy.y)
     if not len(missing):
         return []

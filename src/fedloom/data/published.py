@@ -1,7 +1,7 @@
-"""Published sets: where they come from, and whether the files here are theirs.
+"""Published sets: where they come from, and whether the files are the publisher's.
 
-A file is hashed when it is first used. The checksum is kept beside the files together with the file's size and time of
-change, so that a file which has neither changed is not hashed again.
+A file is hashed when it is first used. The checksum is stored next to the files with the file's size and modification
+time, so that a file is not hashed again unless one of these has changed.
 """
 
 from __future__ import annotations
@@ -129,29 +129,28 @@ PUBLISHED: dict[str, Published] = {
 
 
 def refuse_changed(layout: Layout, places: Mapping[str, Path], published: Mapping[str, Published] = PUBLISHED) -> None:
-    """Refuse a file that has neither its publisher's checksum nor the one that it had when it was taken.
+    """Refuse a file that has neither its publisher's checksum nor the one that it had when it was imported.
 
-    The publisher of an archive has no checksums of what is in it: files that were unpacked by hand are taken as they
-    are, and must stay so.
+    The publisher of an archive gives no checksums of its members: files that were unpacked manually are accepted, and
+    must not change afterwards.
     """
     offered = published.get(layout.name)
     known = offered if offered is not None and offered.layout == layout else Published(layout, (), ())
     wrong = unverified(known, places, strangers=not known.remotes or known.archived)
     for file, found in wrong.items():
         raise DataError(
-            f"{places[file]}: is not the publisher's file, nor as it was when it was checked (its sha256 is {found})\n"
-            f"  download it anew:            fedloom data get {layout.name}\n"
-            f"  or take it as it is:         fedloom data import {layout.name} {places[file].parent}"
+            f"{places[file]}: is not the publisher's file, nor the one checked earlier (its sha256 is {found})\n"
+            f"  download it again:           fedloom data get {layout.name}\n"
+            f"  or accept it:                fedloom data import {layout.name} {places[file].parent}"
         )
 
 
 def unverified(
     published: Published, places: Mapping[str, Path], *, strangers: bool = False, anew: bool = False
 ) -> dict[str, str]:
-    """The files whose checksum is not what it should be, and what it is; what was found right is remembered.
+    """The files with a wrong checksum, and that checksum; right ones are recorded.
 
-    ``strangers``: a file of which no checksum is known is taken as it is. ``anew``: all are hashed, whenever that was
-    done before.
+    ``strangers``: accept a file without a known checksum. ``anew``: hash all files again.
     """
     right = {remote.file: remote.sha256 for remote in published.remotes}
     before, wrong = {}, {}
@@ -168,7 +167,7 @@ def unverified(
 
 
 def remember(places: Mapping[str, Path]) -> None:
-    """Write down the checksums of files that are right, so that they need not be computed again."""
+    """Record the checksums of right files, so that they need not be computed again."""
     for folder in {path.parent for path in places.values()}:
         here = {path.name: path for path in places.values() if path.parent == folder}
         found = {name: {"sha256": disk.digest(path), "stamp": _stamp(path)} for name, path in here.items()}
@@ -177,7 +176,7 @@ def remember(places: Mapping[str, Path]) -> None:
 
 
 def _remembered(path: Path) -> dict[str, Any]:
-    """What was written down of a file; nothing if that cannot be read."""
+    """What is recorded of a file; empty if that cannot be read."""
     try:
         found = json.loads((path.parent / CHECKSUMS).read_text())[path.name]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -60,7 +60,7 @@ class Source(Kind):
 
     pool: Annotated[bool, Field(description="put train and test rows together, so that no row is a test row")] = False
     augment: Annotated[
-        Literal["none", "flip", "crop_flip"], Field(description="what is done to training images, by chance, each time")
+        Literal["none", "flip", "crop_flip"], Field(description="random augmentation of training images")
     ] = "none"
     normalise: Annotated[
         Literal["default", "half"],
@@ -70,22 +70,22 @@ class Source(Kind):
     _decode: Decode | None = PrivateAttr(None)
 
     def with_numbers(self) -> Self:
-        """The same source, whose labels are numbers to be learned."""
+        """The same source, with numeric labels for regression."""
         other = self.model_copy()
         other._decode = decoded
         return other
 
     @property
     def name(self) -> str:
-        """What the data is called in messages."""
+        """The name of the data in messages."""
         return self.kind
 
     def read(self, root: Path) -> Rows:
-        """The rows as the files have them."""
+        """The rows in the files."""
         raise NotImplementedError(f"{type(self).__name__} must say how it reads its rows")
 
     def test_rows(self, rows: Rows, seed: int) -> NDArray[np.bool_]:
-        """Which rows are kept for the common test: those the data marks, else a drawn share."""
+        """Which rows are test rows: those that the data marks, else a random share."""
         return drawn_test_rows(rows.y, TEST_SHARE, seed) if rows.test is None else rows.test
 
     def scale(self, x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
@@ -93,7 +93,7 @@ class Source(Kind):
         return pixel_scale(x, test)
 
     def load(self, root: Path, seed: int) -> Arrays:
-        """The data, from files below ``root`` (or where ``path`` says), with its test rows settled by ``seed``."""
+        """The data, from files below ``root`` (or where ``path`` says), with test rows drawn by ``seed``."""
         rows = self.read(root)
         images = rows.x.ndim == 4
         for field, value, neutral in (("augment", self.augment, "none"), ("normalise", self.normalise, "default")):
@@ -121,7 +121,7 @@ class Undivided(Source):
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Self:
         if self.pool and self.test not in (0, TEST_SHARE):
-            raise ValueError(f"pool = true leaves no test rows, so test = {self.test:g} has no meaning; drop one")
+            raise ValueError(f"pool = true leaves no test rows, so test = {self.test:g} has no effect; drop one")
         return self
 
     @override
@@ -130,14 +130,14 @@ class Undivided(Source):
             return drawn_test_rows(rows.y, self.test, seed)
         if self.test != TEST_SHARE:
             raise DataError(
-                f"data '{self.name}': marks its own test rows, so test = {self.test:g} has no meaning "
+                f"data '{self.name}': marks its own test rows, so test = {self.test:g} has no effect "
                 "(drop it, or the marks)"
             )
         return rows.test
 
 
 class Digits(Undivided):
-    """1797 handwritten digits of 8x8 grey pixels, which come with scikit-learn: always there."""
+    """1797 handwritten digits of 8x8 grey pixels, which come with scikit-learn: always available."""
 
     kind: ClassVar[str] = "digits"
 
@@ -151,7 +151,7 @@ class Digits(Undivided):
 
 
 class Synthetic(Source):
-    """Devices with a random linear model each: synthetic(a, b) of FedProx, each with its own training and test rows.
+    """Devices with a random linear model each: synthetic(a, b) of FedProx; each device has training and test rows.
 
     To keep rows with their devices, use it with ``partition = { kind = "natural", holdout = 0 }``. With
     ``u_mode = "scalar"``, the published recipe, no label depends on ``a``; the other two give it an effect. With
@@ -168,9 +168,9 @@ class Synthetic(Source):
     b: Annotated[
         float, Field(ge=0, description="how much the centres of the devices' inputs differ"), when(iid=False)
     ] = 0.5
-    devices: Annotated[int, Field(ge=1, description="how many devices there are")] = 30
-    features: Annotated[int, Field(ge=1, description="numbers in a row")] = 60
-    classes: Annotated[int, Field(ge=2, description="how many classes there are")] = 10
+    devices: Annotated[int, Field(ge=1, description="number of devices")] = 30
+    features: Annotated[int, Field(ge=1, description="number of features")] = 60
+    classes: Annotated[int, Field(ge=2, description="number of classes")] = 10
     sizes: Annotated[
         synthetic.Sizes, Field(description="rows of a device: lognormal(4, 2) + 50, or Pareto from 50 to 5000")
     ] = "lognormal"
@@ -180,7 +180,9 @@ class Synthetic(Source):
         when(iid=False),
     ] = "scalar"
     ab_as: Annotated[
-        Literal["std", "variance"], Field(description="what a and b are of their normal laws"), when(iid=False)
+        Literal["std", "variance"],
+        Field(description="whether a and b are deviations or variances of the normal laws"),
+        when(iid=False),
     ] = "std"
     iid: Annotated[bool, Field(description="one model and one distribution for all devices")] = False
     split: Annotated[float, Field(gt=0, le=1, description="share of a device's rows that it trains on")] = 0.8
@@ -189,7 +191,7 @@ class Synthetic(Source):
     @classmethod
     def _no_images(cls, value: str) -> str:
         if value not in ("none", "default"):
-            raise ValueError("is for images, and this data has none")
+            raise ValueError("is for images, but this data has none")
         return value
 
     @override
@@ -214,7 +216,7 @@ class PublishedSet(Source):
         return self.checked_rows(root)
 
     def checked_rows(self, root: Path, column: int = 0) -> Rows:
-        """All rows, once the files have turned out to be well-formed, and to be the publisher's."""
+        """All rows, after a check that the files are well-formed and the publisher's."""
         places = places_below(self.layout, root)
         rows = read_published(self.layout, places, column=column)
         refuse_changed(self.layout, places)
@@ -264,7 +266,7 @@ class Cifar100(PublishedSet):
 
 
 class File(Undivided):
-    """The user's own data, lying at ``path``."""
+    """The user's own data at ``path``."""
 
     path: Annotated[str, Field(min_length=1, description="the file or folder")]
     limit_gb: Annotated[float, Field(gt=0, description="most gigabytes of data to unpack; more is refused")] = 16.0
@@ -310,13 +312,13 @@ class Images(File):
 class Table(File):
     """A table: a column of labels, and features in all columns that are neither named here nor dropped.
 
-    Numbers are used as they are, words become a column of 0 and 1 each, dates become days. What is missing is filled.
+    Numbers stay numbers, words become a column of 0 and 1 each, dates become days. Missing values are filled.
     """
 
     label: Annotated[str, Field(description="the column of the classes")] = "label"
-    client: Annotated[str | None, Field(description="the column that says who holds the row")] = None
+    client: Annotated[str | None, Field(description="the column that names the client of a row")] = None
     split: Annotated[str | None, Field(description="the column that says train or test")] = None
-    drop: Annotated[tuple[str, ...], Field(description="columns to leave out, such as the patients' numbers")] = ()
+    drop: Annotated[tuple[str, ...], Field(description="columns to leave out, such as patient numbers")] = ()
     features: Annotated[
         tuple[str, ...], Field(description="columns to use; unset: all that are not named or dropped")
     ] = ()
@@ -324,7 +326,7 @@ class Table(File):
         tuple[str, ...], Field(description="columns whose numbers are codes, each to be treated as a word")
     ] = ()
     most_words: Annotated[
-        int, Field(ge=2, description="words of a column that get a column each; the rarest of more are left out")
+        int, Field(ge=2, description="most words of a column that get their own column; rarer ones are left out")
     ] = 100
     day_first: Annotated[
         bool | None,
@@ -334,8 +336,8 @@ class Table(File):
     statistics: Annotated[
         StatisticsBy,
         Field(
-            description="of which training rows medians, means and deviations are: of all together; from sums that "
-            "clients add up (the mean fills gaps); or each client's own, as data.client names them: see docs/tables.md"
+            description="where medians, means and deviations come from: all training rows together; sums that "
+            "clients add up (the mean fills gaps); or each client's own rows (needs data.client): see docs/tables.md"
         ),
     ] = "all"
 
@@ -343,13 +345,13 @@ class Table(File):
     @classmethod
     def _no_images(cls, value: str) -> str:
         if value not in ("none", "default"):
-            raise ValueError("is for images, and a table has none")
+            raise ValueError("is for images, but a table has none")
         return value
 
     @model_validator(mode="after")
     def _columns_are_used_once(self) -> Self:
         if self.statistics == "own" and self.client is None:
-            raise ValueError("statistics = 'own' needs data.client, the column that says who holds a row")
+            raise ValueError("statistics = 'own' needs data.client, the column that names the client of a row")
         both = sorted({*self.drop} & {*self.features, *self.words, *(self.named)})
         if both:
             raise ValueError(f"'{both[0]}' is both dropped and used; choose one")
@@ -357,7 +359,7 @@ class Table(File):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The columns that say what a row is."""
+        """The columns that describe a row and are not features."""
         return tuple(name for name in (self.label, self.client, self.split) if name is not None)
 
     @property
@@ -365,7 +367,7 @@ class Table(File):
         return ColumnChoice(self.named, self.drop, self.features, self.words, self.day_first)
 
     def table(self) -> RawTable:
-        """The table as it is written."""
+        """The table as written."""
         raise NotImplementedError
 
     @override
@@ -377,7 +379,7 @@ class Table(File):
         return self.arrays_of(self.table(), seed)
 
     def rows_of(self, table: RawTable) -> Rows:
-        """What the named columns say; the features are left to ``arrays_of``."""
+        """The content of the named columns; ``arrays_of`` reads the features."""
         where = table.where
         decode = self._decode or (lambda *of: (*coded(*of), None))
         y, labels, target = decode(table.named[self.label], f"label (column '{self.label}')", where)
@@ -397,7 +399,7 @@ class Table(File):
         return Rows(np.empty((table.rows, 0), np.float32), y, labels, test, client, clients, target)
 
     def arrays_of(self, table: RawTable, seed: int) -> Arrays:
-        """The table as a net sees it, prepared by what its training rows teach."""
+        """The table as inputs of a net, prepared by statistics of its training rows."""
         refuse_bad(table)
         rows = self.rows_of(table)
         test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
@@ -430,16 +432,16 @@ class Table(File):
         return recipe, x
 
     def pointed_out(self, table: RawTable) -> list[str]:
-        """What looks like a mistake in the choice of columns."""
+        """Notes on choices of columns that look like mistakes."""
         return [
-            f"column '{name}' has a different whole number in every row: if it only numbers them, data.drop={name}"
+            f"column '{name}' has a different whole number in every row: if it is only an index, set data.drop={name}"
             for name in identifiers(table)
             if name not in self.features
         ]
 
 
 class Csv(Table):
-    """A CSV file whose first line names the columns; what separates cells, and the encoding, are found out."""
+    """A CSV file whose first line names the columns; the separator and the encoding are detected."""
 
     kind: ClassVar[str] = "csv"
 
@@ -466,7 +468,7 @@ def source_for_path(path: str) -> tuple[str, dict[str, str]]:
         return "images", {"path": path}
     if suffix in (".npz", ".csv", ".parquet"):
         return suffix[1:], {"path": path}
-    problem = "is not of a kind that is read" if is_file(place) else f"no such file or folder ({place.absolute()})"
+    problem = "is not of a supported type" if is_file(place) else f"no such file or folder ({place.absolute()})"
     raise DataError(f"{path}: {problem} (.npz, .csv, .parquet, or a folder of images)")
 
 
@@ -490,10 +492,10 @@ def from_arrays(
 
     ``labels`` are the names of the classes 0, 1, 2, ...; without them, the distinct values of ``y`` are the
     classes, in sorted order. ``standardise`` gives each feature mean 0 and std 1 over the training rows.
-    ``numbers``: y are numbers to be learned.
+    ``numbers``: y are regression targets.
     """
     if not 0 <= test_fraction < 1:
-        raise DataError(f"data '{name}': test_fraction must lie in [0, 1) (got {test_fraction})")
+        raise DataError(f"data '{name}': test_fraction must be in [0, 1) (got {test_fraction})")
     holder, marked = (None if column is None else _numpy(column) for column in (client, test))
     if isinstance(y, list | tuple):
         y = words_of(y, "label", lambda row: f"data '{name}', row {row}")
@@ -592,7 +594,7 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
 
 
 def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
-    """That features have very different scales, in words, if they have: nets learn badly from such rows."""
+    """A note if features have very different scales: nets learn badly from such rows."""
     if x.ndim != 2 or x.dtype != np.float32 or not (~test).any():
         return ()
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Synthetic(a, b): devices that each draw a linear model of their own, and inputs around a centre of their own.
+"""Synthetic(a, b): each device draws its own linear model, and inputs around its own centre.
 
 The recipe of FedProx (Li et al., MLSys 2020), for device k of N, with d features and C classes:
 
@@ -7,15 +7,15 @@ The recipe of FedProx (Li et al., MLSys 2020), for device k of N, with d feature
     W_k    ~ N(u_k, 1) in R^{C x d},   b_k ~ N(u_k, 1) in R^C
     x      ~ N(v_k, diag(j^-1.2)),     y = argmax(W_k x + b_k)
 
-As it stands, ``a`` does nothing: u_k adds u_k (1 + sum_j x_j) to every score of x alike, and the largest stays
-the largest. Devices differ in their models all the same, since each draws its own W_k. Two other readings
-of u give ``a`` an effect:
+As published, ``a`` has no effect: u_k adds the same u_k (1 + sum_j x_j) to every score of x, and the largest stays
+the largest. The devices' models still differ, since each draws its own W_k. Two other readings of u give ``a`` an
+effect:
 
     per_class    u_k in R^C, one number for each row of W_k and entry of b_k
     shared_plus  W_k = W_0 + a Z_k,  b_k = b_0 + a z_k:  one model for all, and ``a`` times a device's own
 
-Each group of draws has an address of its own (sizes; u; B; v; then W, b, x of each device; then its shuffle), so
-``a`` and ``b`` only scale what is drawn, and fewer devices are the first ones of more.
+Each group of draws has its own address (sizes; u; B; v; then W, b, x of each device; then its shuffle), so
+``a`` and ``b`` only scale the draws, and fewer devices are a prefix of more.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Device(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How much there is of everything."""
+    """The dimensions of the data."""
 
     devices: int
     features: int
@@ -55,16 +55,16 @@ class Shape(NamedTuple):
 
 
 def device_sizes(devices: int, law: Sizes, seed: int) -> Ints:
-    """Rows of each device: many have little, few have much."""
+    """The number of rows of each device: most have few, few have many."""
     chance = rng.stream(seed, NAME, SIZES)
     if law == "pareto":
-        # a power law of exponent 2; 1 - U lies in (0, 1], so nothing is divided by zero
+        # a power law of exponent 2; 1 - U is in (0, 1], so there is no division by zero
         return np.minimum(np.floor(LEAST / (1.0 - chance.random(devices))), MOST).astype(np.int64)
     return chance.lognormal(4.0, 2.0, devices).astype(np.int64) + LEAST
 
 
 def variances(features: int) -> Floats:
-    """The diagonal of the inputs' covariance; off it there is nothing."""
+    """The diagonal of the inputs' covariance; the other entries are zero."""
     return np.arange(1, features + 1, dtype=np.float64) ** -1.2
 
 
@@ -103,7 +103,7 @@ def draw_examples(
 
 
 def labels(device: Device, x: Floats) -> Ints:
-    """The class of the largest score; the softmax of the papers does not change which that is."""
+    """The class of the largest score; the softmax of the papers does not change it."""
     best: Ints = np.argmax(x @ device.W.T + device.b, axis=1).astype(np.int64)
     return best
 

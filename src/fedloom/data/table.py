@@ -1,4 +1,4 @@
-"""Tables: CSV files as people have them, Parquet files and DataFrames, read into columns of numbers, words and dates.
+"""Tables: CSV files of any dialect, Parquet files and DataFrames, read into columns of numbers, words and dates.
 
 Nothing is filled, scaled or left out here: ``data/columns.py`` fills, encodes and scales the columns.
 """
@@ -21,18 +21,18 @@ from fedloom.data.files import Place, existing, reading, within, words_of
 
 ColumnKind: TypeAlias = Literal["number", "words", "date"]
 
-# Cells that stand for nothing, as spreadsheets and statistics packages write them.
+# Cells that mean a missing value, as spreadsheets and statistics packages write them.
 MISSING = frozenset({"", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "NULL", "null", "None", "<NA>", "?"})
 _BLOCK = 4096  # rows that are converted together
 _DELIMITERS = ",;\t|"
 
 
 class Column(NamedTuple):
-    """One column: numbers and days as float64 with NaN for what is missing, words as text with '' for it."""
+    """One column: numbers and days as float64 with NaN for a missing value, words as text with '' for it."""
 
     kind: ColumnKind
     values: NDArray[Any]
-    fault: str = ""  # why the column cannot be used as it is
+    fault: str = ""  # why the column cannot be used
 
     @property
     def missing(self) -> NDArray[np.bool_]:
@@ -42,33 +42,33 @@ class Column(NamedTuple):
 
 
 class RawTable(NamedTuple):
-    """A table as it was read."""
+    """A table as read."""
 
-    at: str  # what it is called
+    at: str  # its name in messages
     columns: dict[str, Column]  # those that may be features, in the order of the file
-    named: dict[str, NDArray[Any]]  # those that say what a row is, as they were written
+    named: dict[str, NDArray[Any]]  # those that describe a row, as written
     where: Place
     rows: int
     notes: tuple[str, ...] = ()  # what had to be guessed about the file
 
 
 class ColumnChoice(NamedTuple):
-    """What is to be read: columns that say what a row is, features, and how cells are meant."""
+    """What to read: columns that describe a row, features, and how to interpret cells."""
 
-    named: tuple[str, ...]  # read as they are written
+    named: tuple[str, ...]  # read as written
     drop: tuple[str, ...] = ()
     features: tuple[str, ...] = ()  # empty: all others
-    words: tuple[str, ...] = ()  # columns of words even where these look like numbers
+    words: tuple[str, ...] = ()  # columns of words even if these look like numbers
     day_first: bool | None = None  # how to read dates such as 03/04/2024
     plain: bool = False  # the named columns may lack values, which are read as ''
 
 
 def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[str]:
-    """The columns that are read as features; a DataError for names that there are not, or twice."""
+    """The columns that are read as features; a DataError for unknown or repeated names."""
     for index, name in enumerate(header):
         if not name:
             raise DataError(
-                f"{at}: column {index + 1} has no name (if it numbers the rows, leave it out: to_csv(..., index=False))"
+                f"{at}: column {index + 1} has no name (if it is an index, leave it out: to_csv(..., index=False))"
             )
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
@@ -82,7 +82,7 @@ def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[
     rest = [name for name in header if name not in (*wanted.named, *wanted.drop)]
     rest = [name for name in rest if name in wanted.features] if wanted.features else rest
     if not rest:
-        raise DataError(f"{at}: has no column of features beside {', '.join(header)}")
+        raise DataError(f"{at}: has no column of features in addition to {', '.join(header)}")
     return rest
 
 
@@ -108,10 +108,10 @@ class Dialect(NamedTuple):
 
 
 def read_csv(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> RawTable:
-    """The table in a CSV file with a header line, whatever separates its cells and in whatever encoding."""
+    """The table in a CSV file with a header line, with any separator and encoding."""
     dialect = _dialect(existing(path))
     words = set(wanted.words)
-    while True:  # a column that turns out to hold words is read again as such: twice at most
+    while True:  # a column that turns out to contain words is read again as such: twice at most
         read = _Reader(path, dialect, wanted, words, limit)
         turned = read.all()
         if not turned:
@@ -172,7 +172,7 @@ def _records(path: Path, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Reader:
-    """Reads a CSV file block by block, so that a table of numbers takes the memory of its numbers."""
+    """Reads a CSV file block by block, so that a table of numbers takes only the memory of its numbers."""
 
     def __init__(self, path: Path, dialect: Dialect, wanted: ColumnChoice, words: set[str], limit: float) -> None:
         self._path, self._dialect, self._wanted, self._limit = path, dialect, wanted, limit
@@ -186,7 +186,7 @@ class _Reader:
         self._turned: set[str] = set()  # columns in which a cell is not a number
 
     def all(self) -> set[str]:
-        """Read every row; returns the columns that hold words after all, for which it has to be done again."""
+        """Read every row; returns the columns that turned out to contain words and must be read again."""
         block: list[list[str]] = []
         for line, row in self._records:
             if len(row) != len(self._header):
@@ -231,7 +231,7 @@ class _Reader:
 
 
 def as_numbers(cells: Sequence[str], *, comma: bool = False) -> NDArray[np.float64] | None:
-    """Cells as numbers, NaN where one is missing; None if one of them is no number. ``comma``: 3,5 is one, too."""
+    """Cells as numbers, NaN for missing ones; None if a cell is not a number. ``comma``: 3,5 is a number, too."""
     try:
         return np.array([math.nan if cell in MISSING else _float(cell, comma) for cell in cells], np.float64)
     except ValueError:
@@ -242,7 +242,7 @@ def _float(cell: str, comma: bool) -> float:
     return float(cell.replace(",", ".") if comma and re.fullmatch(r"[-+]?\d+,\d+", cell) else cell)
 
 
-# ---------------------------------------------------------------------------------- what a column holds
+# ------------------------------------------------------------------------------- the kinds of columns
 
 
 def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | None, comma: bool = False) -> Column:
@@ -277,7 +277,7 @@ _YEAR_FIRST = re.compile(r"(\d{4})/(\d{1,2})/(\d{1,2})")
 
 
 def _days(values: NDArray[Any], day_first: bool | None) -> Column | None:
-    """A column of dates as days since 1970; None if it holds anything else."""
+    """A column of dates as days since 1970; None if it contains anything else."""
     distinct = sorted({word for word in values.tolist() if word})
     if not distinct:
         return None
@@ -329,7 +329,7 @@ def read_parquet(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> R
         raise DataError(f"{path}: reading Parquet needs pyarrow (pip install 'fedloom[parquet]')") from error
     try:
         with pq.ParquetFile(existing(path)) as file:
-            meta = file.metadata  # a few bytes can stand for very many rows of one value
+            meta = file.metadata  # a few bytes can encode very many rows of one value
             groups = [meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)]
             within(limit, max(sum(groups), meta.num_rows * meta.num_columns), str(path))
             batches, size = [], 0
@@ -341,7 +341,7 @@ def read_parquet(path: Path, wanted: ColumnChoice, limit: float = math.inf) -> R
             table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-    # pandas stores its row index as such a column; the rows' numbers are no feature
+    # pandas stores its row index as such a column; it is not a feature
     names = [name for name in table.column_names if not name.startswith("__index_level_")]
     return _of_arrow(table.select(names), str(path), wanted)
 
@@ -361,7 +361,7 @@ def parquet_header(path: Path) -> list[str]:
 
 
 def table_of_frame(frame: Any, wanted: ColumnChoice, name: str = "DataFrame") -> RawTable:
-    """The table that a pandas DataFrame holds."""
+    """The table of a pandas DataFrame."""
     where: Place = lambda row: f"{name}, row {row}"  # noqa: E731
     header = [str(column) for column in frame.columns]
     features = feature_names(header, wanted, name)
@@ -421,7 +421,7 @@ def _arrow_column(cells: Any, where: Place, forced: bool, wanted: ColumnChoice) 
         return Column("date", _floats(seconds) / 86_400e6)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return typed(_floats(cells), where, False, None)
-    return Column("words", np.full(len(cells), "", dtype=object), f"must hold numbers, words or dates (got {kind})")
+    return Column("words", np.full(len(cells), "", dtype=object), f"must contain numbers, words or dates (got {kind})")
 
 
 def _floats(cells: Any) -> NDArray[np.float64]:
@@ -437,7 +437,7 @@ def _named(cells: Any, name: str, at: str, where: Place, plain: bool) -> NDArray
         return np.array(["" if cell is None else str(cell) for cell in cells.to_pylist()], dtype=object)
 
     if pa.types.is_nested(cells.type):
-        raise DataError(f"{at}, column '{name}': must hold one value in each row (got {cells.type})")
+        raise DataError(f"{at}, column '{name}': must contain one value in each row (got {cells.type})")
     if cells.null_count:
         row = int(np.argmax(cells.is_null().to_numpy()))
         raise DataError(f"{where(row)}, column '{name}': is missing (fill it or drop the row)")

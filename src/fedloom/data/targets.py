@@ -1,4 +1,4 @@
-"""Numbers to be learned: their values, their unit, and the bins by which they are drawn and dealt like classes."""
+"""Regression targets: their values, their unit, and the bins by which rows are drawn and partitioned like classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import Place, number_of
 
 _BINS = 10
-_MANY = 20  # whole numbers: more different ones than this, with few rows each, are probably no classes
+_MANY = 20  # more distinct integers than this, with few rows each, are probably not classes
 _ROWS = 10
 
 
@@ -25,7 +25,7 @@ def numbers_in(column: NDArray[Any], what: str, where: Place) -> NDArray[np.floa
         odd = next((row for row, number in enumerate(found) if number is None), None)
         if odd is not None:
             got = str(column[odd])
-            raise DataError(f"{where(odd)}: the {what} must be a number to be learned as one (got {got!r})")
+            raise DataError(f"{where(odd)}: the {what} must be a number (got {got!r})")
         values = np.array(found, np.float64)
     if not np.isfinite(values).all():
         row = int(np.argmax(~np.isfinite(values)))
@@ -34,7 +34,7 @@ def numbers_in(column: NDArray[Any], what: str, where: Place) -> NDArray[np.floa
 
 
 def binned(target: NDArray[np.float64]) -> tuple[Ints, tuple[str, ...]]:
-    """The bin of each number, of about equally many rows each, and what the bins are called."""
+    """The bin of each number, with about equally many rows in each, and the names of the bins."""
     edges = np.unique(np.quantile(target, np.linspace(0, 1, _BINS + 1)[1:-1]))
     bins = np.searchsorted(edges, target, side="left")
     _, codes = np.unique(bins, return_inverse=True)
@@ -57,7 +57,7 @@ def with_unit(arrays: Arrays) -> Arrays:
 
 
 def looks_like_numbers(arrays: Arrays) -> str:
-    """Why classes are probably numbers to be learned, in words; empty where they are not."""
+    """Why classes are probably regression targets, in words; empty if they are not."""
     rows = int((~arrays.test).sum())
     few = arrays.classes > _MANY and rows < _ROWS * arrays.classes
     if not few or any(not isinstance(number_of(label), int) for label in arrays.labels):

@@ -1,17 +1,16 @@
 """An asynchronous server: it applies each upload when it arrives and sends the new model at once.
 
-The devices and links are those of ``clock``, but there are no rounds: a client trains on the model that it was sent,
-however old that has become, and while it does so others change the server's. All that happens, happens at an instant
-at which something arrives::
+The devices and links are those of ``clock``, but there are no rounds: a client trains the model that it was sent,
+however stale, while other clients change the server's. The simulation advances from arrival to arrival::
 
-    t = the earliest arrival of all that is under way
+    t = the earliest arrival of all clients at work
     the clients that arrive at t have trained, each from the model that it was sent
     server = update(server, what they send)
-    as many free clients are sent the new model, and arrive at t + what the clock says of them
+    as many idle clients are sent the new model, and arrive at t + the time that the clock gives them
 
-So arrivals depend on the settings and the seed alone, never on the numbers or on the real time of training,
-which is done when its result is due. Clients that were sent the same model and arrive together train side by side.
-What a run counts as a round is as many arrivals as there are clients at work at a time.
+So arrivals depend only on the settings and the seed, never on the numbers or on the real time of training,
+which is computed when its result is due. Clients that were sent the same model and arrive together train side by side.
+A round is as many arrivals as there are clients at work at a time.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from fedloom.engine.uploads import as_sent, upload_size
 
 
 class UnderWay(NamedTuple):
-    """The clients at work, and the models they are at work on."""
+    """The clients at work, and the models they train."""
 
     ids: Tensor  # [M] long
     step: Tensor  # [M] long: how many steps the server had taken when it sent the model
-    round: Tensor  # [M] long: in which round that was, for the learning rate
-    arrival: Tensor  # [M] float64: the second at which what the client sends will be there
-    server: Any  # [M, ...] the server as it was then
+    round: Tensor  # [M] long: the round of that moment, for the learning rate
+    arrival: Tensor  # [M] float64: the second at which the upload arrives
+    server: Any  # [M, ...] the server at that moment
     buffers: Tensor  # [M, Q] running statistics, likewise
     steps: Tensor  # [] long: the steps of the server so far
 
     def due(self) -> Tensor:
-        """The places of the clients that arrive next, all at one instant."""
+        """The indices of the clients that arrive next, all at one instant."""
         return (self.arrival == self.arrival.min()).nonzero().squeeze(1)
 
 
@@ -77,7 +76,7 @@ def traffic_of(exp: Experiment, state: RunState) -> Traffic:
 
 
 def sent_out(exp: Experiment, state: RunState, places: Tensor, ids: Tensor, traffic: Traffic) -> UnderWay:
-    """All that is under way once the server, as it is now, was sent to these clients, which take these ``places``."""
+    """The clients at work after the current server was sent to these clients, which take these ``places``."""
     now, sizes = state.under_way, exp.federation.train.sizes[ids]
     present = Present(Drawn(ids, torch.ones(len(ids))), amounts(exp.local, sizes).steps, len(ids))
     arrival = exp.timetable(int(now.steps), present, traffic.up, traffic.down).arrival
@@ -98,7 +97,7 @@ def sent_out(exp: Experiment, state: RunState, places: Tensor, ids: Tensor, traf
 
 
 def free(exp: Experiment, under_way: UnderWay, places: Tensor) -> Tensor:
-    """The clients that are sent the next model: as many as arrived, drawn from all that are idle; in order."""
+    """The clients that are sent the next model: as many as arrived, drawn from all idle ones; in order."""
     able = (exp.federation.train.sizes > 0).nonzero().squeeze(1)
     others = under_way.ids[~torch.isin(torch.arange(len(under_way.ids)), places)]
     idle = able[~torch.isin(able, others)]
@@ -108,7 +107,7 @@ def free(exp: Experiment, under_way: UnderWay, places: Tensor) -> Tensor:
 
 
 def moved_on(exp: Experiment, state: RunState, places: Tensor, traffic: Traffic) -> RunState:
-    """The state once those at these ``places`` have arrived, and the server, as it is now, was sent to as many."""
+    """The state after those at these ``places`` have arrived, and the current server was sent to as many."""
     now = state.under_way
     after = state._replace(
         down=state.down + traffic.down * len(places),
@@ -119,7 +118,7 @@ def moved_on(exp: Experiment, state: RunState, places: Tensor, traffic: Traffic)
 
 
 def arrivals_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
-    """As many arrivals as there are clients at work, and what was measured of them."""
+    """As many arrivals as there are clients at work, and their measurements."""
     traffic, busy, round_ = traffic_of(exp, state), len(state.under_way.ids), state.round
     staleness: list[int] = []
     excluded: list[int] = []
@@ -146,7 +145,7 @@ def _taken(
     did: list[ClientWork] = []
     for step in sorted(set(now.step[places].tolist())):
         some = places[now.step[places] == step]
-        at = int(some[0])  # all of them were sent the same
+        at = int(some[0])  # all of them were sent the same model
         past = state._replace(server=tree.take(now.server, at), buffers=now.buffers[at])
         groups = _groups(exp, now.ids[some], step, int(now.round[at]), int(now.steps) - step)
         for trained in train_all(exp, past, store, groups):
@@ -169,7 +168,7 @@ def _taken(
 
 
 def _groups(exp: Experiment, ids: Tensor, step: int, round_: int, staleness: int) -> Iterator[Group]:
-    """The groups in which clients train that were sent the model of this ``step``, in this round."""
+    """The groups of clients that were sent the model of this ``step``, in this round."""
     lr, address = exp.local.lr_at(round_, exp.rounds), Address(exp.seed, step)
     for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=exp.lanes, mixed=exp.captures):
         stale = torch.full((len(group.ids),), float(staleness))

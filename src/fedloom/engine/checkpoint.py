@@ -1,7 +1,7 @@
-"""Checkpoints: a folder for each, whole or not there at all, each file with its checksum.
+"""Checkpoints: a folder for each, written atomically, each file with its checksum.
 
 checkpoints/00000020/state.safetensors      the server's state
-checkpoints/00000020/clients.safetensors    the clients' states, where they are kept in memory
+checkpoints/00000020/clients.safetensors    the clients' states, if they are kept in memory
 checkpoints/00000020/meta.json              round, checksums (its own, too), lengths of the run's append-only files
 
 Loading changes nothing: the caller may still refuse the content.
@@ -33,7 +33,7 @@ from fedloom.engine.store import ClientStore, Memo, form_of, is_on_disk, memo_fo
 from fedloom.trust.accountant import Release
 from fedloom.trust.ledger import Ledger
 
-KEEP = 2  # the newest, and one to fall back on
+KEEP = 2  # the newest, and one to fall back to
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
@@ -46,7 +46,7 @@ def _is_hexadecimal(text: str) -> str:
 
 
 class _Entries(BaseModel):
-    """Some entries of a record, each of its type; which there must be is asked elsewhere."""
+    """Some entries of a record, each of its type; which are required is checked elsewhere."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -78,12 +78,12 @@ class _Lengths(_Entries):
     metrics: _Count = Field(0, alias="metrics.jsonl")
     checksum: _Count = Field(0, alias="metrics.jsonl crc32")
     lines: str = Field("", alias="metrics.jsonl lines")
-    links: dict[str, Any] = {}  # what the links of a peer remember, and the order of their corrections
+    links: dict[str, Any] = {}  # the memory of a peer's links, and the order of their corrections
     corrections: list[Any] = []
 
 
 class _Record(_Entries):
-    """What meta.json holds: whoever forges a record forges its checksum, too."""
+    """The content of meta.json: a forged record may have a forged checksum."""
 
     round: _Count
     fedloom: str = ""
@@ -107,9 +107,9 @@ class Loaded(NamedTuple):
 
 
 def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Write a checkpoint, then forget all but the newest ones; rank 0 writes for all.
+    """Write a checkpoint, then delete all but the newest ones; rank 0 writes for all.
 
-    No rank goes on before it is written: a user who ends one rank of an interrupted run may end the others, too.
+    No rank continues before it is written: a user who ends one rank of an interrupted run may end the others, too.
     """
     memo, clients = store.commit(), store.tensors()
     if ranks.size > 1:
@@ -124,9 +124,9 @@ def save(folder: Path, state: RunState, store: ClientStore, lengths: dict[str, A
 def _write(folder: Path, state: RunState, memo: Memo, clients: dict[str, Tensor], lengths: dict[str, Any]) -> None:
     final = folder / f"{state.round:08d}"
     scratch = folder / f".{final.name}.part"
-    for leftover in (*folder.glob(".*.part"), *folder.glob(".*.gone")):  # of a crash
+    for leftover in (*folder.glob(".*.part"), *folder.glob(".*.gone")):  # left by a crash
         shutil.rmtree(leftover, ignore_errors=True)
-    with suppress(FileExistsError):  # only this one: a run folder that was deleted is not made again
+    with suppress(FileExistsError):  # not its parents: a run folder that was deleted is not made again
         folder.mkdir(mode=0o700)
     scratch.mkdir(mode=0o700)
     write_tensors(scratch / "state.safetensors", _tensors(state))
@@ -163,12 +163,12 @@ def rewrite_lengths(folder: Path, round_: int, lengths: dict[str, Any]) -> None:
 
 
 def saved_rounds(folder: Path) -> list[int]:
-    """The rounds of which there is a checkpoint, oldest first."""
+    """The rounds with a checkpoint, oldest first."""
     return sorted(int(p.name) for p in folder.glob("[0-9]" * 8) if p.is_dir())
 
 
 def round_to_load(folder: Path, at: int | None) -> int:
-    """The round ``at``, if there is a checkpoint of it, or the newest that there is."""
+    """The round ``at``, if it has a checkpoint, or the newest one."""
     have = saved_rounds(folder)
     newest = max(have, default=0) if at is None else at
     if newest not in have:
@@ -186,7 +186,7 @@ def readable(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def ledgers(folder: Path) -> list[Ledger]:
-    """What the checkpoints whose record is intact say was released, oldest first."""
+    """What was released according to the checkpoints with an intact record, oldest first."""
     found = []
     for round_, meta in readable(folder).items():
         with suppress(TypeError, KeyError, AttributeError, CheckpointError):
@@ -214,8 +214,8 @@ def load_state(
 ) -> Loaded:
     """The newest checkpoint, or the one ``at`` a round; a damaged one is refused by name.
 
-    Of the clients' states each rank takes those that it is to keep, however many ranks wrote the checkpoint. They are
-    moved where the checkpoint has them in another kind of store; ``blank`` is the state of one client, for its form.
+    Each rank loads the clients' states that it keeps, however many ranks wrote the checkpoint. They are converted if
+    the checkpoint has them in another kind of store; ``blank`` is the state of one client, for its structure.
     """
     have, newest = saved_rounds(folder), round_to_load(folder, at)
     older = [r for r in have if r < newest]
@@ -227,11 +227,11 @@ def load_state(
         if ranks.size > 1 and clients:
             rows = (ranks.owner(clients["ids"]) == ranks.rank).nonzero().squeeze(1)
             clients, memo = {name: x[rows] for name, x in clients.items()}, {"rows": len(rows)}
-        # A store on disk writes what it takes from a checkpoint, and must then spare the newer ones, too.
+        # A store on disk writes what it loads from a checkpoint, and must not overwrite what newer ones need.
         others = [r for r in have if r != newest] if not is_on_disk(memo) else older
         store.restore(memo, [meta["store"] for r, meta in readable(folder).items() if r in others], clients)
     except OtherFormError:
-        raise  # older checkpoints are of the same form
+        raise  # older checkpoints have the same structure
     except CheckpointError as error:
         offer = f"; the one of round {older[-1]} can be tried: fedloom resume RUN --from {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{offer.replace('RUN', str(folder.parent))}") from error
@@ -239,7 +239,7 @@ def load_state(
 
 
 def forget_after(folder: Path, round_: int) -> None:
-    """Delete the checkpoints of later rounds, the last one first: the user has asked to go on from this one."""
+    """Delete the checkpoints of later rounds, the last one first: the user continues from this one."""
     for newer in reversed([r for r in saved_rounds(folder) if r > round_]):
         _forget(folder / f"{newer:08d}")
 
@@ -252,12 +252,12 @@ def _tensors(state: RunState) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    """A safetensors file, all of it on disk; the same tensors and notes are the same bytes."""
+    """Write a safetensors file durably; the same tensors and notes give the same bytes."""
     plain = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     try:
-        # safetensors keeps several notes in no particular order, so that there is only one
+        # safetensors stores several notes in no particular order, so there is only one
         save_file(plain, path, metadata={"fedloom": json.dumps(notes)} if notes else None)
-        os.chmod(path, 0o600)  # as newer versions of safetensors leave it
+        os.chmod(path, 0o600)  # as in newer versions of safetensors
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
@@ -267,7 +267,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] 
 
 
 def _forget(checkpoint: Path) -> None:
-    """Delete a checkpoint so that a crash leaves it whole or gone, never half there."""
+    """Delete a checkpoint so that a crash leaves it complete or gone."""
     gone = checkpoint.with_name(f".{checkpoint.name}.gone")
     if checkpoint.exists():
         os.replace(checkpoint, gone)
@@ -275,7 +275,7 @@ def _forget(checkpoint: Path) -> None:
 
 
 def _sum(meta: dict[str, Any]) -> str:
-    """The checksum of a checkpoint's record, but for the checksum itself."""
+    """The checksum of a checkpoint's record, without the checksum itself."""
     rest = {key: value for key, value in meta.items() if key != "self"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -287,12 +287,12 @@ def _write_record(path: Path, meta: dict[str, Any]) -> None:
 def _record(folder: Path) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
     if meta["self"] != _sum(meta):
-        raise CheckpointError(f"checkpoint {folder} is damaged: meta.json is not what was written")
+        raise CheckpointError(f"checkpoint {folder} is damaged: meta.json has changed since it was written")
     try:
         named = _Record(**meta).round
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CheckpointError(f"checkpoint {folder} is damaged: '{where}' in meta.json cannot be") from error
+        raise CheckpointError(f"checkpoint {folder} is damaged: '{where}' in meta.json is invalid") from error
     if named != int(folder.name):
         raise CheckpointError(f"checkpoint {folder} is damaged: its meta.json is of round {named}")
     return meta
@@ -309,7 +309,7 @@ def _read(folder: Path, store: ClientStore) -> tuple[dict[str, Any], dict[str, T
                     f"checkpoint {folder} is damaged: {name} has checksum {found[:12]}, its record says {digest[:12]}"
                 )
         clients = load_file(folder / "clients.safetensors") if "clients.safetensors" in expected else {}
-        # Copies, which lie where those of a run do: what the file's lie at changes the last bits of a product.
+        # Copies, with the alignment of a run's tensors: the file's alignment would change the last bits of a product.
         there = load_file(folder / "state.safetensors")
         state = {name: store.room(tuple(x.shape), x.dtype, x.device).copy_(x) for name, x in there.items()}
         return meta, state, clients
@@ -348,7 +348,7 @@ def _state(like: RunState, meta: dict[str, Any], tensors: dict[str, Tensor], fol
 
 
 def _other_form(folder: Path, meta: dict[str, Any], expected: Iterable[str], found: Iterable[str]) -> OtherFormError:
-    """The refusal of a checkpoint that holds other tensors, or other entries, than this version reads."""
+    """The refusal of a checkpoint that has other tensors, or other entries, than this version reads."""
     lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     said = [f"{word} '{names[0]}'{_and_more(names)}" for word, names in (("lacks", lacks), ("has", extra)) if names]
     by = f"fedloom {meta['fedloom']}" if "fedloom" in meta else "an earlier version of fedloom"
@@ -361,7 +361,7 @@ def _and_more(names: list[str]) -> str:
 
 
 def _refuse_other_clients(meta: dict[str, Any], clients: dict[str, Tensor], blank: Any, folder: Path) -> None:
-    """Refuse clients' states that are not of the form of ``blank``, where that is known."""
+    """Refuse clients' states whose structure is not that of ``blank``, if that is known."""
     expected = {f"state.{k:03d}": form_of(x) for k, x in enumerate(tree.leaves(blank))}
     found = {name: form_of(x[0]) for name, x in clients.items() if name.startswith("state.") and len(x)}
     if is_on_disk(meta["store"]):
@@ -376,7 +376,7 @@ def _refuse_other_clients(meta: dict[str, Any], clients: dict[str, Tensor], blan
 
 
 def _ledger(meta: dict[str, Any], folder: Path) -> Ledger | None:
-    """What a checkpoint says was released."""
+    """What was released according to a checkpoint."""
     written = meta.get("ledger")
     if written is None:
         return None
@@ -389,7 +389,7 @@ def _ledger(meta: dict[str, Any], folder: Path) -> Ledger | None:
 
 
 def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    """Tensors as a safetensors file, written whole or not at all."""
+    """Write tensors as a safetensors file, atomically."""
     part = disk.new_part(path)
     write_tensors(part, tensors, notes)
     os.replace(part, path)

@@ -1,7 +1,7 @@
 """One client's part of a deployment: train, keep, protect and send; evaluate on its own rows.
 
-The experiment is the server's, but for its data: ``federation`` knows how many examples every client has, and holds the
-rows of this one. Instead of the server's state there is what the server has sent (``Experiment.at_client``).
+The experiment is the server's, except for its data: ``federation`` has the number of examples of every client, and the
+rows of this one. Instead of the server's state it has what the server has sent (``Experiment.at_client``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedloom.engine.uploads import as_sent
 
 
 def train_client(exp: Experiment, order: Order, client: int, store: ClientStore) -> Outcome:
-    """What one client sends after its training, as [1, ...]; the store keeps what the client keeps.
+    """What one client sends after its training, as [1, ...]; the store keeps the client's state.
 
-    Of what it keeps the server learns only whether it is finite. If it is not, or the upload is not, nothing is kept.
+    The server learns only whether the kept state is finite. If it or the upload is not, nothing is kept.
     """
     with torch.no_grad():
         ids = torch.tensor([client])
@@ -39,7 +39,7 @@ def train_client(exp: Experiment, order: Order, client: int, store: ClientStore)
 
 
 def evaluate_client(exp: Experiment, inquiry: Inquiry, client: int, store: ClientStore) -> Verdicts:
-    """How the model of one client, or the common one, does on the client's own held-out rows."""
+    """The scores of one client's model, or of the common one, on the client's own held-out rows."""
     with torch.no_grad():
         ids = torch.tensor([client])
         if isinstance(inquiry.model, Tensor):

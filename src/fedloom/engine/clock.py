@@ -1,6 +1,6 @@
 """Unequal devices: which clients are late or lost, how much work they do, and how long it would take.
 
-Every draw has an address, so that all algorithms of a seed meet the same stragglers at the same moment. Times
+Every draw has an address, so that all algorithms of a seed have the same stragglers at the same moment. Times
 are in float64, and those of a round are counted from the moment at which the server begins to send the model.
 """
 
@@ -18,12 +18,12 @@ from fedloom.core.optim import TAKES_STEPS
 from fedloom.core.schema import GIVEN, Spec, over, when, worded
 from fedloom.engine.plan import Amount, Drawn
 
-_SLACK = 1e-9  # what is on time but for rounding is on time, and an epoch that fits but for rounding fits
+_SLACK = 1e-9  # tolerance of rounding, for deadlines and for epochs that just fit
 
 
 _SENDS = when({"algorithm.communicates": worded(True, "the algorithm sends something", "this one sends nothing")})
 _WAITS = when({"algorithm.reads_waiting_time": worded(
-    True, "the algorithm trains as long as clients wait", "this one does not ask how long they wait"
+    True, "the algorithm trains as long as clients wait", "this one does not depend on how long they wait"
 )})  # fmt: skip
 _IN_EPOCHS = {"local.steps": None, "local.epochs": over(1)}
 _USED_IN_PART = {"algorithm.partial_work": worded(
@@ -32,7 +32,7 @@ _USED_IN_PART = {"algorithm.partial_work": worded(
 
 
 class System(Spec):
-    """What the devices and their links are like."""
+    """The devices and their links."""
 
     stragglers: float = Field(0.0, ge=0, le=1, description="share of a round's clients that are late")
     policy: Annotated[Literal["auto", "drop", "partial"], when(TAKES_STEPS, stragglers=over(0))] = Field(
@@ -43,7 +43,7 @@ class System(Spec):
         when(_IN_EPOCHS, stragglers=over(0), policy="partial")
         | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
     ] = Field("epoch", description="the unit in which a late client's partial work is drawn")
-    dropout: float = Field(0.0, ge=0, lt=1, description="chance that a client of a round never reports")
+    dropout: float = Field(0.0, ge=0, lt=1, description="probability that a client of a round never reports")
     speed: Annotated[PositiveFloat, when(TAKES_STEPS, speeds=((),))] = Field(
         1000.0, description="examples per second of the median client"
     )
@@ -68,7 +68,7 @@ class System(Spec):
     link_spread: Annotated[NonNegativeFloat, _SENDS] = Field(
         0.0, description="spread of up and down: deviation of their logarithm"
     )
-    aggregation: NonNegativeFloat = Field(0.0, description="seconds that the server takes to make the next model")
+    aggregation: NonNegativeFloat = Field(0.0, description="seconds that the server takes to compute the next model")
     deadline: PositiveFloat | None = Field(
         None, description="seconds of a round after which late clients are left out; unset: the server waits for all"
     )
@@ -114,12 +114,12 @@ def _on_time(system: System, called: int) -> int:
 
 
 def accepts(system: System, *, partial: bool) -> bool:
-    """Whether a late client's work is used as far as it has come."""
+    """Whether a late client's partial work is used."""
     return partial if system.policy == "auto" else system.policy == "partial"
 
 
 def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tuple[int, int]) -> Tensor:
-    """A late client's steps: 1 to E - 1 whole epochs, or, where E is 1 or steps are the unit, 1 to all of its steps."""
+    """A late client's steps: 1 to E - 1 whole epochs, or, if E is 1 or steps are the unit, 1 to all of its steps."""
     chance = rng.uniform(address[0], "late_work", address[1], ids).double()
     if system.unit == "epoch" and epochs > 1:
         return (1 + (chance * (epochs - 1)).long()) * amount.per_epoch
@@ -127,7 +127,7 @@ def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tup
 
 
 def check_clients(system: System, clients: int) -> None:
-    """Refuse settings for other clients than there are."""
+    """Refuse settings for clients that do not exist."""
     faults = []
     if system.speeds and len(system.speeds) != clients:
         what = f"has {len(system.speeds)} numbers, but there are {clients} clients"
@@ -156,7 +156,7 @@ class Links(NamedTuple):
 
 
 def links(system: System, ids: Tensor, seed: int) -> Links:
-    """The links of these clients, the same in every round; the two directions are drawn apart."""
+    """The links of these clients, the same in every round; the two directions are drawn separately."""
 
     def spread(name: str) -> Tensor:
         chance = rng.uniform(seed, name, ids).double() + 2.0**-25  # the middle of its cell, so that it is never 0
@@ -166,7 +166,7 @@ def links(system: System, ids: Tensor, seed: int) -> Links:
 
 
 class Load(NamedTuple):
-    """What a round asks of each client, counted in examples trained."""
+    """The work of each client in a round, counted in examples trained."""
 
     examples: Tensor  # [K] in all scheduled epochs
     epoch: Tensor  # [K] in one pass over the data
@@ -178,8 +178,10 @@ class Timetable(NamedTuple):
 
     start: Tensor  # [K] a client has finished its scheduled epochs, and starts to wait
     ready: float  # the server has all uploads that it will use
-    next_: float  # the server begins to send the next model: the round has taken so long
-    wait: Tensor  # [K] how long a client can train on until the next model is there; 0 where it is not done by then
+    next_: float  # the server begins to send the next model: the length of the round
+    wait: (
+        Tensor  # [K] how long a client can continue to train until the next model arrives; 0 if it is not done by then
+    )
     epoch: Tensor  # [K] seconds of one pass over the data in this round
     on_time: Tensor  # [K] bool: the upload arrived before the deadline
     arrival: Tensor  # [K] the server has the client's upload
@@ -196,13 +198,13 @@ def timetable(
     sway = 2 * rng.uniform(address[0], "jitter", address[1], ids).double() - 1
     pace = speed.double() / (1 + system.jitter * sway)  # examples per second in this round
     link = links(system, ids, address[0])
-    latency = system.latency if up or down else 0.0  # a client that exchanges nothing waits for no network
+    latency = system.latency if up or down else 0.0  # a client that exchanges nothing does not wait for the network
     # A plain number divided by a tensor would be multiplied by the inverse, which rounds twice.
     sent, received = torch.full_like(pace, up) / link.up, torch.full_like(pace, down) / link.down
     receive, send = latency / 2 + 8e-6 * received, latency / 2 + 8e-6 * sent
     compute = (load.examples.double() + load.prelude.double()) / pace
     start = receive + compute
-    # Both directions as one sum, not start + send, so that recorded seconds stay what they were to the last bit.
+    # Both directions as one sum, not start + send, so that recorded seconds do not change in the last bit.
     arrival = compute + (latency + 8e-6 * (sent + received))
     limit = float("inf") if system.deadline is None else system.deadline
     on_time = arrival <= limit + _SLACK

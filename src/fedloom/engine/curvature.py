@@ -21,12 +21,12 @@ _ITERATIONS = 30  # of the power method
 _ROWS = 2048  # in one Hessian-vector product
 _LANCZOS = 60  # steps at most
 _TOLERANCE = 1e-4  # of the top eigenvalue, relative
-# What was found of a run's inputs, for as long as the run is there: it is the same in every round.
+# Bounds from a run's inputs, cached while the run exists: they are the same in every round.
 _BOUNDS: WeakKeyDictionary[Task, tuple[Federation, float | None]] = WeakKeyDictionary()
 
 
 class Moves(NamedTuple):
-    """How far each client of a round went."""
+    """The update of each client of a round."""
 
     ids: Tensor  # [K]
     dw: Tensor  # [K, P] w_k - w
@@ -34,7 +34,7 @@ class Moves(NamedTuple):
 
     @staticmethod
     def of(groups: Sequence[tuple[Tensor, Tensor, Tensor]], w: Tensor) -> Moves:
-        """The moves from the model ``w`` that all were sent, from (ids, models, weights) of each group."""
+        """The updates from the model ``w`` that all were sent, from (ids, models, weights) of each group."""
         ids, models, weights = (torch.cat(column) for column in zip(*groups, strict=True))
         return Moves(ids, models - w, weights)
 
@@ -43,7 +43,7 @@ class Top(NamedTuple):
     """The largest eigenvalue of a symmetric matrix, as far as it is known."""
 
     value: float
-    error: float  # it is within so much of an eigenvalue, relative to the largest in absolute value
+    error: float  # its distance to an eigenvalue is at most this, relative to the largest in absolute value
     iterations: int
 
 
@@ -59,7 +59,7 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor) -> Top:
     while True:
         after = product(basis[-1])
         diagonal.append(float(after.double() @ basis[-1].double()))
-        for _ in range(2):  # once leaves a part that rounding has made
+        for _ in range(2):  # once would leave a part due to rounding
             after = after - basis.T @ (basis @ after)
         length = float(torch.linalg.vector_norm(after.double()))
         if not math.isfinite(diagonal[-1] + length):  # the loss has overflowed, and has no curvature
@@ -79,7 +79,7 @@ def top_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor) -> Top:
 def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
     """The largest eigenvalue of the Hessian at ``w`` of the loss on the server's own rows, else on all training rows.
 
-    In evaluation mode: BatchNorm uses the statistics that it is handed.
+    In evaluation mode: BatchNorm uses the statistics that it is given.
     """
     chunks = list(_held_chunks(exp, buffers) or training_chunks(exp, buffers))
 
@@ -101,9 +101,9 @@ def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
 
 
 def hessian_weights(exp: Experiment, moves: Moves, w: Tensor, how: Weighing, buffers: Tensor) -> dict[str, float]:
-    """The largest eigenvalue of the Hessian of the same loss along the weights of the clients that count.
+    """The largest eigenvalue of the Hessian of the same loss along the weights of clients with a positive weight.
 
-    These are a and b of gamma sum_i lambda_i w_i, lambda = softmax(a), gamma = e^b, at what they were in the round;
+    These are a and b of gamma sum_i lambda_i w_i, lambda = softmax(a), gamma = e^b, at their values in the round;
     LAW-AFL eq. 37 takes the Hessian of theta, which in its section 3.1.1 are these weights.
     """
     counts = how.lam > 0
@@ -155,7 +155,7 @@ def _smoothness(exp: Experiment) -> float | None:
 
 
 def _is_all(net: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
-    """Whether all that the net does to ``x`` is to give it, flattened, to ``layer``, whose output is the net's."""
+    """Whether the net only passes ``x``, flattened, to ``layer``, whose output is the net's."""
     seen: list[tuple[Tensor, Tensor]] = []
     with layer.register_forward_hook(lambda _, given, out: seen.append((given[0], out))):
         logits = net(x)
@@ -205,7 +205,7 @@ def training_chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, f
 
 
 def _held_chunks(exp: Experiment, buffers: Tensor) -> list[tuple[Batch, float]]:
-    """The same of the rows that the server has of its own, if it has any."""
+    """The same for the server's own rows, if it has any."""
     held = exp.algorithm.setup.proxy
     if held is None:
         return []

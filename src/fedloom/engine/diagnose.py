@@ -1,6 +1,6 @@
-"""Diagnostics: what a round did, and what the theory of FedProx and of its relaxation says of it.
+"""Diagnostics: what a round did, and what the theory of FedProx and of its relaxation predicts for it.
 
-Each is opt-in (``evaluate.diagnostics``), costs what it says, and is recorded beside the metrics:
+Each is opt-in (``evaluate.diagnostics``), has the stated cost, and is recorded with the metrics:
 ``updates`` (free), ``gamma`` (two full gradients of each client of the round), ``dissimilarity`` (a full
 gradient of every client), ``rho`` (both of these, and the largest curvature: bounded once for softmax
 regression, estimated each time for other nets), ``hessian`` (up to 60 Hessian-vector products over the proxy or all
@@ -24,7 +24,7 @@ from fedloom.engine.state import Experiment
 from fedloom.engine.theory import rates
 from fedloom.maths.learned_weights import Weighing
 
-# What each diagnostic may record, beside what an algorithm reports by itself with ``updates``.
+# What each diagnostic may record, in addition to what an algorithm itself reports with ``updates``.
 RECORDED: Mapping[str, tuple[str, ...]] = {
     "updates": (
         *("updates/norm_mean", "updates/norm_std", "updates/cosine_to_mean"),
@@ -45,9 +45,9 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
 
 
 def of_updates(moves: Moves, before: Tensor, after: Tensor) -> dict[str, float]:
-    """Norms and directions of the clients' moves, and the server's own step.
+    """Norms and directions of the clients' updates, and the server's own step.
 
-    ``server/effective_lr`` is the length of the server's step in units of the clients' mean move: 1 for
+    ``server/effective_lr`` is the length of the server's step in units of the clients' mean update: 1 for
     FedAvg, whatever an algorithm calls its learning rate.
     """
     dw = moves.dw.double()
@@ -84,7 +84,7 @@ def gamma(exp: Experiment, moves: Moves, w: Tensor) -> dict[str, float]:
 def dissimilarity(exp: Experiment, w: Tensor) -> dict[str, float]:
     """B(w) = sqrt(sum_k p_k ||grad F_k||^2) / ||sum_k p_k grad F_k|| over all clients: 1 if they agree.
 
-    Beside it the unweighted variance of the gradients about their weighted mean, as FedProx's code logs it.
+    Also the unweighted variance of the gradients about their weighted mean, as FedProx's code logs it.
     """
     fed, n = exp.federation, exp.federation.clients
     share = fed.train.sizes.double() / fed.train.sizes.sum()
@@ -102,9 +102,9 @@ def dissimilarity(exp: Experiment, w: Tensor) -> dict[str, float]:
 
 
 def variance(exp: Experiment, ids: Tensor, w: Tensor) -> dict[str, float]:
-    """How far the full gradients of these clients at ``w`` are apart: mean ||g_i - g||^2 about their plain mean g.
+    """The variance of the full gradients of these clients at ``w``: mean ||g_i - g||^2 about their plain mean g.
 
-    In total, per parameter, and in units of ||g||^2, which a stationary point has not.
+    In total, per parameter, and in units of ||g||^2, which is undefined at a stationary point.
     """
     fed, m = exp.federation, len(ids)
     total, squares = torch.zeros(w.numel(), dtype=torch.float64, device=w.device), 0.0
@@ -112,7 +112,7 @@ def variance(exp: Experiment, ids: Tensor, w: Tensor) -> dict[str, float]:
     for part in torch.split(ids, exp.lanes):
         g = full_gradients(exp.task, fed, part, w.expand(len(part), -1)).double()
         first = g[0] if first is None else first
-        g = g - first  # seen from one of them, so that gradients that agree lose no digits
+        g = g - first  # relative to one of them, so that gradients that agree lose no digits
         total, squares = total + g.sum(0), squares + float(g.square().sum())
     assert first is not None
     mean = total / m
@@ -123,9 +123,9 @@ def variance(exp: Experiment, ids: Tensor, w: Tensor) -> dict[str, float]:
 
 
 def of_weights(weights: Tensor) -> dict[str, float]:
-    """How unequally the clients of a round counted: variance, 1 / sum of squares, entropy of weights with sum 1.
+    """How unequal the weights of a round's clients were: variance, 1 / sum of squares, entropy of weights with sum 1.
 
-    Nothing where nobody counted.
+    Empty if no client had a weight.
     """
     if not bool(weights.sum() > 0):
         return {}
@@ -141,7 +141,7 @@ def of_weights(weights: Tensor) -> dict[str, float]:
 def diagnose(
     exp: Experiment, moves: Moves, before: Any, received: Any, after: Any, buffers: Tensor | None = None
 ) -> dict[str, float]:
-    """The diagnostics that were asked for: of the clients' ``moves``, and of the server's step.
+    """The requested diagnostics: of the clients' ``moves``, and of the server's step.
 
     ``buffers``: the running statistics after the round.
     """
@@ -173,7 +173,7 @@ def diagnose(
 def _along_weights(
     exp: Experiment, moves: Moves, w: Tensor, received: Any, weights: Tensor, shrink: Tensor, statistics: Tensor
 ) -> dict[str, float]:
-    """The Hessian along the weights of clients; nothing where nobody trains, or no client counts."""
+    """The Hessian along the weights of clients; empty if no client trains or has a weight."""
     trains = bool(phases_of(exp.algorithm)) and trains_in(exp.algorithm, received.address[1])
     if not trains or not bool(weights.sum() > 0):
         return {}

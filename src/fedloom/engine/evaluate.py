@@ -1,20 +1,20 @@
 """Evaluation: the server's model, each client's own model, or the consensus of a network, always on test rows.
 
-The name of a number says what was measured, and on which models and rows::
+The name of a metric says which models were evaluated, and on which rows::
 
     global/test/...                 the server's model on the common test set
     personal/pre_fit/test/...       each client's own model on its own held-out rows, before local training
     personal/post_fit/test/...      the same for methods that evaluate it after local training
     participants/pre_fit/test/...   only the clients of a round, just before they train, each on its own rows
     participants/post_fit/test/...  the same clients just after
-    .../validation/...              the same models on the rows that evaluate.validation keeps: the common model on
+    .../validation/...              the same models on the rows that evaluate.validation reserves: the common model on
                                     those of all clients together, a client's own model on its own
     consensus/test/...              the average model of a network on the common test set
     nodes/test/...                  its nodes, each on the common test set; nodes/pre_mix/test: before they mixed
 
-and what the number is: ``accuracy``, ``loss``, and on request ``auc_micro_logits``, ``auc_micro_softmax`` and
-``auc_macro_present``. Of ``personal`` and ``participants`` each is the mean weighted by rows, with ``_mean``,
-``_std`` and ``_worst10`` over clients beside it, and ``diverged`` counts the clients whose loss is not finite.
+and which quantity: ``accuracy``, ``loss``, and on request ``auc_micro_logits``, ``auc_micro_softmax`` and
+``auc_macro_present``. For ``personal`` and ``participants`` each is the mean weighted by rows, accompanied by
+``_mean``, ``_std`` and ``_worst10`` over clients; ``diverged`` counts the clients whose loss is not finite.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedloom.engine.topology.network import Moment
 from fedloom.engine.training import TrainedGroup
 from fedloom.maths.sharpness import Landscape, flatness
 
-# Scores, rows times classes, that are held of one batch of clients. One client is never divided, nor is the
+# Scores, rows times classes, in memory for one batch of clients. One client is never divided, nor is the
 # common test set: an ROC curve compares each score with each.
 _HELD = 1 << 22
 
@@ -60,7 +60,7 @@ class ClientModels(NamedTuple):
 
 
 class ParticipantScores(NamedTuple):
-    """How the clients of a round do on their own rows, just before and just after their training."""
+    """The scores of the clients of a round on their own rows, just before and just after their training."""
 
     ids: tuple[Tensor, ...] = ()
     before: tuple[Verdicts, ...] = ()
@@ -79,9 +79,9 @@ class ParticipantScores(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers of models for some rows."""
+    """The outputs of models for some rows."""
 
-    owner: Tensor  # [B] whose row it is, by place among the clients that are evaluated
+    owner: Tensor  # [B] the client of each row, by index among the evaluated clients
     logits: Tensor  # [B, C]
     y: Tensor  # [B] the true classes
 
@@ -100,12 +100,12 @@ def _all_models(exp: Experiment, state: RunState, store: ClientStore) -> dict[st
     """The metrics of the common model and of the clients' own."""
     own = _personal(exp, state, store)
     shared = _shared(exp, state, store)
-    # The first metric is the headline of the run.
+    # The first metric represents the run.
     return own | shared if exp.algorithm.family == "personal" else shared | own
 
 
 def _validating(exp: Experiment) -> Experiment:
-    """The experiment with the rows for validation in the place of the test rows."""
+    """The experiment with the validation rows instead of the test rows."""
     fed = exp.federation
     rows = fed.validation.rows.sort().values.to(exp.device)
     asked = exp.evaluate.model_copy(update={"train": False, "flatness": None})
@@ -113,7 +113,7 @@ def _validating(exp: Experiment) -> Experiment:
 
 
 def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
-    """The common model, where there is one, on the common rows."""
+    """The common model, if there is one, on the common rows."""
     if exp.algorithm.family == "gossip":
         return _network(exp, state, store)
     if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
@@ -129,7 +129,7 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
 
 
 def _flatness(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
-    """R0 and R1 of the loss on all training rows at ``w``, where they are asked for; in evaluation mode."""
+    """R0 and R1 of the loss on all training rows at ``w``, if requested; in evaluation mode."""
     if exp.evaluate.flatness is None:
         return {}
     chunks = list(training_chunks(exp, buffers))
@@ -152,7 +152,7 @@ def _flatness(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[st
 
 
 def rows_scored(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor, *, together: bool = False) -> Scores:
-    """One model on these rows of the data, chunk by chunk; ``together``: every rank asks the same, and does a part."""
+    """One model on these rows of the data, chunk by chunk; ``together``: each rank computes a part."""
     return tree.cat([score(*said, exp.task.criterion) for said in _answers(exp, w, buffers, rows, together=together)])
 
 
@@ -184,7 +184,7 @@ def _logits_of(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tup
 
 
 def _chunk(exp: Experiment) -> int:
-    """Rows of one forward pass: enough to be fast, few enough for their activations to stay near."""
+    """Rows of one forward pass: enough to be fast, few enough for their activations to stay in the cache."""
     if not exp.task.has_convolutions:
         return 8192
     return 256 if exp.device.type == "cpu" else 4096
@@ -197,7 +197,7 @@ def _means(exp: Experiment, name: str, scores: Scores) -> dict[str, float]:
 
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
-    """One model on the common test set; nothing where a server has none."""
+    """One model on the common test set; empty if the server has none."""
     if not len(exp.federation.common):
         return {}
     answers = _answers(exp, w, buffers, exp.federation.common, together=True)
@@ -210,9 +210,9 @@ def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str,
 
 
 def class_table(exp: Experiment, w: Tensor, buffers: Tensor) -> Tensor | None:
-    """How many rows of each true class of the common test set a model takes for each class.  ``[C, C]``
+    """The confusion matrix of a model on the common test set: true class by predicted class.  ``[C, C]``
 
-    None where numbers are predicted, or where there is no such test set.
+    None in regression, or without a common test set.
     """
     if not len(exp.federation.common) or first_measure(exp) != "accuracy":
         return None
@@ -228,7 +228,7 @@ def _personal(exp: Experiment, state: RunState, store: ClientStore) -> dict[str,
 
 
 def _is_shared(exp: Experiment) -> bool:
-    """Whether all clients are served one and the same model."""
+    """Whether all clients are served the same model."""
     alg = exp.algorithm
     return alg.family in ("server", "closed_form") and not adaptation_of(alg) and exp.buffers == "average"
 
@@ -290,7 +290,7 @@ def evaluate_shared(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor) ->
 
 
 def _batches(sizes: Tensor, classes: int) -> list[Tensor]:
-    """Which clients' scores are held together: those with rows, alike in size, so that little is padding."""
+    """Which clients are scored together: those with rows, of similar size, so that little is padding."""
     order = sizes.argsort(descending=True, stable=True)[: int((sizes > 0).sum())]
     found, at = [], 0
     while at < len(order):
@@ -301,7 +301,7 @@ def _batches(sizes: Tensor, classes: int) -> list[Tensor]:
 
 
 def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdicts:
-    """The sums of each client, and its areas under the ROC curve where they are asked for."""
+    """The sums of each client, and its areas under the ROC curve if requested."""
     owner, scores, said = _scored(exp, answers)
     correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
     areas = {name: _measured(exp, name, said, owner, len(ids)) for name in exp.measures}
@@ -309,25 +309,25 @@ def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdi
 
 
 def first_measure(exp: Experiment) -> str:
-    """What stands in the place of accuracy."""
+    """What replaces accuracy in regression."""
     return "mae" if exp.task.criterion.regression else "accuracy"
 
 
 def _measured(exp: Experiment, name: str, said: tuple[Tensor, Tensor], owner: Tensor, clients: int) -> Tensor:
-    """A measure of each client from the answers for its rows.  ``[clients]``"""
+    """A measure of each client from the outputs for its rows.  ``[clients]``"""
     if name in exp.evaluate.auc:
         return auc(name, *said, owner=owner, clients=clients)
     return measured_by_owner(name, *said, owner=owner, clients=clients, unit=exp.task.criterion.unit)
 
 
 def _scored(exp: Experiment, answers: Iterable[Answers]) -> tuple[Tensor, Scores, Any]:
-    """The owners of rows and their scores; logits and true classes only where an AUC needs them."""
+    """The owners of rows and their scores; logits and true classes only if an AUC needs them."""
     held, loss = bool(exp.measures), exp.task.criterion
     return tree.cat([(a.owner, score(a.logits, a.y, loss), (a.logits, a.y) if held else ()) for a in answers])
 
 
 def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, together: bool = False) -> Iterator[Answers]:
-    """One model's answers for the clients' rows, the rows of one client after those of another."""
+    """One model's outputs for the clients' rows, client by client."""
     test = exp.federation.test
     sizes = test.sizes[ids]
     owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
@@ -341,8 +341,8 @@ def _in_a_row(exp: Experiment, ids: Tensor, w: Tensor, buffers: Tensor, *, toget
 def _one_by_one(exp: Experiment, part: ClientModels) -> Iterator[Answers]:
     """Each client's model on its own rows, one client after another."""
     for k in range(len(part.ids)):
-        # A copy lies where torch lays tensors: where a row of a matrix lies changes the last bits of a product, and
-        # would let a client's numbers depend on which clients are evaluated beside it.
+        # A copy has torch's own alignment: the alignment of a row of a matrix changes the last bits of a product, and
+        # would make a client's numbers depend on which clients are evaluated with it.
         for said in _in_a_row(exp, part.ids[k : k + 1], part.w[k].clone(), part.buffers[k]):
             yield said._replace(owner=said.owner + k)
 
@@ -363,7 +363,7 @@ def _side_by_side(exp: Experiment, part: ClientModels) -> Iterator[Answers]:
 
 
 def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
-    """The clients that are evaluated: all that can be, or the same sample of them in every round."""
+    """The clients that are evaluated: all possible ones, or the same sample of them in every round."""
     ids = able.nonzero().squeeze(1)
     if limit is None or limit >= len(ids):
         return ids
@@ -372,21 +372,21 @@ def _sample(exp: Experiment, able: Tensor, limit: int | None) -> Tensor:
 
 
 def models_of(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
-    """The clients' own models, as many at a time as may be stacked."""
+    """The clients' own models, stacked, some at a time."""
     if adaptation_of(exp.algorithm):
         yield from _fitted(exp, state, store, ids)
         return
     for part in torch.split(ids, exp.lanes):
         given = exp.given(state, store, part)
         if not exp.task.lanes and not exp.is_network and tree.leaves(given.mine):
-            # One by one, as they train: a served model must not depend on the clients beside it.
+            # One by one, as in training: a served model must not depend on other clients.
             each = [given.rows(k) for k in range(len(part))]
             yield ClientModels(
                 part, torch.stack([exp.algorithm.serve(one.down, one.mine) for one in each]), given.buffers
             )
             continue
         serve = mapped(lambda down, mine, _: exp.algorithm.serve(down, mine), (given.down_dim, 0, 0))
-        # The zeros only give vmap something to map where clients share one model and keep no state.
+        # The zeros only give vmap something to map over if clients share one model and keep no state.
         yield ClientModels(
             part, serve(given.down, given.mine, torch.zeros(len(part), device=exp.device)), given.buffers
         )
@@ -407,14 +407,16 @@ def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: 
 def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
     """The models that clients adapt from what they are sent, on the batches of the next round."""
     address, lr = Address(exp.seed, state.round), exp.local.lr_at(state.round, exp.rounds)
-    lanes = exp.lanes if exp.task.lanes else 1  # by itself, each client's numbers are its own to the last bit
+    lanes = (
+        exp.lanes if exp.task.lanes else 1
+    )  # separately, so that a client's numbers do not depend on others in the last bit
     for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=lanes, epochs=1):
         given = exp.given(state, store, group.ids)
         yield ClientModels(group.ids, *fit(exp.algorithm, exp.federation, group, given))
 
 
 def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, float]:
-    """The average model of a network, its nodes one by one, and how far they are apart."""
+    """The average model of a network, its nodes one by one, and their distance from it."""
     total = torch.zeros(exp.task.size, dtype=torch.float64, device=exp.device)
     everyone = living(exp, state).nonzero().squeeze(1)
     for part in everyones_models(exp, state, store, everyone):
@@ -433,7 +435,7 @@ def _network(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, 
 
 
 def living(exp: Experiment, state: RunState) -> Tensor:
-    """The clients that took part in the last round: all but the nodes of a network that have died.  ``[N]``"""
+    """The clients that took part in the last round: all except dead nodes of a network.  ``[N]``"""
     count = exp.federation.clients
     if exp.topology is None:
         return torch.ones(count, dtype=torch.bool)
@@ -441,7 +443,7 @@ def living(exp: Experiment, state: RunState) -> Tensor:
 
 
 def nodes_scored(exp: Experiment, part: ClientModels) -> tuple[Tensor, Tensor]:
-    """Accuracy and loss [J] on the common test set of those among these nodes that are evaluated, on every rank."""
+    """Accuracy and loss [J] on the common test set of the evaluated ones among these nodes, on every rank."""
     limit = exp.evaluate.nodes or exp.evaluate.clients
     chosen = set(_sample(exp, exp.federation.train.sizes >= 0, limit).tolist())
     places = [k for k, node in enumerate(part.ids.tolist()) if node in chosen]

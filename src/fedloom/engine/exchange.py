@@ -1,4 +1,4 @@
-"""The exchange with a server: the one sum of all uploads, and which clients are left out of it."""
+"""The exchange with a server: the sum of all uploads, and which clients are excluded from it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Tally(NamedTuple):
     weight: Any = 0.0  # a tensor, to avoid a device synchronisation
     senders: float = 0.0
     kept: tuple[Any, ...] = ()  # (ids, uploads, weights) of each group, for algorithms that need every upload
-    excluded: tuple[int, ...] = ()  # clients whose work was not finite
-    senders_ids: tuple[Tensor, ...] = ()  # the clients of each group, as they came
+    excluded: tuple[int, ...] = ()  # clients whose updates were not finite
+    senders_ids: tuple[Tensor, ...] = ()  # the clients of each group, in order of arrival
 
     def ids(self) -> Tensor:
-        """The clients whose uploads were kept, as they came."""
+        """The clients whose uploads were kept, in order of arrival."""
         return torch.cat([ids for ids, _, _ in self.kept])
 
 
@@ -35,17 +35,17 @@ class Received(NamedTuple):
     outcome: Outcome
     times: Tensor  # [K]
     excluded: tuple[int, ...]
-    weights: Tensor  # [K] float64: how much each counts, as often as it was drawn
+    weights: Tensor  # [K] float64: the weight of each, times how often it was drawn
     sums: Any  # [1, ...] float64: the weighted sums of uploads and statistics
     finite: Any = ()  # [] whether all is finite, if not checked yet
 
 
 def keep_finite(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
-    """Leave out clients whose upload, state, weight or statistics are not finite.
+    """Exclude clients whose upload, state, weight or statistics are not finite.
 
     The sums are needed anyway, and show most of it: in float64 finite float32 numbers cannot overflow, and
     infinities either stay or cancel to NaN, so sums that are finite have only finite terms. Only what is not
-    in the sums is then looked at row by row; and everything where a sum is not finite, or a weight of zero
+    in the sums is then checked row by row; and everything if a sum is not finite, or a weight of zero
     might have hidden a term.
     """
     weights, sums = _summed(outcome, times)
@@ -62,7 +62,7 @@ def keep_finite(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
 def unchecked(ids: Tensor, outcome: Outcome, times: Tensor) -> Received:
     """All clients of a group, whether or not their numbers are finite: ``finite`` says so later.
 
-    A GPU can be given the rest of a round to do while it still trains, which ``keep_finite`` would wait for.
+    The rest of a round can then be queued on a GPU while it still trains; ``keep_finite`` would wait for it.
     """
     weights, sums = _summed(outcome, times)
     elsewhere = (sums, outcome.states, outcome.weights, outcome.memory)
@@ -97,9 +97,9 @@ def add(tally: Tally, part: Received, *, keep: bool = False) -> Tally:
 
 
 def inbox(tally: Tally, sizes: Tensor, address: tuple[int, int] = (0, 0)) -> Inbox[Any]:
-    """What the server reads at the end of the round; every upload in client order, where it asked for them.
+    """What the server reads at the end of the round; also every upload in client order, if requested.
 
-    ``sizes`` [N] are the training examples of every client there is.
+    ``sizes`` [N] are the numbers of training examples of all clients.
     """
     uploads: Any = ()
     weights: Any = ()

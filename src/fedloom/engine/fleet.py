@@ -1,8 +1,7 @@
-"""Clients that train elsewhere: what a server asks of them in a round, and what it is given back.
+"""Clients that train elsewhere: what a server sends them in a round, and what it receives.
 
-In a simulation the server's process trains the clients itself. In a deployment each client is a process of its own, on
-its own machine; the server holds a ``Fleet`` through which it reaches them. What a client does there is in
-``fedloom.engine.client``.
+In a simulation the server's process trains the clients itself. In a deployment each client is a separate process on
+its own machine; the server reaches them through a ``Fleet``. The client's side is in ``fedloom.engine.client``.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Order(NamedTuple):
     down: Any  # what the algorithm sends
     buffers: Tensor  # [Q] running statistics
     senders: int = 0  # clients of the round
-    extra: Mapping[int, int] | None = None  # epochs that each client trains on while it waits
+    extra: Mapping[int, int] | None = None  # epochs that each client trains while it waits
 
 
 class Inquiry(NamedTuple):
-    """What clients are sent to evaluate: a model of their own is made of ``down``, unless all share ``model``."""
+    """What clients are sent for an evaluation: each makes its own model from ``down``, unless all share ``model``."""
 
     round: int  # rounds done
     down: Any
@@ -39,7 +38,7 @@ class Fleet(Protocol):
     """The clients of a deployment, by number; ``exp`` is the server's Experiment."""
 
     def train(self, exp: Any, order: Order, ids: list[int]) -> dict[int, Outcome]:
-        """What the clients that answered in time have sent, each as [1, ...]; an error where they are too few."""
+        """The uploads of clients that responded in time, each as [1, ...]; an error if they are too few."""
 
     def evaluate(self, exp: Any, inquiry: Inquiry, ids: list[int]) -> Verdicts:
-        """How the models of those that answered do, each on the client's own held-out rows."""
+        """The scores of the models of those that responded, each on the client's own held-out rows."""

@@ -1,9 +1,9 @@
 """What a run will spend, round by round, without training anything.
 
 The clients of a round, their steps and the links of a network follow from the settings and the seed, so that gradients
-and bytes can be counted beforehand. Of what only training decides, the most that the settings allow is counted for
-local steps that may end early and for messages that are cut short (FedKD), and one pass for phases that each client
-repeats until it stops.
+and bytes can be counted beforehand. What only training decides is counted at its upper bound for local steps that may
+end early and for messages that are truncated (FedKD), and as one pass for phases that each client repeats until it
+stops.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Spent(NamedTuple):
     rounds: int = 0
     gradients: float = 0.0
     bytes: int = 0  # of all messages, each counted once
-    busiest: int = 0  # through the busiest end: a node of a network, or the server
+    busiest: int = 0  # through the busiest endpoint: a node of a network, or the server
 
 
 def forecast(exp: Experiment) -> Iterator[Spent]:
-    """What is spent after the first round, after the second, and so on, for ever."""
+    """What is spent after the first round, after the second, and so on; endless."""
     if exp.is_asynchronous:
         return _arrivals(exp)
     return _network(exp) if exp.is_network else _star(exp)
@@ -74,7 +74,7 @@ def _star(exp: Experiment) -> Iterator[Spent]:
 
 
 def _arrivals(exp: Experiment) -> Iterator[Spent]:
-    """Of an asynchronous server: arrivals do not depend on what clients have learned."""
+    """For an asynchronous server: arrivals do not depend on what clients have learned."""
     state, spent = begin(exp), Spent()
     traffic, sizes = traffic_of(exp, state), exp.federation.train.sizes
     while True:
@@ -104,7 +104,7 @@ def _network(exp: Experiment) -> Iterator[Spent]:
         ok[present.drawn.ids.numpy()] = True
         traffic += payload * exchanges(exp, spent.rounds, ok)
         gradients = spent.gradients + _gradients(exp, spent.rounds, present.drawn.ids, present.steps)
-        moved = int(traffic.sum()) // 2  # a message passes two ends
+        moved = int(traffic.sum()) // 2  # a message has two endpoints
         spent = Spent(spent.rounds + 1, gradients, moved, int(traffic.max()))
         yield spent
 

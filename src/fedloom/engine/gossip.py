@@ -1,21 +1,21 @@
 """A round without a server: nodes train, exchange what they have with their neighbours, and mix it.
 
-A node needs one value from each neighbour, and nothing else of the network: a ``Message``, which could as well have
-come over a wire. ``inbox_of`` makes of the messages of a gossip step what the algorithm's ``update`` is given::
+A node needs one value from each neighbour, and nothing else from the network: a ``Message``, which could also be sent
+over a wire. ``inbox_of`` turns the messages of a gossip step into the input of the algorithm's ``update``::
 
     node i   upload, mine = finish(...)                    after local training from send(node)
              for each gossip step:
                  send Message(round, step, i, upload, statistics, mass) to the neighbours
-                 inbox, statistics = inbox_of(i, {l: w_il}, {l: message of l}, ...)     its own message among them
+                 inbox, statistics = inbox_of(i, {l: w_il}, {l: message of l}, ...)     including its own message
                  upload = spread(inbox, upload)            what it sends in the next step of the same round
              node = update(node, inbox)                    of the last step
 
-The simulator does the same for all nodes at once, with the same sums in the same order, so that a node which is driven
-by messages comes out the same, bit for bit. Sums are made in float64, neighbour after neighbour in order of their
-numbers; only where the graph is dense, or on a GPU, is it one product of matrices, which agrees up to rounding.
+The simulator does the same for all nodes at once, with the same sums in the same order, so that a node driven by
+messages has the same result, bit for bit. Sums are computed in float64, neighbour by neighbour in order of their
+numbers; only if the graph is dense, or on a GPU, is it one matrix product, which agrees up to rounding.
 
-With push-sum, what a node sends is its model times its mass w, plus its move in this round: x = w u + (z - u) =
-z + (w - 1) u, where u is the model from which it trained and z the one to which it came. Mass and x are mixed alike,
+With push-sum, a node sends its model times its mass w, plus its update in this round: x = w u + (z - u) =
+z + (w - 1) u, where u is the model before training and z the one after it. Mass and x are mixed in the same way,
 and ``inbox.mean`` = sum / mass is the model again.
 """
 
@@ -55,7 +55,7 @@ from fedloom.engine.training import groups_of, keep, marked, train_all
 
 T = TypeVar("T")
 
-_LIGHT = 1e-6  # a mass with which nothing can be divided any more
+_LIGHT = 1e-6  # a mass that is too small to divide by
 
 
 # -- a round ---------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
         round=state.round + 1,
         server=mixed.server,
         buffers=mixed.buffers,
-        up=state.up + sent,  # each message once: what one node sends is what another receives
+        up=state.up + sent,  # each message once: sent by one node, received by another
         down=state.down,
         seconds=state.seconds + exp.timetable(state.round, present, sent // count, sent // count).next_,
         gradients=state.gradients + float(done.outcome.gradients.sum()),
@@ -128,10 +128,10 @@ def _topology(exp: Experiment) -> Topology:
 
 
 def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mask) -> RunState:
-    """Nodes that come back after too long an absence start from the plain mean of their neighbours' models.
+    """Nodes that come back after too long an absence restart from the plain mean of their neighbours' models.
 
-    A model is what its node would predict with, and not only what it has mixed; what the node that comes back had for
-    itself beside its old model goes with that.
+    A model is the one that its node predicts with, not only the mixed part; the returning node also discards its other
+    state.
     """
     to, by = pulled(exp, state.round, offline, state.nodes.away.numpy())
     if not len(to):
@@ -146,7 +146,7 @@ def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mas
     w, buffers = tree.tmap(
         lambda old, new: old.index_copy(0, where, new.to(old.dtype)), (state.server.w, state.buffers), taken
     )
-    # A model came over each of these links.
+    # A model was sent over each of these links.
     size = pulled_bytes(exp, w[0], buffers[0])
     ends = np.bincount(np.concatenate([to, by]), minlength=len(offline))
     nodes = state.nodes._replace(traffic=state.nodes.traffic + torch.from_numpy(size * ends))
@@ -158,7 +158,7 @@ def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mas
 
 
 def _joined_anew(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> None:
-    """Let the store keep for these nodes what the algorithm gives to one that joins with the model it has now."""
+    """Reset the stored state of these nodes to that of a node that joins with its current model."""
     if not len(ids):
         return
     given = exp.given(state, store, ids)
@@ -169,7 +169,7 @@ def _joined_anew(exp: Experiment, state: RunState, store: ClientStore, ids: Tens
 
 
 def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:
-    """Which node takes the model of which: those that come back after too long an absence (``away``, in rounds)."""
+    """Which node reads the model of which: for those that come back after too long an absence (``away``, in rounds)."""
     topology, none = _topology(exp), np.zeros(0, dtype=np.int64)
     back = ~offline & (away > topology.stale_after)
     if topology.rejoin == "stale" or not back.any():
@@ -181,7 +181,7 @@ def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Int
 
 
 def pulled_bytes(exp: Experiment, w: Tensor, buffers: Tensor) -> int:
-    """What it costs to take the model of a node."""
+    """The bytes of a node's model."""
     return tree.nbytes(w) + tree.nbytes(exp.travelling(buffers))
 
 
@@ -211,7 +211,7 @@ def _trained(exp: Experiment, state: RunState, store: ClientStore) -> Trained:
 
 
 class NodeRows:
-    """Rows of all nodes that are made some at a time, and lie where the store keeps what is large."""
+    """Rows of all nodes that are computed some at a time, in the store's place for large tensors."""
 
     def __init__(self, store: ClientStore, count: int) -> None:
         self._store, self._count = store, count
@@ -254,7 +254,7 @@ class Mixed(NamedTuple):
     mass: Tensor  # [N]
     messages: Any  # [N] sent and received by each node
     found: dict[str, float]
-    past: Any = ()  # what may be used again: Past
+    past: Any = ()  # messages that may be reused: Past
 
 
 def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Trained) -> Mixed:
@@ -296,9 +296,9 @@ def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Train
 
 
 def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T, past: Past) -> tuple[Weights, T, Past]:
-    """Where a message is lost, the last one of the same sender instead, unless that is too old.
+    """Replace a lost message by the last one of the same sender, unless that is too old.
 
-    Old messages are more rows [N + E, ...] below those of this round, which the matrix has more columns for.
+    Old messages are additional rows [N + E, ...] below those of this round, with additional columns of the matrix.
     """
     last, up, link = past.last.numpy(), usable(topology, whole, at, ok), whole.is_link
     hears = ok & ~topology.offline(whole.nodes, at)
@@ -319,7 +319,7 @@ def _recalled(topology: Topology, whole: Weights, at: Moment, ok: Mask, sent: T,
 
 
 def _older(past: Any) -> Any:
-    """What nodes remember after a round without messages."""
+    """The kept messages after a round without any."""
     return past._replace(sent=(past.sent[0], *past.sent[:-1])) if past and past.sent else past
 
 
@@ -328,19 +328,19 @@ class Mail(NamedTuple):
 
     weights: Weights
     uploads: Any  # [N, ...]
-    read: Inbox[Any]  # [N] what each node reads beside the sum
+    read: Inbox[Any]  # [N] what each node reads in addition to the sum
     ok: Mask  # [N] nodes that take part
 
 
 def delivered(
     exp: Experiment, state: RunState, store: ClientStore, mail: Mail, apart: Consensus | None = None
 ) -> tuple[Any, Consensus | None]:
-    """The nodes [N, ...] after the last gossip step, and how far apart they are, if that is asked."""
+    """The nodes [N, ...] after the last gossip step, and their distances, if requested."""
     return (_by_columns if _has_columns(exp, state, mail) else _by_rows)(exp, state, store, mail, apart)
 
 
 def _has_columns(exp: Experiment, state: RunState, mail: Mail) -> bool:
-    """Whether nodes can be given what they receive some columns at a time."""
+    """Whether nodes can process what they receive some columns at a time."""
     if not gossip_facts(exp.algorithm).columnwise or exp.device.type != "cpu" or is_dense(mail.weights):
         return False
     whole = all(leaf.dim() == 2 for leaf in tree.leaves(mail.uploads))
@@ -389,7 +389,7 @@ def _by_columns(
 
 
 def _columns(whole: T, part: slice) -> T:
-    """These columns of each matrix; what has one number a row is as it is."""
+    """These columns of each matrix; leaves with one number per row are unchanged."""
     return tree.tmap(lambda x: x[:, part] if x.dim() > 1 else x, whole)
 
 
@@ -398,7 +398,7 @@ def _means(received: Inbox[Any]) -> Any:
 
 
 def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any, mass: Any, ok: Mask) -> Any:
-    """Under push-sum: models times mass, and moves; nodes that did not train have no move."""
+    """Under push-sum: models times mass, and updates; nodes that did not train have no update."""
     scale, moved = torch.from_numpy(mass).to(exp.device), torch.from_numpy(ok).to(exp.device)
     rows = NodeRows(store, len(ok))
     for part in _parts(len(ok), exp.lanes):
@@ -416,7 +416,7 @@ def _massive(exp: Experiment, state: RunState, store: ClientStore, uploads: Any,
 
 
 def node_payload(exp: Experiment, upload: int, buffers: Tensor) -> int:
-    """Bytes of a message: of an upload, and of what travels beside it."""
+    """Bytes of a message: of an upload, and of what is sent with it."""
     mass = 8 if _topology(exp).mixing == "push_sum" else 0
     return upload + tree.nbytes(exp.travelling(buffers)) + mass
 
@@ -449,7 +449,7 @@ def _messages(weights: Weights) -> Ints:
 def _halfway(
     exp: Experiment, store: ClientStore, weights: Weights, uploads: Any, buffers: Tensor, mass: Any, *, push: bool
 ) -> tuple[Any, Tensor, Any]:
-    """What nodes hold between two gossip steps."""
+    """The state of nodes between two gossip steps."""
     rows = NodeRows(store, weights.nodes)
     for part in _parts(weights.nodes, exp.lanes):
         total = mixed_rows(weights, uploads, part)
@@ -459,13 +459,13 @@ def _halfway(
 
 
 def _statistics(exp: Experiment, weights: Weights, buffers: Tensor, *, push: bool) -> Tensor:
-    """Running statistics after they were mixed: a mean also where models are not.  ``[N, Q]``"""
+    """Running statistics after mixing: a mean even if models are not.  ``[N, Q]``"""
     mixed = mixed_rows(weights, buffers)
     return mixed / torch.from_numpy(weights.rows()).to(exp.device)[:, None] if push else mixed
 
 
 def envelopes(exp: Experiment, weights: Weights, mass: Any | None) -> Inbox[Any]:
-    """What every node reads in the last gossip step beside the sum itself; ``mass``: of push-sum."""
+    """What every node reads in the last gossip step in addition to the sum; ``mass``: of push-sum."""
     sizes = exp.federation.train.sizes
     weight, senders, own = (
         torch.from_numpy(np.ascontiguousarray(x)).double().to(exp.device)
@@ -476,7 +476,7 @@ def envelopes(exp: Experiment, weights: Weights, mass: Any | None) -> Inbox[Any]
 
 
 def _parts(count: int, lanes: int) -> Iterator[slice]:
-    """Nodes that read side by side: sums are in float64, and are not all held at once."""
+    """Nodes that are processed together: sums are in float64, and not all are in memory at once."""
     for low in range(0, count, lanes):
         yield slice(low, min(low + lanes, count))
 
@@ -486,7 +486,7 @@ def _sizes(exp: Experiment) -> Any:
 
 
 def _bound(used: list[Weights], ok: Mask) -> float:
-    """The largest share of their distance that these mixings, one after another, can leave of the nodes that are ok."""
+    """The contraction of these successive mixings in the worst case, among the nodes that are ok."""
     if len(used) == 1 and ok.all():
         return psi(used[0])
     product = used[0].dense()

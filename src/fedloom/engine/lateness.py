@@ -14,18 +14,18 @@ from fedloom.engine.uploads import upload_size
 
 
 class Lateness(NamedTuple):
-    """What the described devices make of a round."""
+    """The effect of the described devices on a round."""
 
     late: Tensor  # the clients that miss the deadline
     extra: dict[int, int] | None = None  # epochs that each client has time for while it waits
 
     def on_time(self, ids: Tensor) -> Tensor:
-        """Those of these clients that meet the deadline."""
+        """The clients among these that meet the deadline."""
         return ids[~torch.isin(ids, self.late)]
 
 
 def foresee_lateness(exp: Experiment, state: RunState, present: Present, down: int) -> Lateness:
-    """Which clients will be late, and how long the others wait; free where no method or deadline asks."""
+    """Which clients will be late, and how long the others wait; free if no method or deadline needs it."""
     ids, alg = present.drawn.ids, exp.algorithm
     if exp.system.deadline is None and not any(phase.waiting for phase in phases_of(alg)):
         return Lateness(ids[:0])
@@ -36,7 +36,7 @@ def foresee_lateness(exp: Experiment, state: RunState, present: Present, down: i
 
 
 def client_work(ids: Tensor, steps: list[int], lateness: Lateness | None) -> list[ClientWork]:
-    """What each of these clients did in a round of ``steps`` [K]; ``lateness``: None where nobody waits."""
+    """What each of these clients did in a round of ``steps`` [K]; ``lateness``: None if no client waits."""
     late = set() if lateness is None else set(lateness.late.tolist())
     extra = {} if lateness is None else lateness.extra or {}
     return [ClientWork(i, n, extra.get(i, 0), i in late) for i, n in zip(ids.tolist(), steps, strict=True)]

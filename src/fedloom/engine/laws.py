@@ -1,6 +1,6 @@
 """The laws that every algorithm obeys, as functions that check an algorithm.
 
-Each law takes an algorithm class and raises ``BrokenLawError`` where it does not hold. They run on a small
+Each law takes an algorithm class and raises ``BrokenLawError`` if it does not hold. They run on a small
 federation with very unequal clients; ``fedloom check my_method.py`` runs them all.
 """
 
@@ -73,7 +73,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     """The order in which the uploads of a round arrive changes nothing."""
     world = _world(cls, executor="loop")
     if world.is_network or world.is_asynchronous:
-        return  # a node knows its neighbours by name, and an asynchronous server takes uploads as they arrive
+        return  # a node knows its neighbours by name, and an asynchronous server applies uploads as they arrive
     state, store, present = begin(world), _store(world), world.present(0)
     groups = list(groups_of(world, 0, present, foresee_lateness(world, state, present, 0).extra))
     ends = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
@@ -83,7 +83,7 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
 def late_uploads_are_ignored(cls: type[AnyAlgorithm]) -> None:
     """The upload of a late client is not used; the client keeps what it learned, unless the server mirrors it."""
     if cls.family == "gossip" or not cls().traits.synchronous:
-        return  # without a server, or with an asynchronous one, there is nothing to be late for
+        return  # without a server, or with an asynchronous one, there is no deadline
     world = _world(cls, executor="loop", system=_LATE, cohort=Cohort(sampling="all"))
     state, store, present = begin(world), _store(world), world.present(0)
     ahead = foresee_lateness(world, state, present, 0)
@@ -193,7 +193,7 @@ def neutral_is_fedavg(cls: type[AnyAlgorithm]) -> None:
     except BrokenLawError as broken:
         if "fedavg_when" in vars(cls):
             raise
-        fix = "set fedavg_when = None in the class if it is not meant to be FedAvg under any settings"
+        fix = "set fedavg_when = None in the class if it is not FedAvg under any settings"
         raise BrokenLawError(f"{broken}; it inherits fedavg_when: {fix}") from broken
 
 
@@ -228,25 +228,25 @@ def frozen_parts_stay(cls: type[AnyAlgorithm]) -> None:
 def settings_have_an_effect(cls: type[AnyAlgorithm], most: int | None = 6) -> None:
     """Every setting, changed alone, changes a result, a record or the bytes sent, or is refused.
 
-    It is changed beside the settings that it needs, and beside each choice that another setting offers; of the latter
-    ``most`` are tried, evenly picked, so that the law takes seconds.
+    It is changed together with the settings that it needs, and with each choice of another setting; of the latter
+    ``most`` are tried, evenly spaced, so that the law takes seconds.
     """
     for name, where in idle_settings(cls, most):
-        fix = "let it have one, or say with fedloom.core.schema.when() in which settings it has"
-        raise BrokenLawError(f"the setting '{name}' has no effect{where}, whatever it is: {fix}")
+        fix = "give it one, or declare with fedloom.core.schema.when() under which settings it has one"
+        raise BrokenLawError(f"the setting '{name}' has no effect{where}, whatever its value: {fix}")
 
 
 def idle_settings(cls: type[AnyAlgorithm], most: int | None) -> Iterator[tuple[str, str]]:
-    """Settings that have no effect and do not say so, each with the settings beside which that was seen."""
+    """Settings without effect that do not declare it, each with the other settings under which this was found."""
     names = list(cls.model_fields)
-    ways = None if most is None else 1  # of having the settings that one needs
+    ways = None if most is None else 1  # ways to have the settings that it needs
     alone = [(name, needed) for name in names for needed in islice(variation.needed(cls, name, _WORDS), ways)]
     pairs = [(name, around) for name, needed in alone for around in variation.beside(cls, name, needed, _WORDS)]
     every = 1 if most is None else max(1, -(-len(pairs) // most))
     trials: dict[str, _Observed] = {}
     for name, around in (*alone, *pairs[::every]):
         if not _is_felt(cls, name, around, trials):
-            yield name, f" beside {_shown(around)}" if around else ""
+            yield name, f" with {_shown(around)}" if around else ""
 
 
 LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
@@ -268,12 +268,12 @@ LAWS: tuple[Callable[[type[AnyAlgorithm]], None], ...] = (
 
 
 def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) -> str:
-    """How the law is broken, or an empty string where it holds."""
+    """How the law is broken, or an empty string if it holds."""
     try:
         law(cls)
     except BrokenLawError as broken:
         return str(broken)
-    except Exception as error:  # an algorithm that raises is as broken as one that errs
+    except Exception as error:  # an algorithm that raises is as broken as one with wrong results
         line = f" ({where})" if (where := own_line(error)) else ""
         return remedy(error) or f"raised {type(error).__name__}: {error}{line}"
     return ""
@@ -315,8 +315,8 @@ def _world(
     task = Task(net, frozen=frozen).to(device, lanes=executor == "lanes", capture=capture)
     local = local or Local(batch=8, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(sizes), held_out, device=device)
-    proxy = Held(*federation.examples(federation.common[:12]))  # for laws it is as good as any
-    setup = Setup(task, local.optimiser(), federation.train.sizes, proxy, first_lr=local.lr)
+    proxy = Held(*federation.examples(federation.common[:12]))  # any one will do for the laws
+    setup = Setup(task, local.make_optimizer(), federation.train.sizes, proxy, first_lr=local.lr)
     return Experiment(
         algorithm=cls(**(settings or {})).bind(setup),
         task=task,
@@ -347,15 +347,15 @@ def _store(world: Experiment) -> ClientStore:
     return RamStore(world.federation.clients)
 
 
-# -- whether a setting is felt ---------------------------------------------------------------------
+# -- whether a setting has an effect ---------------------------------------------------------------
 _WORDS = ("bias", "bn", "head.", "body.", "body.0.bias")  # texts of settings, which name parts of the net
 _SEEN = 9  # parts of a run that is observed: records, metrics and models of three rounds
 
 
 class _Observed:
-    """All that a user can see of a run, part by part; a part is computed when it is first asked for.
+    """All that a user can see of a run, part by part; a part is computed when it is first needed.
 
-    There are fewer than ``_SEEN`` where the settings were refused, or the run failed.
+    There are fewer than ``_SEEN`` if the settings were refused, or the run failed.
     """
 
     def __init__(self, parts: Iterator[bytes]) -> None:
@@ -372,7 +372,7 @@ class _Observed:
 
 
 def _differ(a: _Observed, b: _Observed) -> bool | None:
-    """Whether two runs differ; None where there is no telling, since one of them failed before they did."""
+    """Whether two runs differ; None if unknown, since one of them failed before they did."""
     both = 0
     for left, right in zip(a, b, strict=False):
         if left != right:
@@ -382,9 +382,12 @@ def _differ(a: _Observed, b: _Observed) -> bool | None:
 
 
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
-    """Whether a change of this setting is seen, or refused, beside the settings ``around``."""
+    """Whether a change of this setting is seen, or refused, together with the settings ``around``."""
     values = list(variation.others(cls, name, around, _WORDS))
-    worlds, others = (0, len(_TRIALS)), (len(_TRIALS), None)  # of the places: worlds are few, other numbers are many
+    worlds, others = (
+        (0, len(_TRIALS)),
+        (len(_TRIALS), None),
+    )  # of the combinations: worlds are few, other numbers are many
     compared = False  # a class that cannot run here is not checked
     for span, some in ((worlds, values[:2]), (worlds, values[2:]), (others, values[:2]), (others, values[2:])):
         for world, beside in islice(_places(cls, name, around), *span) if some else ():
@@ -398,7 +401,7 @@ def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, tri
 
 
 def _places(cls: type[AnyAlgorithm], name: str, around: variation.Settings) -> Iterator[tuple[str, variation.Settings]]:
-    """Where a setting may be felt: mostly at once, else in another world, or beside other numbers."""
+    """Where a setting may have an effect: mostly at once, else in another world, or with other numbers."""
     yield from ((world, {}) for world in _TRIALS)
     for other, field in cls.model_fields.items():
         if other != name and other not in around and not variation.is_choice(field):
@@ -432,7 +435,7 @@ def _observe(cls: type[AnyAlgorithm], settings: variation.Settings, world: str) 
             yield repr([*records, state.up, state.down, state.busiest, state.seconds, state.gradients]).encode()
             yield repr(evaluate(exp, state, store)).encode()
             yield torch.cat([part.w for part in models_of(exp, state, store, everybody)]).numpy().tobytes()
-    except (FedloomError, ValueError, RuntimeError):  # numbers that are too large for it, say
+    except (FedloomError, ValueError, RuntimeError):  # for example numbers that are too large for it
         return
 
 
@@ -448,7 +451,7 @@ def _trial(
     state: Literal["reset", "persist"] = "reset",
     **how: Any,
 ) -> Experiment:
-    """A world in which little is computed and much is measured; a rate that falls, and clients of unequal speed."""
+    """A world in which little is computed and much is measured; a decaying rate, and clients of unequal speed."""
     local = Local(batch=32, epochs=2, lr=lr, momentum=0.5, state=state, schedule="exponential", decay=0.7)
     system = System(speed=100.0, speed_spread=1.0, latency=0.1)
     world = _world(cls, settings=settings, local=local, system=system, **how)
@@ -466,7 +469,7 @@ def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
 
 
 def _lying(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:
-    """A client sends sums that no examples can have."""
+    """A client sends sums that cannot come from examples."""
     world = _trial(cls, settings)
     if private_sums(world.algorithm) is None:
         raise ConfigError([])
@@ -478,11 +481,11 @@ def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment
     return _trial(cls, settings, layers=layers, executor="loop", sizes=sizes)
 
 
-# Worlds in which a setting may be felt, the first of which is enough for most.
+# Worlds in which a setting may have an effect; the first is enough for most.
 _TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] = {
     "plain": _trial,
     "with a rate that is too large": partial(_trial, lr=3.0),
-    "with optimisers that remember": partial(_trial, state="persist"),
+    "with optimizers that keep their state": partial(_trial, state="persist"),
     "with BatchNorm": _normalised,
     "with noise in sums": _private,
     "with a client that sends impossible sums": _lying,
@@ -490,7 +493,7 @@ _TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] =
 
 
 class _Whole(NamedTuple):
-    """All that there is after some rounds."""
+    """Everything after some rounds."""
 
     server: Any
     clients: Any
@@ -551,4 +554,4 @@ def _same_form(a: Any, b: Any, what: str) -> None:
     old = [(name, tuple(x.shape), x.dtype) for name, x in tree.named_leaves(a)]
     new = [(name, tuple(x.shape), x.dtype) for name, x in tree.named_leaves(b)]
     if old != new:
-        raise BrokenLawError(f"{what} changed its form: {old} became {new}")
+        raise BrokenLawError(f"{what} changed its structure: {old} became {new}")

@@ -1,4 +1,4 @@
-"""What a node sends to its neighbours, and what it reads of the messages it receives."""
+"""What a node sends to its neighbours, and what it reads from the messages it receives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Message(NamedTuple):
-    """What a node sends to a neighbour in a gossip step: all that travels."""
+    """What a node sends to a neighbour in a gossip step."""
 
     round: int
     step: int
     sender: int
     upload: Any
     buffers: Tensor  # [Q] running statistics of its net
-    mass: float = 1.0  # of push-sum; 1 where it is not used
+    mass: float = 1.0  # of push-sum; 1 without it
 
 
 def inbox_of(
@@ -37,9 +37,9 @@ def inbox_of(
     examples: int,
     push_sum: bool = False,
 ) -> tuple[Inbox[Any], Tensor]:
-    """What ``node`` reads of the messages it has, its own among them, and the statistics that it mixes.
+    """What ``node`` reads from its messages, including its own, and the mixed statistics.
 
-    ``weights`` say what it makes of each sender; ``nodes`` and ``examples`` are those of the whole network.
+    ``weights`` are those of each sender; ``nodes`` and ``examples`` are those of the whole network.
     """
     senders = sorted(weights)
     value = np.array([weights[sender] for sender in senders])

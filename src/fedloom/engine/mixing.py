@@ -1,4 +1,4 @@
-"""The mixing of a network: weighted sums over neighbours, and how near it brings the nodes to each other."""
+"""The mixing of a network: weighted sums over neighbours, and how much closer it brings the nodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SMALL = 32  # nodes up to which a sum is always made neighbour by neighbour
-_FULL = 0.25  # share of entries that are not zero from which on a matrix is dense
+_SMALL = 32  # nodes up to which a sum is always computed neighbour by neighbour
+_FULL = 0.25  # share of non-zero entries from which a matrix counts as dense
 _BLOCK = 1 << 16  # numbers in float64 of one block of columns: it and its product stay in a core's own cache
 _NARROW = 128  # columns below which a block would be all overhead
 WIDE = 1 << 13  # columns that an algorithm is given at a time: their sums stay in the cache that cores share
@@ -29,8 +29,8 @@ WIDE = 1 << 13  # columns that an algorithm is given at a time: their sums stay 
 def mixed_rows(weights: Weights, values: T, rows: slice | None = None) -> T:
     """These ``rows`` (all, if none are named) of the matrix times stacked ``values`` [N, ...], in float64.
 
-    On a processor only entries that are not zero cost anything. The columns of the product are made block by block, so
-    that beside it nothing large is ever held, and no number of it depends on how it was divided.
+    On a CPU only non-zero entries cost anything. The columns of the product are computed block by block, so nothing
+    else large is in memory, and no number depends on how it was divided.
     """
     rows = rows or slice(0, weights.nodes)
     device = device_of(values)
@@ -53,7 +53,7 @@ def mixed_rows(weights: Weights, values: T, rows: slice | None = None) -> T:
 
 
 def sparse_rows(weights: Weights, rows: slice, columns: int) -> csr_array:
-    """These rows of the matrix, for the processor."""
+    """These rows of the matrix, for the CPU."""
     from scipy.sparse import csr_array
 
     start = np.searchsorted(weights.to, np.arange(rows.start, rows.stop + 1))
@@ -72,7 +72,7 @@ def product(matrix: csr_array, flat: Tensor) -> Tensor:
 
 
 def in_turn(block: Callable[[int], T], starts: range) -> list[T]:
-    """What ``block`` makes of each start, by as many threads as torch has.
+    """The results of ``block`` for each start, by as many threads as torch has.
 
     A thread for each block: threads that share every small step would mostly wait for each other.
     """
@@ -84,14 +84,14 @@ def in_turn(block: Callable[[int], T], starts: range) -> list[T]:
 
 
 def columns_of(trees: Any) -> int | None:
-    """How many columns the matrices [N, P] among the leaves have, if all have as many; others have a number a row."""
+    """The number of columns of the matrices [N, P] among the leaves, if it is the same; other leaves are vectors."""
     shapes = {tuple(leaf.shape[1:]) for leaf in tree.leaves(trees) if leaf.dim() > 1}
     (shape,) = shapes if len(shapes) == 1 else {()}
     return shape[0] if len(shape) == 1 else None
 
 
 def is_dense(weights: Weights) -> bool:
-    """Whether the graph is so dense that one product of matrices is faster; decided by the graph, never by a timing."""
+    """Whether the graph is so dense that one matrix product is faster; decided by the graph, never by a timing."""
     return weights.nodes > _SMALL and len(weights.to) >= _FULL * weights.nodes**2
 
 
@@ -105,12 +105,12 @@ class Consensus(NamedTuple):
     mean: Any  # of all that was sent, in float64
     before: float  # sum of squared distances from it
     after: float = 0.0
-    shift: Any = None  # sum of what came out, less the mean
-    moved: float = 0.0  # sum of its squares, where columns came one after another
+    shift: Any = None  # sum of the results, minus the mean
+    moved: float = 0.0  # sum of its squares, if columns are processed one after another
 
     @staticmethod
     def of(sent: Any, mass: Any, ok: Mask) -> Consensus:
-        """What nodes sent, each divided by its mass; node by node, so that float64 is never held of all."""
+        """What nodes sent, each divided by its mass; node by node, so that not all are in float64 at once."""
         rows, shares = np.flatnonzero(ok), (1.0 / mass[ok]).tolist()
         plain = torch.from_numpy(np.where(ok, 1.0 / mass, 0.0) / len(rows)).to(device_of(sent))
         mean = tree.take(tree.mix(plain[None], sent), 0)
@@ -138,7 +138,7 @@ class Consensus(NamedTuple):
         return self._replace(after=self.after + more, moved=self.moved + shift)
 
     def named(self, ok: Mask) -> dict[str, float]:
-        """The distances before and after, and how much of it is left."""
+        """The distances before and after, and their ratio."""
         count = int(ok.sum())
         shift = sum(float(x.square().sum()) for x in tree.leaves(self.shift)) if self.shift is not None else self.moved
         moved = shift / count

@@ -1,7 +1,7 @@
 """One node's part of a network without a server: train, mix what arrived, evaluate.
 
-The experiment is that of the whole network, but for its data: it holds the rows of this node alone. A ``RunState`` here
-is that of one node, without the first axis that the simulator's has. ``tests/deploy/test_peers.py`` holds both equal.
+The experiment is that of the whole network, except for its data: it has only the rows of this node. A ``RunState`` here
+is that of one node, without the simulator's first axis. ``tests/deploy/test_peers.py`` checks that both agree.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from fedloom.engine.uploads import example_upload
 
 
 class Sent(NamedTuple):
-    """What travels over a link in a gossip step."""
+    """What is sent over a link in a gossip step."""
 
     upload: Any
-    buffers: Any  # [Q] running statistics; () where they stay with the nodes
+    buffers: Any  # [Q] running statistics; () if they stay with the nodes
 
 
 class OwnWork(NamedTuple):
     """What a node did in a round before it exchanges."""
 
-    sent: Sent | None  # None: its numbers are not finite, and it stands still in this round
+    sent: Sent | None  # None: its numbers are not finite, and it skips this round
     gradients: float = 0.0
 
 
@@ -49,13 +49,13 @@ def begin_node(exp: Experiment, node: int) -> RunState:
 
 
 def sent_form(exp: Experiment, node: int) -> Sent:
-    """What a neighbour might send, for its form."""
+    """What a neighbour might send, for its structure."""
     state = begin_node(exp, node)
     return Sent(example_upload(exp, state), exp.travelling(state.buffers))
 
 
 def train_node(exp: Experiment, state: RunState, node: int, store: ClientStore) -> OwnWork:
-    """Train this node's round; the store keeps what the node keeps for itself."""
+    """Train this node's round; the store keeps the node's own state."""
     with torch.no_grad():
         ids = torch.tensor([node])
         steps = amounts(exp.local, exp.federation.train.sizes[ids]).steps
@@ -71,14 +71,14 @@ def train_node(exp: Experiment, state: RunState, node: int, store: ClientStore) 
 
 
 def links_of(exp: Experiment, node: int, round_: int, step: int) -> dict[int, float]:
-    """The neighbours of a node in a gossip step, and what it makes of each."""
+    """The neighbours of a node in a gossip step, and the weight of each."""
     return {by: value for by, value in _row(exp, node, round_, step, None).items() if by != node}
 
 
 def mix_node(
     exp: Experiment, state: RunState, node: int, own: Sent, received: Mapping[int, Sent], step: int
 ) -> tuple[RunState, Sent]:
-    """The state after a gossip step that received from these neighbours alone, and what the node sends in the next one.
+    """The state after a gossip step that received only from these neighbours, and what the node sends in the next one.
 
     The weight of a link that is down goes back to both of its ends, as with ``link_policy = "self"``.
     """
@@ -100,14 +100,14 @@ def mix_node(
 
 
 def correction(exp: Experiment, state: RunState, node: int, own: Sent, theirs: tuple[int, Sent], step: int) -> Sent:
-    """What a link in doubt adds to a node, if it turns out to have been up: its weight times the difference."""
+    """What an undecided link adds to a node if it turns out to have been up: its weight times the difference."""
     by, received = theirs
     weight = links_of(exp, node, state.round, step)[by]
     return tree.tmap(lambda a, b: (weight * (b.double() - a.double())).to(a.dtype), own, received)
 
 
 def corrected(state: RunState, by: Sent) -> RunState:
-    """The state with a correction that came late; mixing is linear, so that the mean of all nodes is right again."""
+    """The state with a late correction; mixing is linear, so the mean of all nodes is right again."""
     shared = [name for name in by.upload._fields if name in state.server._fields]
     server = state.server._replace(**{name: getattr(state.server, name) + getattr(by.upload, name) for name in shared})
     return state._replace(server=server, buffers=state.buffers + by.buffers if len(by.buffers) else state.buffers)
@@ -121,7 +121,7 @@ def model_of_node(exp: Experiment, state: RunState, node: int, store: ClientStor
 
 
 def evaluate_node(exp: Experiment, state: RunState, node: int, store: ClientStore) -> Verdicts:
-    """How that model does on the node's own held-out rows."""
+    """The scores of that model on the node's own held-out rows."""
     with torch.no_grad():
         return evaluate_models(exp, model_of_node(exp, state, node, store))
 
@@ -143,7 +143,7 @@ def _updated(exp: Experiment, server: Any, inbox: Inbox[Any]) -> Any:
 
 
 def _everywhere(exp: Experiment, state: RunState) -> RunState:
-    """The state as the simulator has it, with this node's row in the place of everybody's; nothing is copied."""
+    """The state in the simulator's form, with this node's row for every node; nothing is copied."""
     count = exp.federation.clients
     server, buffers = tree.tmap(lambda x: x.expand(count, *x.shape), (state.server, state.buffers))
     return state._replace(server=server, buffers=buffers)

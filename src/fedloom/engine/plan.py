@@ -27,7 +27,7 @@ class Cohort(Spec):
     """The clients of a round."""
 
     size: Annotated[PositiveInt | None, when(sampling=other_than("all"))] = Field(
-        None, description="clients of a round; unset: 10, or all where there are fewer"
+        None, description="clients of a round; unset: 10, or all if there are fewer"
     )
     sampling: Literal["uniform", "proportional", "poisson", "all"] = Field(
         "uniform",
@@ -37,7 +37,7 @@ class Cohort(Spec):
 
 
 class Address(NamedTuple):
-    """Where the randomness of a plan lies."""
+    """The address of a plan's randomness."""
 
     seed: int
     round: int
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the batches of clients are a function of, beside the clients."""
+    """What the batches of clients depend on, in addition to the clients."""
 
     local: Local
     ranges: Ranges
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 class Group(NamedTuple):
     """Clients that train side by side, the longest first.
 
-    ``rows`` are padded to the widest batch and the longest client; what is padding has mask 0, and the
+    ``rows`` are padded to the widest batch and the longest client; padding has mask 0, and the
     executors never compute steps that are padding for every client.
     """
 
@@ -79,7 +79,7 @@ class Group(NamedTuple):
     plan: Plan
 
     def to(self, device: torch.device) -> Group:
-        """The same group where it will be trained."""
+        """The same group on the device where it is trained."""
         rows, mask, keys, work = tree.on_device((self.rows, self.mask, self.keys, self.work), device)
         return self._replace(rows=rows, mask=mask, keys=keys, work=work)
 
@@ -134,7 +134,7 @@ class Amount(NamedTuple):
 
 
 def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
-    """Steps and batch widths of clients with ``sizes`` examples; ``epochs`` overrides what ``local`` says."""
+    """Steps and batch widths of clients with ``sizes`` examples; ``epochs`` overrides ``local``."""
     width = sizes if local.batch == 0 else sizes.clamp(max=local.batch)
     whole = torch.div(sizes, width.clamp(min=1), rounding_mode="floor")
     every = -torch.div(-sizes, width.clamp(min=1), rounding_mode="floor")
@@ -146,10 +146,10 @@ def amounts(local: Local, sizes: Tensor, epochs: int | None = None) -> Amount:
 
 
 def groups(ids: Tensor, amount: Amount, lanes: int, *, mixed: bool = False) -> list[Tensor]:
-    """The positions in ``ids`` that train side by side: at most ``lanes``, alike in width and length.
+    """The positions in ``ids`` that train side by side: at most ``lanes``, similar in width and length.
 
-    Clients whose batches are less than half as wide are kept apart, so that padding never costs more
-    than the work itself; not so if ``mixed``.
+    Clients whose batches are less than half as wide are in other groups, so that padding never costs more
+    than the work itself, unless ``mixed``.
     """
     scale = torch.ceil(torch.log2(amount.width.double().clamp(min=1))).long()
     scale = torch.zeros_like(scale) if mixed else scale
@@ -179,9 +179,9 @@ def plans(
 ) -> Iterator[Group]:
     """The groups of a round, one at a time, so that a large cohort's indices never exist all at once.
 
-    ``epochs`` and ``steps`` [K] say otherwise than ``local`` how much is done. ``usual``: clients that most groups of
-    the run have. ``mixed``: clients with less than a
-    batch need no group of their own. They take one step a pass, which on a GPU costs less than a group does.
+    ``epochs`` and ``steps`` [K] override ``local``. ``usual``: the number of clients of most groups of the run.
+    ``mixed``: clients with less than a batch need no separate group. They take one step per pass, which on a GPU costs
+    less than another group.
     """
     amount = amounts(local, ranges.sizes[ids], epochs)
     amount = amount if steps is None else amount._replace(steps=steps)
@@ -198,9 +198,9 @@ def again(group: Group, phase: Phase, epochs: int | None = None) -> Group:
 
 
 def extent(local: Local, sizes: Tensor, phase: Phase, epochs: int | None = None) -> Amount:
-    """How much clients with ``sizes`` examples do in a phase beside the main one; ``epochs``: not as it says."""
+    """The work of clients with ``sizes`` examples in a phase other than the main one; ``epochs`` overrides its own."""
     part = (sizes.double() * phase.share).long().clamp(min=max(1, local.batch)).minimum(sizes)
-    # Batches that are read again and again are read to the last example.
+    # Batches that are read repeatedly include the last example.
     whole = {"drop_last": False, "wrap_last": False} if phase.repeat else {}
     amount = amounts(local.model_copy(update=whole), part, epochs or phase.epochs or 1)
     return amount if phase.steps is None else amount._replace(steps=torch.full_like(sizes, phase.steps))
@@ -273,5 +273,5 @@ def _shuffles(ids: Tensor, sizes: Tensor, wanted: Tensor, epochs: int, at: Addre
     """For each client and epoch its examples in a random order, padding last.  ``[K, E, n]``"""
     place = torch.arange(int(sizes.max()))
     word = rng.bits(at.seed, at.name, at.round, ids[:, None, None], torch.arange(epochs)[:, None], place)
-    word = (word >> 1).masked_fill(place >= sizes[:, None, None], _LAST)  # >> 1: no draw is as late as padding
+    word = (word >> 1).masked_fill(place >= sizes[:, None, None], _LAST)  # >> 1: every draw sorts before padding
     return word.argsort(dim=-1, stable=True)[..., : int(wanted.max())]

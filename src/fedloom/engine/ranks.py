@@ -1,21 +1,21 @@
-"""Ranks: processes that share out the work of a run, on one machine or on many.
+"""Ranks: processes that share the work of a run, on one machine or on many.
 
-Every rank prepares the same experiment and runs the same loop. What is shared out is local training and evaluation:
-each rank does a part, and hands its rows to all others, so that what follows (the sums, the server's update, the
-metrics) is computed by every rank from the same numbers in the same order, and comes out the same to the bit.
+Every rank prepares the same experiment and runs the same loop. Local training and evaluation are divided: each rank
+does a part, and sends its rows to all others, so that what follows (the sums, the server's update, the metrics) is
+computed by every rank from the same numbers in the same order, and agrees bit for bit.
 
-Ranks meet in few ways, all of them here. Each is a call that every rank makes at the same place of the loop::
+All collective calls of ranks are here. Each is a call that every rank makes at the same place of the loop::
 
     gathered   rows of which each rank has some, put in one order          what clients did
-    merged     numbers of which each rank has some, zeros elsewhere        answers, verdicts
+    merged     numbers of which each rank has some, zeros elsewhere        outputs, verdicts
     collected  rows of which rank 0 needs all                              clients' states, for a checkpoint
-    broadcast  what rank 0 says        any_rank  whether one of them says yes        agreed   one fails, all fail
+    broadcast  a value of rank 0       any_rank  whether any rank says yes           agreed   one fails, all fail
 
-``ALONE`` is one process by itself: none of this does anything then, or costs anything.
+``ALONE`` is a single process: none of these calls does anything then, or costs anything.
 
-Ranks exchange tensors, and words as JSON; nothing that is received is ever unpickled. Those that ``--ranks`` starts
-meet in a folder that only their user can open, listen on the loopback interface alone, and prove to each other that
-they know the secret in that folder. Those that torchrun starts meet as torchrun says, on a network that is trusted.
+Ranks exchange tensors, and small values as JSON; nothing that is received is ever unpickled. Those that ``--ranks``
+starts meet in a folder that only their user can open, listen only on the loopback interface, and prove to each other
+that they know the secret in that folder. Those that torchrun starts meet as torchrun arranges, on a trusted network.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from fedloom.core.errors import ConfigError, Fault, FedloomError, LostRankError
 T = TypeVar("T")
 
 MEETING = "FEDLOOM_MEETING"  # the folder in which ranks of one machine meet
-SECRET = "secret"  # the file in it that they all know
+SECRET = "secret"  # the rendezvous file in it
 TIMEOUT = "FEDLOOM_TIMEOUT"  # seconds for which a rank waits for another
 _PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; a rank that dies is noticed at once
 
 
 class RankError(FedloomError):
-    """What went wrong on another rank, in its words."""
+    """An error of another rank, with its message."""
 
     def __init__(self, rank: int, words: str, exit_code: int) -> None:
         super().__init__(f"rank {rank}: {words}")
@@ -72,11 +72,11 @@ class Ranks(NamedTuple):
         return clients % self.size
 
     def own(self, clients: Tensor) -> Tensor:
-        """Those of these clients that this rank keeps."""
+        """The clients among these whose state this rank keeps."""
         return clients if self.size == 1 else clients[self.owner(clients) == self.rank]
 
     def gathered(self, rows: T, whose: Sequence[int]) -> T:
-        """The rows of all ranks in one order: place k is the next row of rank ``whose[k]``.
+        """The rows of all ranks in one order: row k is the next row of rank ``whose[k]``.
 
         A rank without rows passes placeholder rows of the right shape.
         """
@@ -122,7 +122,7 @@ class Ranks(NamedTuple):
         return {name: torch.cat(some) for name, some in parts.items()}
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 has, on every rank; for small things of which JSON has a form."""
+        """The value of rank 0, on every rank; for small values that JSON can express."""
         if self.size == 1:
             return value
         words = _spoken(value if self.leads else None)
@@ -155,14 +155,14 @@ class Ranks(NamedTuple):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """What fails on one rank fails on all, so that none of them waits for one that will not come."""
+        """An error on one rank is raised on all, so that none waits for a failed one."""
         if self.size == 1:
             yield
             return
         failure: Exception | None = None
         try:
             yield
-        except LostRankError:  # there is nobody left to agree with
+        except LostRankError:  # there is no other rank to agree with
             raise
         except Exception as error:
             failure = error
@@ -178,13 +178,13 @@ ALONE = Ranks()
 
 
 def joined(world: Mapping[str, str] = os.environ) -> Ranks:
-    """This process among those that torchrun, or ``--ranks``, started, or by itself where it was started alone."""
+    """This process among those that torchrun, or ``--ranks``, started, or ``ALONE``."""
     if not is_rank(world):
         return ALONE
     if not dist.is_initialized():
         here, folder = _asked(world), world.get(MEETING)
         secret = _secret_of(Path(folder)) if folder is not None else b""
-        # Also beside GPUs, small things go by gloo: it notices at once that a rank is gone.
+        # Small values use gloo even with GPUs: it notices at once that a rank is gone.
         way = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         how: dict[str, Any] = {"timeout": timedelta(seconds=_patience())}
         if folder is not None:
@@ -229,7 +229,7 @@ def _secret_of(folder: Path) -> bytes:
 
 
 def _introduced(ranks: Ranks, secret: bytes) -> None:
-    """End here if one of the ranks does not know the secret of those that were started together."""
+    """Stop if one of the ranks does not know the secret of those that were started together."""
     proofs = [
         hmac.digest(secret, f"rank {rank} of {ranks.size}".encode(), "sha256").hex() for rank in range(ranks.size)
     ]
@@ -243,7 +243,7 @@ def take_device(device: torch.device, world: Mapping[str, str] = os.environ) -> 
     if device.type != "cuda" or not is_rank(world):
         return
     if ":" in str(device):
-        what = f"names one GPU, and every rank takes its own (got '{device}')"
+        what = f"names one GPU, but every rank uses its own (got '{device}')"
         raise ConfigError([Fault("engine.device", what, "use cuda or auto")])
     local, here = int(world.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= here:
@@ -287,7 +287,7 @@ def _unpacked(block: Tensor, places: Tensor, like: T) -> T:
 
 
 def _spoken(value: Any) -> Tensor:
-    """Something small as the bytes of its JSON."""
+    """A small value as the bytes of its JSON."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -316,7 +316,7 @@ def _first(error: Exception) -> str:
 
 @contextmanager
 def _reaching() -> Iterator[None]:
-    """Whatever goes wrong while ranks meet: one of them is not there."""
+    """Turn any error while ranks meet into one: another rank is gone."""
     try:
         yield
     except RuntimeError as error:

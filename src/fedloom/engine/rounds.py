@@ -29,7 +29,7 @@ def begin(exp: Experiment) -> RunState:
         n = exp.federation.clients
         if exp.starts is not None:
             server = mapped(exp.algorithm.init, (0,))(exp.starts)
-        else:  # as many rows as there are nodes, all in one place
+        else:  # one row per node, all the same memory
             server = tree.tmap(lambda x: x.expand(n, *x.shape), server)
         buffers = buffers.expand(n, -1)
         zero = torch.zeros(n, dtype=torch.int64)
@@ -40,7 +40,7 @@ def begin(exp: Experiment) -> RunState:
 
 
 def _no_past(exp: Experiment) -> Any:
-    """No messages yet, where nodes may use an old one again."""
+    """No messages yet, if nodes may reuse old ones."""
     count = exp.federation.clients
     if exp.topology is None or exp.topology.link_policy != "stale":
         return ()
@@ -50,21 +50,21 @@ def _no_past(exp: Experiment) -> Any:
 
 
 def advance(exp: Experiment, state: RunState, store: ClientStore) -> tuple[RunState, tuple[int, ...]]:
-    """One round; also the clients that were left out of it because their numbers were not finite."""
+    """One round; also the clients that were excluded because their numbers were not finite."""
     done = advance_watched(exp, state, store)
     return done.state, done.excluded
 
 
 def advance_watched(exp: Experiment, state: RunState, store: ClientStore) -> Round:
-    """One round, and what was measured of it."""
+    """One round, and its measurements."""
     return _completed(exp, state, store, _started(exp, state, store))
 
 
 def rounds(exp: Experiment, state: RunState, store: ClientStore, last: int | None = None) -> Iterator[Round]:
-    """The rounds of a run from here to its end, or to the ``last`` that is wanted.
+    """The rounds of a run from here to its end, or to the ``last`` requested.
 
-    Where a GPU is at work and clients keep nothing, it is given the next round before the last one is checked, so that
-    it never waits. If that one has to be done again, the next one is thrown away.
+    On a GPU, if clients keep no state, the next round is queued before the last one is checked, so that the GPU never
+    waits. If the last one has to be repeated, the next one is discarded.
     """
     ahead, following = may_speculate(exp) and not exp.keeps_state(state), None
     last = exp.rounds if last is None else last
@@ -80,7 +80,7 @@ def rounds(exp: Experiment, state: RunState, store: ClientStore, last: int | Non
 
 
 def _started(exp: Experiment, state: RunState, store: ClientStore) -> Started:
-    """One round; on a GPU perhaps only what it has been given to do."""
+    """One round; on a GPU perhaps only queued."""
     with torch.no_grad():
         if exp.is_network:
             return gossip_round(exp, state, store)
@@ -92,7 +92,7 @@ def _started(exp: Experiment, state: RunState, store: ClientStore) -> Started:
 
 
 def _completed(exp: Experiment, state: RunState, store: ClientStore, started: Started) -> Round:
-    """The round after ``state``, checked; a speculative one that was not finite is done again."""
+    """The round after ``state``, checked; a speculative one that was not finite is repeated."""
     if isinstance(started, Pending):
         fine = started.checked(state)
         if fine is not None:

@@ -16,7 +16,9 @@ Diagnostic: TypeAlias = Literal[
 
 _NETWORK = {"algorithm.family": worded("gossip", "the algorithm has no server", "this one has a server")}
 _SERVER = {"algorithm.family": worded(other_than("gossip"), "the algorithm has a server", "this one has none")}
-_GLOBAL = {"algorithm.has_global_model": worded(True, "the server has a model", "there is none common to all clients")}
+_GLOBAL = {
+    "algorithm.has_global_model": worded(True, "the server has a model", "there is no model common to all clients")
+}
 
 
 class Evaluate(Spec):
@@ -27,7 +29,7 @@ class Evaluate(Spec):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="share of each client's training rows that nobody trains on, for the metrics .../validation/...",
+        description="share of each client's training rows reserved for the metrics .../validation/...",
     )
     personal: bool = Field(True, description="evaluate each client's model on its own held-out rows, if it has any")
     clients: Annotated[PositiveInt | None, when(personal=True) | when(_NETWORK, nodes=None)] = Field(
@@ -50,10 +52,11 @@ class Evaluate(Spec):
     metrics: tuple[AnyMeasure, ...] = Field(
         (),
         description="also measure, of classes: balanced_accuracy, f1_macro, auc, brier, ece; "
-        "of numbers (which always have mae, rmse and r2) nothing more",
+        "in regression, mae, rmse and r2 are always measured",
     )
     nodes: Annotated[PositiveInt | None, when(_NETWORK)] = Field(
-        None, description="evaluate at most this many nodes of a network on the common test set; unset: as clients says"
+        None,
+        description="evaluate at most this many nodes of a network on the common test set; unset: as set in clients",
     )
     pre_mix: Annotated[bool, when(_NETWORK)] = Field(
         True, description="also evaluate the nodes of a network before they mix, in rounds that are evaluated"

@@ -1,7 +1,7 @@
 """Rounds that are started on a GPU before the previous one has been checked for non-finite values.
 
-A speculative round is an ordinary one whose clients are not screened and whose writes to the store wait. Once its
-numbers are there, it counts as it is, or, if something was not finite, it is thrown away and done again, screened.
+A speculative round is an ordinary one whose clients are not screened and whose writes to the store are deferred. When
+its numbers arrive, it is accepted, or, if something was not finite, it is discarded and repeated with screening.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedloom.engine.store import ClientStore
 def may_speculate(exp: Experiment) -> bool:
     """Whether rounds of this experiment can be finished before the finiteness check."""
     unusual = exp.guard is not None or bool(exp.bad) or exp.system.deadline is not None
-    together = exp.local.batch > 0  # else clients of unequal width train in groups of their own
+    together = exp.local.batch > 0  # otherwise clients of unequal width train in separate groups
     star = not (exp.is_network or exp.is_asynchronous) and exp.fleet is None
     return star and exp.captures and exp.ranks.size == 1 and together and not unusual
 
 
 def speculates_in(exp: Experiment, round_: int) -> bool:
-    """Whether this round is done so: it is one group, and nothing of it is measured on the way."""
+    """Whether this round is speculative: it is one group, and nothing is measured during it."""
     measured = exp.evaluate.due(round_ + 1, exp.rounds) and (exp.evaluate.diagnostics or exp.evaluate.participants)
     return may_speculate(exp) and not measured and 0 < len(exp.present(round_).drawn.ids) <= exp.lanes
 
@@ -52,7 +52,7 @@ class Deferred:
 
 
 class Pending(NamedTuple):
-    """A round that a GPU may still be doing."""
+    """A round that a GPU may still be computing."""
 
     finished: Finished
     writes: Deferred
@@ -61,11 +61,11 @@ class Pending(NamedTuple):
 
     @property
     def state(self) -> RunState:
-        """After the round; only a claim until it is checked."""
+        """The state after the round; speculative until it is checked."""
         return self.finished.state
 
     def checked(self, state: RunState) -> Round | None:
-        """Wait for the numbers; the round after ``state``, or None where not all is finite."""
+        """Wait for the numbers; the round after ``state``, or None if not all is finite."""
         if self.ready is not None:
             self.ready.synchronize()
         finite, gradients, *steps = self.numbers.tolist()
@@ -79,9 +79,9 @@ class Pending(NamedTuple):
 
 
 def speculative_round(exp: Experiment, state: RunState, store: ClientStore) -> Pending:
-    """Give a round to the GPU, and ask for the numbers that decide whether it counts.
+    """Queue a round on the GPU, and the copy of the numbers that decide whether it is accepted.
 
-    They are asked for now, so that they come as soon as they are known, and not after what the GPU is given next.
+    The copy is queued now, so that the numbers arrive as soon as they are known, before later work of the GPU.
     """
     writes = Deferred(store)
     done = star_round(exp, state, writes, screen=unchecked)

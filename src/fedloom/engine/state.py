@@ -30,14 +30,14 @@ from fedloom.trust.robust import Aggregation
 
 
 class RunState(NamedTuple):
-    """A run at the end of a round; clients' states lie beside it in the store."""
+    """A run at the end of a round; clients' states are in the store."""
 
     round: int  # rounds done
     server: Any  # the server's state, or [N, ...] the state of every node
     buffers: Tensor  # [Q] mean running statistics, or [N, Q]
     up: int  # bytes that clients, or nodes, have sent so far
     down: int  # bytes that the server has sent so far; 0 in a network, whose messages are all in ``up``
-    seconds: float = 0.0  # that the rounds would have taken on the devices described
+    seconds: float = 0.0  # time of the rounds on the described devices
     gradients: float = 0.0  # evaluated so far, each on one batch of one client
     nodes: Any = ()  # what the engine keeps for the nodes of a network: Nodes
     ledger: Ledger | None = None  # what a private run has released so far
@@ -50,12 +50,12 @@ class RunState(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """What the engine keeps for each node of a network, beside what the algorithm does."""
+    """What the engine keeps for each node of a network, in addition to the algorithm's state."""
 
     traffic: Tensor  # [N] bytes that it has sent and received so far
     away: Tensor  # [N] for how many rounds it has been offline
-    mass: Tensor  # [N] float64, of push-sum; 1 where it is not used
-    past: Any = ()  # what nodes may use again where a message is lost: Past
+    mass: Tensor  # [N] float64, of push-sum; 1 without it
+    past: Any = ()  # messages that nodes may reuse if one is lost: Past
 
 
 class Past(NamedTuple):
@@ -69,8 +69,8 @@ class Kept(NamedTuple):
     """What the store keeps for a client."""
 
     mine: Any  # the algorithm's
-    buffers: Any  # its running statistics, where they stay local
-    memory: Any  # its optimiser's memory, where that is kept from round to round
+    buffers: Any  # its running statistics, if they stay local
+    memory: Any  # its optimizer state, if that is kept from round to round
 
 
 class PlannedRound(NamedTuple):
@@ -100,13 +100,13 @@ class Experiment:
     corruption: Corruption = field(default_factory=Corruption)
     bad: tuple[int, ...] = ()  # clients, in order
     aggregation: Aggregation = field(default_factory=Aggregation)
-    guard: Guard | None = None  # of what clients send, where it is private
+    guard: Guard | None = None  # the privacy of uploads, if they are private
     buffers: Literal["average", "local"] = "average"
-    starts: Tensor | None = None  # [N, P] the models with which nodes begin, where each has one of its own
+    starts: Tensor | None = None  # [N, P] the initial models of nodes, if they differ
     ranks: Ranks = ALONE  # which of how many processes this is; no result depends on it
-    fleet: Fleet | None = None  # the clients, where they train elsewhere
-    at_client: bool = False  # whether this is a client of a deployment: of the server it knows what it was sent
-    # Rounds that were planned while a GPU was at work. The only part that changes; no result depends on it.
+    fleet: Fleet | None = None  # the clients, if they train elsewhere
+    at_client: bool = False  # whether this is a client of a deployment, which knows only what the server sent
+    # Rounds that were planned while a GPU was busy. The only mutable part; no result depends on it.
     planned: dict[int, PlannedRound] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -115,7 +115,7 @@ class Experiment:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the server takes each upload when it arrives."""
+        """Whether the server applies each upload when it arrives."""
         return not self.algorithm.traits.synchronous
 
     @property
@@ -125,14 +125,14 @@ class Experiment:
 
     @property
     def usual_group(self) -> int:
-        """How many clients most groups have; with replacement, by chance or after dropouts a round has others."""
+        """The usual number of clients of a group; it varies with replacement, Poisson sampling and dropouts."""
         everybody = self.is_network or self.cohort.sampling == "all"
         size = self.federation.clients if everybody else self.cohort.size or 10
         return min(size, self.federation.clients, self.lanes)
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What is measured beside accuracy (or error) and loss: variants of AUC, and others by name."""
+        """What is measured in addition to accuracy (or error) and loss: variants of AUC, and others by name."""
         always = ("rmse", "r2") if self.task.criterion.regression else ()
         return (*self.evaluate.auc, *dict.fromkeys((*always, *self.evaluate.metrics)))
 
@@ -143,7 +143,7 @@ class Experiment:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether clients keep their optimisers' memory from round to round."""
+        """Whether clients keep their optimizer state from round to round."""
         return self.local.state == "persist"
 
     def keeps_state(self, state: RunState) -> bool:
@@ -152,15 +152,15 @@ class Experiment:
         return self.keeps_buffers or self.keeps_memory or bool(tree.leaves(self.algorithm.join(down)))
 
     def sent(self, server: Any) -> Any:
-        """What clients are sent of the server's state."""
+        """The part of the server's state that clients are sent."""
         return server if self.at_client else self.algorithm.send(server)
 
     def travelling(self, buffers: Tensor) -> Any:
-        """Running statistics as far as they are sent: not at all where they stay with the clients."""
+        """The running statistics that are sent: none if they stay with the clients."""
         return () if self.keeps_buffers else buffers
 
     def given(self, state: RunState, store: ClientStore, ids: Tensor) -> Given:
-        """What these clients hold before they train in the next round."""
+        """What these clients have before they train in the next round."""
         if self.is_network:
             at = ids.to(self.device)
             nodes = tree.take(state.server, at)
@@ -185,7 +185,7 @@ class Experiment:
         return Kept(mine, self.task.buffers0 if self.keeps_buffers else (), memory)
 
     def example_work(self, down: Any, mine: Any, buffers: Tensor) -> Work:
-        """The work of client 0 with one example and one step, to see of what uploads and states consist."""
+        """The work of client 0 with one example and one step, to find the structure of uploads and states."""
         one = torch.ones((), device=self.device)
         survey: Any = ()
         if has_survey(self.algorithm):
@@ -211,7 +211,7 @@ class Experiment:
         return attend(self.system, drawn, amount, epochs, (self.seed, round_), partial=partial)
 
     def timetable(self, round_: int, present: Present, up: int, down: int) -> Timetable:
-        """The times of this round on the described devices."""
+        """The timetable of this round on the described devices."""
         ids = present.drawn.ids
         amount = amounts(self.local, self.federation.train.sizes[ids])
         epoch = amount.size.double()

@@ -1,7 +1,7 @@
-"""Where clients keep their state between rounds: in memory, or on disk for more of them than memory holds.
+"""Where clients keep their state between rounds: in memory, or on disk if there are too many for memory.
 
 Both stores have one interface. A client never seen reads as ``fresh``. ``commit`` makes what was
-scattered durable and returns what a checkpoint must remember; ``restore`` goes back to that point.
+scattered durable and returns what a checkpoint must record; ``restore`` goes back to that point.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 
 Memo = dict[str, Any]
-_NOTHING: Memo = {"lines": 0, "crc": 0}  # what a store on disk remembers before anything is in it
+_NOTHING: Memo = {"lines": 0, "crc": 0}  # the record of an empty store on disk
 
-_LARGE = 1 << 20  # bytes from which on something is worth a file
+_LARGE = 1 << 20  # bytes from which a tensor is put in a file
 
 
 class ClientStore(Protocol):
@@ -46,34 +46,34 @@ class ClientStore(Protocol):
         """The oldest checkpoint is gone: what only it referred to may be overwritten."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint has to hold itself."""
+        """What a checkpoint itself must contain."""
 
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
         """Go back to a committed point; ``others`` are older points that must stay readable."""
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor to be written to, for what is large and lives for a round: the models of a network's nodes."""
+        """An uninitialised large tensor for one round: the models of a network's nodes."""
 
 
 def is_on_disk(memo: Memo) -> bool:
-    """Whether the states of a committed point are in files of their own, and not in the checkpoint."""
+    """Whether the states of a committed point are in separate files, not in the checkpoint."""
     return "lines" in memo
 
 
 def memo_for(
     memo: Memo, tensors: dict[str, Tensor], store: ClientStore, folder: Path, blank: Any
 ) -> tuple[Memo, dict[str, Tensor]]:
-    """A committed point as ``store`` can go back to it: where it is on disk, in ``folder``, and is to be in memory.
+    """A committed point that ``store`` can restore: if it is on disk, in ``folder``, it is read into memory.
 
-    ``blank`` is the state of one client, which says what the bytes on disk are. The other way needs no help: a store on
-    disk takes what a checkpoint holds.
+    ``blank`` is the state of one client, for the structure of the bytes on disk. The other direction needs no
+    conversion: a store on disk accepts the states in a checkpoint.
     """
     if isinstance(store, DiskStore) or not is_on_disk(memo):
         return memo, tensors
     if not memo["lines"]:
         return {"rows": 0}, {}
     if not (folder / "journal.bin").is_file():
-        raise CheckpointError(f"{folder / 'journal.bin'}: is missing, and the states of clients with it")
+        raise CheckpointError(f"{folder / 'journal.bin'}: is missing, and so are the states of clients")
     source = DiskStore(folder, store.clients)
     source.restore(memo, [], {})
     target = RamStore(store.clients)
@@ -82,7 +82,7 @@ def memo_for(
 
 
 def _scatter_all(store: ClientStore, tensors: Mapping[str, Tensor]) -> None:
-    """Keep the states that a checkpoint holds."""
+    """Load the states in a checkpoint."""
     if tensors and len(tensors["ids"]):
         names = sorted(name for name in tensors if name.startswith("state."))
         store.scatter(tensors["ids"], tuple(tensors[name] for name in names))
@@ -155,17 +155,17 @@ class RamStore:
 
 
 class DiskStore:
-    """States in a slot file; a journal says which slot holds whose row, and how it must sum.
+    """States in a slot file; a journal records the slot of each client's row, and its checksum.
 
     A row that a checkpoint refers to is never overwritten: the client's next row goes to another slot,
-    and a line in the journal says so. A checkpoint remembers only how long the journal was, and how it
-    summed, so that a crash at any moment loses nothing but what came after it.
+    and a line in the journal says so. A checkpoint records only the length of the journal and its
+    checksum, so that a crash at any moment loses only what came after it.
     """
 
     _LINE = np.dtype([("id", "<i8"), ("slot", "<i8"), ("crc", "<u4")])
 
     def __init__(self, folder: Path | None, clients: int) -> None:
-        """In a folder, or, where the states need not outlive the process, in files without a name."""
+        """In a folder, or, if the states need not outlive the process, in unnamed files."""
         self._folder = folder
         self._rows, self._journal = self._opened("rows.bin"), self._opened("journal.bin")
         for file in (self._rows, self._journal):
@@ -245,7 +245,7 @@ class DiskStore:
         return {}
 
     def restore(self, memo: Memo, others: list[Memo], tensors: Mapping[str, Tensor]) -> None:
-        """Also from a checkpoint that holds the states itself: they are written after what older ones still need."""
+        """Also from a checkpoint that contains the states: they are written after what older ones still need."""
         others = [other for other in others if is_on_disk(other)]
         if not is_on_disk(memo):
             self._restart_after(others)
@@ -258,7 +258,7 @@ class DiskStore:
         if self._sum != memo["crc"]:
             raise CheckpointError(f"{self._called('journal.bin')}: is damaged (its checksum is not the checkpoint's)")
         self._slot[upto["id"]], self._crc[upto["id"]] = upto["slot"], upto["crc"]
-        self._form = memo.get("form", [])  # versions before did not write it
+        self._form = memo.get("form", [])  # earlier versions did not write it
         self._lines, self._next = memo["lines"], int(lines["slot"].max(initial=-1)) + 1
         needed = np.zeros(self._next, dtype=bool)
         needed[self._slot[self._slot >= 0]] = True
@@ -271,7 +271,7 @@ class DiskStore:
         self._free = np.flatnonzero(~older & ~needed).tolist()
 
     def _restart_after(self, others: list[Memo]) -> None:
-        """Empty, but for what these points need, as far as it can still be read."""
+        """Empty, except for what these points need, as far as it can be read."""
         try:
             self.restore(max(others, key=lambda other: other["lines"], default=_NOTHING), others, {})
         except CheckpointError:
@@ -280,16 +280,18 @@ class DiskStore:
         self._slot[:] = -1
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On a processor it lies in a file, of which the system keeps in memory as much as it has room for.
+        """On a CPU it is a memory-mapped file, of which the system keeps as much in memory as fits.
 
-        The file has no name: its space is free again when the tensor is, or when the process ends, however it does.
+        The file has no name: its space is freed with the tensor, or when the process ends in any way.
         """
         count = math.prod(shape)
         if device.type != "cpu" or count * dtype.itemsize < _LARGE:
             return torch.empty(shape, dtype=dtype, device=device)
         with tempfile.TemporaryFile(dir=self._folder) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # else a full disk would be a bus error
+                os.posix_fallocate(
+                    file.fileno(), 0, count * dtype.itemsize
+                )  # otherwise a full disk would be a bus error
                 name = f"/proc/self/fd/{file.fileno()}"
                 return torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
             except RuntimeError as error:
@@ -331,7 +333,7 @@ def _raw(x: Tensor) -> bytes:
 
 
 def _write(file: int, data: bytes, at: int) -> None:
-    """All of ``data``: a disk that is nearly full takes a part first, and only refuses the rest."""
+    """Write all of ``data``: a write to a nearly full disk may be partial before it fails."""
     left = memoryview(data)
     while left:
         count = os.pwrite(file, left, at)

@@ -1,4 +1,4 @@
-"""What the convergence theorems of FedProx and of its relaxation say of a round."""
+"""What the convergence theorems of FedProx and of its relaxation predict for a round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Theory(NamedTuple):
     gamma: float
     B: float
     L: float  # the largest curvature of any client's loss, or an estimate of it
-    L_minus: float  # how far curvature goes below zero; 0 for convex losses
+    L_minus: float  # bound on negative curvature; 0 for convex losses
     K: int  # draws of a round: a client that is drawn twice counts twice
     alpha: float = 0.0
 
@@ -29,7 +29,7 @@ class Theory(NamedTuple):
 
 
 def rho_paper(t: Theory) -> float | None:
-    """The rate of FedProx + Relaxation's theorem; None where the theorem does not apply (mu <= L_minus)."""
+    """The rate of FedProx + Relaxation's theorem; None if the theorem does not apply (mu <= L_minus)."""
     mb = t.mu_bar
     if mb <= 0:
         return None
@@ -70,10 +70,10 @@ def rho_direct(t: Theory) -> float | None:
 
 
 def is_stated(exp: Experiment) -> bool:
-    """Whether the theorems are about runs like this: the mean step, over all draws, is the full sum_k p_k (w_k - w).
+    """Whether the theorems apply to this run: the mean step, over all draws, is the full sum_k p_k (w_k - w).
 
-    p_k = n_k / n, as in B. That is so where clients are drawn by p_k and count alike, as the theorems have it; where
-    all take part and count by p_k, without any chance; and where all clients have as much data.
+    p_k = n_k / n, as in B. This holds if clients are drawn by p_k with equal weights, as in the theorems; if all take
+    part with weights p_k, without sampling; and if all clients have equally much data.
     """
     alg, sampling, sizes = exp.algorithm, exp.cohort.sampling, exp.federation.train.sizes
     plain = exp.guard is None and exp.aggregation.rule == "mean" and not exp.bad
@@ -86,7 +86,7 @@ def is_stated(exp: Experiment) -> bool:
 
 
 def rates(exp: Experiment, w: Tensor, found: dict[str, float], draws: int) -> dict[str, float]:
-    """The theorems' rates where they apply; where they do not, that, and what is needed to see why."""
+    """The theorems' rates if they apply; otherwise that they do not, and what shows why."""
     bound = smoothness(exp)
     L, L_minus = (bound, 0.0) if bound is not None else curvature(exp, w)
     known = {"theory/L": L} if bound is not None else {"theory/L_estimate": L, "theory/L_minus_estimate": L_minus}

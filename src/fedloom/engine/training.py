@@ -1,4 +1,4 @@
-"""Local training of a round: the groups in which clients train, shared out between ranks, and what they keep."""
+"""Local training of a round: the groups in which clients train, divided among ranks, and what they keep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainedGroup(NamedTuple):
     """A group that has trained, on this rank and on others."""
 
     group: Group
-    outcome: Outcome  # of all of its clients; where there are other ranks, without what clients keep
+    outcome: Outcome  # of all of its clients; with several ranks, without what clients keep
     ids: Tensor  # [k] those of them that trained here
     buffers: Tensor  # [k, Q] the running statistics with which these began
     own: Outcome  # [k, ...] what these did, and all that they keep
@@ -47,7 +47,7 @@ def groups_of(
 
 
 def plan_ahead(exp: Experiment, round_: int) -> None:
-    """Plan a round while a GPU is at work on the one before."""
+    """Plan a round while a GPU computes the previous one."""
     planned = exp.planned
     if not exp.captures or exp.is_network or exp.is_asynchronous or round_ >= exp.rounds or round_ in planned:
         return
@@ -70,9 +70,9 @@ def train_all(
 ) -> Iterator[TrainedGroup]:
     """Local training of one group after another, each client on one rank; ``models``: also those of other ranks.
 
-    Groups are those of one process, so that sums are made of the same numbers in the same order. As many groups as
-    there are ranks are trained before the rows of the first are exchanged: where a net is so large that a group is a
-    client or two, there is work for every rank all the same.
+    Groups are those of one process, so that sums have the same numbers in the same order. As many groups as there
+    are ranks are trained before the rows of the first are exchanged: even if a net is so large that a group is only a
+    client or two, every rank has work.
     """
     if exp.ranks.size == 1:
         for group in groups:
@@ -91,7 +91,7 @@ def train_all(
             ]
             form = next((share for share in shares if share is not None), None)
             if form is None:
-                # Only an outcome shows the form of one, so the shortest client trains here, too, and is not counted.
+                # Only an outcome shows its structure, so the shortest client also trains here, uncounted.
                 last = window[-1]
                 form = _trained_here(exp, state, store, last, [len(last.ids) - 1], watched=watched)
             plan_ahead(exp, state.round + 1)
@@ -102,8 +102,8 @@ def train_all(
 
 
 def _shared_out(ranks: Ranks, groups: list[Group], *, stays: bool) -> list[list[int]]:
-    """The rank that trains each client of each group: where clients keep state the one that has it, otherwise so that
-    all have about as many examples to read."""
+    """The rank that trains each client of each group: if clients keep state, the one that has it, otherwise balanced by
+    the number of examples."""
     if stays:
         return [ranks.owner(group.ids).tolist() for group in groups]
     costs = []
@@ -136,8 +136,8 @@ def _trained(
 ) -> tuple[Tensor, Outcome]:
     """The running statistics with which these clients began, and what they did.
 
-    In a loop each is given what it needs by itself. As a row of a matrix it would lie elsewhere in memory with other
-    clients beside it, which changes the last bits of some products; so no number depends on who else trains here.
+    In a loop each is given its own copy. As a row of a matrix its alignment in memory would depend on other clients,
+    which changes the last bits of some products; so no number depends on which other clients train here.
     """
     done, every = [], range(len(group.ids))
     for some in [group] if exp.task.lanes or len(every) == 1 else (group.pick([k]) for k in every):
@@ -147,19 +147,19 @@ def _trained(
 
 
 def _travelling_rows(outcome: Outcome, *, models: bool) -> Outcome:
-    """What other ranks are given of an outcome: what clients keep stays, but for a mark where it is not finite."""
+    """The part of an outcome for other ranks: kept states stay here, except for a mark if they are not finite."""
     return marked(outcome)._replace(begun=(), models=outcome.models if models else ())
 
 
 def marked(outcome: Outcome) -> Outcome:
-    """An outcome with, instead of all that clients keep, a number for each that is as finite as what it keeps."""
+    """An outcome in which each client's kept state is replaced by one number that is finite if the state is."""
     count, device = len(outcome.weights), outcome.weights.device
     fine = tree.finite_rows((outcome.states, outcome.memory), count).to(device)
     return outcome._replace(states=torch.zeros(count, device=device).masked_fill(~fine, math.nan), memory=())
 
 
 def keep(exp: Experiment, store: ClientStore, part: TrainedGroup, ids: Tensor) -> None:
-    """Let the store keep what those of these clients that trained here keep from round to round."""
+    """Store the states of the clients among these that trained here."""
     rows = torch.isin(part.ids, ids).nonzero().squeeze(1)
     if len(rows):
         own = part.own

@@ -1,4 +1,4 @@
-"""What clients upload: corrupted, clipped and noised as the settings say, and how many bytes it takes."""
+"""What clients upload: corrupted, clipped and noised as configured, and its size in bytes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def as_sent(exp: Experiment, round_: int, ids: Tensor, outcome: Outcome, senders
     if exp.algorithm.traits.equal_if_private and torch.equal(weights, examples):
         weights = torch.ones_like(weights)
     elif not bool((weights == 1).all()):
-        what = f"{type(exp.algorithm).__name__} weighs clients by their work, which the weights would reveal"
-        raise ConfigError([Fault("privacy.clip", f"{what} (got {exp.guard.clip:g})", "let it count clients alike")])
+        what = f"{type(exp.algorithm).__name__} weights clients by their work, which the weights would reveal"
+        raise ConfigError([Fault("privacy.clip", f"{what} (got {exp.guard.clip:g})", "let it weight clients equally")])
     return outcome._replace(uploads=protected(exp.guard, outcome.uploads, ids, senders, round_), weights=weights)
 
 
 def upload_size(exp: Experiment, state: RunState) -> int:
-    """Bytes of an upload: their number does not depend on its values."""
+    """Bytes of an upload: they do not depend on its values."""
     upload = tree.tmap(lambda x: x[None], example_upload(exp, state))
     return upload_bytes(exp.algorithm, upload) + tree.nbytes(exp.travelling(state.buffers))
 
 
 def example_outcome(exp: Experiment, order: Order) -> Outcome:
-    """What a client might send in a round, without training and for its form; not stacked."""
+    """What a client might send in a round, without training, for its structure; not stacked."""
     alg, down = exp.algorithm, order.down
     mine = alg.join(down)
     work = exp.example_work(down, mine, order.buffers)
@@ -53,7 +53,7 @@ def example_outcome(exp: Experiment, order: Order) -> Outcome:
 
 
 def example_upload(exp: Experiment, state: RunState) -> Any:
-    """The upload of a client that has not trained, for its form."""
+    """The upload of a client that has not trained, for its structure."""
     alg, down = exp.algorithm, exp.algorithm.send(state.server)
     mine = alg.join(down)
     work = exp.example_work(down, mine, state.buffers)

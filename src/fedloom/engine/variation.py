@@ -1,6 +1,6 @@
-"""Other values of settings: what there is to try if somebody wants to know whether a setting has an effect.
+"""Other values of settings: what to try in order to find out whether a setting has an effect.
 
-Values come from a field's type and are kept where the class accepts them, so that bounds need not be known here.
+Values come from a field's type and are kept if the class accepts them, so that bounds need not be known here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.core.schema import Spec, Test, conditions, read, without_effect
 Settings = Mapping[str, Any]
 _WHOLE = (1, 2, 0, 3, 5, 50, 1000)
 _REAL = (0.0, 0.5, 1.0, 0.1, 2.0, 0.9, 1e-3, 10.0, 1e-6, 1e3, 100.0)
-_FEW = 3  # values of a number under which other settings are looked at
+_FEW = 3  # values of a number under which other settings are tried
 
 
 def accepted(cls: type[Spec], settings: Settings) -> bool:
@@ -26,7 +26,7 @@ def accepted(cls: type[Spec], settings: Settings) -> bool:
 
 
 def others(cls: type[Spec], name: str, settings: Settings, words: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Values of a setting that are valid beside ``settings`` and not what it is there; ``words`` are for texts."""
+    """Values of a setting that are valid with ``settings`` and differ from its own; ``words`` are for texts."""
     here = getattr(cls(**settings), name)
     seen: list[Any] = [here]
     for value in _values(cls.model_fields[name], words):
@@ -38,7 +38,7 @@ def others(cls: type[Spec], name: str, settings: Settings, words: tuple[str, ...
 def beside(
     cls: type[Spec], name: str, settings: dict[str, Any], words: tuple[str, ...] = ()
 ) -> Iterator[dict[str, Any]]:
-    """``settings`` with one more that is chosen from a list, where this one still has an effect."""
+    """``settings`` with one more choice from a list, if this one still has an effect."""
     for other, field in cls.model_fields.items():
         if other != name and other not in settings and is_choice(field):
             for value in others(cls, other, settings, words):
@@ -47,7 +47,7 @@ def beside(
 
 
 def applies(cls: type[Spec], name: str, settings: Settings) -> bool:
-    """Whether the setting has an effect beside these, as far as its class says."""
+    """Whether the setting has an effect with these, according to its class."""
     return not without_effect(cls, dict(cls(**settings)), [name])
 
 
@@ -58,8 +58,8 @@ def is_choice(field: FieldInfo) -> bool:
 
 
 def needed(cls: type[Spec], name: str, words: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """The fewest settings beside the defaults under which this one has an effect, as far as its field says, in every
-    way that there is."""
+    """The fewest settings other than the defaults under which this one has an effect, according to its field, in every
+    possible way."""
     if applies(cls, name, {}):
         yield {}
         return
@@ -73,7 +73,7 @@ def needed(cls: type[Spec], name: str, words: tuple[str, ...] = ()) -> Iterator[
 def _meeting(
     cls: type[Spec], name: str, settings: dict[str, Any], test: Test, words: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    """``settings`` with this one as the test wants it, and what it takes to have it so."""
+    """``settings`` with this one as the test needs it, and the settings that it depends on."""
     field = cls.model_fields[name]
     if test.holds(settings.get(name, field.default)):
         yield settings

@@ -1,6 +1,6 @@
-"""Equations of LAW-AFL exactly as its paper prints them. They are wrong, and are here to be measured.
+"""Equations of LAW-AFL exactly as its paper prints them. They are wrong, and are included to be measured.
 
-Where an equation can be repaired, the repair is the default elsewhere: ``merging.coefficients`` for eq. 29, 32 and 35,
+If an equation can be repaired, the repair is the default elsewhere: ``merging.coefficients`` for eq. 29, 32 and 35,
 ``learned_weights.ratio_shrink`` for eq. 5, ``data_quality.quality_weights`` for eq. 16 and 17, which are printed
 without ``sizes``, and ``trust.heterogeneity`` for eq. 24. ``algorithms.law_afl`` lists all of them.
 """
@@ -41,6 +41,6 @@ def merge_as_printed(u: Solution, v: Solution, form: PrintedForm) -> Solution:
 def printed_shrink(squares: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
     """gamma = eta / (E |g_i|^2 + eps), eq. 5, from the squares |g_i|^2 ``[m]``.  ``[]``
 
-    It has the unit of 1 / |g|^2, and grows without bound as training converges, where gamma is said to be in (0, 1].
+    It has the unit of 1 / |g|^2, and grows without bound as training converges, although gamma should be in (0, 1].
     """
     return eta / (squares.double().mean() + smooth)

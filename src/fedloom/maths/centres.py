@@ -23,16 +23,16 @@ class Centres(NamedTuple):
     centres: int
     copies: int  # the number of centres that a client uploads to
     mix: Literal["uniform", "samples"] | tuple[float, ...]  # b_c
-    lost: tuple[int, ...]  # centres that never answer
+    lost: tuple[int, ...]  # centres that never respond
 
     def start(self, w: Tensor) -> CentreModels:
         """All centres with the same model."""
         return CentreModels(w, w.expand(self.centres, -1).contiguous())
 
     def aggregated(self, models: CentreModels, moves: Tensor, clients: Tensor, weights: Tensor) -> CentreModels:
-        """w_c = w + weighted mean of the moves [K, P] that centre c received, then w = sum_c b_c w_c.
+        """w_c = w + weighted mean of the updates [K, P] that centre c received, then w = sum_c b_c w_c.
 
-        A centre without uploads keeps its model. If no answering centre has any weight, clients keep theirs.
+        A centre without uploads keeps its model. If no responding centre has any weight, clients keep theirs.
         """
         rows = weights * self.receives(clients)  # [centres, K]
         received = rows.sum(1, keepdim=True)
@@ -43,14 +43,14 @@ class Centres(NamedTuple):
         return CentreModels(torch.where(b.sum() > 0, w, models.w), each)
 
     def receives(self, clients: Tensor) -> Tensor:
-        """1 where a centre receives a client's upload: client k sends to k mod centres and on.  ``[centres, K]``"""
+        """1 if a centre receives a client's upload: client k sends to k mod centres and the next.  ``[centres, K]``"""
         place = (torch.arange(self.centres, device=clients.device)[:, None] - clients[None]) % self.centres
         return (place < self.copies).double()
 
     def shares(self, received: Tensor) -> Tensor:
-        """b_c, spread over the centres that answer; ``received`` is the total weight of each centre's uploads.
+        """b_c, spread over the centres that respond; ``received`` is the total weight of each centre's uploads.
 
-        All are 0 where no centre that answers has received anything.
+        All are 0 if no responding centre has received anything.
         """
         if isinstance(self.mix, tuple):
             b = torch.tensor(self.mix, dtype=torch.float64, device=received.device)

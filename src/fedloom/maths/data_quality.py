@@ -1,4 +1,4 @@
-"""How good a client's data is: its classes, its size, and how its model does on the server's proxy examples."""
+"""The quality of a client's data: its classes, its size, and the score of its model on the server's proxy examples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.functional import log_softmax
 
 
 def entropy(counts: Tensor) -> Tensor:
-    """H(p) of the classes in nats, 0 where there is no example.  ``[..., C] -> [...]``"""
+    """H(p) of the classes in nats, 0 without examples.  ``[..., C] -> [...]``"""
     p = counts / counts.sum(-1, keepdim=True).clamp(min=1e-300)
     return -torch.xlogy(p, p).sum(-1)
 
 
 def evenness(counts: Tensor) -> Tensor:
-    """H(p) / ln C: 0 for a client of one class, 1 for one that has all of them alike.  ``[...]``"""
+    """H(p) / ln C: 0 for a client of one class, 1 for one that has equally many of all.  ``[...]``"""
     return entropy(counts) / math.log(max(counts.shape[-1], 2))
 
 
@@ -31,10 +31,10 @@ def data_quality(counts: Tensor, *, evenness_power: float = 1.0, size_power: flo
 def quality_weights(
     quality: Tensor, accuracy: Tensor, loss: Tensor, sizes: Tensor | None = None, smooth: float = 1e-8
 ) -> Tensor:
-    """lambda_i ~ n_i q_i a_i / (1 + l_i), which sums to 1; by size alone where all would be 0.  ``[K]``
+    """lambda_i ~ n_i q_i a_i / (1 + l_i), which sums to 1; only by size if all would be 0.  ``[K]``
 
     LAW-AFL eq. 16: lambda'_i = q_i a_i / (sum_j q_j a_j + eps), and eq. 17: lambda_i ~ lambda'_i N / (1 + l_i), in
-    which N cancels. Without ``sizes`` it is these alone. A client of which a number is NaN is left out.
+    which N cancels. Without ``sizes`` it is only these. A client with a NaN is left out.
     """
     known = ~(quality.isnan() | accuracy.isnan() | loss.isnan())
     q, a = quality.nan_to_num().clamp(0, 1), accuracy.nan_to_num().clamp(0, 1)
@@ -48,7 +48,7 @@ def quality_weights(
 
 
 class ProxyScores(NamedTuple):
-    """How clients' models do on the proxy examples, as the server sees it."""
+    """The scores of clients' models on the proxy examples, as measured by the server."""
 
     accuracy: Tensor  # [K]
     loss: Tensor  # [K]
@@ -57,8 +57,8 @@ class ProxyScores(NamedTuple):
 def proxy_scores(logits: Tensor, y: Tensor, counts: Tensor | None = None) -> ProxyScores:
     """The server's own a_i and l_i, from logits ``[K, n, C]``, so that no client can forge them.
 
-    With ``counts``, a client is scored only on the classes it claims to hold: an honest client of two classes would
-    else be right on a fifth of ten. NaN where it holds none of the proxy's classes.
+    With ``counts``, a client is scored only on the classes it claims to have: an honest client of two classes would
+    otherwise be right on a fifth of ten. NaN if it has none of the proxy's classes.
     """
     logp = log_softmax(logits.double(), -1)
     right = (logits.argmax(-1) == y).double()
@@ -71,6 +71,6 @@ def proxy_scores(logits: Tensor, y: Tensor, counts: Tensor | None = None) -> Pro
 def trained_groups(counts: Tensor, groups: int) -> Tensor:
     """L_i, how many groups of layers a client trains, from the head on: 1 + round((L_max - 1) H(p_i) / ln C).
 
-    A client of one class trains the head alone. LAW-AFL refers to its eq. 18 for L_i, which does not hold it.
+    A client of one class trains only the head. LAW-AFL refers to its eq. 18 for L_i, which does not contain it.
     """
     return (1 + ((groups - 1) * evenness(counts.double()) + 0.5).floor()).clamp(1, groups)

@@ -2,9 +2,9 @@
 
     target p(x) of the teachers;      w <- w - lr grad KL(p || softmax f(x; w)), batch by batch
 
-The student is in evaluation mode, as its teachers are: with the same parameters it says the same, and there is
-nothing to learn. What the teachers say is computed once, and kept in float64: in float32 probabilities do not sum to
-one, and the divergence from oneself is not zero. Randomness is the order of the batches, from an address.
+The student is in evaluation mode, like its teachers: with the same parameters it makes the same predictions, and there
+is nothing to learn. The teachers' predictions are computed once, in float64: in float32 probabilities do not sum to
+one, and the divergence from themselves is not zero. The order of the batches is random, from an address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedloom.core.optim import Optimizer
 from fedloom.core.task import Task
 
 _CHUNK = 512  # examples of one forward pass
-_ALIKE = 1e-12  # a divergence no larger than this is rounding, of which Adam would make full steps
+_ALIKE = 1e-12  # a divergence no larger than this is rounding, which Adam would turn into full steps
 
 
 class Lessons(NamedTuple):
@@ -43,20 +43,20 @@ class Lessons(NamedTuple):
 
 
 def logits(task: Task, w: Tensor, x: Tensor) -> Tensor:
-    """What one model says.  ``[n, classes]``"""
+    """The predictions of one model.  ``[n, classes]``"""
     return torch.cat([task.apply(w, some, task.buffers0) for some in torch.split(x, _CHUNK)])
 
 
 def averaged(logits_: Iterable[Tensor], voices: Iterable[float] = repeat(1.0)) -> Tensor:
-    """The mean of what several say, one after another so that only one is held, in float64."""
+    """The mean prediction of several models, one after another so that only one is in memory, in float64."""
     total, weight = torch.zeros(()), 0.0
-    for each, voice in zip(logits_, voices, strict=False):  # equal voices have no end
+    for each, voice in zip(logits_, voices, strict=False):  # equal weights are an endless iterator
         total, weight = total.to(each.device) + voice * each.double(), weight + voice
     return total / weight
 
 
 def divergence(said: Tensor, target: Tensor) -> Tensor:
-    """KL(p || q), meant over the rows, of log-probabilities ``target`` from those ``said``.  ``[]``"""
+    """KL(p || q), averaged over the rows, of log-probabilities ``target`` and ``said``.  ``[]``"""
     return (target.exp() * (target - said)).sum(-1).mean()
 
 
@@ -91,7 +91,7 @@ def _order(rows: int, address: tuple[int, int], epoch: int) -> Tensor:
     return torch.from_numpy(rng.stream(address[0], "distill", address[1], epoch).permutation(rows))
 
 
-# -- what of the way is kept -----------------------------------------------------------------------
+# -- which student is kept -------------------------------------------------------------------------
 def best_student(
     task: Task,
     w: Tensor,
@@ -103,8 +103,8 @@ def best_student(
     held_out: float = 0.1,
     patience: int | None = None,
 ) -> Tensor:
-    """The student after the epoch, or before the first, at which it is nearest to what the teachers say of a share
-    of the examples that it does not learn from; the last, where none are held out.
+    """The student after the epoch, or before the first, at which it is closest to the teachers on a held-out share
+    of the examples; the last one, if none are held out.
 
     ``patience``: it stops after this many epochs without a gain.
     """
@@ -130,7 +130,7 @@ def swa(
 ) -> Tensor:
     """The mean of the student after step ``start``, after each ``every`` steps from there, and after the last.
 
-    Where there are no more than ``start`` steps, it starts after half of them.
+    If there are no more than ``start`` steps, it starts after half of them.
     """
     total = how.epochs * how.steps(len(x))
     start = start if start < total else total // 2
@@ -149,7 +149,7 @@ def last_student(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons,
 
 
 def refuse_statistics(task: Task) -> None:
-    """A server that runs its clients' models would need their running statistics, which it does not receive."""
+    """Refuse BatchNorm: a server that runs its clients' models would need their running statistics."""
     if task.has_statistics:
-        what = "the server runs each client's model, and does not know its running statistics"
-        raise ConfigError([Fault("model", what, 'take a net without BatchNorm, such as one with norm = "group"')])
+        what = "the server runs each client's model, but does not know its running statistics"
+        raise ConfigError([Fault("model", what, 'use a net without BatchNorm, such as one with norm = "group"')])

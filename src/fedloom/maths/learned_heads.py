@@ -30,8 +30,8 @@ from fedloom.maths.weighted_ridge import (
 class HeadClients(NamedTuple):
     """Whose statistics the head is solved from."""
 
-    rows: Tensor  # [K, d (d + 1) / 2 + d C] normalised statistics, as analytic.to_rows lays them out
-    lam0: Tensor  # [K] how much they count by size or quality; sums to 1
+    rows: Tensor  # [K, d (d + 1) / 2 + d C] normalised statistics, as packed by ridge.to_rows
+    lam0: Tensor  # [K] their weights by size or quality; sums to 1
     ridge: float
     classes: int
 
@@ -43,7 +43,7 @@ class HeadSettings(NamedTuple):
     steps: int = 100
     cv_steps: int = 60  # of each fold, when the strength of the prior is chosen
     grid: tuple[float, ...] = (0.0, 0.1, 1.0, math.inf)  # strengths beta of the prior
-    temperature: float = 10.0  # at the start: ridge outputs lie in [0, 1]
+    temperature: float = 10.0  # at the start: ridge outputs are in [0, 1]
     loss: Literal["ce", "mse"] = "ce"
     bounds: Bounds = OF_HEADS
     spread: float = 0.0  # weight of sum lambda^2, which keeps noise for privacy from being concentrated
@@ -64,16 +64,16 @@ class HeadFree(NamedTuple):
 class LearnedHead(NamedTuple):
     """A head in closed form, with the weights it was solved from."""
 
-    head: Tensor  # [d, C] s W, so that what trains on cross-entropy later sees logits
+    head: Tensor  # [d, C] s W, so that later training on cross-entropy sees logits
     how: Weighing
     temperature: Tensor  # [] s
     beta: float
     held_out: tuple[float, ...]  # cross-entropy of each strength in the grid, in the half it was not learned on
-    reverted: bool  # a loss was not finite, so that the weights are those of the start
+    reverted: bool  # a loss was not finite, so the weights are the initial ones
 
 
 def kl(lam: Tensor, lam0: Tensor) -> Tensor:
-    """KL(lambda || lambda0), where both are 0 only together.  ``[]``"""
+    """KL(lambda || lambda0); both are 0 only together.  ``[]``"""
     return (torch.xlogy(lam, lam) - torch.xlogy(lam, lam0)).sum()
 
 
@@ -82,7 +82,7 @@ def head_gradient(
 ) -> tuple[Tensor, HeadFree]:
     """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient.
 
-    Under beta = inf lambda is lambda0, whatever a is. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
+    With beta = inf, lambda is lambda0 for any a. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
     reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a closed form.
     """
     held = math.isinf(beta)
@@ -90,7 +90,7 @@ def head_gradient(
     g = weighted_gradient(clients.rows, lam, free.b.exp(), clients.ridge, free.c, proxy, clients.classes, settings.loss)
     if held:
         return g.loss, HeadFree(torch.zeros_like(g.a), g.b, g.c)
-    # The slope of the prior is beta (ln(lambda / lambda0) + 1), of which the 1 does not count on the simplex.
+    # The slope of the prior is beta (ln(lambda / lambda0) + 1); the 1 has no effect on the simplex.
     prior = beta * (lam.log() - clients.lam0.log()) + 2 * settings.spread * lam
     loss = g.loss + beta * kl(lam, clients.lam0) + settings.spread * lam.square().sum()
     return loss, HeadFree(g.a + simplex_gradient(lam, prior), g.b, g.c)
@@ -106,7 +106,7 @@ def learn_head(
 ) -> LearnedHead:
     """Learn lambda, gamma and the temperature through the solve, all proxy examples at once.
 
-    ``offsets`` ``[K]`` is where a starts, seen from ln lambda0; ``steps``, if given, replaces that of the settings.
+    ``offsets`` ``[K]`` is the initial a minus ln lambda0; ``steps``, if given, replaces that of the settings.
     """
     counts = clients.lam0 > 0
     some = clients if bool(counts.all()) else clients._replace(rows=clients.rows[counts], lam0=clients.lam0[counts])
@@ -152,7 +152,7 @@ def head_cross_entropy(head: Tensor, proxy: ProxyFeatures) -> Tensor:
 
 
 def strongest_best(grid: Sequence[float], losses: Sequence[float], tolerance: float = 1e-9) -> float:
-    """The strength of least loss, of equals the largest: where weights bring nothing, they stay lambda0."""
+    """The strength of least loss, the largest of ties: if learned weights do not help, they stay lambda0."""
     known = [loss if math.isfinite(loss) else math.inf for loss in losses]
     return max(beta for beta, loss in zip(grid, known, strict=True) if loss <= min(known) + tolerance)
 
@@ -166,7 +166,7 @@ def cross_validated_head(
 ) -> LearnedHead:
     """The head learned from all proxy examples, under the strength of the prior that two folds of them choose.
 
-    With beta = inf it is AFL but for a learned ridge and temperature: that is how clean clients lose nothing.
+    With beta = inf it is AFL except for a learned ridge and temperature: so nothing is lost with clean clients.
     """
     losses = held_out_losses(clients, proxy, folds, settings, offsets)
     learned = learn_head(clients, proxy, strongest_best(settings.grid, losses), settings, offsets)
@@ -182,7 +182,7 @@ def two_folds(y: Tensor, seed: int, *path: int) -> Tensor:
     return first
 
 
-# -- which head is taken ---------------------------------------------------------------------------
+# -- which head is used ----------------------------------------------------------------------------
 def better(candidate: float, before: float, tolerance: float = 1e-4) -> bool:
     """Whether a head whose loss in two folds is ``candidate`` replaces one of loss ``before``."""
     return candidate < before - tolerance
@@ -199,7 +199,7 @@ class Blend(NamedTuple):
 def blended(
     aggregate: Tensor, analytic: Tensor, proxy: ProxyFeatures, grid: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
 ) -> Blend:
-    """(1 - kappa) W_agg + kappa W_an with the kappa of least proxy loss, of equals the smallest.
+    """(1 - kappa) W_agg + kappa W_an with the kappa of least proxy loss, the smallest of ties.
 
     LAW-AFL, Algorithm 3 sets the model twice, in lines 14 and 17; here the first sets the body, and this the head.
     """

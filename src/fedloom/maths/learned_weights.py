@@ -1,11 +1,11 @@
-"""Learned aggregation weights of models: how much each client counts, and how much the result shrinks.
+"""Learned aggregation weights of models: the weight of each client, and the shrinkage of the result.
 
 FedLAW (Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023):
 
     w = gamma sum_i lambda_i w_i,    lambda = softmax(a), gamma = e^b
 
-a and b descend the loss on the server's proxy examples. That needs no graph through all clients: one backward of the
-aggregate gives g, and two products with the stacked clients do the rest. Everything is a function of its arguments:
+a and b minimise the loss on the server's proxy examples. That needs no graph through all clients: one backward pass of
+the aggregate gives g, and two products with the stacked clients do the rest. Everything is a function of its arguments:
 the batches are passed in, in their order.
 """
 
@@ -28,7 +28,7 @@ SERVER_ADAM = adam(beta1=0.5, beta2=0.999)  # as in FedLAW's code
 
 
 class Weighing(NamedTuple):
-    """How clients are put together: mu_i = shrink * lam_i."""
+    """The weights of clients: mu_i = shrink * lam_i."""
 
     lam: Tensor  # [m] at least 0, sums to 1
     shrink: Tensor  # [] gamma_s
@@ -43,7 +43,7 @@ WeightForm: TypeAlias = Literal["exp", "quad", "exp_cap", "fixed"]
 
 
 class Free(NamedTuple):
-    """What descends: logits a and b = ln gamma; under ``quad`` roots u of lambda and v of gamma."""
+    """What is learned: logits a and b = ln gamma; under ``quad`` roots u of lambda and v of gamma."""
 
     a: Tensor  # [m]
     b: Tensor  # []
@@ -58,8 +58,8 @@ def initial(kind: WeightForm, lam: Tensor, shrink: float = 1.0) -> Free:
 def weighing(kind: WeightForm, free: Free) -> Weighing:
     """exp: lambda = softmax(a), gamma = e^b; exp_cap: gamma = e^min(b, 0); quad: lambda = u^2 / sum u^2, gamma = v^2.
 
-    LAW-AFL, Algorithm 3 line 13 descends lambda itself, which leaves the simplex; and its gamma, said to lie in
-    (0, 1], is free to grow unless it is capped.
+    LAW-AFL, Algorithm 3 line 13 descends lambda itself, which leaves the simplex; and its gamma, which should
+    be in (0, 1], is unbounded unless it is capped.
     """
     if kind == "quad":
         squares = free.a.square()
@@ -68,20 +68,20 @@ def weighing(kind: WeightForm, free: Free) -> Weighing:
 
 
 def pulled_back(kind: WeightForm, free: Free, lam: Tensor, along_lam: Tensor, along_log_shrink: Tensor) -> Free:
-    """The gradient along the parameters, from those along lambda and along ln gamma."""
+    """The gradient with respect to the parameters, from those of lambda and ln gamma."""
     if kind == "quad":
         return Free(2 * free.a / free.a.square().sum() * off_mean(lam, along_lam), 2 * along_log_shrink / free.b)
     return Free(simplex_gradient(lam, along_lam), along_log_shrink)
 
 
 class Bounds(NamedTuple):
-    """Where gamma may lie while it is learned."""
+    """The bounds of gamma while it is learned."""
 
     low: float
     high: float
 
     def reached(self, shrink: Tensor) -> Tensor:
-        """1 where gamma lies on one of its bounds, which then decides it, else 0.  ``[]``"""
+        """1 if gamma is at one of its bounds, else 0.  ``[]``"""
         on = (shrink <= self.low * (1 + 1e-6)) | (shrink >= self.high * (1 - 1e-6))
         return on.to(shrink.dtype)
 
@@ -92,7 +92,7 @@ def of_kind(kind: WeightForm, bounds: Bounds) -> Bounds:
 
 
 def check_bounds(shrink: float, bounds: Bounds, prefix: str = "") -> None:
-    """Refuse a gamma that would begin outside of its bounds."""
+    """Refuse an initial gamma outside of its bounds."""
     if not bounds.low <= shrink <= bounds.high:
         ends = f"{prefix}shrink_min = {bounds.low:g} and {prefix}shrink_max = {bounds.high:g}"
         raise ValueError(f"gamma begins at {shrink:g}, which is not between {ends}")
@@ -119,14 +119,14 @@ def bounded(kind: WeightForm, free: Free, bounds: Bounds = OF_MODELS, reach: flo
 
 # -- FedLAW: weights of models ---------------------------------------------------------------------
 class Stack(NamedTuple):
-    """Models w_i = base + moves_i: the server's and what clients uploaded."""
+    """Models w_i = base + moves_i: the server's model and the clients' updates."""
 
     base: Tensor  # [P]
     moves: Tensor  # [m, P]
 
 
 def stacked(models: Tensor) -> Stack:
-    """Models ``[m, P]``, seen from the first of them."""
+    """Models ``[m, P]``, relative to the first of them."""
     return Stack(models[0], models - models[0])
 
 
@@ -134,9 +134,9 @@ def aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None = None) -> Te
     """w = gamma (base + sum_i lambda_i moves_i), where gamma is 1 outside of ``shrinks``.  ``[P]``
 
     LAW-AFL, Algorithm 1 line 9 multiplies by gamma twice, Algorithm 3 line 14 not at all.
-    ``shrinks`` ``[P]`` must be false where no client trains: 0.95 in each of 120 rounds leaves 0.2 % of such a layer.
+    ``shrinks`` ``[P]`` must be false for layers that no client trains: 0.95 in each of 120 rounds leaves 0.2 % of them.
     """
-    counted = how.lam != 0  # a move without weight need not be finite
+    counted = how.lam != 0  # an update without weight need not be finite
     lam, moves = (how.lam, stack.moves) if bool(counted.all()) else (how.lam[counted], stack.moves[counted])
     mean = stack.base + tree.mix(lam[None], moves)[0].to(stack.base.dtype)
     return mean * _scale(how.shrink, shrinks, mean)
@@ -157,7 +157,7 @@ class Lean(NamedTuple):
 
 
 def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor | None = None) -> Lean:
-    """One backward of the aggregated model and two products with the stacked moves.
+    """One backward pass of the aggregated model and two products with the stacked updates.
 
     dL/da_i = gamma lambda_i (<g, w_i> - <g, sum_j lambda_j w_j>) and dL/db = gamma <g, sum_j lambda_j w_j>.
     """
@@ -170,11 +170,11 @@ def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor |
 
 
 class WeightSettings(NamedTuple):
-    """How FedLAW's server learns; the number of epochs is that of the batches it is handed."""
+    """How FedLAW's server learns; the number of epochs is that of the batches it is given."""
 
     kind: WeightForm = "exp"
     stage: Literal["joint", "two_stage"] = "joint"
-    lr: float = 0.01  # Adam moves a logit by about so much in a step: 40 steps change a weight by e^0.4 at most
+    lr: float = 0.01  # Adam changes a logit by about this much in a step: 40 steps change a weight by e^0.4 at most
     optimizer: Optimizer = SERVER_ADAM
     step_every: int = 20  # epochs between decays of lr
     decay: float = 0.5
@@ -191,7 +191,7 @@ class LearnedWeights(NamedTuple):
 
     how: Weighing
     losses: Tensor  # [steps] each at the weights before its step
-    reverted: bool  # a loss was not finite, so that the weights are those of the start
+    reverted: bool  # a loss was not finite, so the weights are the initial ones
 
 
 def learn_weights(
@@ -203,10 +203,10 @@ def learn_weights(
 ) -> LearnedWeights:
     """Learn lambda and gamma, each epoch along the gradients of its batches.
 
-    ``start`` ``[m]`` is how much clients count at first, by FedAvg their sizes; it need not sum to 1. LAW-AFL,
-    Algorithm 3 line 12 divides sizes by that of the proxy set, so that they sum to far more. A client that counts
-    nothing or sent a number that is not finite is left out. Where nothing is learned, lambda is ``start`` over its
-    sum to the bit. If no client is left, all of lambda is 0 and the aggregate is the base.
+    ``start`` ``[m]`` are the initial weights of clients, in FedAvg their sizes; they need not sum to 1. LAW-AFL,
+    Algorithm 3 line 12 divides sizes by that of the proxy set, so that they sum to far more. A client without weight
+    or with a number that is not finite is left out. If nothing is learned, lambda is ``start`` over its sum, bit for
+    bit. If no client is left, all of lambda is 0 and the aggregate is the base.
     """
     usable = tree.finite_rows(stack.moves, len(start)) & (start > 0)
     lam0 = torch.where(usable, start.double(), 0.0)
@@ -238,7 +238,7 @@ def _in_two_stages(
 ) -> tuple[Free, Tensor]:
     """First lambda, as the mean of the points after epoch 5 (SWA), then gamma; half of the epochs each.
 
-    FedLAW's code returns the starting point where there are no more than six epochs; here it is the last one.
+    FedLAW's code returns the starting point if there are no more than six epochs; here it is the last one.
     """
     half = len(epochs) // 2
     rates = [swa_rate(settings.lr, e) for e in range(half)]
@@ -254,7 +254,7 @@ _LEARNERS = {"joint": _jointly, "two_stage": _in_two_stages}
 
 
 class _Way(NamedTuple):
-    points: list[Free]  # the start, and where each epoch ended
+    points: list[Free]  # the start, and the end of each epoch
     losses: Tensor  # [steps]
 
 
@@ -268,7 +268,7 @@ def _descent(
     of_a: bool = True,
     of_b: bool = True,
 ) -> _Way:
-    """Descend along one or both parameters, with the learning rate of each epoch; end where a loss is not finite."""
+    """Minimise over one or both parameters, with the learning rate of each epoch; stop if a loss is not finite."""
     memory = settings.optimizer.init(free)
     moves_a, moves_b = of_a and settings.learns_weights, of_b and settings.kind != "fixed"
     points, losses = [free], [free.a.new_zeros(0)]
@@ -311,16 +311,16 @@ def grid_shrink(
     grid: Sequence[float] = (0.90, 0.93, 0.95, 0.97, 0.99, 1.00),
     shrinks: Tensor | None = None,
 ) -> Weighing:
-    """gamma by trying: the one of least proxy loss, of equals the largest."""
+    """gamma by grid search: the one of least proxy loss, the largest of ties."""
     tried = [Weighing(lam, lam.new_tensor(shrink)) for shrink in sorted(grid, reverse=True)]
     losses = torch.stack([loss(aggregated(stack, how, shrinks)).double() for how in tried])
     return tried[int(losses.argmin())]
 
 
 def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0.5) -> Tensor:
-    """gamma = |w| / (|w| + kappa |g| v) in [low, 1], where g is the mean move and v how much moves disagree.  ``[]``
+    """gamma = |w| / (|w| + kappa |g| v) in [low, 1], with g the mean update and v how much updates disagree.  ``[]``
 
-    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It stands for LAW-AFL eq. 5: see ``as_printed``.
+    v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It replaces LAW-AFL eq. 5: see ``as_printed``.
     """
     m = len(moves)
     length = tree.mix(torch.full((1, m), 1 / m, device=moves.device), moves)[0].norm()
@@ -332,7 +332,7 @@ def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0
 
 
 def squares_of(moves: Tensor) -> Tensor:
-    """The squared length of each move.  ``[m]``"""
+    """The squared norm of each update.  ``[m]``"""
     return torch.stack([one.double().square().sum() for one in moves])
 
 
@@ -340,7 +340,7 @@ ShrinkRule: TypeAlias = Literal["law", "grid", "ratio", "eq5", "eq5_moves"]
 
 
 def settings_for(rule: ShrinkRule, settings: WeightSettings) -> WeightSettings:
-    """How weights are learned where gamma comes from a rule: with gamma = 1, unless it is learned with them."""
+    """How weights are learned if gamma comes from a rule: with gamma = 1, unless it is learned with them."""
     return settings if rule == "law" else settings._replace(kind="fixed", shrink=1.0)
 
 
@@ -355,7 +355,7 @@ def with_shrink(
 ) -> Weighing:
     """Learned weights with gamma by a rule: as learned, tried on a grid, by disagreement, or by eq. 5.
 
-    Eq. 5 takes ``slopes`` ``[m]``, the squared lengths of the clients' gradients at the base, or those of their moves.
+    Eq. 5 takes ``slopes`` ``[m]``, the squared norms of the clients' gradients at the base, or those of their updates.
     """
     if rule == "grid":
         return grid_shrink(stack, how.lam, loss, shrinks=shrinks)
@@ -372,7 +372,7 @@ def aggregated_by_depth(stack: Stack, how: Weighing, depth: Tensor, group: Tenso
     """The aggregate of clients that train the groups 1 .. depth_i ``[m]`` of layers only; 1 is the head.  ``[P]``
 
     w_g = gamma (base_g + sum_i lambda_i moves_ig / sum_i lambda_i), over the clients with depth_i >= g; a group that
-    no client trains stays as it is, to the bit. ``group`` ``[P]`` says to which group a parameter belongs.
+    no client trains is unchanged, bit for bit. ``group`` ``[P]`` is the group of each parameter.
     """
     out = stack.base.clone()
     for g in range(1, int(group.max()) + 1):
@@ -387,7 +387,7 @@ def aggregated_by_depth(stack: Stack, how: Weighing, depth: Tensor, group: Tenso
 def remembered(offsets: Tensor, ids: Tensor, how: Weighing, lam0: Tensor) -> Tensor:
     """ln(lambda_i / lambda0_i) of every client ``[N]`` after these have been learned; 0 for one never seen.
 
-    Kept so, a client that joins later starts from its lambda0, and the others from what was learned of them.
+    In this form, a client that joins later starts from its lambda0, and the others from what was learned for them.
     """
     out = offsets.clone()
     counts = lam0 > 0
@@ -401,7 +401,7 @@ def squared_gradient(total: Tensor, examples: Tensor) -> Tensor:
 
 
 def shrink_diagnostics(name: str, shrink: Tensor, rule: ShrinkRule, settings: WeightSettings) -> dict[str, Tensor]:
-    """gamma, and whether it lies on a bound, where it has any."""
+    """gamma, and whether it is at a bound, if it has any."""
     found = {f"{name}/shrink": shrink}
     if rule != "law" or settings.kind == "fixed":
         return found

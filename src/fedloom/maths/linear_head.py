@@ -1,4 +1,4 @@
-"""A net as a body that makes features and a linear head on them."""
+"""A net as a body that computes features and a linear head on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body_features(task: Task, w: Tensor, x: Tensor, buffers: Tensor, bias: bool)
 
 
 def with_head(task: Task, w: Tensor, head: Tensor) -> Tensor:
-    """The parameters with W ``[d, C]`` as the head; its last row is the bias if it has one row more than features."""
+    """The parameters with W ``[d, C]`` as the head; its last row is the bias if it has one more row than features."""
     wide, out = task.linear_head.in_features, w.clone()
     out[task.place("head.weight")] = head[:wide].T.flatten().to(w.dtype)
     if task.linear_head.bias is not None:

@@ -16,8 +16,8 @@ from fedloom.maths.ridge import Statistics, factor, matters, solve, with_ridge
 class Solution(NamedTuple):
     """A solution that can be merged with others: W = C^-1 B, where C = G + ridge I.
 
-    C knows how much of its diagonal is intermediary ridge, so that what is removed in the end belongs to the
-    parts that were merged, and not to those that were expected.
+    C records how much of its diagonal is intermediary ridge, so that what is removed at the end belongs to the
+    parts that were merged, not to those that were expected.
     """
 
     head: Tensor  # [d, C]
@@ -35,7 +35,7 @@ def own_solution(stats: Statistics, ri_ridge: float) -> Solution:
 
 
 def scaled(one: Solution, weight: float) -> Solution:
-    """A part that counts ``weight`` times."""
+    """A part that is counted ``weight`` times."""
     return Solution(one.head, weight * one.gram, weight * one.ridge)
 
 

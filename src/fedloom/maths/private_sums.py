@@ -12,13 +12,13 @@ from fedloom.maths.ridge import features_in_upload, solve, symmetrised, triangle
 
 
 def clipped_rows(x: Tensor, norm: float) -> Tensor:
-    """Rows no longer than ``norm``: features of examples, or uploads of clients; what fits stays to the bit."""
+    """Rows clipped to ``norm``: features of examples, or uploads of clients; shorter rows stay bit for bit."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.where(length > norm, x * (norm / length), x)
 
 
 def clipped_features(x: Tensor, norm: float | None) -> Tensor:
-    """Features as they are summed: in float64 and no longer than ``norm`` if sums are private.  ``[B, d]``"""
+    """Features to be summed: in float64, and clipped to ``norm`` if sums are private.  ``[B, d]``"""
     return x if norm is None else clipped_rows(x.double(), norm)
 
 
@@ -33,10 +33,10 @@ def sensitivity(
     cross_scale: float = 1.0,
     counts: bool = False,
 ) -> float:
-    """How far one example can move (G, cross_scale B), if features are no longer than R = ``norm``.
+    """The sensitivity of (G, cross_scale B) to one example, if features are no longer than R = ``norm``.
 
     One example adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2), and 1 under the root if ``counts`` of classes
-    are released, too. To replace x by z of cosine c moves them by sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is
+    are released, too. Replacing x by z of cosine c changes them by sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is
     largest at c = -1 / (2 R^2), or at 0 if features are not negative; if the class changes, by that of c = 0 and the
     two counts.
     """
@@ -49,7 +49,7 @@ def sensitivity(
 
 
 def noised_sums(rows: Tensor, std: Tensor | float, normals: Tensor, classes: int, cross_scale: float = 1.0) -> Tensor:
-    """G + E and B + F, all as ``to_rows`` lays them out: E is symmetric, and F has the deviation std / cross_scale."""
+    """G + E and B + F, packed by ``to_rows``: E is symmetric, and F has the deviation std / cross_scale."""
     d = features_in_upload(rows.shape[-1], classes)
     scale = rows.new_ones(rows.shape[-1])
     scale[triangle(d) :] = 1 / cross_scale

@@ -42,7 +42,7 @@ def proxy_gradients(
     found: list[list[Gradient]] = []
     for epoch in range(epochs):
         parts = proxy_batches(len(proxy.y), batch, *address, epoch)
-        # A single example has no variance that BatchNorm could divide by.
+        # BatchNorm cannot normalise a single example.
         parts = [rows for rows in parts if len(rows) > 1 or not task.has_statistics]
         found.append([partial(_gradient, task, proxy, rows, (*address, epoch, k)) for k, rows in enumerate(parts)])
     return found

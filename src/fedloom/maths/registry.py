@@ -24,7 +24,7 @@ def statistics_faults(
     noise: float = 0.0,
     tolerance: float = 1e-8,
 ) -> list[str]:
-    """Why one client's statistics cannot be sums over honest examples; empty where they can.
+    """Why one client's statistics cannot be sums over honest examples; empty if they can.
 
     ``examples``: how many the client claims; ``norm``: R, to which features are clipped; ``bias``: which feature is
     constant 1; ``nonnegative``: features are, as after a ReLU; ``noise``: the deviation of the noise that was added
@@ -45,7 +45,7 @@ def statistics_faults(
     if bias is not None:
         found += _bias_faults(stats, bias, near)
     if nonnegative and bool((stats.cross < -near).any()):
-        found.append("B has negative entries, features have none")
+        found.append("B has negative entries, but features have none")
     return found
 
 
@@ -90,7 +90,7 @@ def semidefinite(a: Tensor, tolerance: float) -> bool:
 
 
 def body_fingerprint(tensors: Iterable[Tensor]) -> int:
-    """64 bits that tell one body from another, running statistics included."""
+    """A 64-bit fingerprint of a body, including its running statistics."""
     digest = hashlib.sha256()
     for x in tensors:
         digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
@@ -126,9 +126,9 @@ def of_body(registry: Registry, body: int) -> Registry:
 
 
 def enrolled(registry: Registry, ids: Tensor, rows: Tensor, counts: Tensor) -> Registry:
-    """The registry with the normalised statistics of these distinct clients ``[K]``; known ones stay as they are.
+    """The registry with the normalised statistics of these distinct clients ``[K]``; known ones are not changed.
 
-    LAW-AFL, Algorithm 3 line 15 adds every upload to the sum before, so that a client that is drawn again counts
+    LAW-AFL, Algorithm 3 line 15 adds every upload to the previous sum, so that a client that is drawn again counts
     twice, and features of different bodies are mixed.
     """
     new = ~registry.known[ids]

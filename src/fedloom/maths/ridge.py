@@ -26,7 +26,7 @@ from torch import Tensor
 
 # -- sums over examples ---------------------------------------------------------------------------
 class Statistics(NamedTuple):
-    """What the examples of a client sum to. Stacked, every field has the clients as its first axis."""
+    """The sums over a client's examples. Stacked, every field has the clients as its first axis."""
 
     gram: Tensor  # [..., d, d] G = X'X
     cross: Tensor  # [..., d, C] B = X'Y
@@ -41,7 +41,7 @@ class Statistics(NamedTuple):
 def statistics(x: Tensor, y: Tensor, classes: int, mask: Tensor | None = None) -> Statistics:
     """The sums of some examples: x ``[..., B, d]``, y ``[..., B]``; rows where ``mask`` is 0 are padding.
 
-    Where y are numbers and not classes, Y is the one column of them, and ``counts`` the number of examples.
+    In regression, Y is the one column of targets, and ``counts`` the number of examples.
     """
     if y.is_floating_point():
         targets, ones = y[..., None].double(), torch.ones_like(y[..., None], dtype=torch.float64)
@@ -61,7 +61,7 @@ def no_statistics(features: int, classes: int) -> Statistics:
 
 
 def normalised(stats: Statistics) -> Statistics:
-    """Sums divided by the number of examples: G / n, B / n and the share of each class; zeros where there are none."""
+    """Sums divided by the number of examples: G / n, B / n and the share of each class; zeros without examples."""
     n = stats.examples.clamp(min=1)
     return Statistics(stats.gram / n[..., None, None], stats.cross / n[..., None, None], stats.counts / n[..., None])
 
@@ -108,7 +108,7 @@ def features_in_upload(length: int, classes: int) -> int:
 
 
 def sent_statistics(rows: Tensor, counts: Tensor) -> Tensor:
-    """Which clients sent statistics; those that were not asked for any send zeros.  ``[K]``"""
+    """Which clients sent statistics; the others send zeros.  ``[K]``"""
     return (counts != 0).any(-1) | (rows != 0).any(-1)
 
 
@@ -119,27 +119,27 @@ def statistics_bytes(features: int, classes: int, *, packed: bool = True, itemsi
 
 # -- solving --------------------------------------------------------------------------------------
 class Factor(NamedTuple):
-    """A symmetric matrix, taken apart once to be solved with many times."""
+    """A symmetric matrix, factorised once to be solved many times."""
 
     basis: Tensor  # [d, d] the lower Cholesky factor, or eigenvectors
-    inverse: Tensor | None = None  # [d] one over each eigenvalue, 0 where that was cut off; None: Cholesky
+    inverse: Tensor | None = None  # [d] one over each eigenvalue, 0 if that was cut off; None: Cholesky
     jitter: float = 0.0  # what had to be added to the diagonal
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """A^-1 rhs, or A^+ rhs where A is singular.  ``[d, C]``"""
+        """A^-1 rhs, or A^+ rhs if A is singular.  ``[d, C]``"""
         if self.inverse is None:
             return torch.cholesky_solve(rhs, self.basis)
         return self.basis @ (self.inverse[:, None] * (self.basis.mT @ rhs))
 
 
 def factor(a: Tensor, *, regular: bool = True) -> Factor:
-    """Take A apart: Cholesky, with more and more jitter while rounding makes it fail, at last eigenvectors.
+    """Factorise A: Cholesky, with growing jitter while rounding makes it fail, finally eigenvectors.
 
     Unless A is known to be ``regular``, by a ridge that ``matters``, no jitter is tried: what rounding left in the
     null space would be divided by it. Eigenvectors with a cut-off give the solution of least norm instead.
     """
     if not bool(a.sum().isfinite()):
-        raise ValueError("the system is not finite: an upload holds NaN or infinity, or has overflowed")
+        raise ValueError("the system is not finite: an upload contains NaN or infinity, or has overflowed")
     a = symmetrised(a)
     eps = torch.finfo(a.dtype).eps
     unit = eps * float(a.diagonal().mean().abs())
@@ -154,18 +154,18 @@ def factor(a: Tensor, *, regular: bool = True) -> Factor:
 
 
 def matters(ridge: Tensor | float, a: Tensor) -> bool:
-    """Whether a ridge is more than what rounding makes of an eigenvalue 0 of A."""
+    """Whether a ridge is larger than the rounding error of a zero eigenvalue of A."""
     return float(ridge) > len(a) * torch.finfo(a.dtype).eps * float(a.diagonal().max())
 
 
 def inverted(values: Tensor) -> Tensor:
-    """One over each eigenvalue, 0 where rounding cannot distinguish it from 0.  ``[d]``"""
+    """One over each eigenvalue, 0 if rounding cannot distinguish it from 0.  ``[d]``"""
     cut = values.abs().max() * len(values) * torch.finfo(values.dtype).eps
     return torch.where(values > cut, 1 / values, 0.0)
 
 
 def solve(gram: Tensor, cross: Tensor, ridge: Tensor | float = 0.0) -> Tensor:
-    """W = (G + rho I)^-1 B; of least norm where rho = 0 and G is singular.  ``[d, C]``"""
+    """W = (G + rho I)^-1 B; of least norm if rho = 0 and G is singular.  ``[d, C]``"""
     return factor(with_ridge(gram, ridge), regular=matters(ridge, gram)).solve(cross)
 
 
@@ -175,7 +175,7 @@ def default_ridge(gram: Tensor, relative: float = 1e-3) -> Tensor:
 
 
 def ridge_path(gram: Tensor, cross: Tensor, ridges: Sequence[float]) -> Tensor:
-    """W for each ridge, at the price of one: G = V diag(s) V' gives W = V diag(1 / (s + rho)) V' B.  ``[R, d, C]``"""
+    """W for each ridge, at the cost of one: G = V diag(s) V' gives W = V diag(1 / (s + rho)) V' B.  ``[R, d, C]``"""
     values, vectors = torch.linalg.eigh(symmetrised(gram))
     turned = vectors.mT @ cross
     return torch.stack([vectors @ (inverted(values.clamp(min=0) + rho)[:, None] * turned) for rho in ridges])

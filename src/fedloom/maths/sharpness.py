@@ -1,12 +1,12 @@
-"""Gradients that look for flat minima: taken where the loss, or the length of its gradient, is about to rise most.
+"""Gradients for flat minima: taken where the loss, or the norm of its gradient, rises most nearby.
 
     SAM   (Foret et al., 2021):  g~ = grad F(y + rho g / ||g||),                      g = grad F(y)
     GAM   (Zhang et al., 2023):  g~ looks along  f = grad ||grad F(y)|| = H g / ||g||,  H the Hessian at y
 
-All gradients of one step see the same batch, with the same augmentation and the same dropout. The optimiser's weight
-decay is not in F: it acts after the step has looked around. ``decay`` puts it there instead, into every gradient.
+All gradients of one step see the same batch, with the same augmentation and the same dropout. The optimizer's weight
+decay is not in F: it is applied to the final gradient. ``decay`` adds it to F, and so to every gradient.
 
-How flat a minimum is, is measured by what these look for (DFedGAM, eq. 4 and Lemma 3.1), over all ||d|| <= rho:
+The flatness of a minimum is measured by the same quantities (DFedGAM, eq. 4 and Lemma 3.1), over all ||d|| <= rho:
 
     R0 = max F(y + d) - F(y)              R1 = rho max ||grad F(y + d)||              R0 <= R1
 """
@@ -27,16 +27,16 @@ Product: TypeAlias = Literal["fd", "central", "exact"]
 RhoSchedule: TypeAlias = Literal["const", "prop_lr"]
 
 _NOTHING = 1e-12  # a gradient no longer than this has no direction
-_CLIMBS = 10  # steps in which a largest value is looked for
+_CLIMBS = 10  # steps of the search for a largest value
 
 
 class Gam(NamedTuple):
     """The settings of a gradient-norm-aware step."""
 
-    rho: float  # how far it looks; 0: not at all
+    rho: float  # radius of the search; 0: none
     rule: Rule = "paper"
-    product: Product = "fd"  # how H g / ||g|| is found
-    reach: float = 0.03  # rho': how far a finite difference reaches
+    product: Product = "fd"  # how H g / ||g|| is computed
+    reach: float = 0.03  # rho': length of a finite difference
     alpha: float = 0.1  # gam_exact, gam_fd: weight of the flatness term
     beta0: float = 0.1  # gam_repo
     beta1: float = 0.1
@@ -65,7 +65,7 @@ class Surface(NamedTuple):
 
 
 def toward(v: Tensor, length: Tensor | float, floor: Tensor | float = _NOTHING) -> Tensor:
-    """``v`` made so long, or nothing where it is no longer than ``floor``."""
+    """``v`` scaled to this length, or zero if it is no longer than ``floor``."""
     norm = torch.linalg.vector_norm(v)
     return torch.where(norm > floor, length * v / norm.clamp(min=_NOTHING), torch.zeros_like(v))
 
@@ -91,7 +91,7 @@ def gam(task: Task, y: Tensor, batch: Batch, how: Gam) -> Tensor:
 
 
 def steepest(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> Tensor:
-    """delta = rho f / ||f||: where, rho away, the gradient is about the longest; nothing where f is rounding."""
+    """delta = rho f / ||f||: where, rho away, the gradient is about the longest; zero if f is rounding."""
     if how.product == "exact":
         return toward(surface.bend(y, toward(g0, 1.0)), how.rho * how.scale)
     step = toward(g0, how.reach)
@@ -100,7 +100,7 @@ def steepest(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> Tensor:
 
 
 def _along(difference: Tensor, g0: Tensor, how: Gam) -> Tensor:
-    """rho long, along a difference of gradients; nothing where that is rounding, whose direction says nothing."""
+    """A vector of length rho along a difference of gradients; zero if that is only rounding."""
     return toward(difference, how.rho * how.scale, (how.tau * torch.linalg.vector_norm(g0)).clamp(min=_NOTHING))
 
 
@@ -111,8 +111,8 @@ def _flatness(surface: Surface, y: Tensor, g0: Tensor, rho: Tensor | float) -> T
 
 
 def _slopes(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients rho' along g0; at the point, rho away, where it is about the longest; and rho' along that one
-    from there."""
+    """The gradients at rho' along g0; at the point, rho away, where it is about the longest; and from there at rho'
+    along that gradient."""
     g1 = surface.slope(y + toward(g0, how.reach))
     there = y + _along(g1 - g0, g0, how)
     g2 = surface.slope(there)
@@ -146,7 +146,7 @@ def cost(how: Gam) -> float:
     return 6.0 if how.rule == "gam_exact" else 4.0
 
 
-# -- how flat a minimum is -------------------------------------------------------------------------
+# -- the flatness of a minimum ---------------------------------------------------------------------
 class Flatness(NamedTuple):
     """The largest values that were found; the true ones are no smaller."""
 
@@ -162,11 +162,11 @@ class Landscape(NamedTuple):
 
 
 def flatness(f: Landscape, y: Tensor, rho: float) -> Flatness:
-    """R0 and R1 at ``y``, by climbing on the sphere: d <- rho s / ||s||, s the gradient at y + d of what is to grow.
+    """R0 and R1 at ``y``, by climbing on the sphere: d <- rho s / ||s||, s the gradient at y + d of what is maximised.
 
     From d = 0 the first step is SAM's for R0, and DFedGAM's for R1. A minimum, where there is no gradient, needs a
-    second start: a direction by chance, always the same. Where what grows is convex, no step goes down; on a quadratic
-    the climb is the power method.
+    second start: a random direction, always the same. If the function is convex, no step decreases it; on a quadratic
+    it is the power method.
     """
     value, _ = f.slope(y)
     chance = rng.uniform(0, "flatness", torch.arange(len(y), device=y.device)).to(y) - 0.5

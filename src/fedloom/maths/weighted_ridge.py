@@ -28,7 +28,7 @@ class Solved(NamedTuple):
 
 
 def weighted_head(rows: Tensor, mu: Tensor, ridge: Tensor | float, classes: int) -> Solved:
-    """The head of clients that count mu ``[K]``, from normalised statistics as ``to_rows`` lays them out.
+    """The head of clients with weights mu ``[K]``, from normalised statistics packed by ``to_rows``.
 
     With mu_i = n_i / N this is AFL with ridge N rho. It depends on shrink and ridge only by their quotient.
     LAW-AFL, Algorithm 3 line 17 prints W C^-1, which does not fit; it is C^-1 W.
@@ -49,7 +49,7 @@ def adjoint(rows: Tensor, solved: Solved, slope: Tensor) -> Adjoint:
     """The gradient through the solve, from ``slope`` = dL/dW ``[d, C]``: Lambda = A^-1 dL/dW, one more solve."""
     adj = solved.system.solve(slope)
     outer = adj @ solved.head.mT
-    # An entry off the diagonal is stored once and stands for two.
+    # An off-diagonal entry is stored once and counts twice.
     dual = outer + outer.mT
     dual.diagonal().copy_(outer.diagonal())
     return Adjoint(inner(rows, torch.cat([-pack_symmetric(dual), adj.flatten()])), -(adj * solved.head).sum())
@@ -78,7 +78,7 @@ class ProxyLoss(NamedTuple):
 def cross_entropy(head: Tensor, log_temperature: Tensor, proxy: ProxyFeatures) -> ProxyLoss:
     """CE of softmax(s X W), s = e^c: dL/dW = X' s (P - Y) / n, dL/dc = s <(P - Y) / n, X W>.
 
-    Ridge outputs lie about in [0, 1]; without s the loss would ask for less ridge only to have larger logits.
+    Ridge outputs are about in [0, 1]; without s the loss would favour a smaller ridge only to have larger logits.
     """
     x, y = proxy
     s = log_temperature.exp()
@@ -90,7 +90,7 @@ def cross_entropy(head: Tensor, log_temperature: Tensor, proxy: ProxyFeatures) -
 
 
 def squared_error(head: Tensor, log_temperature: Tensor, proxy: ProxyFeatures) -> ProxyLoss:
-    """||X W - Y||^2 / n, which knows no temperature."""
+    """||X W - Y||^2 / n, which has no temperature."""
     x, y = proxy
     scores = x @ head
     residual = scores.scatter_add(1, y[:, None], -torch.ones_like(scores[:, :1]))
@@ -102,7 +102,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, ProxyFeatures], ProxyLoss]] = {"ce":
 
 
 def off_mean(lam: Tensor, slope: Tensor) -> Tensor:
-    """d_i - sum_j lambda_j d_j: exactly 0 where all are equal, as the first is taken off before the mean.  ``[K]``"""
+    """d_i - sum_j lambda_j d_j: exactly 0 if all are equal, since the first is subtracted before the mean.  ``[K]``"""
     slope = slope - slope[0]
     return slope - lam @ slope
 
@@ -150,6 +150,6 @@ def sketched(rows: Tensor, projection: Tensor, classes: int) -> Tensor:
 
 
 def projection(features: int, dimensions: int, seed: int) -> Tensor:
-    """A random map to fewer features that keeps lengths on average, the same for the same seed.  ``[d, k]``"""
+    """A random projection to fewer features that preserves norms on average, the same for the same seed.  ``[d, k]``"""
     draws = rng.stream(seed, "projection").standard_normal((features, dimensions))
     return torch.from_numpy(draws) / math.sqrt(dimensions)

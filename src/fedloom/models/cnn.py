@@ -79,7 +79,7 @@ def conv_net(
 
 
 def _pooled(side: int, borders: tuple[int, ...]) -> int:
-    """What is left of ``side`` after the convolutions and poolings; less than 1 when the image is too small."""
+    """The side of the image after the convolutions and poolings; less than 1 if the image is too small."""
     for border in borders:
         side = (side + 2 * border - 4) // 2
     return side

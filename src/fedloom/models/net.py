@@ -1,7 +1,7 @@
-"""What every net has in common: a ``body`` that makes features and a linear ``head`` that makes logits.
+"""What every net has in common: a ``body`` that computes features and a linear ``head`` that computes logits.
 
-Parameters are drawn from torch's default generator, so the caller's seed decides them. Layers start as PyTorch
-starts them, except that the convolutions of the deep nets start as He et al. (2015) propose.
+Parameters are drawn from torch's default generator, so the caller's seed determines them. Layers are initialised
+as in PyTorch, except that the convolutions of the deep nets follow He et al. (2015).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Net(nn.Module):
 
 
 class NetSpec(Kind):
-    """A net by name, with its settings; it fits itself to the shape of the data."""
+    """A net by name, with its settings; it adapts to the shape of the data."""
 
     projection: NonNegativeInt = Field(
-        0, description="width of a projection head after the body, as MOON's paper has (256); 0: none"
+        0, description="width of a projection head after the body, as in MOON's paper (256); 0: none"
     )
     weights: str = Field(
         "", description="a safetensors file to start from, such as a run's model.safetensors; it may lack the head"
     )
 
     weights_part: Annotated[Literal["all", "body"], when(weights=GIVEN)] = Field(
-        "all", description="what to take from weights; body leaves its head out, as for data with other classes"
+        "all", description="what to load from weights; body leaves the head out, as for data with other classes"
     )
     freeze: tuple[str, ...] = Field(
-        (), description="parts of the net that stay as they start, such as 'body' or ['body.conv1', 'body.conv2']"
+        (), description="parts of the net that are not trained, such as 'body' or ['body.conv1', 'body.conv2']"
     )
 
     def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The net that is trained: what ``build`` gives, with the projection head and the weights that the settings
-        ask for."""
+        """The net that is trained: the result of ``build``, with the projection head and the weights of the
+        settings."""
         net = self._projected(self.build(shape, classes), classes)
         if self.weights:
             start_from(net, self.weights, headless=self.weights_part == "body")
@@ -78,8 +78,8 @@ class NetSpec(Kind):
 class NormedSpec(NetSpec):
     """A deep net whose normalisation is a choice.
 
-    ``group`` keeps no statistics, so clients share nothing but parameters; ``batch`` has running statistics, which
-    ``buffers`` says to average or to leave with each client; ``none`` gives every convolution a bias instead.
+    ``group`` keeps no statistics, so clients share only parameters; ``batch`` has running statistics, which are
+    averaged or kept by each client (``buffers``); ``none`` gives every convolution a bias instead.
     Group and batch normalisation have equally many parameters.
     """
 
@@ -97,12 +97,12 @@ class NormedSpec(NetSpec):
             return nn.Identity()
         if self.norm == "batch":
             return nn.BatchNorm2d(channels)
-        # a group of one channel would be constant, and so blind, where a stage has shrunk to one pixel
+        # a group of one channel would be constant, and so useless, where a stage has shrunk to one pixel
         fits = [n for n in range(2, self.groups + 1) if channels % n == 0 and channels // n >= 2]
         return nn.GroupNorm(max(fits, default=1), channels)
 
     def conv(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-        """A convolution that keeps the size (divided by ``stride``); its bias is left to the normalisation."""
+        """A convolution that keeps the size (divided by ``stride``); the normalisation has the bias."""
         layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=self.norm == "none")
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         return layer
@@ -120,7 +120,7 @@ class GlobalMean(nn.Module):
 
 
 def hidden(body: nn.Sequential, inputs: int, widths: tuple[int, ...]) -> int:
-    """Adds fully connected layers with ReLU to ``body`` and says how many features come out."""
+    """Adds fully connected layers with ReLU to ``body`` and returns the number of features."""
     for i, width in enumerate(widths, 1):
         body.add_module(f"fc{i}", nn.Sequential(nn.Linear(inputs, width), nn.ReLU()))
         inputs = width
@@ -142,7 +142,7 @@ def image(kind: str, shape: tuple[int, ...], least: int, fix: str = "") -> tuple
 
 
 def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
-    """Give the net the tensors of a safetensors file, all of which must fit; only those of a head may be missing.
+    """Load the tensors of a safetensors file into the net; all must fit, and only those of a head may be missing.
 
     ``headless``: leave out the head that is in the file.
     """
@@ -154,7 +154,9 @@ def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
     if headless:
         given = {name: x for name, x in given.items() if not name.startswith("head.")}
     own = net.state_dict()
-    faults = [Fault(at, f"{path} has '{n}', the net has not", nearest(n, own)) for n in given if n not in own]
+    faults = [
+        Fault(at, f"{path} has '{n}', which the net does not have", nearest(n, own)) for n in given if n not in own
+    ]
     faults += [fault for n, x in own.items() if n in given and (fault := _misfit(n, given[n], x, path)) is not None]
     missing = [n for n in own if n not in given and not n.startswith("head.")]
     faults += [Fault(at, f"{path} lacks '{missing[0]}' and {len(missing) - 1} more of the net")] if missing else []
@@ -164,7 +166,7 @@ def start_from(net: nn.Module, path: str, *, headless: bool = False) -> None:
 
 
 def _misfit(name: str, given: Tensor, own: Tensor, path: str) -> Fault | None:
-    """Why a tensor of the file cannot take the place of the net's; None where it can."""
+    """Why a tensor of the file cannot replace the net's; None if it can."""
     at = "model.weights"
     if given.shape != own.shape:
         fix = "model.weights_part=body leaves it out" if name.startswith("head.") else ""
@@ -182,7 +184,7 @@ def _size(x: Tensor) -> str:
 
 
 def with_outputs(net: nn.Module, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The net, if it takes inputs of this shape and has an output for each class; else one fault that says so."""
+    """The net, if it takes inputs of this shape and has an output for each class; else one fault."""
     training = net.training
     try:
         with torch.no_grad():
@@ -193,11 +195,11 @@ def with_outputs(net: nn.Module, shape: tuple[int, ...], classes: int) -> nn.Mod
     finally:
         net.train(training)
     if found != (2, classes):
-        what = f"the net gives outputs of shape {list(found[1:])} for each input, and the data needs {classes}"
-        raise ConfigError([Fault("model", what, f"let its last layer have {classes} outputs")])
+        what = f"the net gives outputs of shape {list(found[1:])} for each input, but the data needs {classes}"
+        raise ConfigError([Fault("model", what, f"give its last layer {classes} outputs")])
     return net
 
 
 def parameters(net: nn.Module) -> int:
-    """How many numbers training can change."""
+    """The number of trainable parameters."""
     return sum(p.numel() for p in net.parameters() if p.requires_grad)

@@ -23,10 +23,10 @@ class RandomFeatures(NamedTuple):
 def random_features(
     inputs: int, features: int, seed: int, *, weight_std: float | None = None, bias_std: float = 0.3
 ) -> RandomFeatures:
-    """W ~ N(0, weight_std^2) and b ~ N(0, 0.09), the same for the same seed; more features begin with the fewer.
+    """W ~ N(0, weight_std^2) and b ~ N(0, 0.09), the same for the same seed; fewer features are a prefix of more.
 
     Unset, weight_std is 2.8 / sqrt(D), so that x W keeps its scale whatever the number D of inputs: 0.1 for the
-    784 pixels of MNIST. It is meant for inputs in [0, 1]; for standardised ones, which are longer, take less.
+    784 pixels of MNIST. It is meant for inputs in [0, 1]; for standardised ones, which are longer, use less.
     """
     std = 2.8 / math.sqrt(inputs) if weight_std is None else weight_std
     draws = torch.from_numpy(rng.stream(seed, "random_features").standard_normal((features, inputs + 1)))
@@ -59,14 +59,14 @@ class RandomReLU(nn.Module):
 class RandomFeatureNet(NetSpec):
     """A linear layer on random ReLU features of the flattened input (Rahimi and Recht, 2007); only it is trained.
 
-    All that know the seed have the same features, and more of them begin with the fewer. Inputs are standardised
-    here, so that x W + b has a deviation of about ``scale``.
+    The seed determines the features, and fewer features are a prefix of more. Inputs are standardised here, so that
+    x W + b has a deviation of about ``scale``.
     """
 
     kind: ClassVar[str] = "random_features"
 
     width: PositiveInt = Field(512, description="how many features")
-    seed: NonNegativeInt = Field(0, lt=1 << 63, description="of the features, which are the same for every run's seed")
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="of the features; independent of the run's seed")
     scale: PositiveFloat = Field(1.0, description="deviation of x W, for standardised inputs x")
     offset: NonNegativeFloat = Field(0.3, description="deviation of b")
 

@@ -1,4 +1,4 @@
-"""A net that takes data as it is: what was done to the numbers before training is its first layer."""
+"""A net that takes raw data: the preparation of inputs before training is its first layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FillAndScale(nn.Module):
 
 
 class Rescale(nn.Module):
-    """Pixels, or numbers that were handed over as they are: ``x * scale - shift`` for each channel."""
+    """Pixels, or raw numbers: ``x * scale - shift`` for each channel."""
 
     scale: Tensor
     shift: Tensor
@@ -47,7 +47,7 @@ class Rescale(nn.Module):
 class ReadyNet(nn.Module):
     """``net`` behind the preparation of its inputs: rows of a table as numbers, or images of 0 to 255.
 
-    ``unit``: the mean and deviation of a number that is learned, in which it is given back.
+    ``unit``: the mean and deviation of a regression target, in whose unit outputs are returned.
     """
 
     def __init__(self, prepare: nn.Module, net: nn.Module, unit: tuple[float, float] | None = None) -> None:

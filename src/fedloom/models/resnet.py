@@ -34,7 +34,7 @@ class StemmedSpec(NormedSpec):
     ``cifar`` starts with one 3x3 convolution and keeps the size; ``imagenet`` divides it by four at once.
     """
 
-    # the number of Wu and He (2018), who normalised these nets by groups
+    # as in Group Normalization (Wu and He, 2018)
     groups: Annotated[PositiveInt, when(norm="group")] = Field(
         32, description="most groups of a layer; it takes the most that leave two channels each"
     )

@@ -1,1 +1,1 @@
-"""Tables and pictures; reads only what a run wrote."""
+"""Tables and figures; reads only what a run wrote."""

@@ -17,7 +17,7 @@ _PANELS = 6  # at most, of measures and of diagnostics
 
 
 class _Panel(NamedTuple):
-    """What is drawn together: the label of the axis, and lines by the name of the metric."""
+    """A panel: the label of the axis, and lines by the name of the metric."""
 
     label: str
     lines: dict[str, str]
@@ -26,7 +26,7 @@ class _Panel(NamedTuple):
 def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None) -> Figure:
     """A panel for accuracy, loss and each further measure; the worst tenth of the clients is dotted.
 
-    Diagnostics have panels in rows of their own, below.
+    Diagnostics have panels in separate rows below.
     """
     measures, diagnostics = _measures(records), _diagnostics(records)
     across = len(measures)
@@ -66,7 +66,7 @@ def _fill(axis: Axes, panel: _Panel, records: list[dict[str, Any]]) -> None:
 
 
 def _measures(records: list[dict[str, Any]]) -> list[_Panel]:
-    """Accuracy (or what stands in its place), loss, and what else was asked for, in the order of the records."""
+    """Accuracy (or its equivalent in regression), loss, and other requested measures, in the order of the records."""
     names = dict.fromkeys(name for line in records for name in line)
     seen = dict.fromkeys(leaf(name) for name in names if is_extra(name))
     first = [] if "mae" in seen else ["accuracy"]

@@ -1,4 +1,4 @@
-"""How every picture is made: one style, no dates in the files, and one way to write them."""
+"""How every figure is made: one style, no dates in the files, and one way to write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#2b2f36"
-# Of curves, in order; chosen to be distinct for colour-blind readers, too.
+# Colours of curves, in order; distinct for colour-blind readers, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63b8", "#7a5c45")
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fedloom",
@@ -77,7 +77,7 @@ def as_file(figure: Figure, suffix: str, dpi: float | str = "figure") -> bytes:
 
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box says it in the picture
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the figure shows a box instead
         figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=_METADATA.get(suffix.lower()))
     return buffer.getvalue()
 
@@ -91,7 +91,7 @@ def suffix_of(path: Path) -> str:
 
 
 def write(path: Path, picture: bytes) -> None:
-    """Write a picture where a user wants it, with the folders above it."""
+    """Write a picture to the user's path and make its parent folders."""
     with result_at(path):
         path.write_bytes(picture)
 

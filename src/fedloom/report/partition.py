@@ -1,4 +1,4 @@
-"""A partition as people see it: one stacked bar for each client, coloured by class, and a few numbers."""
+"""The picture of a partition: one stacked bar for each client, coloured by class, and a few numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_BARS = 100
 _MOST_NAMED = 20
 _FAINT = "#d9dce1"
-# Ten colours that stay apart on paper and for colour-blind readers, dark and light in turn so that neighbours differ.
+# Ten colours that are distinct on paper and for colour-blind readers, dark and light in turn so that neighbours differ.
 TEN = (
     "#3b6fb6", "#f2a541", "#3a9d78", "#d1495b", "#8a63b8", "#e8d25c", "#7a5c45", "#6cc0e5", "#e38bb8", "#8a9299",
 )  # fmt: skip
@@ -34,9 +34,9 @@ def draw(
     title: str = "",
     names: Sequence[str] = (),
 ) -> None:
-    """Write the picture of how many rows of each class every client holds, as a .png, .svg or .pdf.
+    """Write the picture of how many rows of each class every client has, as a .png, .svg or .pdf.
 
-    ``names``: what the clients are called, where they have names.
+    ``names``: of the clients, if they have any.
     """
     suffix, shown = suffix_of(path), shown_clients(clients)
     counts = _table(y, owner, clients, shown, len(labels))
@@ -71,7 +71,7 @@ def shown_clients(clients: int) -> Ints:
 
 
 def _table(y: Ints, owner: Ints, clients: int, shown: Ints, classes: int) -> Ints:
-    """The rows of each class that each shown client holds."""
+    """The rows of each class of each shown client."""
     place = np.full(clients, -1)
     place[shown] = np.arange(len(shown))
     bar = place[owner]
@@ -108,7 +108,7 @@ def _colours(classes: int) -> list[Any]:
 
 
 def _bars(axes: Axes, counts: Ints, colours: list[Any]) -> None:
-    """One collection of all rectangles that hold rows: ten thousand artists would be slow and large."""
+    """One collection of all non-empty rectangles: ten thousand artists would be slow and large."""
     from matplotlib.collections import PolyCollection
 
     top = counts.cumsum(axis=1)
@@ -149,7 +149,7 @@ def _frame(axes: Axes, shown: Ints, counts: Ints, headline: str, names: Sequence
 
 
 def _legend(axes: Axes, labels: tuple[str, ...], colours: list[Any]) -> None:
-    """Classes from top to bottom as they lie in a bar."""
+    """Classes from top to bottom, in the order of a bar."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colours[k], label=_short(labels[k])) for k in range(len(labels) - 1, -1, -1)]

@@ -12,7 +12,7 @@ from fedloom.report.view import AnyView, ComparisonView, RunView, standing_for
 
 
 def draw(view: AnyView, path: Path) -> None:
-    """A run's accuracy and loss; of several runs, or of a comparison, the metric that stands for all of them."""
+    """A run's accuracy and loss; of several runs, or of a comparison, the metric that represents all of them."""
     runs = (view,) if isinstance(view, RunView) else view.cells if isinstance(view, ComparisonView) else view.runs
     shown = [run for run in runs if run.evaluations]
     if not shown:
@@ -33,6 +33,6 @@ def draw(view: AnyView, path: Path) -> None:
 
 
 def _result(run: RunView) -> Result:
-    """A run as one of a comparison; what was evaluated so far counts, also of a run that goes on."""
+    """A run as a cell of a comparison, with its evaluations so far, also if it is still running."""
     lines = [dict(line) for line in run.records]
     return Result(run.place, run.method or run.name, run.algorithm, run.seed, "", "done", lines, "")

@@ -23,13 +23,13 @@ def csv_text(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def curve_table(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every evaluation with all of its metrics; empty where one was not measured."""
+    """Every evaluation with all of its metrics; empty if one was not measured."""
     names = dict.fromkeys(name for line in records for name, value in line.items() if not isinstance(value, list))
     return [{name: line.get(name, "") for name in names} for line in records if len(line) > 2]
 
 
 def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], measured: Verdicts) -> list[dict[str, Any]]:
-    """Each client: its rows and classes, and how its own model does on its own held-out rows where that was measured.
+    """Each client: its rows and classes, and the results of its model on its own held-out rows if measured.
 
     ``counts``: client, class, rows.  ``[k, 3]``
     """
@@ -46,7 +46,7 @@ def client_table(counts: Ints, names: Sequence[str], labels: Sequence[str], meas
     out = []
     for client, (held, kinds, top, label, part) in enumerate(facts):
         line: dict[str, Any] = {"client": client, "name": names[client], "rows": held}
-        if label < 0:  # nobody but the client knows its classes
+        if label < 0:  # only the client knows its classes
             line |= dict.fromkeys(("classes", "largest_class", "largest_share"), "")
         else:
             line |= {"classes": kinds, "largest_class": labels[label] if top else "", "largest_share": part}

@@ -1,4 +1,4 @@
-"""A network as people see it: nodes on a circle, or on a grid, and a line for every link."""
+"""The picture of a network: nodes on a circle, or on a grid, and a line for every link."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> 
     axes.add_collection(LineCollection(list(lines), colors=_LINK, linewidths=width, alpha=0.8, zorder=1))
     if directed and len(edges):
         start, end = at[edges[:, 0]], at[edges[:, 1]]
-        tip = start + 0.62 * (end - start)  # beyond the middle, so that two directions of a link stay apart
+        tip = start + 0.62 * (end - start)  # beyond the middle, so that the two directions of a link are distinct
         way = 0.01 * (end - start) / np.linalg.norm(end - start, axis=1, keepdims=True)
         axes.quiver(*tip.T, *way.T, color=_LINK, angles="xy", scale_units="xy", scale=0.3, headwidth=9, headlength=9,
                     headaxislength=9, width=0.002, zorder=2)  # fmt: skip
@@ -97,7 +97,7 @@ def _figure(edges: Ints, at: Any, lines: Any, title: str, *, directed: bool) -> 
         for node, (x, y) in enumerate(at):
             axes.text(x, y, str(node), ha="center", va="center", color="white", fontsize=8, zorder=4)
     axes.margins(0.08)
-    if not np.ptp(at, axis=0).all():  # nodes in a line would leave the picture without a width
+    if not np.ptp(at, axis=0).all():  # nodes in a line would give a picture without width
         middle = at.mean(0)
         axes.set(xlim=(middle[0] - 1.2, middle[0] + 1.2), ylim=(middle[1] - 1.2, middle[1] + 1.2))
     axes.set_aspect("equal")

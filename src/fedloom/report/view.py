@@ -13,7 +13,7 @@ RunStatus = Literal["done", "diverged", "failed", "missing", "unfinished"]
 
 
 class RunView(NamedTuple):
-    """One run as its folder shows it; what is not there yet is empty."""
+    """One run, read from its folder; missing parts are empty."""
 
     name: str
     folder: str
@@ -28,10 +28,10 @@ class RunView(NamedTuple):
     topology: Mapping[str, Any] = {}
     privacy: Mapping[str, Any] = {}
     confusion: Mapping[str, Any] = {}
-    written: float | None = None  # when a file that grows was last written, in seconds since 1970
+    written: float | None = None  # when a growing file was last written, in seconds since 1970
     method: str = ""  # in a comparison
     place: tuple[str, ...] = ()  # in the grid of a comparison
-    changed: tuple[str, ...] = ()  # files that are not what the run wrote
+    changed: tuple[str, ...] = ()  # files that have changed since the run wrote them
 
     @property
     def algorithm(self) -> str:
@@ -44,7 +44,7 @@ class RunView(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run is to have."""
+        """The planned number of rounds."""
         found = self.settings.get("rounds", 0)
         return found if isinstance(found, int) else 0
 
@@ -70,7 +70,7 @@ class RunView(NamedTuple):
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the other rounds will take if they are like the last twenty."""
+        """The remaining time if the other rounds are like the last twenty."""
         recent = self.timings[-20:]
         if self.state != "unfinished" or not recent:
             return None
@@ -85,7 +85,7 @@ class ComparisonView(NamedTuple):
     folder: str
     axes: tuple[str, ...]
     cells: tuple[RunView, ...]
-    planned: int  # how many cells there are to be
+    planned: int  # the planned number of cells
     summary: Mapping[str, Any]  # empty before the tables are first written
     layout: Mapping[str, Any] = {}  # of a paper's table, where the recipe has one
 
@@ -102,7 +102,7 @@ AnyView = RunView | ComparisonView | FolderView
 
 
 def runs_shown(view: AnyView) -> tuple[RunView, ...]:
-    """All runs of what is shown, cells of comparisons among them."""
+    """All runs that are shown, including the cells of comparisons."""
     if isinstance(view, RunView):
         return (view,)
     if isinstance(view, ComparisonView):
@@ -111,7 +111,7 @@ def runs_shown(view: AnyView) -> tuple[RunView, ...]:
 
 
 def changes_shown(view: AnyView) -> tuple[str, ...]:
-    """A sentence for each file of these runs that is not what the run wrote."""
+    """A sentence for each file of these runs that has changed since the run wrote it."""
     why = "its SHA-256 is not that in manifest.json"
     return tuple(
         f"{run.name}: {file} is not what the run wrote: {why}." for run in runs_shown(view) for file in run.changed
@@ -125,7 +125,7 @@ def recorded_metrics(runs: Sequence[RunView]) -> list[str]:
 
 
 def standing_for(runs: Sequence[RunView]) -> str:
-    """The metric that stands for these runs: the first accuracy that all have, else the first metric of the first."""
+    """The metric that represents these runs: the first accuracy that all have, else the first metric of the first."""
     each = [recorded_metrics([run]) for run in runs if run.records]
     if not each:
         return ""
@@ -141,7 +141,7 @@ def summary_of_run(run: RunView, metric: str) -> Summary | None:
 
 
 class ClientScore(NamedTuple):
-    """One client and how its model does."""
+    """One client and the result of its model."""
 
     client: str
     value: float

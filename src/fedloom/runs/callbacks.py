@@ -1,4 +1,4 @@
-"""Functions of the user's own that are called while a run goes on."""
+"""User functions that are called during a run."""
 
 from __future__ import annotations
 

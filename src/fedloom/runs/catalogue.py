@@ -33,11 +33,11 @@ class Entry(NamedTuple):
 
     name: str
     summary: str
-    origin: str  # "fedloom", or the file where it lies
+    origin: str  # "fedloom", or its file
 
 
 class Setting(NamedTuple):
-    """A field, as a reader wants to know it."""
+    """A setting, as it is shown."""
 
     name: str
     kind: str  # with its bounds
@@ -70,7 +70,7 @@ _SINGULAR = {"datasets": "data set", "partitions": "partition", "models": "model
 
 
 def entries(family: str) -> list[Entry]:
-    """Everything of one family; the user's own algorithm files are read, not run."""
+    """All entries of one family; the user's own algorithm files are read, not run."""
     if family == "optimizers":
         return [Entry(name, _first(inspect.getdoc(make) or ""), "fedloom") for name, make in optimizers().items()]
     if family != "algorithms":
@@ -88,7 +88,7 @@ def entries(family: str) -> list[Entry]:
 
 
 def describe(name: str) -> Page:
-    """The page of the thing with this name, in whatever family it is."""
+    """The page of the entry with this name, in any family."""
     for family, (base, package) in _FAMILIES.items():
         found = kinds(base, package)
         if name in found:
@@ -123,7 +123,7 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     """What a round of this algorithm keeps and sends, in units of one model, measured on a small one."""
     task = Task(Net(nn.Linear(30, 5), 5, 4), lanes=True)
     proxy = Held(torch.ones(8, 30), torch.arange(8) % 4)
-    alg = cls().bind(Setup(task, Local().optimiser(), torch.full((10,), 10), proxy, first_lr=Local().lr))
+    alg = cls().bind(Setup(task, Local().make_optimizer(), torch.full((10,), 10), proxy, first_lr=Local().lr))
     server = alg.init(task.w0)
     down = alg.send(server)
     mine = alg.join(down)
@@ -141,7 +141,7 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
         return times(sum(x.numel() for x in tree.leaves(value)) / task.size)
 
     def traced(phase: Phase) -> str:
-        """Why the steps of a phase cannot be taken side by side, as far as a CPU can tell; mostly empty."""
+        """Why the steps of a phase cannot run side by side, as far as a CPU can tell; mostly empty."""
         x = alg.start(down, mine, work)
 
         def lane(x: Any, *b: Tensor) -> list[Tensor]:
@@ -157,12 +157,12 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
     refused = [why for phase in phases if (why := traced(phase))]
     replayed = "are captured once and replayed, in lanes"
     if refused:
-        replayed = f"cannot be taken side by side; set engine.executor=loop ({refused[0]})"
+        replayed = f"cannot run side by side; set engine.executor=loop ({refused[0]})"
     keeper = "each node" if alg.family == "gossip" else "the server"
     lines = [
         "",
         f"family: {alg.family}; uploads are {'needed one by one' if alg.traits.each_upload else 'summed'}"
-        + ("; each client looks at all of its data once before it trains" if has_survey(alg) else ""),
+        + ("; each client first passes over all of its data once" if has_survey(alg) else ""),
         f"state: {keeper} keeps {models(server)}, each client {models(kept)}",
         f"on a GPU: local steps {replayed}" if phases else "on a GPU: there are no local steps",
     ]
@@ -172,14 +172,14 @@ def costs(cls: type[AnyAlgorithm]) -> list[str]:
         return [*lines, f"bytes: {models(upload)} over each link in each direction and round"]
     one_model = tree.nbytes(task.w0)
     if alg.family == "closed_form":
-        lines.append("a net with 5 features and 4 classes is meant; sums grow with the square of the features")
+        lines.append("for a net with 5 features and 4 classes; sums grow with the square of the features")
     received = times(sent_bytes(alg, down) / one_model)
     sent = times(upload_bytes(alg, tree.tmap(lambda x: x[None], upload)) / one_model)
     return [*lines, f"bytes: {received} down and {sent} up for each client and round"]
 
 
 def _module_doc(cls: type[Any]) -> str:
-    """The docstring of the class's file, where the paper and the pseudo-code stand."""
+    """The docstring of the class's file, with the paper and the pseudo-code."""
     module = sys.modules[cls.__module__]
     return (inspect.getdoc(module) or inspect.getdoc(cls) or "").replace("``", "`")
 

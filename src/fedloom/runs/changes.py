@@ -1,4 +1,4 @@
-"""What must be the same when a run goes on: code, weights, data, net, and the settings of a private run."""
+"""What must be unchanged when a run is resumed: code, weights, data, net, and the settings of a private run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def changes_since(path: Path, accept: bool) -> list[str]:
     """What has changed since the run began and may change its numbers, in words.
 
     Other versions are reported, as they mostly differ by rounding; other code or weights are refused unless accepted.
-    A private run never goes on with them: its noise is that of the rounds it may have released already, and the
-    difference of two models with the same noise has none.
+    A private run never continues with them: it would add the noise of rounds that it may have released already to other
+    numbers, and the difference of the two has no noise.
     """
     if not (path / "partition.json").is_file():  # the run was killed before its first round
         return []
@@ -47,7 +47,7 @@ def is_private(path: Path) -> bool:
 
 
 def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str]) -> dict[str, Any]:
-    """What a run folder says of itself once it has gone on with something else, and since when."""
+    """What a run folder records of changes that it was resumed with, and since when."""
     then = read_environment(path)
     before = found if isinstance(found := then.get("changes"), list) else []
     return then | {
@@ -60,9 +60,9 @@ def with_changes(path: Path, prepared: Prepared, done: int, what: Sequence[str])
 
 
 def changed_data(path: Path, prepared: Prepared, accept: bool) -> list[str]:
-    """What of the data and of who has it is not what the run began with, in words; refused unless accepted.
+    """How the data or its partition has changed since the run began, in words; refused unless accepted.
 
-    A private run has released what it began with: it goes on with nothing else. Other clients are another run.
+    A private run never continues with other data. Another number of clients is another run.
     """
     now = prepared.shared.described()
     try:
@@ -72,9 +72,11 @@ def changed_data(path: Path, prepared: Prepared, accept: bool) -> list[str]:
         raise CheckpointError(f"{path / 'partition.json'}: is damaged ({error})") from error
     named = (("data_sha256", "the data"), ("sha256", "the partition"))
     found = [(what, *pairs[key]) for key, what in named if pairs[key][0] != pairs[key][1]]
-    words = [f"{what} is not what this run began with ({old[:12]}, now {new[:12]})" for what, old, new in found]
+    words = [f"{what} has changed since this run began ({old[:12]}, now {new[:12]})" for what, old, new in found]
     if found and pairs["clients"][0] != pairs["clients"][1]:
-        raise CheckpointError(f"{path}: {words[0]}: there were {then['clients']} clients, and are {now['clients']} now")
+        raise CheckpointError(
+            f"{path}: {words[0]}: there were {then['clients']} clients, now there are {now['clients']}"
+        )
     if found and prepared.experiment.guard is not None:
         raise CheckpointError(f"{path}: {words[0]}; a private run cannot continue with different data")
     if found and not accept:
@@ -84,36 +86,38 @@ def changed_data(path: Path, prepared: Prepared, accept: bool) -> list[str]:
 
 
 def refuse_other_net(path: Path, prepared: Prepared) -> None:
-    """Refuse to go on with another net than the run began with, where parts of it are not in the checkpoint."""
+    """Refuse to continue with another net if parts of it are not in the checkpoint."""
     model, old, new = prepared.config.model, str(read_environment(path).get("net_sha256", "")), prepared.net_sha256
     if (model.weights or model.freeze) and old and old != new:
         where = f" (model.weights: {model.weights})" if model.weights else ""
-        raise CheckpointError(f"{path}: the net{where} is not what this run began with ({old[:12]}, now {new[:12]})")
+        raise CheckpointError(f"{path}: the net{where} has changed since this run began ({old[:12]}, now {new[:12]})")
 
 
 def refuse_other_ledger(path: Path, exp: Experiment, state: RunState) -> None:
-    """Refuse a run whose rounds to come are not of the kind of those that have been accounted for."""
+    """Refuse a run whose remaining rounds differ in kind from those that have been accounted for."""
     then, now = state.ledger, None if exp.guard is None else exp.guard.opened()
     if then is None and now is None:
         return
     if then is None or now is None or len(then.uses) != len(now.uses):
-        raise CheckpointError(f"{path}: its checkpoint has no ledger of what this privacy has spent; start a new run")
+        raise CheckpointError(f"{path}: its checkpoint has no ledger of the privacy budget spent; start a new run")
     old = {**then.release._asdict(), "delta": then.delta, "reach": then.reach}
     new = {**now.release._asdict(), "delta": now.delta, "reach": now.reach}
     for name, value in old.items():
         if value != new[name]:
-            what = f"{name} of its noise was {value}, and would be {new[name]} now"
-            raise CheckpointError(f"{path}: {what}; go on with the settings and the dp-accounting it began with")
+            what = f"{name} of its noise was {value}, now it would be {new[name]}"
+            raise CheckpointError(
+                f"{path}: {what}; continue with the settings and the dp-accounting version it began with"
+            )
 
 
 # -- private runs --------------------------------------------------------------------------------
-# Settings on which no upload depends, or by no more than the order of sums in float32.
+# Settings that do not change an upload, or only by the order of float32 sums.
 _BESIDE = ("rounds", "name", "checkpoint", "evaluate", "engine", "data.limit_gb", "algorithm.forget")
-_NOT_BESIDE = ("engine.precision",)  # bf16 moves an upload by far more than the last bits
+_NOT_BESIDE = ("engine.precision",)  # bf16 changes an upload by far more than the last bits
 
 
 def _promised(config: Config) -> dict[str, Any]:
-    """The settings on which depends what the clients of a private run send, and so what its noise is worth."""
+    """The settings that decide what the clients of a private run send, and so what its noise protects."""
     table = as_table(config)
     flat = {name: value for name, value in table.items() if not isinstance(value, dict)}
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
@@ -125,10 +129,10 @@ def _promised(config: Config) -> dict[str, Any]:
 
 
 def refuse_other_noise(path: Path, config: Config) -> None:
-    """A private run goes on as it began.
+    """A private run continues with the settings it began with.
 
     What was released cannot be taken back. With other settings the same noise would be added to other numbers, and the
-    difference of the two would have none.
+    difference of the two would have no noise.
     """
     began, private = path / "privacy.json", config.privacy.on
     if not (path / "partition.json").is_file():  # killed before the first round: nothing was released
@@ -141,7 +145,7 @@ def refuse_other_noise(path: Path, config: Config) -> None:
     try:
         then = dict(json.loads(began.read_text())["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "does not say with which settings this run began; it is damaged, or of an earlier version"
+        what = "does not record the settings of this run; it is damaged, or of an earlier version"
         raise CheckpointError(f"{began}: {what}: start a new run") from error
     now = _promised(config)
     idle = {f"{section}.{key}" for section in (*KEYS, *SECTIONS) for key in idle_in(config, section)}
@@ -149,7 +153,7 @@ def refuse_other_noise(path: Path, config: Config) -> None:
     for key in sorted((then.keys() - idle) | now.keys()):  # earlier versions also recorded settings without effect
         old, new = (found.get(key, "unset") for found in (then, now))
         if old != new:
-            what = f"was {_worded(old)} when this private run began, and is {_worded(new)} now"
+            what = f"was {_worded(old)} when this private run began, now it is {_worded(new)}"
             faults.append(Fault(key, what, f"set it back to {_worded(old)}, or start a new run"))
     if faults:
         raise ConfigError(faults)
@@ -160,9 +164,9 @@ def _worded(value: Any) -> str:
 
 
 def key_of(path: Path, config: Config) -> Key | None:
-    """The key from which the noise of this run is drawn, where that is a secret; None: a new one is drawn.
+    """The key from which the noise of this run is drawn, if it is secret; None: draw a new one.
 
-    A key in the folder of a run that has not begun is not used: nothing was released with it, and whoever made the
+    A key in the folder of a run that has not begun is not used: nothing was released with it, and the creator of the
     folder may know it.
     """
     secret = config.privacy.on and config.privacy.noise_from == "secret"
@@ -176,6 +180,6 @@ def key_of(path: Path, config: Config) -> Key | None:
 
 
 def privacy_record(prepared: Prepared) -> dict[str, Any]:
-    """What a run folder says of its privacy, and the settings with which it must go on."""
+    """What a run folder records of its privacy, and the settings with which it must continue."""
     assert prepared.experiment.guard is not None
     return prepared.experiment.guard.described() | {"settings": _promised(prepared.config)}

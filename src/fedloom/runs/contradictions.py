@@ -1,4 +1,4 @@
-"""Settings that are each valid and cannot hold together: a list of small rules.
+"""Settings that are valid alone but contradict each other: a list of small rules.
 
 A rule is a function of sections, by their names. It is asked only where all of them could be read, except for those
 with a default, and returns what is wrong.
@@ -68,12 +68,12 @@ def plain_sgd(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
 def momentum_of_one_step(algorithm: AnyAlgorithm, local: Local) -> Iterator[Fault]:
     """Methods with parts of a round that ``local.steps`` does not count may take more steps than one.
 
-    A method's own default is left alone: nobody has asked for it.
+    A method's own default is not checked: the user did not set it.
     """
     counted = not isinstance(algorithm, HasPhases | Adapts | TrainsWhileWaiting)
     asked = local.momentum != defaults_of(algorithm).get("local", {}).get("momentum", 0.0)
     if counted and asked and local.steps == 1 and not local.nesterov and local.state == "reset":
-        what = f"has no effect on the one step of a round, which begins without memory (got {local.momentum:g})"
+        what = f"has no effect on the one step of a round, since momentum starts at zero (got {local.momentum:g})"
         yield Fault("local.momentum", what, "set local.state=persist, or take more steps")
 
 
@@ -101,7 +101,7 @@ def cohort_fits(table: Table, cohort: Cohort, partition: Partition | None = None
 
 
 def _written_clients(table: Table) -> int | None:
-    """The number of clients as it was written, or the default; None where it is no number."""
+    """The number of clients as written, or the default; None if it is not a number."""
     given, default = table.get("partition"), 20
     value = given.get("clients", default) if isinstance(given, Mapping) else default
     return value if isinstance(value, int) else None
@@ -138,16 +138,16 @@ def some_client_trains(
         yield Fault("system.stragglers", what, f"lower it{', or set system.policy=partial' * takes_steps(algorithm)}")
 
 
-# What is allowed where the server does not wait for the clients of a round, and why nothing else is.
+# What is allowed if the server does not wait for the clients of a round, and why nothing else is.
 _ASYNCHRONOUS: dict[str, tuple[tuple[Any, ...], str]] = {
     "system.stragglers": ((0.0,), "no client is late"),
     "system.dropout": ((0.0,), "a client that is lost would never be drawn again"),
     "system.deadline": ((None,), "no client is late"),
     "cohort.sampling": (("uniform", "all"), "clients are drawn one by one, as they are needed"),
     "aggregation.rule": (("mean",), "it mostly receives one upload at a time"),
-    "privacy.clip": ((None,), "epsilon is counted in rounds, in each of which a client comes once at most"),
-    "evaluate.diagnostics": (((),), "they are of a round whose clients begin with one model"),
-    "evaluate.participants": ((False,), "a client may come several times in a round, or never"),
+    "privacy.clip": ((None,), "epsilon is counted in rounds in which a client takes part at most once"),
+    "evaluate.diagnostics": (((),), "they assume that the clients of a round start from the same model"),
+    "evaluate.participants": ((False,), "a client may take part several times in a round, or never"),
 }
 
 
@@ -179,7 +179,7 @@ def nothing_of_a_global_model_without_one(algorithm: AnyAlgorithm, evaluate: Eva
         return
     none = f"there is no common model with {_called(algorithm)}"
     if evaluate.diagnostics:
-        what = f"{none}, which diagnostics are about (got {list(evaluate.diagnostics)})"
+        what = f"{none}, which diagnostics measure (got {list(evaluate.diagnostics)})"
         yield Fault("evaluate.diagnostics", what, "leave them out")
     if evaluate.flatness:
         what = f"{none} whose loss could be flat (got {evaluate.flatness:g})"
@@ -205,17 +205,19 @@ def numbers_can_be_learned(
     if not task.is_regression:
         return
     if algorithm.traits.classes_only:
-        yield Fault("task.kind", f"{_called(algorithm)} {algorithm.traits.classes_only}", "take another algorithm")
+        yield Fault("task.kind", f"{_called(algorithm)} {algorithm.traits.classes_only}", "choose another algorithm")
     if evaluate.auc:
-        yield Fault("evaluate.auc", "is a measure of classes, and numbers are learned", "leave it out")
+        yield Fault("evaluate.auc", "is a measure of classes, but the target is a number", "leave it out")
     if {"rho", "hessian", "hessian_weights"} & {*evaluate.diagnostics}:
         yield Fault(
-            "evaluate.diagnostics", f"are about cross-entropy (got {list(evaluate.diagnostics)})", "leave it out"
+            "evaluate.diagnostics", f"are defined for cross-entropy (got {list(evaluate.diagnostics)})", "leave it out"
         )
     if corruption != Corruption() and corruption.spoils == "y":
-        yield Fault("corruption.kind", f"'{corruption.kind}' changes classes, and numbers are learned", "take another")
+        yield Fault(
+            "corruption.kind", f"'{corruption.kind}' changes classes, but the target is a number", "take another"
+        )
     if privacy.feature_clip is not None:
-        yield Fault("privacy.feature_clip", "bounds sums over classes, and numbers are learned", "leave it out")
+        yield Fault("privacy.feature_clip", "bounds sums over classes, but the target is a number", "leave it out")
 
 
 # -- trust -----------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def messages_fit_the_network(algorithm: AnyAlgorithm, topology: Topology) -> Ite
         what = f"what {name} sends here cannot be passed on in the same round (got {topology.gossip_steps})"
         yield Fault("topology.gossip_steps", what, "leave it at 1")
     if facts.sends_once and topology.mixing == "push_sum":
-        what = f"push_sum changes models on their way, and what {name} sends here is none"
+        what = f"push_sum rescales models, but {name} does not send a model here"
         yield Fault("topology.mixing", what, "leave it at average")
     if facts.remembers_neighbours and (topology.redrawn or topology.fails):
         how = "has links that fail" if topology.fails else "is not the same in every round"

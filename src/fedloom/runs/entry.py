@@ -26,19 +26,19 @@ from fedloom.runs.spent import remember_spent, rewrite_privacy
 
 
 class Resumption(NamedTuple):
-    """How a run goes on."""
+    """How a run is resumed."""
 
-    at: int | None = None  # the round of the checkpoint; None: the newest that there is
+    at: int | None = None  # the round of the checkpoint; None: the newest
     revised: bool = False  # with settings that are not those of its config.toml
     repair: bool = False  # without lines of metrics.jsonl that are damaged
-    changes: tuple[str, ...] = ()  # what decides numbers and is not what it was, in words
+    changes: tuple[str, ...] = ()  # what has changed and may change numbers, in words
     other_data: bool = False  # whether the data is among them
 
 
 def enter(
     prepared: Prepared, store: ClientStore, folder: RunFolder | None, path: Path | None, how: Resumption | None
 ) -> tuple[RunState, list[dict[str, Any]], list[str]]:
-    """Where the loop enters: the first round, or a checkpoint with the metrics written up to it; and what to tell."""
+    """Where the loop starts: the first round, or a checkpoint with the metrics up to it; and notes for the user."""
     exp = prepared.experiment
     state, records, notes = begin(exp), list[dict[str, Any]](), list[str]()
     if path is None or how is None:
@@ -64,7 +64,7 @@ def enter(
 def _accepted(
     prepared: Prepared, folder: RunFolder, loaded: checkpoint.Loaded, how: Resumption
 ) -> list[dict[str, Any]]:
-    """The metrics up to a checkpoint that the run goes on from; what comes after it is forgotten.
+    """The metrics up to the checkpoint from which the run continues; later ones are dropped.
 
     Settings that were revised come last, so that a crash on the way leaves the run as it was, at an earlier round.
     """
@@ -88,14 +88,14 @@ def _accepted(
 
 
 def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> list[dict[str, Any]]:
-    """The metrics up to a checkpoint, once the run folder has forgotten those after it."""
+    """The metrics up to a checkpoint, after those that follow it are dropped from the run folder."""
     folder.rewind(loaded.lengths, loaded.state.round)
     if not loaded.state.round:
         return []
     records = read_metrics(folder.path)
     done = loaded.state.round
     if records and evaluates(records[-1], done) and not exp.evaluate.due(done, exp.rounds):
-        # The run ended here once and is to go on: had it never ended, this evaluation would not be there. The
+        # The run ended here before and continues: had it never ended, this evaluation would not exist. The
         # checkpoint is written first, so that a crash leaves it with what it needs.
         shorter = folder.before_last()
         checkpoint.rewrite_lengths(folder.checkpoints, done, shorter)
@@ -107,7 +107,7 @@ def _rewound(exp: Experiment, folder: RunFolder, loaded: checkpoint.Loaded) -> l
 
 
 def _last_line(exp: Experiment, folder: RunFolder, line: dict[str, Any]) -> dict[str, Any]:
-    """The evaluation with which a run ends at this checkpoint; it tells all that a private run has spent."""
+    """The evaluation with which a run ends at this checkpoint; it includes all that a private run has spent."""
     name, spent = ("", 0.0) if exp.guard is None else (exp.guard.metric, exp.guard.spent)
     if line.get(name, spent) >= spent:
         return line
@@ -120,12 +120,12 @@ def _last_line(exp: Experiment, folder: RunFolder, line: dict[str, Any]) -> dict
 
 
 def blank_client(exp: Experiment) -> Any:
-    """What is kept of one client, for its form."""
+    """The kept state of one client, for its structure."""
     return exp.blank(exp.algorithm.send(exp.algorithm.init(exp.task.w0)))
 
 
 def write_first_files(folder: RunFolder, prepared: Prepared) -> None:
-    """What a run folder holds before the first round."""
+    """Write what a run folder contains before the first round."""
     began = environment(prepared.experiment.device) | whereabouts(prepared.root) | choices(prepared)
     folder.write("environment.json", began)
     topology, exp = prepared.config.topology, prepared.experiment
@@ -139,12 +139,12 @@ def write_first_files(folder: RunFolder, prepared: Prepared) -> None:
         )
         disk.write_bytes(folder.path / "topology.png", picture(topology, prepared.shared.clients, exp.seed))
     keep_code(folder.path / "code", prepared.config)
-    # Last, since it says that all of this is there.
+    # Last, since it says that everything else is complete.
     write_partition(folder, prepared)
 
 
 def write_partition(folder: RunFolder, prepared: Prepared) -> None:
-    """What a run folder says of the data: its columns, who has which row, and the fingerprints."""
+    """What a run folder records of the data: its columns, the client of each row, and the fingerprints."""
     shared = prepared.shared
     if shared.arrays.recipe is not None:
         folder.write("columns.json", shared.arrays.recipe.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""environment.json: with which versions, machine, code and choices a run was made."""
+"""environment.json: the versions, machine, code and choices of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DECIDE = ("core", "maths", "algorithm", "algorithms", "models", "data", "trust"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """With what a run was made: versions, machine, commit."""
+    """The versions, machine and commit of a run."""
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "versions": versions(),
@@ -41,7 +41,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of what decides numbers."""
+    """The versions of Python and of packages that affect numbers."""
     packages = {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__}
     return {"python": platform.python_version(), **packages}
 
@@ -55,7 +55,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of fedloom's own sources, or nothing where they are not a checkout."""
+    """The commit of fedloom's sources, or nothing if they are not a checkout."""
     here = Path(__file__).parents[1]
     command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
     try:
@@ -67,7 +67,7 @@ def _commit() -> str:
 
 @cache
 def code_hash() -> str:
-    """The sources that decide numbers, as one hash: known also where there is no commit, or changes beyond it."""
+    """One hash of the sources that affect numbers: it also covers uncommitted changes and installed packages."""
     root, found = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(path for group in _DECIDE for path in (root / group).rglob("*.py")):
         found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -104,7 +104,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def keep_code(folder: Path, config: Config) -> None:
-    """Copy the user's own code into a folder of its own, so that a result can be read beside what made it."""
+    """Copy the user's own code into a separate folder, so that it is kept with the result."""
     for name, sha in code_of(config).items():
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
         target = folder / (name if inside else f"{sha[:8]}-{Path(name).name}")
@@ -120,7 +120,7 @@ def _message(exp: Experiment) -> dict[str, dict[str, int]]:
     if exp.is_network:
         state = state._replace(server=tree.take(state.server, 0), buffers=state.buffers[0])
     with torch.no_grad():
-        # In a network nobody but the neighbours sends anything, and each message is counted at its sender.
+        # In a network only neighbours send messages, and each message is counted at its sender.
         parts = {"down": () if exp.is_network else exp.algorithm.send(state.server), "up": example_upload(exp, state)}
     return {way: _by_type(part) for way, part in parts.items()}
 
@@ -135,7 +135,7 @@ def _by_type(message: Any) -> dict[str, int]:
 
 # -- reading it again ----------------------------------------------------------------------------
 def read_environment(path: Path) -> dict[str, Any]:
-    """What a run folder says of the machine and of the choices that were made; nothing if it cannot be read."""
+    """What a run folder records of the machine and of the choices made; empty if it cannot be read."""
     try:
         found = json.loads((path / "environment.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -144,19 +144,19 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 
 def _recorded(path: Path, key: str) -> dict[str, str]:
-    """A table of texts in what a run folder says of itself; nothing if it is not there, or is something else."""
+    """A table of strings from environment.json; empty if it is missing or malformed."""
     found = read_environment(path).get(key, {})
     fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
     return found if fits else {}
 
 
 def changed_files(path: Path) -> list[str]:
-    """The files of the user's own, code and weights, that are no longer what a run folder was made with."""
+    """The user's own files (code, weights) that have changed since the run folder was made."""
     return list(usercode.changes(_recorded(path, "files")))
 
 
 def other_versions(path: Path) -> list[str]:
-    """The programs that decide numbers and are not of the version with which a run began, in words."""
+    """The packages that affect numbers and whose version has changed since the run began, in words."""
     then, now = _recorded(path, "versions"), versions()
     code, mine = read_environment(path).get("code", ""), code_hash()
     differ = [name for name in ("fedloom", "torch", "numpy") if then.get(name, now[name]) != now[name]]

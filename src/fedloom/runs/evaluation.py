@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of a round."""
+"""The lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def evaluation_line(
         "time/simulated": state.seconds,
         **_spent(exp, state),
     }
-    # JSON has no word for a number that is not finite, such as the time of devices that are slow beyond measure.
+    # JSON cannot express a number that is not finite, such as the time of a device that is infinitely slow.
     line = {name: value for name, value in line.items() if math.isfinite(value)}
     return line | dict(found) | ({"excluded": list(excluded)} if excluded else {})
 
 
 def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
-    """Epsilon up to this round, where uploads are private; at the end also of later rounds that were taken back."""
+    """Epsilon up to this round, if uploads are private; at the end, later rounds that were undone are included."""
     if exp.guard is None or state.ledger is None:
         return {}
     before = exp.guard.spent if state.round == exp.rounds else 0.0
@@ -56,10 +56,10 @@ def _spent(exp: Experiment, state: RunState) -> dict[str, float]:
 def lines_of(
     exp: Experiment, state: RunState, store: ClientStore, excluded: tuple[int, ...], found: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """What is recorded of a round: its evaluation, or only who was excluded, or nothing.
+    """What is recorded of a round: its evaluation, or only the excluded clients, or nothing.
 
-    Where a run ends between two evaluations, the last one has a line of its own, which can be taken away
-    again if the run goes on.
+    Where a run ends between two evaluations, its last evaluation has a separate line, which is removed
+    if the run continues.
     """
     if state.round % exp.evaluate.every == 0:
         return [evaluation_line(exp, state, store, excluded, found)]

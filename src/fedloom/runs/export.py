@@ -17,11 +17,11 @@ from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.runs.load import Predictor
 
 Format: TypeAlias = Literal["pt2", "onnx"]
-_CLOSE = 1e-4  # how far outputs of the exported net may be from ours, as a share of the largest where that is above 1
+_CLOSE = 1e-4  # tolerated difference of the exported net's outputs, relative to the largest output if that is above 1
 
 
 def export(models: Predictor, path: Path, kind: Format) -> float:
-    """Write the model and how its inputs are prepared; returns the largest difference between its outputs and ours."""
+    """Write the model and the preparation of inputs; returns the largest difference from the original's outputs."""
     net = models.module
     x = example_rows(models)
     part = disk.new_part(path)
@@ -33,7 +33,7 @@ def export(models: Predictor, path: Path, kind: Format) -> float:
             theirs, ours = torch.from_numpy(said), net(x)
         apart = float((theirs - ours).abs().max())
         if not agree(theirs, ours):
-            raise DataError(f"{path}: the exported net differs from ours by {apart:.3g}, so it was not written")
+            raise DataError(f"{path}: the exported net differs from the original by {apart:.3g}, so it was not written")
         os.chmod(part, 0o600)
         os.replace(part, path)
     finally:
@@ -42,7 +42,7 @@ def export(models: Predictor, path: Path, kind: Format) -> float:
 
 
 def agree(theirs: Tensor, ours: Tensor) -> bool:
-    """Whether outputs differ by rounding alone."""
+    """Whether outputs differ only by rounding."""
     return bool((theirs - ours).abs().max() <= _CLOSE * max(1.0, float(ours.abs().max())))
 
 

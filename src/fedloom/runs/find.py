@@ -31,7 +31,7 @@ from fedloom.models.net import NetSpec
 KEYS = {"data": "source", "partition": "kind", "model": "kind", "algorithm": "kind", "topology": "kind"}
 DEFAULTS = {"data": "digits", "partition": "dirichlet", "model": "mlp", "algorithm": "fedavg", "topology": "ring"}
 _PACKAGE = "fedloom.algorithms"
-USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is looked through, too
+USER_ALGORITHMS = "algorithms"  # a folder of this name in the working folder is searched, too
 
 
 def algorithms(*, own: bool = True) -> dict[str, type[AnyAlgorithm]]:
@@ -48,7 +48,7 @@ def user_algorithms() -> list[Path]:
     return sorted(p for p in folder.glob("*.py") if not p.name.startswith("_")) if folder.is_dir() else []
 
 
-@functools.cache  # a comparison asks for it in each of its cells
+@functools.cache  # a comparison calls it for each of its cells
 def _packaged(name: str) -> type[AnyAlgorithm]:
     """The algorithm in the package's file of this name; no other file is imported."""
     return _only(importlib.import_module(f"{_PACKAGE}.{name}"))
@@ -94,7 +94,7 @@ def name_of(cls: type[AnyAlgorithm]) -> str:
 
 
 def _is_kind_of(thing: Any, base: type[Any]) -> bool:
-    """Whether ``thing`` is a subclass of ``base`` that can be made."""
+    """Whether ``thing`` is a subclass of ``base`` that can be instantiated."""
     return inspect.isclass(thing) and issubclass(thing, base) and thing is not base and not inspect.isabstract(thing)
 
 
@@ -221,7 +221,7 @@ def choices_named(word: str) -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    """Whether data of this name are a file or a folder; ``mnist`` is the published set whatever folder lies here."""
+    """Whether this name is a file or folder; ``mnist`` is the published set even if a folder has its name."""
     if name in kinds(*_HOMES["data"]) or (".py:" in name and usercode.is_reference(name)):
         return False
     return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or is_folder(name)

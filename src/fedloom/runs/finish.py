@@ -1,4 +1,4 @@
-"""What a run folder holds after the last round: the models, the clients, the curves, the summary."""
+"""What is written after the last round: the models, the clients, the curves, the summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedloom.runs.result import History
 from fedloom.runs.settings import config_hash
 from fedloom.runs.spent import settle_spent
 
-_MOST_CLASSES = 100  # of a confusion matrix that is kept
+_MOST_CLASSES = 100  # largest confusion matrix that is saved
 
 
 def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
@@ -49,13 +49,13 @@ def finish(
     history: History,
     model: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """What a run folder holds after the last round; other ranks than 0 have a part in it, and write nothing."""
+    """Write the final files of a run folder; all ranks take part, only rank 0 writes."""
     exp = prepared.experiment
     notes = {"algorithm": history.algorithm, "round": str(state.round), "config_hash": config_hash(prepared.config)}
     if wanted_personal(prepared):
         parts = everyone(exp, state, store, model)
         if folder is None:
-            for _ in parts:  # every rank hands over the models of its clients
+            for _ in parts:  # every rank sends the models of its clients
                 pass
         else:
             save_personal(folder.path / PERSONAL, exp, parts, notes)

@@ -2,7 +2,7 @@
 
 config.toml  environment.json  partition.safetensors  partition.json  columns.json     written once
 metrics.jsonl   one line for each evaluation; the same bytes whenever the run is repeated or resumed
-timings.jsonl   how long rounds took; in a file of its own, since it differs from run to run
+timings.jsonl   how long rounds took; a separate file, since it differs from run to run
 work.jsonl      which clients took part in each round and what each did, if evaluate.work is set
 checkpoints/    model.json  model.safetensors  personal.safetensors  clients.csv  curves.csv  curves.png
 noise.key       of a private run, readable by its owner only: with it, the noise can be subtracted
@@ -39,9 +39,9 @@ from fedloom.trust import noise
 from fedloom.trust.noise import Key
 
 METRICS = "metrics.jsonl"
-DAMAGED = "metrics.damaged.jsonl"  # what was found in its place before it was repaired
+DAMAGED = "metrics.damaged.jsonl"  # the damaged file, kept after a repair
 _MANIFEST, _SUMMARY, _LOCK, _CONFIG = "manifest.json", "summary.json", ".lock", "config.toml"
-# Written before the first round. A run goes on only with those that it wrote itself; config.toml may be edited.
+# Written before the first round. A run continues only if they are unchanged; config.toml may be edited.
 _KEY = "noise.key"
 _SETTINGS = (
     *("environment.json", "privacy.json", _KEY, "topology.json", "columns.json"),
@@ -91,7 +91,7 @@ class RunFolder:
 
     def close(self) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # what a full disk did not take was reported when it was written
+            with suppress(OSError):  # a full disk was reported when the write failed
                 file.close()
         os.close(self._lock)
 
@@ -153,11 +153,11 @@ class RunFolder:
         return sum(seconds for seconds in took if isinstance(seconds, float))
 
     def write(self, name: str, value: Any) -> None:
-        """A JSON file, whole or not at all."""
+        """Write a JSON file atomically."""
         disk.write_bytes(self.path / name, _indented(value))
 
     def seal(self) -> None:
-        """Record the hashes of the files that a new run starts with; it will not continue with others."""
+        """Record the hashes of the files that a new run starts with; resuming requires the same ones."""
         self._write_manifest({name: disk.digest(self.path / name) for name in self._present(_CONFIG, *_SETTINGS)})
 
     def unseal(self) -> None:
@@ -192,7 +192,7 @@ class RunFolder:
             except (ValueError, RecursionError):
                 entry = None
             if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
-                return  # cut short by a crash, or damaged; these files are not worth a refusal
+                return  # cut short by a crash, or damaged; these files are not essential
             yield line, entry
 
     def _cut(self, name: str, size: int) -> None:
@@ -216,7 +216,7 @@ class RunFolder:
         return line
 
 
-Lengths = dict[str, Any]  # of the metrics, as a checkpoint remembers them
+Lengths = dict[str, Any]  # of the metrics, as recorded in a checkpoint
 
 
 class Checksums:
@@ -276,7 +276,7 @@ def _indented(value: Any) -> bytes:
 
 # -- folders -------------------------------------------------------------------------------------
 def create(path: Path, config: str) -> RunFolder:
-    """A new run folder; one that already holds anything (but a start that was cut short) is refused.
+    """A new run folder; one that is not empty (except after a start that was cut short) is refused.
 
     It is locked before anything is written: of two runs that start at once, one is refused and changes nothing.
     """
@@ -320,7 +320,7 @@ def unused(path: Path) -> Path:
             disk.make_folder(new, exist_ok=False)
             break
         except FileExistsError:
-            if not path.parent.is_dir():  # a file is in the way of all of them
+            if not path.parent.is_dir():  # a file has the name of a parent folder
                 raise
     return new
 
@@ -330,7 +330,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_key(folder: Path, key: Key) -> None:
-    """Write the key of a run's noise, readable by its owner only, in place of any that is there."""
+    """Write the key of a run's noise, readable by its owner only, replacing an existing one."""
     write_text(folder / _KEY, noise.as_text(key))
 
 
@@ -367,11 +367,11 @@ def save_partition(
 
 # -- reading -------------------------------------------------------------------------------------
 def verify(path: Path, names: Iterable[str]) -> None:
-    """Refuse files of a run folder that are not as the run wrote them; of some the manifest may not know anything."""
+    """Refuse files of a run folder that have changed since the run wrote them; the manifest may lack some."""
     known = _digests(path)
     for name in (name for name in names if name in known):
         if not (path / name).is_file():
-            raise CheckpointError(f"{path / name}: is gone, and the run needs it (put it back, or start a new run)")
+            raise CheckpointError(f"{path / name}: is missing (restore it, or start a new run)")
         found = disk.digest(path / name)
         if found != known[name]:
             what = f"is not what the run wrote (sha256 {found[:12]}, manifest.json says {known[name][:12]})"
@@ -384,7 +384,7 @@ def _digests(path: Path) -> dict[str, str]:
     try:
         return {str(k): str(v) for k, v in json.loads((path / _MANIFEST).read_bytes())["sha256"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = "delete it to go on without a check of the files"
+        why = "delete it to continue without checking the files"
         raise CheckpointError(f"{path / _MANIFEST}: is damaged ({why})") from error
 
 
@@ -394,25 +394,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_ended(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run that has ended, which must be as it wrote them."""
+    """The evaluations of a run that has ended; they must be unchanged."""
     verify(path, (METRICS, "partition.json", "privacy.json"))
-    if METRICS not in _digests(path):  # of earlier versions: the newest checkpoint knows how the metrics were
+    if METRICS not in _digests(path):  # of earlier versions: the newest checkpoint has the checksums of the metrics
         refuse_cut_metrics(path)
     return read_metrics(path)
 
 
 def refuse_cut_metrics(path: Path) -> None:
-    """Refuse metrics that are not what the newest checkpoint needs; while a run lasts, they are always."""
+    """Refuse metrics that do not match the newest checkpoint; during a run they always match."""
     saved = checkpoint.readable(path / "checkpoints")
     fault = _fault(path / METRICS, saved[max(saved)]["lengths"]) if saved else ""
     if fault:
         raise CheckpointError(fault)
 
 
-# -- while a run lasts ---------------------------------------------------------------------------
+# -- during a run --------------------------------------------------------------------------------
 @contextmanager
 def held(path: Path | None, opened: Callable[[Path], RunFolder], ranks: Ranks) -> Iterator[RunFolder | None]:
-    """The run folder, where there is one, for as long as the run lasts; only rank 0 has it."""
+    """The run folder, if there is one, for the duration of the run; only rank 0 has it."""
     folder = None
     with ranks.agreed(), storage(path):
         if path is not None and ranks.leads:
@@ -426,7 +426,7 @@ def held(path: Path | None, opened: Callable[[Path], RunFolder], ranks: Ranks) -
 
 @contextmanager
 def storage(path: Path | None) -> Iterator[None]:
-    """A disk that is full or refuses a write ends the run with one clear error."""
+    """Turn a failed write, such as on a full disk, into one clear error that ends the run."""
     try:
         yield
     except OSError as error:
@@ -441,6 +441,6 @@ def storage(path: Path | None) -> Iterator[None]:
 def intact(path: Path | None) -> str:
     """How to resume a run that ends early, in words; empty if there is no checkpoint."""
     saved: dict[int, Any] = {}
-    with suppress(OSError):  # an unreadable folder gives no hint
+    with suppress(OSError):  # no hint for an unreadable folder
         saved = checkpoint.readable(path / "checkpoints") if path is not None else {}
     return f"; the last checkpoint is intact: fedloom resume {path}" if saved else ""

@@ -22,18 +22,18 @@ def clients_to_forget(table: dict[str, Any], clients: Sequence[int]) -> list[int
     kind, before = table["algorithm"]["kind"], table["algorithm"].get("forget", [])
     if not issubclass(find_algorithm(kind, "algorithm.kind"), Unlearns):
         able = " or ".join(name for name, cls in algorithms(own=False).items() if issubclass(cls, Unlearns))
-        why = f"what a client gave cannot be taken out of {kind} exactly"
-        raise ConfigError([Fault("--forget", why, f"take algorithm.kind={able}, or run it without the client")])
+        why = f"{kind} cannot unlearn a client exactly"
+        raise ConfigError([Fault("--forget", why, f"use algorithm.kind={able}, or train again without the client")])
     return list(dict.fromkeys([*before, *clients]))
 
 
-_FAR = 10_000  # rounds in which a client should have come again
+_FAR = 10_000  # rounds within which a client should take part again
 
 
 def until_forgotten(
     config: Config, exp: Experiment, path: Path, at: int | None, forget: Sequence[int], *, given: bool
 ) -> Config:
-    """The experiment with as many rounds as it takes until these clients have come once more."""
+    """The experiment with as many rounds as it takes until these clients have taken part once more."""
     folder, store = path / "checkpoints", RamStore(exp.federation.clients)
     state = checkpoint.load_state(folder, begin(exp), store, at=at, blank=blank_client(exp)).state
     assert isinstance(exp.algorithm, Unlearns)
@@ -44,9 +44,9 @@ def until_forgotten(
         missing -= set(exp.present(needed).drawn.ids.tolist())
         needed += 1
     if missing:
-        raise ConfigError([Fault("--forget", f"client {min(missing)} does not come in the next {_FAR:,} rounds")])
+        raise ConfigError([Fault("--forget", f"client {min(missing)} does not take part in the next {_FAR:,} rounds")])
     if given and config.basics.rounds < needed:
-        why = f"the clients to be forgotten come until round {needed} (got {config.basics.rounds})"
+        why = f"the clients to forget have all taken part only by round {needed} (got {config.basics.rounds})"
         raise ConfigError([Fault("--rounds", why, f"give {needed}, or leave it out")])
     rounds = max(config.basics.rounds, needed)
     return config._replace(basics=config.basics.model_copy(update={"rounds": rounds}))

@@ -1,4 +1,4 @@
-"""Privacy as it is in one run: for its sampling, its rounds and its clients."""
+"""Privacy in one run: for its sampling, its rounds and its clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.trust.noise import Key
 
 
 def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
-    """Privacy as it is in this run: for its sampling, its rounds and its clients."""
+    """Privacy in this run: for its sampling, its rounds and its clients."""
     how, cohort = config.privacy, config.cohort
     key = noise.seeded(config.basics.seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
@@ -54,7 +54,7 @@ def _local_uses(config: Config, fed: Federation) -> tuple[int, ...]:
 
 
 def noise_of(guard: Guard, sums: HiddenSums) -> Noise:
-    """What the algorithm must know of how its sums, or means, are hidden."""
+    """What the algorithm must know of the noise on its sums or means."""
     if guard.features is not None:
         std = guard.release.noise * sums.sensitivity
         return Noise(guard.features, std, std / sums.cross_scale, of_means=True)
@@ -63,14 +63,14 @@ def noise_of(guard: Guard, sums: HiddenSums) -> Noise:
 
 
 def _sums(config: Config, norm: float) -> HiddenSums:
-    """How far one example of features no longer than ``norm`` can move a client's sums, or a client its means."""
+    """The sensitivity: of a client's sums to one example with features of at most ``norm``, or of means to a client."""
     scale, sends = config.privacy.cross_scale, private_sums(config.algorithm)
     counts = sends is not None and sends.sends_counts
     return HiddenSums(sensitivity(norm, cross_scale=scale, counts=counts), scale, counts)
 
 
 def _guard_of_sums(config: Config, fed: Federation, norm: float, key: Key) -> Guard:
-    """The same of sums over examples, each of which is in one sum of one client, and is released once."""
+    """The same for sums over examples; each example is in one sum of one client, and is released once."""
     how, able, sums = config.privacy, int((fed.train.sizes > 0).sum()), _sums(config, norm)
     release = Release(how.multiplier, how.mechanism == "local", "all", able, able)
     if how.epsilon is not None:

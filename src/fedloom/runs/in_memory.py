@@ -1,4 +1,4 @@
-"""Data and nets that are handed over in Python instead of being named."""
+"""Data and nets that are passed in Python instead of being named."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedloom.models.net import NetSpec, with_outputs
 
 
 class InMemory(Source):
-    """Data that was handed over in Python; it cannot be loaded again from its name."""
+    """Data that was passed in Python; it cannot be loaded again by name."""
 
     kind: ClassVar[str] = "in-memory"
 
     def read(self, root: Path) -> Rows:  # noqa: ARG002
-        raise DataError("the data of this experiment was handed over in Python: pass it again with data=...")
+        raise DataError("the data of this experiment was passed in Python: pass it again with data=...")
 
 
 class GivenNet(NetSpec):
-    """A net that was handed over in Python; training starts from the parameters that it has."""
+    """A net that was passed in Python; training starts from its parameters."""
 
     kind: ClassVar[str] = "in-memory"
     buffers: Literal["average", "local"] = "average"
@@ -53,12 +53,12 @@ def is_handed_over(data: Any) -> bool:
 
 
 def as_arrays(data: Any, seed: int, *, numbers: bool = False) -> Arrays | None:
-    """The data itself, where it was handed over; ``numbers``: its labels are numbers to be learned."""
+    """The data itself, if it was passed; ``numbers``: its labels are regression targets."""
     return from_anything(data, seed=seed, numbers=numbers) if is_handed_over(data) else None
 
 
 def section_of(data: Any, partition: Any) -> dict[str, Any]:
-    """The sections of an experiment that follow from data that was handed over."""
+    """The sections of an experiment that follow from data that was passed in Python."""
     found: dict[str, Any] = {"data": {"source": InMemory.kind}}
     if names_clients(data) and (partition is None or isinstance(partition, Mapping)):
         found["partition"] = {"kind": "natural", **(partition or {})}

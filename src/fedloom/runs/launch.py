@@ -1,8 +1,8 @@
 """Start several ranks of one run on this machine, as torchrun would.
 
-Each rank is a process of its own. They meet in a folder that nobody else can open, and listen on the loopback interface
-alone. They have a session of their own, so that Ctrl-C reaches only the launcher, which passes it on once; and they
-end when it dies.
+Each rank is a process. Ranks meet in a folder that no other user can open, and listen only on the loopback interface.
+They run in a separate session, so that Ctrl-C reaches only the launcher, which forwards it once. They end when the
+launcher dies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import torch
 
 PARENT = "FEDLOOM_PARENT"  # the process that started this one
-_PREFIX = "fedloom-ranks-"  # of the folders in which ranks meet, before the number of the launcher
-_GRACE = 30.0  # seconds that the others have to end by themselves once one has failed
-_LOOK = 0.05  # seconds between two looks at the ranks
-_MOST = 16  # ranks for each core: more of them would only wait
+_PREFIX = "fedloom-ranks-"  # prefix of the rendezvous folders; the launcher's process number follows
+_GRACE = 30.0  # seconds for the other ranks to end by themselves after one has failed
+_LOOK = 0.05  # seconds between two checks of the ranks
+_MOST = 16  # most ranks for each core: more would only wait
 
 
 def count(wanted: str, device: torch.device, cohort: int | None = None, clients: int | None = None) -> int:
@@ -45,9 +45,9 @@ def count(wanted: str, device: torch.device, cohort: int | None = None, clients:
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError([Fault("--ranks", f"should be a number of processes or auto (got '{wanted}')")])
     if clients is not None and int(wanted) > clients:
-        raise ConfigError([Fault("--ranks", f"there are {clients} clients to share out (got {wanted})")])
+        raise ConfigError([Fault("--ranks", f"there are only {clients} clients (got {wanted})")])
     if int(wanted) > _MOST * cores():
-        raise ConfigError([Fault("--ranks", f"this machine has {cores()} cores (got {wanted})", "use auto")])
+        raise ConfigError([Fault("--ranks", f"this machine has only {cores()} cores (got {wanted})", "use auto")])
     return int(wanted)
 
 
@@ -67,7 +67,7 @@ def cores() -> int:
 def launch(words: list[str], ranks: int) -> tuple[int, str]:
     """Run ``fedloom words...`` as ``ranks`` processes; returns the exit code of rank 0 and what it could not report.
 
-    If one of them fails, the others are given a moment to say so, and are then ended.
+    If one of them fails, the others get a moment to report it, and are then stopped.
     """
     folder = meeting()
     processes = [_started(words, rank, ranks, folder) for rank in range(ranks)]
@@ -81,28 +81,28 @@ def launch(words: list[str], ranks: int) -> tuple[int, str]:
             process.wait()
         shutil.rmtree(folder, ignore_errors=True)
     code = processes[0].returncode
-    if code < 0 and passed:  # before it could take it for a wish to stop
+    if code < 0 and passed:  # before it could mistake it for a request to stop
         raise KeyboardInterrupt
     rank = failed or 0
     ended = f"rank {rank} of {ranks} {_end(processes[rank].returncode)}"
     if code < 0:
         raise LostRankError(f"{ended}; {_what_is_left(words)}")
-    lost = rank > 0 and processes[rank].returncode < 0  # of which rank 0 only knows that it is gone
+    lost = rank > 0 and processes[rank].returncode < 0  # rank 0 only knows that it is gone
     return code, f"{ended}; {_what_is_left(words)}" if lost else ""
 
 
 def _what_is_left(words: list[str]) -> str:
-    """How a run whose ranks were lost goes on, if it can."""
+    """How to resume a run whose ranks were lost, if it can be."""
     given = words[1:]  # the first is the command
     named = [word.removeprefix("--out=") for word in given]
     runs = [word for word in named if (Path(word) / "config.toml").is_file()]
     if not runs and ("--out" in given or named != given):
         return "nothing had been saved"
-    return f"what has been saved goes on with: fedloom resume {runs[0] if runs else 'RUN'}"
+    return f"continue from the last checkpoint with: fedloom resume {runs[0] if runs else 'RUN'}"
 
 
 def meeting() -> Path:
-    """A folder in which ranks of this machine can meet: only their user can open it, and it holds their secret."""
+    """The rendezvous folder of the ranks on this machine: only their user can open it, and it contains their secret."""
     from fedloom.engine.ranks import SECRET
 
     _remove_stale()
@@ -133,7 +133,7 @@ def _runs(process: int) -> bool:
 
 
 def without_ranks(words: list[str]) -> list[str]:
-    """The words of a command line but for how many ranks there are to be."""
+    """The command-line arguments without the number of ranks."""
     found, skip = [], False
     for word in words:
         if skip or word == "--ranks" or word.startswith("--ranks="):
@@ -144,7 +144,7 @@ def without_ranks(words: list[str]) -> list[str]:
 
 
 def follow_parent(world: Mapping[str, str] = os.environ) -> None:
-    """Let a rank that was started here be stopped, as by SIGTERM, when its launcher dies."""
+    """Stop a rank that was started here when its launcher dies, as by SIGTERM."""
     if PARENT in world and platform.system() == "Linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
@@ -164,7 +164,7 @@ def rank_environment(rank: int, ranks: int, folder: Path) -> dict[str, str]:
         MEETING: folder,
         PARENT: os.getpid(),
     }
-    # Nothing listens on a network, whatever the name of this machine and the variables set for other programs.
+    # Never listen on a network, whatever this machine's name and the variables set for other programs.
     loopback = {"Linux": "lo", "Darwin": "lo0"}.get(platform.system())
     world |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
     return {"OMP_NUM_THREADS": "1", **os.environ, **{key: str(value) for key, value in world.items()}}
@@ -181,7 +181,7 @@ def _started(words: list[str], rank: int, ranks: int, folder: Path) -> subproces
 
 
 def _watched(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that failed first, once all have ended, or have had the time to."""
+    """The rank that failed first, once all have ended or run out of time."""
     failed, until = None, float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if failed is None:
@@ -195,7 +195,7 @@ def _watched(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
 @contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Signals to this process reach every rank; those that did are in the list."""
+    """Forward signals from this process to every rank; the list has those that were forwarded."""
     passed: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:

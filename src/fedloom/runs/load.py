@@ -31,7 +31,7 @@ from fedloom.runs.models import COLUMNS, COMMON, PERSONAL, RECORD, ModelRecord
 from fedloom.runs.settings import net_spec_of
 
 _CHUNK = 1024  # rows of one forward pass
-_SEARCHED, _LISTED = 5000, 20  # clients whose names are compared with one that is unknown, and that are named at most
+_SEARCHED, _LISTED = 5000, 20  # most clients that an unknown name is compared with and that a message lists
 
 
 class ModelFiles(NamedTuple):
@@ -78,7 +78,7 @@ class Predictor:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What each number that ``module`` takes is, where the run learned from a table."""
+        """The names of the inputs of ``module``, if the run learned from a table."""
         return () if self._recipe is None else self._recipe.names
 
     @property
@@ -150,14 +150,14 @@ class Predictor:
         return new_rows(data, self._recipe, self._record.shape, images=self._record.images)
 
     def outputs(self, rows: NewRows, *, by_client: bool = False) -> Tensor:
-        """What the nets say of each row.  ``[rows, classes]``"""
+        """The outputs of the nets for each row.  ``[rows, classes]``"""
         x = torch.from_numpy(np.ascontiguousarray(rows.x))
         if not by_client:
             return self._forward(self._ready(self._default()), x)
         if rows.clients is None:
             column = self._recipe.client if self._recipe is not None else None
             fix = f"no column '{column}' is in it" if column else "the run's data did not name them"
-            raise DataError(f"{rows.at}: does not say which client holds a row ({fix})")
+            raise DataError(f"{rows.at}: does not name the client of each row ({fix})")
         strangers = sorted({name for name in rows.clients if name not in self.clients})
         if strangers:
             raise DataError(f"{rows.at}: clients that the run does not know: {', '.join(strangers[:10])}")
@@ -170,7 +170,7 @@ class Predictor:
 
     def _default(self) -> str | None:
         if self._chosen is None and not self.has_common_model:
-            what = f"with {self._record.algorithm} every client has a model of its own, and there is no common one"
+            what = f"with {self._record.algorithm} every client has its own model, and there is no common one"
             raise DataError(f"{what}: choose a client ({', '.join(self.clients[:10])}), or predict by client")
         return self._chosen
 
@@ -222,7 +222,7 @@ def _as_values(labels: Sequence[str]) -> NDArray[Any]:
 
 
 def _fill(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a net these tensors; buffers that are not saved with a net are filled, too."""
+    """Load these tensors into a net; buffers that are not saved with a net are filled, too."""
     known = net.state_dict()
     net.load_state_dict({name: x for name, x in tensors.items() if name in known}, strict=False)
     hidden = {name: x for name, x in net.named_buffers() if name not in known}
@@ -232,7 +232,7 @@ def _fill(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _personal(path: Path, row: int, record: ModelRecord) -> dict[str, Tensor]:
-    """The tensors of one client's model, of which nothing else is read."""
+    """The tensors of one client's model; the rest of the file is not read."""
     try:
         with safe_open(path, framework="pt") as file:
             w, buffers = (file.get_slice(part)[row : row + 1].squeeze(0) for part in ("w", "buffers"))
@@ -252,8 +252,8 @@ def _named_parts(flat: Tensor, layout: Mapping[str, tuple[int, ...]]) -> dict[st
 def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> Predictor:
     """The models of a finished run.
 
-    ``model``: the net itself, for a run whose net was handed over in Python. ``trust``: code that the run folder names
-    may run, although you have not run it before.
+    ``model``: the net itself, for a run whose net was passed in Python. ``trust``: run code that the run folder names
+    even if you have never run it.
     """
     path = Path(run_dir)
     if not (path / RECORD).is_file():
@@ -268,7 +268,7 @@ def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = F
 
 
 def _meant(called: str, clients: Sequence[str]) -> str:
-    """A hint at the client that was meant; not all of very many are listed."""
+    """A hint at the client that was meant; long lists are shortened."""
     hint = nearest(called, clients[:_SEARCHED])
     many = len(clients) > _LISTED and hint.startswith("known")
     return f"there are {len(clients):,}: {', '.join(clients[:5])}, ..." if many else hint

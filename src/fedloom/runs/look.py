@@ -1,4 +1,4 @@
-"""A run folder as it is shown: read without a lock and without running anything, also while the run goes on."""
+"""A run folder as it is shown: read without a lock and without running any code, also while the run is running."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_run(folder: Path) -> bool:
 
 
 def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str, ...] = ()) -> RunView:
-    """What a run folder shows at this moment."""
+    """The current contents of a run folder."""
     if not is_run(folder):
         raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
     records = json_lines(folder / "metrics.jsonl")
@@ -60,7 +60,7 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
 
 
 def _changed(folder: Path) -> tuple[str, ...]:
-    """The files with numbers that are shown and are not what the run wrote; a run has to end before they are known."""
+    """The files with shown numbers that have changed since the run wrote them; known only after the run has ended."""
     try:
         known = json_file(folder / "manifest.json").get("sha256", {})
     except CheckpointError:
@@ -94,12 +94,12 @@ def json_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: is not what fedloom writes (it holds no object)")
+        raise CheckpointError(f"{path}: was not written by fedloom (it is not a JSON object)")
     return found
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that grows: a round and numbers in each; a line that is only half written is left out."""
+    """The lines of a growing file: a round and numbers in each; an incomplete last line is skipped."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def csv_lines(path: Path, needed: tuple[str, ...]) -> list[dict[str, str]]:
     except (OSError, ValueError, csv.Error) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if any(name not in line for line in lines[:1] for name in needed):
-        raise CheckpointError(f"{path}: is not what fedloom writes (it has no column '{needed[0]}')")
+        raise CheckpointError(f"{path}: was not written by fedloom (it has no column '{needed[0]}')")
     return [{str(k): str(v) for k, v in line.items() if k is not None} for line in lines]
 
 
@@ -148,12 +148,12 @@ def _counts(path: Path) -> Ints | None:
     if found is not None and (
         found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind != "i" or (found < least).any()
     ):
-        raise CheckpointError(f"{path}: is not what fedloom writes (see 'counts')")
+        raise CheckpointError(f"{path}: was not written by fedloom (see 'counts')")
     return found
 
 
 def _unmeasured(counts: Ints | None, partition: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The clients of a run that has not ended, of which only the partition is known."""
+    """The clients of a run that has not ended; only their partition is known."""
     labels = partition.get("labels")
     if counts is None or not len(counts) or not isinstance(labels, list) or len(labels) <= counts[:, 1].max():
         return []

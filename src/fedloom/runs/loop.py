@@ -37,8 +37,8 @@ class Progress(NamedTuple):
 
     round: int
     rounds: int
-    metrics: dict[str, float]  # of the newest evaluation
-    excluded: tuple[int, ...]  # clients left out of this round because their work was not finite
+    metrics: dict[str, float]  # the newest evaluation
+    excluded: tuple[int, ...]  # clients excluded from this round because their updates were not finite
     clients: int  # that trained in this round
     seconds: float  # that this round took
     late: int = 0  # of these clients, how many missed the deadline
@@ -74,7 +74,7 @@ class InterruptedRun(KeyboardInterrupt):
 
 
 def drive(prepared: Prepared, folder: RunFolder | None, how: Resumption | None, listener: Listener) -> History:
-    """Run the loop, from the first round or as a run that goes on; errors say what was saved."""
+    """Run the loop, from the first round or from a checkpoint; errors say what was saved."""
     place = prepared.experiment.ranks.broadcast(str(folder.path) if folder else None)
     path = Path(place) if place is not None else None
     try:
@@ -187,7 +187,7 @@ def _progress(
 
 
 def _result(run: _Run, state: RunState, records: list[dict[str, Any]], seconds: float) -> History:
-    """The finished run, once its folder holds the model, the curves and the summary."""
+    """The finished run, after the model, the curves and the summary are written."""
     exp, config = run.exp, run.prepared.config
     model = common_model(exp, state, run.store)
     history = History(
@@ -213,7 +213,7 @@ def _store(config: Config, exp: Experiment, folder: Path | None) -> ClientStore:
 def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event]:
     """Ctrl-C and SIGTERM finish the round, so that it can be saved; a second one stops at once.
 
-    The launcher of several ranks may pass on a signal that has reached them already: that is not a second one.
+    The launcher of several ranks may forward a signal that has reached them already: this is not a second one.
     """
     stop, asked = threading.Event(), 0.0
     if threading.current_thread() is not threading.main_thread():

@@ -2,7 +2,7 @@
 
 model.json             classes, clients, the net's settings, how inputs are scaled (a table's columns: columns.json)
 model.safetensors      the common model
-personal.safetensors   one row for each client, where clients have models of their own
+personal.safetensors   one row for each client, if clients have their own models
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import as_table
 
 RECORD, COMMON, PERSONAL, COLUMNS = "model.json", "model.safetensors", "personal.safetensors", "columns.json"
-_PART_BYTES = 1 << 24  # of the common model that are repeated in memory for clients without one of their own
-_MOST_BYTES = 1 << 30  # of personal models that are saved without being asked for
+_PART_BYTES = 1 << 24  # of repeated common models in memory, for clients without their own
+_MOST_BYTES = 1 << 30  # largest personal models that are saved by default
 
 
 class ModelRecord(BaseModel):
-    """What a model is, and what it is fed."""
+    """What a model is, and what its inputs are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class ModelRecord(BaseModel):
     images: bool = False  # inputs are pixels of 0 to 255
     layout: dict[str, tuple[int, ...]]  # of a row of personal models
     buffer_layout: dict[str, tuple[int, ...]]
-    personal: bool  # whether clients have models of their own
+    personal: bool  # whether clients have their own models
     data: str  # what the run learned from
 
 
@@ -77,15 +77,15 @@ def record_of(prepared: Prepared) -> ModelRecord:
 
 
 def are_personal(exp: Experiment) -> bool:
-    """Whether clients predict with models of their own."""
+    """Whether clients predict with their own models."""
     shares = exp.algorithm.family in ("server", "closed_form") and not adaptation_of(exp.algorithm)
     return not (shares and exp.buffers == "average")
 
 
 def wanted_personal(prepared: Prepared) -> bool:
-    """Whether the clients' own models are saved: on demand, or where they are not too many."""
+    """Whether the clients' own models are saved: on request, or if they are not too large."""
     exp, wish = prepared.experiment, prepared.config.checkpoint.personal
-    if wish == "none" or not are_personal(exp) or exp.fleet is not None:  # nodes save theirs, and send them to nobody
+    if wish == "none" or not are_personal(exp) or exp.fleet is not None:  # nodes save their models and do not send them
         return False
     row = exp.task.size + exp.task.buffers0.numel()
     return wish == "all" or 4 * row * exp.federation.clients <= _MOST_BYTES
@@ -101,7 +101,7 @@ def fixed_tensors(exp: Experiment) -> dict[str, Tensor]:
 def everyone(
     exp: Experiment, state: RunState, store: ClientStore, common: tuple[Tensor, Tensor] | None
 ) -> Iterator[ClientModels]:
-    """The models of all clients, some at a time; one that nothing is known of has the common model."""
+    """The models of all clients, some at a time; a client without a kept state has the common model."""
     left = torch.ones(exp.federation.clients, dtype=torch.bool)
     with torch.no_grad():
         for part in everyones_models(exp, state, store, torch.arange(exp.federation.clients)):
@@ -114,7 +114,7 @@ def everyone(
 
 
 def save_personal(path: Path, exp: Experiment, parts: Iterator[ClientModels], notes: Mapping[str, str]) -> None:
-    """One row for each client, in the order of the clients, and beside them what all of them share."""
+    """One row for each client, in the order of the clients, and the tensors that all of them share."""
     clients, task = exp.federation.clients, exp.task
     fixed = fixed_tensors(exp)
     form: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -1,4 +1,4 @@
-"""What a run folder and ``fedloom describe topology`` say of a network, in numbers and as a picture."""
+"""The numbers and the picture of a network, for run folders and ``fedloom describe topology``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.engine.topology.network import Moment, Topology
 
 
 def described(topology: Topology, nodes: int, seed: int, sizes: Iterable[int] | None = None) -> dict[str, Any]:
-    """What a run folder says of its network: the numbers, and the graph of the first round."""
+    """What a run folder records of its network: the numbers, and the graph of the first round."""
     found = facts(topology, nodes, seed, None if sizes is None else tuple(sizes))
     return found._asdict() | {"first_round": topology.edges(nodes, Moment(seed)).tolist()}
 

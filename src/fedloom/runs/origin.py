@@ -1,4 +1,4 @@
-"""Where a run began: the folder from which its relative paths lead, and the folder of its data sets."""
+"""Where a run began: the folder from which its relative paths are resolved, and the folder of its data sets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def whereabouts(root: Path | None) -> dict[str, str]:
 
 @contextmanager
 def from_its_folder(run: Path) -> Iterator[Path]:
-    """The run folder, with the working folder from which the files of the run are found: here, or where it began.
+    """The run folder, and the working folder with the files of the run: the current one, or the one where it began.
 
-    Whoever resumes a run from another folder need not know from which one it was started.
+    A run can thus be resumed from another folder than the one it was started from.
     """
     home = Path(str(read_environment(run).get("folder", "")))
     away = [name for name in _relative_names(run) if not Path(name).exists()]
@@ -58,7 +58,7 @@ def _relative_names(run: Path) -> list[str]:
 
 
 def _data_of(run: Path) -> dict[str, Any]:
-    """The section ``data`` of a run; empty where it is damaged, which is refused where it is needed."""
+    """The section ``data`` of a run; empty if it is damaged, which is refused later if the data is needed."""
     with suppress(OSError, ValueError, RecursionError):
         data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
         return data if isinstance(data, dict) else {}

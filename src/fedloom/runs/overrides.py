@@ -1,4 +1,4 @@
-"""Settings on top of an experiment: ``key=value`` words, and switching from one kind of thing to another."""
+"""Settings on top of an experiment: ``key=value`` arguments, and switching a section from one kind to another."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedloom.runs.settings import SECTIONS, fact, toml_of, with_defaults
 
 
 def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """``table`` with ``section.key=value`` settings applied, and what had to be left out for them.
+    """``table`` with ``section.key=value`` settings applied, and what had to be dropped for them.
 
     Where a setting changes a section's kind, the settings of the old kind that the new one does not
-    know are left out, and said to be. So are those of the table that had an effect before, and have none any more.
+    have are dropped and reported. So are those of the table that lose their effect.
     """
     given = read_pairs(settings)
-    usercode.vouch(given)  # code that is named on the command line is meant to run
+    usercode.vouch(given)  # naming code on the command line is consent to run it
     out, notes = assign(table, given)
     notes += _unsuited(out, given)
     out, left_out = without_idle(out, {*given, *idle(table)})
@@ -31,7 +31,7 @@ def override(table: Mapping[str, Any], settings: Iterable[str]) -> tuple[dict[st
 
 
 def read_pairs(settings: Iterable[str]) -> dict[str, Any]:
-    """The values of ``key=value`` words by their keys."""
+    """The values of ``key=value`` arguments by their keys."""
     faults: list[Fault] = []
     given: dict[str, Any] = {}
     for setting in settings:
@@ -58,7 +58,7 @@ def _unsuited(table: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
     if section not in table or any(key.split(".")[0] == section for key in given):
         return []
     del table[section]
-    return [f"the section {section} is of no use to {chosen} and was left out"]
+    return [f"the section {section} is not used by {chosen} and was left out"]
 
 
 def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -109,7 +109,7 @@ def idle(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _class_of(section: str, given: Mapping[str, Any]) -> type[Spec] | None:
-    """The class whose settings the section has; None where there is no telling."""
+    """The class whose settings the section has; None if unknown."""
     if section not in KEYS:
         return SECTIONS.get(section)
     try:
@@ -150,7 +150,7 @@ def _lookup(table: Mapping[str, Any]) -> Lookup:
 
 
 def _read(cls: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a section of a file stands for, its lists as tuples."""
+    """The settings of a section of a file, its lists as tuples."""
     return with_presets(cls, as_python_has_it(cls, given))
 
 
@@ -164,23 +164,23 @@ def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str
     try:
         cls = CHOOSE[section](str(name), f"{section}.{key}")
     except ConfigError:
-        return old | {key: name}, []  # parse will say so, together with whatever else is wrong
+        return old | {key: name}, []  # parse will report it with all other faults
     known = {field.alias or n for n, field in cls.model_fields.items()}
     keep = {k: v for k, v in old.items() if k in known}
     return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
 
 
 def value_of(text: str) -> Any:
-    """What is meant by a value written on the command line."""
+    """The value that a text on the command line means."""
     try:
         return toml_of(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         pass
-    except ValueError:  # a whole number beyond 64 bits, maybe in a list: whoever is given it says what is wrong
+    except ValueError:  # an integer beyond 64 bits, perhaps in a list: its validator reports it
         return int(text) if re.fullmatch(r"[+-]?\d{1,4000}", text) else text
     if text.startswith("[") and text.endswith("]") and not set("[]{}") & set(text[1:-1]):
-        return [value_of(word.strip()) for word in text[1:-1].split(",") if word.strip()]  # a shell takes quotes away
+        return [value_of(word.strip()) for word in text[1:-1].split(",") if word.strip()]  # a shell removes quotes
     try:
-        return float(text)  # .5 is a number to everybody but TOML
+        return float(text)  # TOML alone does not read .5 as a number
     except ValueError:
         return text

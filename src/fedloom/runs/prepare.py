@@ -1,4 +1,4 @@
-"""From settings to objects: load the data, share it out, build the net, choose the executor."""
+"""From settings to objects: load the data, partition it, build the net, choose the executor."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _CHUNK = 512  # examples of one forward pass
 
 
 class Shared(NamedTuple):
-    """The data, and who has which of it."""
+    """The data and its partition."""
 
     arrays: Arrays
     owner: Ints  # [n] the client of each row that is not a test row
-    held_out: NDArray[np.bool_]  # [n] whether its client keeps it for its own test
+    held_out: NDArray[np.bool_]  # [n] whether its client holds it out for its own test
     clients: int
     notes: tuple[str, ...]  # the repairs that the partition needed
     proxy: Arrays  # what the server took before the rest was split among clients
     bad: tuple[int, ...] = ()  # the bad clients, in order
-    corruption: str = ""  # what they do
+    corruption: str = ""  # the kind of corruption
     validation: NDArray[np.bool_] | None = None  # [n] whether it is for validation, where any is
-    elsewhere: bool = False  # whether the clients' rows are on their own machines, and only their number is known here
+    elsewhere: bool = False  # whether the clients' rows are on their machines, and only the counts are known here
 
     @property
     def labels(self) -> Ints:
@@ -80,7 +80,7 @@ class Shared(NamedTuple):
         return ~self.held_out if self.validation is None else ~self.held_out & ~self.validation
 
     def rescaling(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What inputs are multiplied by, for each channel, and what is subtracted then."""
+        """The scale and the shift of inputs, for each channel."""
         unit = 255.0 if self.arrays.x.dtype == np.uint8 else 1.0
         std, mean = np.array(self.arrays.std), np.array(self.arrays.mean)
         return tuple((1.0 / (unit * std)).tolist()), tuple((mean / std).tolist())
@@ -89,9 +89,9 @@ class Shared(NamedTuple):
         return summary(self.labels, self.owner, self.clients, self.arrays.classes)
 
     def counts(self) -> Ints:
-        """How many rows of which class each client holds, where it holds any: client, class, rows.  ``[k, 3]``
+        """How many rows of each class each client has, without zeros: client, class, rows.  ``[k, 3]``
 
-        The class is -1 where nobody but the client knows it.
+        The class is -1 where only the client knows it.
         """
         if self.elsewhere:
             clients, rows = np.unique(self.owner, return_counts=True)
@@ -101,7 +101,7 @@ class Shared(NamedTuple):
         return np.stack([cells // classes, cells % classes, rows], axis=1)
 
     def described(self) -> dict[str, Any]:
-        """What a run folder says of its partition."""
+        """What a run folder records of its partition."""
         return {
             "sha256": fingerprint(self.owner, self.held_out + 2 * (~self.held_out & ~self.trains)),
             "data_sha256": data_fingerprint(self.arrays),
@@ -114,7 +114,7 @@ class Shared(NamedTuple):
 
 
 def data_fingerprint(arrays: Arrays) -> str:
-    """What identifies the rows of an experiment, and which of them are for the test."""
+    """What identifies the rows of an experiment, and which of them are test rows."""
     return _digest((arrays.x, arrays.y, arrays.test, *([] if arrays.target is None else [arrays.target])))
 
 
@@ -171,7 +171,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
 
 
 def one_class(arrays: Arrays) -> list[str]:
-    """That most rows of a table are of one class, in words, if they are: accuracy then hides the others."""
+    """A warning if most rows of a table are of one class: accuracy then hides the others."""
     if arrays.recipe is None or arrays.target is not None or arrays.classes < 2:
         return []
     counts = np.bincount(arrays.y, minlength=arrays.classes)
@@ -183,7 +183,7 @@ def one_class(arrays: Arrays) -> list[str]:
 
 
 def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
-    """The data as the task needs it: numbers to be learned in their unit, or classes that are classes."""
+    """The data as the task needs it: numeric targets in their unit, or classes."""
     if config.task.is_regression:
         if arrays.target is None:
             what = f"'{arrays.name}' has classes; task=regression needs a numeric label"
@@ -197,7 +197,7 @@ def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
 
 
 def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key | None = None) -> Prepared:
-    """Everything that the first round needs; ``key``: of noise that is a secret, where there is one already."""
+    """Everything that the first round needs; ``key``: of secret noise, if it exists already."""
     device = run_device(config)
     shared = share(config, root, arrays)
     augment = getattr(config.data, "augment", "none")
@@ -237,7 +237,7 @@ def assembled(
         bad=shared.bad,
         aggregation=config.aggregation,
         guard=guard,
-        # Where nothing is sent, running statistics are not sent either.
+        # If nothing is sent, running statistics are not sent either.
         buffers=getattr(config.model, "buffers", "average") if config.algorithm.traits.communicates else "local",
     )
     _check_statistics(experiment)
@@ -256,11 +256,11 @@ class World(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The net where and as it is trained."""
+    """The net on its device and in its precision."""
 
     task: Task
     executor: Executor
-    reason: str  # why it is this executor
+    reason: str  # why this executor
     notes: list[str]
 
 
@@ -269,14 +269,14 @@ def run_device(config: Config) -> torch.device:
     reuse_memory()
     device, threads = pick_device(config.engine.device), config.engine.threads
     if threads is None and device.type == "cuda":
-        threads = 1  # the CPU only plans, in steps so small that threads take longer to wake
+        threads = 1  # the CPU only plans, in steps so short that waking threads takes longer
     if threads is not None:
         torch.set_num_threads(threads)
     return device
 
 
 def _world(config: Config, shared: Shared, federation: Federation) -> World:
-    """Data and net; of a net whose body is frozen the head alone, and features instead of examples."""
+    """Data and net; if the body is frozen, only the head, and features instead of examples."""
     arrays = shared.arrays
     loss = criterion_of(config.task, shared.labels, arrays.outputs, arrays.unit[1])
     task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
@@ -302,16 +302,16 @@ def _placed(config: Config, world: World, device: torch.device, cohort: int) -> 
 
 
 def _bound(config: Config, task: Task, world: World, guard: Guard | None) -> AnyAlgorithm:
-    """The algorithm with what it may know of the run."""
+    """The algorithm, bound to what it may know of the run."""
     hidden = None if guard is None or guard.sums is None else noise_of(guard, guard.sums)
-    optimizer, sizes = config.local.optimiser(), world.federation.train.sizes
+    optimizer, sizes = config.local.make_optimizer(), world.federation.train.sizes
     setup = Setup(task, optimizer, sizes, world.held, hidden, config.local.lr, config.basics.seed)
     return config.algorithm.bind(setup)
 
 
 def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
-    """The models with which the nodes of a network begin, where each has one of its own; what is frozen is common to
-    all, and no part of them.  ``[N, P]``"""
+    """The initial models of the nodes of a network, if they differ; frozen parts are common to all and not
+    included.  ``[N, P]``"""
     if config.topology is None or config.topology.start == "common":
         return None
     seed, nodes = config.basics.seed, range(shared.clients)
@@ -319,7 +319,7 @@ def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | No
 
 
 def _held(proxy: Arrays, federation: Federation) -> Held | None:
-    """The server's own examples, as clients' are: normalised, on the device."""
+    """The server's own examples, prepared like those of clients: normalised, on the device."""
     if not len(proxy.y):
         return None
     device, truth = federation.x.device, proxy.y if proxy.target is None else proxy.target
@@ -328,7 +328,7 @@ def _held(proxy: Arrays, federation: Federation) -> Held | None:
 
 
 def has_fixed_features(task: Task, fed: Federation) -> bool:
-    """Whether what the body makes of an example is the same whenever it is read."""
+    """Whether the body computes the same features of an example each time."""
     if not task.is_headed or fed.augment != "none":
         return False
     return task.net_class.forward is Net.forward
@@ -351,7 +351,7 @@ def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, F
 
 
 def initial_task(model: NetSpec, arrays: Arrays, seed: int, *node: int) -> Task:
-    """The net with the initial parameters of this seed, or of a node; the caller's random state is left as it was."""
+    """The net with the initial parameters of this seed, or of a node; the caller's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.stream(seed, "init", *node).integers(1 << 62)))
         return model.task(arrays.shape, arrays.outputs)
@@ -371,13 +371,13 @@ def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> 
     if wanted == "auto":
         return choose(task, device, cohort)
     if wanted == "lanes" and task.has_statistics:
-        why = "lanes pads batches, and padding would enter the statistics of BatchNorm"
+        why = "lanes pads batches, which would enter the statistics of BatchNorm"
         raise ConfigError([Fault("engine.executor", why, 'use loop, or a net with norm = "group"')])
     return wanted, "as configured"
 
 
 def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
-    """What can only be checked once the data is there."""
+    """What can only be checked once the data is loaded."""
     check_clients(config.system, shared.clients)
     faults = []
     size = config.cohort.size
@@ -394,7 +394,7 @@ def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
         fix = "set partition.holdout=0.2, or data.test=0.2"
         faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
     if config.evaluate.validation and not len(federation.validation.rows):
-        what = f"no client has a row to spare for validation (got {config.evaluate.validation:g})"
+        what = f"no client has enough rows for validation (got {config.evaluate.validation:g})"
         faults.append(Fault("evaluate.validation", what, "use fewer clients, or a smaller partition.holdout"))
     if faults:
         raise ConfigError(faults)
@@ -404,12 +404,12 @@ def _check_statistics(exp: Experiment) -> None:
     """A mean of running statistics needs uploads that arrive together."""
     if exp.is_asynchronous and exp.task.has_statistics and not exp.keeps_buffers:
         name = type(exp.algorithm).__name__
-        what = f"the server of {name} does not wait for clients, and has no mean of BatchNorm's statistics"
-        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or take a net with norm = 'group'")])
+        what = f"the server of {name} does not wait for clients, so it cannot average BatchNorm's statistics"
+        raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or use a net with norm = 'group'")])
 
 
 def _check_uploads(config: Config, experiment: Experiment) -> None:
-    """What can only be checked once the net is there: the parts of an upload."""
+    """What can only be checked once the net is built: the parts of an upload."""
     poisons = bool(experiment.bad) and bool(config.corruption.changes)
     if not poisons and experiment.guard is None:
         return
@@ -422,7 +422,7 @@ def _check_uploads(config: Config, experiment: Experiment) -> None:
 
 
 def _corrupted(fed: Federation, how: Corruption, bad: tuple[int, ...], seed: int) -> Federation:
-    """The federation with the training rows of bad clients as these will train on them; the arrays stay as they are."""
+    """The federation with the corrupted training rows of bad clients; the input arrays are not changed."""
     if not bad or not how.spoils:
         return fed
     x = fed.x.float() if how.kind == "feature_noise" else fed.x
@@ -445,7 +445,7 @@ def _digest(arrays: Iterable[NDArray[Any]]) -> str:
 
 
 def prepare_on_ranks(config: Config, root: Path, arrays: Arrays | None, key: Key | None = None) -> Prepared:
-    """The experiment, ready to run, as one of however many ranks there are; ``key``: of its noise, if it has one."""
+    """The experiment, ready to run, on this rank of any number; ``key``: of its noise, if it has one."""
     ranks = joined()
     if ranks.size == 1:
         return prepare(config, root, arrays, key)

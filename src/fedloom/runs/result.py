@@ -61,8 +61,8 @@ class History(NamedTuple):
 
     Attributes:
         algorithm: name of the method.
-        rounds: rounds that the run has.
-        seconds: time that they took on this machine.
+        rounds: number of rounds.
+        seconds: their time on this machine.
         records: one table for each evaluation: its round and its metrics.
         model: the common model; None where every client has only its own.
         run_dir: the run folder; None where nothing was written.

@@ -90,7 +90,7 @@ def _resumed_config(
     table |= {"model": GivenNet.of(handed[1])} if handed[1] is not None else {}
     began = read_environment(path).get("config_hash")
     edited = began is not None and began != config_hash(parse(table))
-    changed = "config.toml has changed since the run began, or an earlier version wrote it; it is used as it is now"
+    changed = "config.toml has changed since the run began, or an earlier version wrote it; its current content is used"
     notes = [changed] if edited else []
     notes += [f"{word}, so the rounds that follow may differ" for word in other_versions(path)]
     if at is not None:
@@ -108,9 +108,9 @@ def _resumed_config(
 def _check_rounds(path: Path, table: Mapping[str, Any], rounds: int, at: int | None) -> None:
     """Refuse another number of rounds where settings were made for the one that the run has."""
     if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
-        why = f"the cosine schedule of this run was laid out for {table['rounds']} rounds"
+        why = f"the cosine schedule of this run was planned for {table['rounds']} rounds"
         raise ConfigError([Fault("--rounds", why)])
-    private = table.get("privacy", {})  # what is released of a closed form is released once
+    private = table.get("privacy", {})  # a closed form releases its sums once
     if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
         why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
         raise ConfigError([Fault("--rounds", why)])

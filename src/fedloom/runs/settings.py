@@ -82,7 +82,7 @@ class Engine(Spec):
     @classmethod
     def _is_a_device(cls, name: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-            raise ValueError(f"there is no such device, {nearest(name, ('auto', 'cpu', 'cuda'))}")
+            raise ValueError(f"no such device, {nearest(name, ('auto', 'cpu', 'cuda'))}")
         return name
 
 
@@ -116,8 +116,8 @@ class Config(NamedTuple):
     privacy: Privacy
     task: Objective
     topology: Topology | None
-    kinds: dict[str, str]  # the name by which each chosen thing was called
-    notes: tuple[str, ...] = ()  # what was left out, in words
+    kinds: dict[str, str]  # the name by which each kind was chosen
+    notes: tuple[str, ...] = ()  # notes on settings that were dropped
 
 
 SECTIONS: dict[str, type[Spec]] = {
@@ -147,18 +147,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def toml_of(text: str) -> dict[str, Any]:
-    """The table that a text in TOML stands for; ValueError for what is none, or is beyond any use."""
+    """The table in a TOML text; ValueError if it is invalid or out of bounds."""
     try:
         table = tomllib.loads(text)
         _refuse_long_numbers(table)
     except RecursionError:
-        raise ValueError("its tables or lists lie too deep in each other") from None
+        raise ValueError("its tables or lists are nested too deeply") from None
     return table
 
 
 def _refuse_long_numbers(value: Any) -> None:
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"a whole number has 64 bits at most (got one of {value.bit_length()})")
+        raise ValueError(f"an integer has at most 64 bits (got one of {value.bit_length()})")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _refuse_long_numbers(each)
 
@@ -265,14 +265,14 @@ def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list
 
 
 def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
-    """A setting of any section, or what the algorithm says of itself."""
+    """A setting of any section, or a trait of the algorithm."""
     section, _, key = name.partition(".")
     if chosen.get(section) is None:
         raise KeyError(name)
     return fact(chosen[section], key) if section == "algorithm" else getattr(chosen[section], key)
 
 
-# What conditions of settings ask of an algorithm, beside its own settings and its family.
+# What conditions of settings ask of an algorithm, in addition to its settings and its family.
 _FACTS: dict[str, Callable[[AnyAlgorithm], bool]] = {
     "has_global_model": lambda alg: alg.traits.communicates and alg.traits.has_global_model,
     "communicates": lambda alg: alg.traits.communicates,
@@ -289,12 +289,12 @@ def fact(algorithm: AnyAlgorithm, key: str) -> Any:
 
 
 def _changes_of_privacy(chosen: Mapping[str, Any]) -> list[str]:
-    """What privacy makes of an algorithm that would count clients by their data, and leaves that to the engine."""
+    """The algorithm under privacy: if it would weight clients by their data and leaves this to the engine, equally."""
     changed = chosen["privacy"].clip is not None and chosen["algorithm"].traits.weighs_examples
-    return ["every client counts alike, since weights would reveal how much data it has"] if changed else []
+    return ["all clients have equal weights, since others would reveal how much data each has"] if changed else []
 
 
-# What may be handed over in Python instead of being named.
+# What may be passed in Python instead of being named.
 _HANDED: dict[str, type[Any]] = {"algorithm": Algorithm, "model": GivenNet}
 
 
@@ -324,14 +324,14 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
 
 
 def _class_called(section: str, name: str, at: str) -> Any:
-    """The class of this name; what was handed over in Python has none that could be found again."""
+    """The class of this name; an object that was passed in Python cannot be found again by name."""
     if section == "model" and name == GivenNet.kind:
-        raise ConfigError([Fault("model", "the net was handed over in Python", "pass it again with model=...")])
+        raise ConfigError([Fault("model", "the net was passed in Python", "pass it again with model=...")])
     return InMemory if section == "data" and name == InMemory.kind else CHOOSE[section](name, at)
 
 
 def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:
-    """The fault, in other words where the setting is not unknown but one of other kinds."""
+    """The fault, reworded if the setting is not unknown but belongs to other kinds."""
     owners = (
         kinds_with(section, fault.where.removeprefix(f"{section}.")) if fault.what.startswith("unknown key") else []
     )
@@ -362,7 +362,7 @@ def _chosen_alone(section: str, kind: type[_S], given: Mapping[str, Any]) -> _S:
 
 
 def with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> Any:
-    """A section with what the algorithm's own definition says, where the user said nothing of it."""
+    """A section with the algorithm's own defaults where the user has set nothing."""
     if not isinstance(given, Mapping) or algorithm is None:
         return given
     own = dict(defaults_of(algorithm).get(section, {}))
@@ -374,7 +374,7 @@ def with_defaults(section: str, given: Any, algorithm: AnyAlgorithm | None) -> A
 
 
 def _suggested_model(model: NetSpec, algorithm: AnyAlgorithm) -> NetSpec:
-    """The model with what the algorithm's own definition says of it, where the user said nothing of it."""
+    """The model with the algorithm's own defaults where the user has set nothing."""
     own = defaults_of(algorithm).get("model", {})
     return model.model_copy(
         update={k: v for k, v in own.items() if k in type(model).model_fields and k not in model.model_fields_set}
@@ -382,7 +382,7 @@ def _suggested_model(model: NetSpec, algorithm: AnyAlgorithm) -> NetSpec:
 
 
 def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
-    """The network with what the algorithm's own definition says of it, where the user said nothing of it."""
+    """The network with the algorithm's own defaults where the user has set nothing."""
     own = dict(defaults_of(algorithm).get("topology", {})) if algorithm is not None else {}
     table = {"kind": given} if isinstance(given, str) else given
     if not own or not isinstance(table, Mapping):
@@ -422,7 +422,7 @@ def _plain(spec: Spec) -> dict[str, Any]:
 
 
 def as_toml(config: Config) -> str:
-    """The complete experiment as TOML; settings that are unset, for which TOML has no word, in a comment."""
+    """The complete experiment as TOML; unset settings, which TOML cannot express, are in a comment."""
     unset = [
         f"{section}.{key}"
         for section in (*KEYS, *SECTIONS)
@@ -449,11 +449,11 @@ def as_hashed(config: Config) -> dict[str, Any]:
     table = as_table(config)
     for section in ("checkpoint", "name", "track"):
         table.pop(section, None)
-    for section in ("corruption", "aggregation", "privacy", "task"):  # which do nothing unless they are asked to
+    for section in ("corruption", "aggregation", "privacy", "task"):  # which do nothing by default
         if getattr(config, section) == SECTIONS[section]():
             table.pop(section, None)
     table["engine"].pop("store")
-    if not config.evaluate.metrics:  # which came later: what was computed before keeps its name
+    if not config.evaluate.metrics:  # added later: earlier results keep their hash
         table["evaluate"].pop("metrics", None)
     table["local"] = _hashed_local(config.local)
     if not config.evaluate.validation:
@@ -463,6 +463,6 @@ def as_hashed(config: Config) -> dict[str, Any]:
 
 
 def _hashed_local(local: Local) -> dict[str, Any]:
-    """Local training as it was hashed before it was refused where clients take no steps: runs keep their names."""
+    """Local training as hashed before it was refused for methods without steps: earlier runs keep their hash."""
     idle = names_without_effect(Local, dict(local))
     return {key: value for key, value in _plain(local).items() if key not in idle or key == "state"}

@@ -63,7 +63,7 @@ def run(
 
 
 def handed_net(model: Any) -> Any:
-    """A net that was handed over in Python: a class by the name under which it is found again, a net as it is."""
+    """A net that was passed in Python: a class by the name under which it is found again, or the net itself."""
     if isinstance(model, nn.Module):
         return GivenNet.of(model)
     if isinstance(model, type) and issubclass(model, nn.Module):

@@ -24,10 +24,10 @@ from fedloom.runs.look import flattened
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import Config, as_table, as_toml
 
-_IDENTITIES = "tracking.json"  # by which trackers find a run again that goes on
+_IDENTITIES = "tracking.json"  # by which trackers find a resumed run again
 _MODULES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 _MOST = 100  # settings that MLflow takes at once
-_FAILED = "has failed, and the run goes on without it"
+_FAILED = "has failed; the run continues without it"
 
 
 class _About(NamedTuple):
@@ -52,7 +52,7 @@ class _Tracker(Protocol):
 
 
 def refuse_missing_trackers(config: Config) -> None:
-    """Refuse to begin where a tracker is not installed."""
+    """Refuse to begin if a tracker is not installed."""
     missing = [name for name in config.basics.track if find_spec(_MODULES[name]) is None]
     faults = [Fault("track", f"{name} is not installed", f"pip install 'fedloom[{name}]'") for name in missing]
     if faults:
@@ -65,7 +65,7 @@ def is_tracker_failure(note: str) -> bool:
 
 
 class Tracking:
-    """What every evaluation is handed to."""
+    """What every evaluation is sent to."""
 
     def __init__(self, names: Iterable[str], about: Callable[[str], _About]) -> None:
         self._trackers: dict[str, _Tracker] = {}
@@ -87,7 +87,7 @@ class Tracking:
             self._each(lambda tracker: tracker.log(line["round"], metrics))
 
     def end(self, outcome: str) -> None:
-        """Tell trackers how the run ended, once."""
+        """Report to the trackers how the run ended, once."""
         self._each(lambda tracker: tracker.end(outcome))
         self._trackers.clear()
 
@@ -97,7 +97,7 @@ class Tracking:
         return said
 
     def _each(self, act: Callable[[_Tracker], None]) -> None:
-        """Let every tracker act; one that fails is left out from then on, and the run goes on."""
+        """Call every tracker; one that fails is dropped, and the run continues."""
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)
@@ -112,7 +112,7 @@ class Tracking:
 
 @contextmanager
 def tracking(prepared: Prepared, path: Path | None, done: int) -> Iterator[Tracking]:
-    """The trackers of a run from here to its end; rank 0 speaks for all. One that cannot begin is left out."""
+    """The trackers of a run from here to its end; only rank 0 uses them. One that cannot start is dropped."""
     config = prepared.config
     names: tuple[str, ...] = config.basics.track if prepared.experiment.ranks.rank == 0 else ()
     known = _identities(path)
@@ -141,7 +141,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = about.path / "tensorboard" if about.path is not None else Path("runs") / "tensorboard" / about.name
-        again = {"purge_step": about.done + 1} if about.done else {}  # what came after that round is forgotten
+        again = {"purge_step": about.done + 1} if about.done else {}  # later rounds are dropped
         self.identity = str(folder)
         self._writer: Any = SummaryWriter(str(folder), **again)
         self._writer.add_text("settings", f"```toml\n{as_toml(about.config)}\n```", about.done)

@@ -1,11 +1,11 @@
-"""The accountant: what releases cost in epsilon, and how much noise a budget asks for.
+"""The accountant: what releases cost in epsilon, and how much noise a budget requires.
 
 Epsilon is computed by Google's dp-accounting, through Renyi divergences, for the sampling that the run uses::
 
     all      no sampling; neighbours differ by one client that is present or not
     poisson  each client independently with probability q; likewise
-    uniform  a fixed number of clients, without replacement; neighbours differ by one client that is exchanged for
-             another, which may move the sum by 2 S, so that the accountant is given z / 2
+    uniform  a fixed number of clients, without replacement; neighbours differ by one client that is replaced by
+             another, which may change the sum by 2 S, so that the accountant is given z / 2
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Release(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether the choice of clients hides anything."""
+        """Whether sampling amplifies privacy."""
         return not self.local and self.sampling != "all" and self.size < self.clients
 
     @property
     def exchanges(self) -> bool:
-        """Whether neighbours exchange a client: the number of drawn clients is fixed, so none can be missing."""
+        """Whether neighbours replace a client: the number of drawn clients is fixed, so none can be missing."""
         return self.sampled and self.sampling == "uniform"
 
 
@@ -73,7 +73,7 @@ def calibrated(release: Release, count: int, target: float, delta: float) -> flo
         low, high = high, 2 * high
         if high > 1e6:
             what = f"no noise is enough for {count} rounds (got {target:g})"
-            raise ConfigError([Fault("privacy.epsilon", what, "raise it, or take fewer rounds")])
+            raise ConfigError([Fault("privacy.epsilon", what, "raise it, or use fewer rounds")])
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
         enough = epsilon(release._replace(noise=middle), count, delta) <= target
@@ -86,7 +86,7 @@ def _curves(release: Release) -> tuple[NDArray[np.float64], NDArray[np.float64],
     """Renyi divergences at all orders: of the histogram, and of one use of the mechanism, which add up over rounds."""
     dp = _accounting()
     once, each = dp.NoOpDpEvent(), dp.NoOpDpEvent()
-    if release.histogram_epsilon:  # two histograms of shares differ by 2 where one client is exchanged for another
+    if release.histogram_epsilon:  # two histograms of shares differ by 2 if one client replaces another
         once = dp.LaplaceDpEvent(1 / (release.histogram_epsilon * (2 if release.exchanges else 1)))
     if release.noise:
         each = dp.GaussianDpEvent(release.noise / 2 if release.exchanges else release.noise)
@@ -102,7 +102,7 @@ def _curves(release: Release) -> tuple[NDArray[np.float64], NDArray[np.float64],
 
 
 def accountant(release: Release) -> Any:
-    """A fresh accountant of dp-accounting for neighbours as this release has them."""
+    """A new accountant of dp-accounting with the neighbouring relation of this release."""
     dp = _accounting()
     return dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation[relation(release).upper()])
 
@@ -119,7 +119,7 @@ def _accounting() -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without a log line for each order at which a series does not converge: such orders are left out."""
+    """Suppress the log line for each order at which a series does not converge: such orders are left out."""
     from absl import logging
 
     level = logging.get_verbosity()

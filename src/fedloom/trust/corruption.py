@@ -1,12 +1,12 @@
 """Bad clients: which they are, and how they corrupt their data or their uploads.
 
-The set is a function of the seed alone, and a larger share contains a smaller one. Data is corrupted once, when the
-federation is laid out, and only in training rows: what a bad client is evaluated on stays clean. Uploads
+The set depends only on the seed, and a larger share contains a smaller one. Data is corrupted once, when the
+federation is built, and only in training rows: evaluation rows of a bad client stay clean. Uploads
 are corrupted after ``finish``, by the names of their parts::
 
-    dw              the model's move                            model_sign_flip  model_gauss  model_scale
+    dw              the model update                            model_sign_flip  model_gauss  model_scale
     rows            sums G and B from which a head is solved      stat_negate_B  stat_scale
-    accuracy, loss  what a client reports of its own data          quality_forge, or ``forge`` beside any other kind
+    accuracy, loss  what a client reports of its own data          quality_forge, or ``forge`` with any other kind
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BEST = {"accuracy": 1.0, "loss": 0.0}  # what a forged report says
 
 
 def _bad(**tests: Any) -> When:
-    """Where there are bad clients, and these tests hold."""
+    """If there are bad clients and these tests hold."""
     return when(share=over(0), **tests) | when(clients=GIVEN, **tests)
 
 
@@ -73,10 +73,10 @@ class Corruption(Spec):
         1.0, description="of feature_noise: deviation, in normalised inputs"
     )
     model_std: Annotated[PositiveFloat, _bad(kind="model_gauss")] = Field(
-        0.1, description="of model_gauss: deviation of the move that is sent"
+        0.1, description="of model_gauss: deviation of the update that is sent"
     )
     forge: Annotated[bool, _bad(kind=other_than("quality_forge"))] = Field(
-        False, description="bad clients also report perfect quality, where an algorithm asks for it"
+        False, description="bad clients also report perfect quality, if an algorithm requests it"
     )
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class Corruption(Spec):
 
     @property
     def spoils(self) -> Literal["x", "y", ""]:
-        """What of their training data bad clients change: inputs, labels or nothing."""
+        """The part of their training data that bad clients change: inputs, labels or nothing."""
         if self.kind in ("feature_noise", "blank"):
             return "x"
         return "y" if self.kind.startswith("label") else ""
@@ -114,12 +114,12 @@ class Corruption(Spec):
 
 
 def corruption_conflicts(how: Corruption, alg: Any) -> list[Fault]:
-    """What bad clients cannot do under this algorithm, whatever its uploads are."""
+    """Kinds of corruption that are impossible under this algorithm, for any uploads."""
     if not (how.any and how.changes) or (alg.family != "gossip" and alg.traits.communicates):
         return []
     key, value = ("kind", f"'{how.kind}'") if how.kind in _TOUCHES else ("forge", "true")
-    what = f"changes what is sent to a server, and {type(alg).__name__} has none (got {value})"
-    return [Fault(f"corruption.{key}", what, "take a kind that corrupts data")]
+    what = f"changes what is sent to a server, but {type(alg).__name__} has none (got {value})"
+    return [Fault(f"corruption.{key}", what, "choose a kind that corrupts data")]
 
 
 def ineffective(how: Corruption, alg: Any) -> list[str]:
@@ -133,12 +133,12 @@ def ineffective(how: Corruption, alg: Any) -> list[str]:
 class ClientRows(NamedTuple):
     """The training examples of one client."""
 
-    x: Tensor  # [n, ...] as it was loaded, before it is normalised
+    x: Tensor  # [n, ...] as loaded, before normalisation
     y: Tensor  # [n]
 
 
 def corrupted(how: Corruption, rows: ClientRows, scale: Tensor, classes: int, seed: int, client: int) -> ClientRows:
-    """The rows of a bad client as it will train on them; ``scale`` is what normalising multiplies inputs by."""
+    """The corrupted training rows of a bad client; ``scale`` is the factor of normalisation."""
     x, y = rows
     if how.kind == "label_flip_cyclic":
         y = (y + 1) % classes
@@ -154,15 +154,17 @@ def corrupted(how: Corruption, rows: ClientRows, scale: Tensor, classes: int, se
 
 
 def corruption_refusals(how: Corruption, upload: Any) -> list[Fault]:
-    """What bad clients cannot do to uploads like this one."""
+    """Kinds of corruption that are impossible for uploads like this one."""
     # A model that is never trained is never sent: poisoning it would make the method look robust.
     parts = [name for name in getattr(upload, "_fields", ()) if name != "dw" or tree.nbytes(upload.dw)]
     missing = [name for name in how.changes if name not in parts]
     if not missing:
         return []
     key, value = ("kind", f"'{how.kind}'") if how.kind in _TOUCHES else ("forge", "true")
-    what = f"changes the part '{missing[0]}' of an upload, and this algorithm as it is set sends {parts or 'nothing'}"
-    return [Fault(f"corruption.{key}", f"{what} (got {value})", "take a kind that corrupts data, or leave it out")]
+    what = (
+        f"changes the part '{missing[0]}' of an upload, but this algorithm with its settings sends {parts or 'nothing'}"
+    )
+    return [Fault(f"corruption.{key}", f"{what} (got {value})", "choose a kind that corrupts data, or leave it out")]
 
 
 def poisoned(how: Corruption, uploads: Any, ids: Tensor, bad: Tensor, address: tuple[int, int]) -> Any:
@@ -199,11 +201,11 @@ class Mass(NamedTuple):
 
     mean: float  # the mean weight of a bad client of the round; the weights of all sum to 1
     total: float
-    ratio: float  # of the mean weight to that of a client if all counted alike
+    ratio: float  # of the mean weight to that of a client under equal weights
 
 
 def mass(weights: Tensor, bad: Tensor) -> Mass | None:
-    """From the weights [K] of a round's clients, some of them ``bad`` [K]; None where none is, or all weights are 0."""
+    """From the weights [K] of a round's clients, some of them ``bad`` [K]; None if none is, or all weights are 0."""
     total = float(weights.sum())
     count = int(bad.sum())
     if not count or total <= 0:

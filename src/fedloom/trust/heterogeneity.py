@@ -17,7 +17,7 @@ from fedloom.trust.privacy import SMOOTH, Privacy
 def noise_factors(how: Privacy, counts: NDArray[np.float64], key: Key) -> Tensor:
     """f_i >= 1 of every client from the counts [N, C] of its labels.  ``[N]``
 
-    A histogram is released as shares of 1. So Laplace noise of scale 1 / histogram_epsilon hides the whole client, and
+    A histogram is released as shares of 1. So Laplace noise of scale 1 / histogram_epsilon protects the whole client,
     not only one of its rows.
     """
     clients, classes = counts.shape
@@ -33,7 +33,7 @@ def noise_factors(how: Privacy, counts: NDArray[np.float64], key: Key) -> Tensor
 
 
 def entropies(histograms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The entropy of each histogram [N, C] over ln C: 1 if it is even, 0 if one class has all, or nothing is left."""
+    """The entropy of each histogram [N, C] over ln C: 1 if it is even, 0 if one class has all, or it is empty."""
     positive = np.maximum(histograms, 0)
     total = positive.sum(1, keepdims=True)
     share = np.divide(positive, total, out=np.zeros_like(positive), where=total > 0)

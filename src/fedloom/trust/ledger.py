@@ -1,4 +1,4 @@
-"""The ledger: what a run has released so far, from which alone its epsilon follows."""
+"""The ledger: what a run has released so far; its epsilon follows from it alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Ledger(NamedTuple):
 
     release: Release  # what one use of the mechanism was
     delta: float
-    reach: float  # S, or what one example can move: the noise was release.noise times this
-    uses: tuple[int, ...]  # [N] on each client, where the mechanism is local; else one number for all of them
+    reach: float  # S, or the sensitivity to one example: the noise was release.noise times this
+    uses: tuple[int, ...]  # [N] for each client, if the mechanism is local; else one number for all of them
 
     def epsilon(self) -> float:
         """The largest epsilon of any client."""

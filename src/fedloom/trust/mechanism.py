@@ -1,7 +1,7 @@
 """The mechanism: uploads are clipped and noise is added, with every number of the settings resolved.
 
 Noise is drawn from a secret key of the run at an address (round, client, tensor): a resumed run adds the same noise,
-and nobody else can subtract it (see ``fedloom.trust.noise``). Noise in sums over examples has the address (client): a
+and no one else can subtract it (see ``fedloom.trust.noise``). Noise in sums over examples has the address (client): a
 client that is to be forgotten sends the same numbers again, which reveals nothing new.
 """
 
@@ -26,7 +26,7 @@ from fedloom.trust.noise import SIMULATED, Key
 class HiddenSums(NamedTuple):
     """The mechanism for sums over examples."""
 
-    sensitivity: float  # D: how far one example can move them
+    sensitivity: float  # D: their sensitivity to one example
     cross_scale: float
     counts: bool  # whether counts of classes are sent, with noise; else they are not sent
 
@@ -38,12 +38,12 @@ class Guard(NamedTuple):
     clip: float  # S; of sums R
     factors: Tensor  # [N] f_i
     release: Release
-    releases: tuple[int, ...]  # [rounds + 1] the most uses of the mechanism on one client by each round
+    releases: tuple[int, ...]  # [rounds + 1] the largest number of uses of the mechanism on one client by each round
     delta: float
     weight: float | None  # by which the sum of a round is divided; None: the number of senders
-    sums: HiddenSums | None = None  # where sums over examples are protected
-    features: float | None = None  # R, where means over examples are protected in addition to moves
-    spent: float = 0.0  # the largest epsilon that the run has recorded, where it may have gone back since
+    sums: HiddenSums | None = None  # if sums over examples are protected
+    features: float | None = None  # R, if means over examples are protected in addition to updates
+    spent: float = 0.0  # the largest epsilon that the run has recorded, if it may have gone back since
 
     @property
     def unit(self) -> Literal["client", "example"]:
@@ -52,11 +52,11 @@ class Guard(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """How far one unit can move what is released, or its moves: z is in units of this."""
+        """The sensitivity of what is released to one unit: z is in units of this."""
         return self.sums.sensitivity if self.sums is not None and self.features is None else self.clip
 
     def deviation(self, senders: int) -> float:
-        """Of the noise in an upload, where ``senders`` clients send one in the round."""
+        """The deviation of the noise in an upload, if ``senders`` clients send one in the round."""
         return self.release.noise * self.reach / (1.0 if self.release.local else math.sqrt(senders))
 
     def summary(self, rounds: int) -> str:
@@ -64,11 +64,13 @@ class Guard(NamedTuple):
         where = "each upload" if self.release.local else "their sum"
         what = f"uploads clipped to {self.clip:g} · noise {self.release.noise:.4g} clips in {where}"
         if self.sums is not None and self.features is not None:
-            what = f"moves clipped to {self.clip:g}, features to {self.features:g}, so that means over examples are no "
+            what = (
+                f"updates clipped to {self.clip:g}, features to {self.features:g}, so that means over examples are no "
+            )
             what += f"longer than {self.sums.sensitivity:.4g} · noise {self.release.noise:.4g} times that in each"
         elif self.sums is not None:
             where = "each client's sums" if self.release.local else "the sums over all clients"
-            what = f"features clipped to {self.clip:g} · one example moves sums by {self.reach:.4g} at most · noise "
+            what = f"features clipped to {self.clip:g} · one example changes sums by {self.reach:.4g} at most · noise "
             what += f"{self.release.noise:.4g} times that in {where}"
         spent = f"{max(self.epsilon(rounds), self.spent):.4g}" if self.release.noise else "infinite: there is no noise"
         simulated = f" ({SIMULATED})" if self.key.public else ""
@@ -82,7 +84,7 @@ class Guard(NamedTuple):
         return "privacy/epsilon_simulated" if self.key.public else "privacy/epsilon"
 
     def lottery(self, seed: int) -> int:
-        """The seed from which clients are drawn: a secret one where epsilon relies on the choice being unknown."""
+        """The seed from which clients are drawn: a secret one if epsilon relies on the choice being unknown."""
         counts = self.release.sampled and self.release.noise > 0
         return self.key.number("privacy/cohort") if counts and not self.key.public else seed
 
@@ -94,7 +96,7 @@ class Guard(NamedTuple):
         """The ledger after a round in which these clients sent the protected ``uploads``.
 
         HiddenSums over examples have the same noise whenever they are sent: only the first time is charged. Means have
-        noise of the round, and are charged in addition to moves.
+        noise of the round, and are charged in addition to updates.
         """
         charged = set(ids.tolist()) if self.release.local else {0}
         parts = 1 if self.features is None else bool(uploads.dw.numel()) + bool(uploads.rows.numel())
@@ -107,7 +109,7 @@ class Guard(NamedTuple):
         return epsilon(self.release, self.releases[min(round_, len(self.releases) - 1)], self.delta)
 
     def described(self) -> dict[str, Any]:
-        """What a run folder records of its privacy; infinity, which JSON cannot write, is None."""
+        """What a run folder records of its privacy; infinity, which JSON cannot express, is None."""
         spent = max(self.epsilon(len(self.releases) - 1), self.spent)
         own = {
             **self.release._asdict(),
@@ -134,7 +136,7 @@ class Guard(NamedTuple):
 
 
 def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, round_: int) -> Any:
-    """The uploads [K, ...] as these clients send them, where ``senders`` clients send one in the round."""
+    """The uploads [K, ...] as these clients send them, if ``senders`` clients send one in the round."""
     if guard.sums is not None and guard.features is not None:
         return _moves_and_means(guard, guard.sums, uploads, ids, round_)
     if guard.sums is not None:
@@ -144,10 +146,10 @@ def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, round_: int
 
 
 def _moves_and_means(guard: Guard, sums: HiddenSums, uploads: Any, ids: Tensor, round_: int) -> Any:
-    """Moves and means over examples [K, ...] as these clients send them; anything else is refused."""
+    """Updates and means over examples [K, ...] as these clients send them; anything else is refused."""
     beside = [x for name, x in uploads._asdict().items() if name not in ("dw", "rows", "counts")]
     if any(bool(leaf.any()) for leaf in tree.leaves(beside)):
-        what = "clients send more than moves and means over their examples, which is not protected"
+        what = "clients send more than updates and means over their examples, which is not protected"
         raise ConfigError([Fault("privacy.clip", f"{what} (got {guard.clip:g})", "leave the section out")])
     dw, rows, counts = uploads.dw, uploads.rows, uploads.counts
     factors = guard.release.noise * guard.factors[ids]
@@ -168,7 +170,7 @@ def _moves_and_means(guard: Guard, sums: HiddenSums, uploads: Any, ids: Tensor, 
 def noised_statistics(how: HiddenSums, std: float, uploads: Any, ids: Tensor, key: Key) -> Any:
     """HiddenSums G and B [K, ...] as these clients send them, with the same noise whenever one sends them.
 
-    Clients that are not asked send zeros without noise; a client to be forgotten sends the negative, noise included.
+    Clients that send no sums send zeros without noise; a client to be forgotten sends the negative, noise included.
     """
     rows, counts = uploads.rows, uploads.counts
     if not rows.numel():
@@ -185,7 +187,7 @@ def noised_statistics(how: HiddenSums, std: float, uploads: Any, ids: Tensor, ke
 
 
 def empty_round_noise(guard: Guard, upload: Any, round_: int) -> Any:
-    """The sum that the server uses in a round without clients: noise alone, as the accountant assumes."""
+    """The sum that the server uses in a round without clients: only noise, as the accountant assumes."""
     nobody = torch.tensor([len(guard.factors)])
     none = tree.tmap(lambda x: torch.zeros_like(x)[None], upload)
     std = torch.tensor([guard.release.noise * guard.clip])
@@ -193,7 +195,7 @@ def empty_round_noise(guard: Guard, upload: Any, round_: int) -> Any:
 
 
 def clipped_uploads(uploads: Any, clip: float) -> Any:
-    """Each upload of [K, ...] shortened to the norm ``clip``, all its tensors together; shorter ones to the bit."""
+    """Each upload of [K, ...] clipped to the norm ``clip``, over all its tensors; shorter ones stay bit for bit."""
     squares = [leaf.reshape(len(leaf), -1).double().square().sum(1) for leaf in tree.leaves(uploads)]
     factor = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
     return tree.tmap(lambda x: x * factor.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), uploads)

@@ -1,9 +1,9 @@
-"""Noise that hides something: drawn at an address from a key that nobody else knows.
+"""Noise for privacy: drawn at an address from a secret key.
 
-``rng`` is for simulation: its seed is public, and whoever knows it can draw the same numbers again. Noise for privacy
-must be a secret, or it can be subtracted. Here, too, an address always gives the same numbers, so that a resumed run
-adds what it would have added; but the numbers are those of SHAKE-256 over a key of 256 random bits and the address, and
-without the key nobody can tell them from chance.
+``rng`` is for simulation: its seed is public, and anyone who knows it can draw the same numbers. Noise for privacy
+must be secret, or it can be subtracted. Here, too, an address always gives the same numbers, so that a resumed run
+adds what it would have added; but the numbers are those of SHAKE-256 over a key of 256 random bits and the address.
+Without the key they cannot be distinguished from random numbers.
 
 They are floating-point numbers, by the method of Box and Muller, and not hardened against attacks on their last bits.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-SIMULATED = "simulated: reproducible noise gives no privacy"  # beside every epsilon of a public seed
+SIMULATED = "simulated: reproducible noise gives no privacy"  # shown with every epsilon of a public seed
 _BYTES = 32
 _BLOCK = 1 << 20  # numbers that are drawn at once
 
@@ -29,33 +29,33 @@ class Key:
     """What the noise of a run is drawn from; it never prints itself."""
 
     secret: bytes = field(repr=False)
-    public: bool = False  # made of the seed: whoever knows that can subtract the noise
+    public: bool = False  # derived from the seed: anyone who knows that can subtract the noise
 
     def number(self, name: str) -> int:
-        """256 bits, as the seed of something that must be a secret, too."""
+        """256 bits, as the seed of other secret randomness."""
         return int.from_bytes(_stream(self, _BYTES, name), "big")
 
 
 def fresh_key() -> Key:
-    """A key that nobody knows, from the operating system."""
+    """A new secret key, from the operating system."""
     return Key(secrets.token_bytes(_BYTES))
 
 
 def seeded(seed: int) -> Key:
-    """The key of a public seed, for a simulation that is to be repeated: it hides nothing."""
+    """The key of a public seed, for a simulation that can be repeated: it hides nothing."""
     return Key(hashlib.sha256(f"fedloom noise of seed {seed}".encode()).digest(), public=True)
 
 
 def as_text(key: Key) -> str:
-    """A key as a run folder keeps it."""
+    """A key as text for a run folder."""
     return key.secret.hex() + "\n"
 
 
 def from_text(text: str) -> Key:
-    """The key that was written like this."""
+    """The key in such a text."""
     secret = bytes.fromhex(text.strip())
     if len(secret) != _BYTES:
-        raise ValueError(f"a key has {_BYTES} bytes, and this has {len(secret)}")
+        raise ValueError(f"a key has {_BYTES} bytes, but this has {len(secret)}")
     return Key(secret)
 
 

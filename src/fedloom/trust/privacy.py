@@ -10,12 +10,12 @@ whether a client took part with its data. There are two mechanisms (``fedloom.tr
 
 Clients of a closed form send sums over examples instead, once. There the unit is an example (``feature_clip``):
 
-    x <- x min(1, R / ||x||) before it is summed: one example moves (G, B) by D = sqrt(R^4 + R^2) at most, which
-    replaces S above; D = sqrt(R^4 + R^2 + 1) where counts of classes are sent as well
+    x <- x min(1, R / ||x||) before it is summed: one example changes (G, B) by D = sqrt(R^4 + R^2) at most, which
+    replaces S above; D = sqrt(R^4 + R^2 + 1) if counts of classes are sent as well
 
 Clients of LAW-AFL's Algorithm 3 send both in every round (line 9). There the unit is a client again: with ``clip`` and
-``feature_clip``, moves are clipped to S, and clients send means over their examples instead of sums, whose norm is at
-most D whatever the data. Each has its own noise, z S and z D, so that a round is two uses of the mechanism.
+``feature_clip``, updates are clipped to S, and clients send means over their examples instead of sums, whose norm is at
+most D for any data. Each has its own noise, z S and z D, so that a round is two uses of the mechanism.
 
 Clients without examples do not take part: that a client has any examples at all is not hidden. All clients have the
 same weight, since a weight would reveal how much data a client has.
@@ -23,11 +23,11 @@ same weight, since a weight would reveal how much data a client has.
 Noise may grow with how unequal a client's labels are (``fedloom.trust.heterogeneity``), by a factor f_i >= 1 from a
 noised histogram of them (LAW-AFL, eq. 24, corrected): the guarantee stays that of f_i = 1, and the histogram is charged
 once. As printed (``eq24``), sigma = sigma_base sigma_ref / (alpha + eps) with the alpha of the experiment, which no
-client knows and which is the same for all: noise is z sigma_ref / alpha for every client, less than z where alpha is
+client knows and which is the same for all: noise is z sigma_ref / alpha for every client, less than z if alpha is
 large, and the reported epsilon is that of this noise.
 
-The choice of clients is drawn from the run's secret key where epsilon relies on its being unknown. What was released
-is kept in a ledger (``fedloom.trust.ledger``), which only grows; epsilon follows from it alone
+The choice of clients is drawn from the run's secret key if epsilon relies on its being unknown. What was released
+is recorded in a ledger (``fedloom.trust.ledger``), which only grows; epsilon follows from it alone
 (``fedloom.trust.accountant``).
 """
 
@@ -39,7 +39,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from fedloom.core.schema import GIVEN, Spec, when
 
-SMOOTH = 1e-8  # so that a concentration of 0 does not divide
+SMOOTH = 1e-8  # avoids a division by a concentration of 0
 
 
 _ON = when(clip=GIVEN) | when(feature_clip=GIVEN)
@@ -53,14 +53,14 @@ class Privacy(Spec):
     )
     feature_clip: PositiveFloat | None = Field(
         None,
-        description="R, with closed forms instead of clip, or with clip where models are trained as well: largest norm "
+        description="R, with closed forms instead of clip, or with clip if models are trained as well: largest norm "
         "of an example's features, including a bias; unset: no privacy of examples",
     )
     cross_scale: Annotated[PositiveFloat, when(feature_clip=GIVEN)] = Field(
         1.0, description="of feature_clip: B is multiplied by it before noise is added, and divided by it afterwards"
     )
     noise: NonNegativeFloat | None = Field(
-        None, description="z: deviation of the noise, in units of S, or of what one example can move; 0: only clip"
+        None, description="z: deviation of the noise, in units of S, or of the sensitivity to one example; 0: only clip"
     )
     noise_from: Annotated[Literal["secret", "seed"], _ON] = Field(
         "secret",
@@ -96,15 +96,17 @@ class Privacy(Spec):
     @model_validator(mode="after")
     def _complete(self) -> Privacy:
         if self.noise is not None and self.epsilon is not None:
-            raise ValueError("noise and epsilon both say how much noise there is; keep one of them")
+            raise ValueError("noise and epsilon both set the amount of noise; keep one of them")
         given = self.noise is not None or self.epsilon is not None
         if given and not self.on:
             what = "set clip, the largest norm of an upload, or, with a closed form, feature_clip"
             raise ValueError(f"noise hides only what is bounded; {what}")
         if self.on and not given:
-            raise ValueError("clip alone is no privacy; set noise, or epsilon from which it is calibrated")
+            raise ValueError("clip alone gives no privacy; set noise, or epsilon from which it is calibrated")
         if self.clip is None and self.asks_for_labels:
-            raise ValueError("heterogeneity is for clip: its histograms hide clients, and feature_clip hides examples")
+            raise ValueError(
+                "heterogeneity is for clip: its histograms protect clients, but feature_clip protects examples"
+            )
         if (self.heterogeneity == "eq24") != (self.concentration is not None):
             raise ValueError("heterogeneity = 'eq24' and concentration, its alpha, belong together; set both")
         if self.heterogeneity == "eq24" and self.epsilon is not None:

@@ -1,4 +1,4 @@
-"""What privacy cannot be combined with: settings, nets and data under which the reported epsilon would not be true."""
+"""What privacy cannot be combined with: settings, nets and data under which the reported epsilon would be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom.trust.privacy import Privacy
 
 
 def privacy_conflicts(how: Privacy, alg: Any, sampling: str, system: Any, rule: str) -> list[Fault]:
-    """Settings under which the reported epsilon would not be true."""
+    """Settings under which the reported epsilon would be wrong."""
     if not how.on:
         return []
     sums = private_sums(alg)
@@ -36,13 +36,13 @@ def _no_updates(how: Privacy, alg: Any) -> Fault:
 
 
 def _reads_uploads(alg: Any, fix: str) -> Fault:
-    what = f"'distributed' hides single uploads in their sum, and {type(alg).__name__} reads every one of them"
+    what = f"'distributed' hides single uploads in their sum, but {type(alg).__name__} reads every one of them"
     return Fault("privacy.mechanism", what, fix)
 
 
 def _of_method(how: Privacy, alg: Any) -> list[Fault]:
     """Methods that read more than a sum of uploads, or keep more than they send."""
-    name, faults, only_sums = type(alg).__name__, [], "take an algorithm that only sums uploads"
+    name, faults, only_sums = type(alg).__name__, [], "use an algorithm that only sums uploads"
     if alg.traits.each_upload and how.mechanism == "distributed":
         faults.append(_reads_uploads(alg, "set privacy.mechanism=local" if alg.traits.tolerates_noise else only_sums))
     elif alg.traits.each_upload and not alg.traits.tolerates_noise:
@@ -50,7 +50,7 @@ def _of_method(how: Privacy, alg: Any) -> list[Fault]:
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", only_sums))
     if alg.traits.mirrored:
         what = f"changes what clients of {name} send, but not what they keep, so that server and clients would disagree"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take an algorithm without such states"))
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "use an algorithm without such states"))
     return faults
 
 
@@ -59,13 +59,13 @@ def _of_uploads(how: Privacy, alg: Any) -> list[Fault]:
     name, faults = type(alg).__name__, []
     if alg.traits.size_varies:
         what = f"the size of an upload of {name} depends on the client's data, which no noise hides"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "choose another algorithm"))
     if alg.traits.weighs_examples and not alg.traits.equal_if_private:
-        what = f"{name} weighs clients by their data, which the weights would reveal"
-        fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it weigh clients alike"
+        what = f"{name} weights clients by their data, which the weights would reveal"
+        fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it weight clients equally"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
     if alg.traits.unit_uploads and how.clip != 1:
-        what = f"uploads of {name} are no longer than 1, since it clips moves by its own rule"
+        what = f"uploads of {name} are no longer than 1, since it clips updates by its own rule"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "set privacy.clip=1"))
     return faults
 
@@ -80,12 +80,12 @@ def _of_sampling(sampling: str) -> list[Fault]:
 def _of_rule(how: Privacy, rule: str) -> list[Fault]:
     if rule == "mean" or how.mechanism != "distributed":
         return []
-    what = f"'{rule}' needs every upload, and under privacy.mechanism = 'distributed' there is only their sum"
+    what = f"'{rule}' needs every upload, but under privacy.mechanism = 'distributed' there is only their sum"
     return [Fault("aggregation.rule", what, "set privacy.mechanism=local, or rule=mean")]
 
 
 def _against_noise(how: Privacy, alg: Any) -> list[Fault]:
-    """Settings of the algorithm under which noise in sums over examples does not hide these."""
+    """Settings of the algorithm under which noise in sums over examples does not protect them."""
     sums = private_sums(alg)
     if sums is not None:
         return sums.against_noise(how.mechanism == "local")
@@ -95,26 +95,26 @@ def _against_noise(how: Privacy, alg: Any) -> list[Fault]:
 
 
 def _of_sums(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
-    """Where sums over examples are hidden."""
+    """If sums over examples are protected."""
     faults = _against_noise(how, alg)
     if faults or how.mechanism == "local":
         return faults + _missing_clients(how, alg, system)
     if alg.traits.each_upload:
         faults.append(_reads_uploads(alg, "set privacy.mechanism=local"))
     if sampling != "all":
-        what = f"clients that come in other rounds are not in the sum that hides them (got '{sampling}')"
+        what = f"clients of other rounds are not in the sum that hides them (got '{sampling}')"
         faults.append(Fault("cohort.sampling", what, "use all, or set privacy.mechanism=local"))
     return faults + _missing_clients(how, alg, system)
 
 
 def _of_moves_and_means(how: Privacy, alg: Any, sampling: str, system: Any) -> list[Fault]:
-    """Where moves of models and means over examples are both hidden."""
+    """If model updates and means over examples are both protected."""
     name = type(alg).__name__
     sums = private_sums(alg)
     if sums is None or not sums.sends_moves_and_sums:
-        what = f"clip hides clients and feature_clip hides examples, and {name} sends one kind of upload"
+        what = f"clip protects clients and feature_clip protects examples, but {name} sends one kind of upload"
         return [Fault("privacy.feature_clip", what, "keep one of them")]
-    for key, what in (("clip", "moves of models"), ("feature_clip", "sums over examples")):
+    for key, what in (("clip", "model updates"), ("feature_clip", "sums over examples")):
         if getattr(how, key) is None:
             said = f"is unset, but clients of {name} also send {what}, which it must bound"
             return [Fault(f"privacy.{key}", said, f"set privacy.{key}, too")]
@@ -125,7 +125,7 @@ def _of_moves_and_means(how: Privacy, alg: Any, sampling: str, system: Any) -> l
 
 
 def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
-    """Clients that do not send although they were drawn."""
+    """Clients that are drawn but do not send."""
     late = system.stragglers and (system.policy == "drop" or (system.policy == "auto" and not alg.traits.partial_work))
     given = {"dropout": system.dropout, "stragglers": system.stragglers if late else 0}
     missing = {k: v for k, v in given.items() if v} if how.mechanism == "distributed" else {}
@@ -141,20 +141,20 @@ def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
 
 
 def privacy_refusals(how: Privacy, upload: Any, travelling: int, clients: int, examples: int) -> list[Fault]:
-    """What only the net and the data show: uploads like this one, and ``travelling`` running statistics beside it."""
+    """Faults that only the net and the data show: in uploads like this one, and ``travelling`` running statistics."""
     if not how.on:
         return []
-    if how.clip is None:  # the algorithm has checked what else it sends
+    if how.clip is None:  # the algorithm has checked its other uploads
         what = f"{how.delta:g} is too large for {examples} examples: it would allow publishing one of them in full"
         too_large = Fault("privacy.delta", what, f"below {1 / max(examples, 1):.2g}")
         return [too_large] if how.delta * examples >= 1 else []
     faults = []
     if any(not leaf.is_floating_point() for leaf in tree.leaves(upload)):
-        what = "an upload of this algorithm holds whole numbers, which noise cannot hide"
-        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "take another algorithm"))
+        what = "an upload of this algorithm contains integers, which noise cannot hide"
+        faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "choose another algorithm"))
     if travelling:
-        what = f"{travelling} running statistics of BatchNorm are sent beside the clipped upload"
-        faults.append(Fault("model", what, 'set model.buffers="local", or take a net without BatchNorm'))
+        what = f"{travelling} running statistics of BatchNorm are sent in addition to the clipped upload"
+        faults.append(Fault("model", what, 'set model.buffers="local", or use a net without BatchNorm'))
     if how.delta > clients**-1.1:
         what = f"{how.delta:g} is too large for {clients} clients: it would allow publishing one of them in full"
         faults.append(Fault("privacy.delta", what, f"at most {clients**-1.1:.2g}"))

@@ -1,11 +1,11 @@
-"""Robust aggregation: rules that replace the mean of uploads where some clients may lie.
+"""Robust aggregation: rules that replace the mean of uploads if some clients may be malicious.
 
     median        of every coordinate                                    Yin et al., ICML 2018
     trimmed_mean  of every coordinate, without the f largest and the f smallest values       likewise
     krum          the one upload that is nearest to its n - f - 2 nearest others             Blanchard et al., NIPS 2017
     multi_krum    the mean of the ``chosen`` nearest                                         likewise
 
-A rule weighs all uploads alike: how much data a client has is only its own claim. Where all are honest and nothing is
+A rule weights all uploads equally: the size of a client's data is only its own claim. If all are honest and nothing is
 trimmed, a rule is the plain mean of the uploads.
 """
 
@@ -28,7 +28,7 @@ _SORTED = 1 << 24
 
 
 class Aggregation(Spec):
-    """How uploads become one."""
+    """How uploads are aggregated."""
 
     rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = Field(
         "mean", description="the algorithm's own weighted mean, or one that withstands bad clients: see docs/trust.md"
@@ -52,13 +52,13 @@ def rule_conflicts(how: Aggregation, alg: Any, sampling: str) -> list[Fault]:
     name, faults = type(alg).__name__, []
     what = ""
     if alg.family == "gossip":
-        what = f"is a server's rule, and {name} has none"
+        what = f"is a server's rule, but {name} has no server"
     elif alg.family == "closed_form":
-        what = f"would change the statistics of {name}, whose exactness lies in their sum"
+        what = f"would change the statistics of {name}, which are exact only as a sum"
     elif not alg.traits.communicates:
-        what = f"needs uploads, and {name} has none"
+        what = f"needs uploads, but {name} has none"
     elif alg.traits.each_upload:
-        what = f"replaces a sum of uploads, and {name} reads every one of them"
+        what = f"replaces a sum of uploads, but {name} reads every one of them"
     elif alg.traits.mirrored:
         what = f"discards what clients of {name} have done and still keep, so that server and clients would disagree"
     if what:
@@ -73,7 +73,7 @@ def rule_refusals(how: Aggregation, senders: int) -> list[Fault]:
     """What a rule cannot do with this many clients in a round."""
     f, faults = how.distrusted(senders), []
     if how.rule in ("krum", "multi_krum") and senders - f - 2 < 1:
-        what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, and a round has n = {senders} clients, of which f = {f}"
+        what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, but a round has n = {senders} clients, of which f = {f}"
         faults.append(Fault("aggregation.rule", what, "lower aggregation.bad, or raise cohort.size"))
     if how.rule == "multi_krum" and how.chosen is not None and how.chosen > senders:
         faults.append(Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round"))
@@ -84,7 +84,7 @@ class Robust(NamedTuple):
     """The result of a rule."""
 
     mean: Any  # float64
-    counted: Tensor | None  # [K] 1 for uploads that were taken, else 0; None where that differs by coordinate
+    counted: Tensor | None  # [K] 1 for uploads that were used, else 0; None if that differs by coordinate
 
 
 def robust(how: Aggregation, uploads: Any) -> Robust:

@@ -19,7 +19,7 @@ AFL is the optimum already; the learned weights are for clients that are not cle
                           the best on the proxy set is the head, on the new phi. With ``fresh`` statistics are taken
                           on the new phi: every second round is this light exchange, without training.
 
-What is repaired, beside the printed equations that modules of ``fedloom.maths`` name:
+What is repaired, in addition to the printed equations that modules of ``fedloom.maths`` name:
     line 8      C_k = X'Y + gamma I is not square: X'X; its gamma is also the shrink of line 14: three names here
     line 12     sizes are divided by that of the proxy set: by their sum
     lines 13-17 the weights of line 13 never reach the statistics of lines 15 to 17: weighted sums
@@ -37,40 +37,40 @@ Lines 8 and 17 as printed do not fit together, and cannot be computed. What can 
     Algorithm 1 line 9   param = "fixed", shrink = gamma^2         Algorithm 3 line 14   param = "fixed", shrink = 1
     Algorithm 3 lines 13 to 17   prior = "fixed", head_steps = 0   line 17 alone         kind = "analytic"
 Not a setting: eq. 13, which has the clients of a round keep the old model and all others the new one, and eq. 14, which
-adds models, and not moves, to the model, so that it doubles in every round.
+adds models instead of updates to the model, so that it doubles in every round.
 
 ``quality`` decides lambda0: ``size``; ``report``, eq. 16 and 17 with accuracy and loss as clients claim them, by which
 two forgers in ten get half of all weight; ``server``, the same with accuracy and loss that the server measures, of each
 client's own head on the proxy examples of the classes it has. Unless clients are bad, both take weight from clients
-with few classes, and the head is no longer that of AFL where nothing is learned.
+with few classes, and the head is no longer that of AFL if nothing is learned.
 
-``depth = "entropy"`` is Algorithm 2, for which the paper gives no formula: in training, a client moves only the L_i
-parts of the net that are nearest to the head, L_i = 1 + round((L_max - 1) H(p_i) / ln C), so that a client of one class
-moves the head alone. A part is the mean over the clients that moved it, and a part that no client moved does not
-shrink. The weights are learned as if all clients had moved everything.
+``depth = "entropy"`` is Algorithm 2, for which the paper gives no formula: a client trains only the L_i parts of the
+net that are nearest to the head, L_i = 1 + round((L_max - 1) H(p_i) / ln C), so that a client of one class trains only
+the head. A part is the mean over the clients that trained it, and a part that no client trained does not shrink. The
+weights are learned as if all clients had trained everything.
 
 With ``privacy.feature_clip`` each client adds noise to G, B and its counts of classes before the server sees anything,
 so that everything learned from them is as private as they are. Noise of deviation sigma' in the sum by
-lambda0 asks for a ridge of k sigma' sqrt(d) (``noise_ridge``); the correction that makes that sum of G positive
+lambda0 requires a ridge of k sigma' sqrt(d) (``noise_ridge``); the correction that makes that sum of G positive
 semidefinite is added whatever lambda becomes. ``spread`` keeps lambda from concentrating the noise. The body
 must be frozen.
 
 Line 9 of Algorithm 3 adds noise to all that is uploaded, without a bound on it, and so without a guarantee. In schedule
-``per_round``, with ``privacy.clip``, ``privacy.feature_clip`` and ``privacy.mechanism=local``, clients clip their moves
-to S, send means over their examples instead of sums, and add noise to both. All begin with the same lambda0, since
-the server does not know how many examples they have. As printed it is ``privacy.heterogeneity=eq24`` beside these.
+``per_round``, with ``privacy.clip``, ``privacy.feature_clip`` and ``privacy.mechanism=local``, clients clip their
+updates to S, send means over their examples instead of sums, and add noise to both. All begin with the same lambda0,
+since the server does not know how many examples they have. As printed it also needs ``privacy.heterogeneity=eq24``.
 
 Of a round in which models are trained, ``weights/...``, ``bad_clients/...`` and
 ``hessian/weights_top`` are of the weights of models, which made the body and W_agg. The weights of statistics are
 ``head/...``, over all clients whose statistics the head was solved from; ``head/kappa`` is the share that this head has
 in the model, 0 where the gate has discarded it. While gamma is learned it stays in [``shrink_min``, ``shrink_max``] for
 models and in [``head_shrink_min``, ``head_shrink_max``] for statistics, where it only divides the ridge;
-``weights/shrink_bounded`` and ``head/shrink_bounded`` are 1 where it lies on a bound.
+``weights/shrink_bounded`` and ``head/shrink_bounded`` are 1 if it is at a bound.
 
-There is one clock, the number of the round: a round without uploads counts for ``warmup`` and for the turns of
-``fresh`` like any other.
+Schedules count rounds: a round without uploads counts for ``warmup`` and for the alternation of ``fresh`` like any
+other.
 
-``ridge = "grid"`` takes the one of seven ridges, 1e-6 to 1 mean eigenvalues of G / n, whose head by lambda0 has the
+``ridge = "grid"`` uses the one of seven ridges, 1e-6 to 1 mean eigenvalues of G / n, whose head by lambda0 has the
 least squared error on the proxy examples. ``sketch`` learns lambda, gamma and s on a random projection of the features,
 the same for all, at (sketch / d)^3 of the cost, and solves for the head with all of them.
 
@@ -152,7 +152,7 @@ _GROWS = when(schedule=other_than("frozen"), server_epochs=over(0), shrink_rule=
     schedule=other_than("frozen"), server_epochs=over(0), shrink_rule="law", param="exp_cap", shrink=under(1)
 )
 _BOUNDED = _GAMMA_TOO | when(schedule=other_than("frozen"), shrink_rule="ratio")
-_WEIGHED = when(share_lambda=False)  # statistics have weights of their own
+_WEIGHED = when(share_lambda=False)  # statistics have separate weights
 _STEPS = when(share_lambda=False, head_steps=over(0))
 _FREE = when(share_lambda=False, head_steps=over(0), prior=other_than("fixed"))
 _BY_QUALITY = when(share_lambda=False, quality=("server", "report"))
@@ -192,9 +192,7 @@ class LawAFL(
     prior: Annotated[Literal["cv", "fixed"] | NonNegativeFloat, _WEIGHED] = Field(
         "cv", description="strength beta of the KL prior: a number, by cross-validation, or fixed, that is infinite"
     )
-    head_lr: Annotated[PositiveFloat, _STEPS] = Field(
-        0.05, description="rate at which the weights of statistics are learned"
-    )
+    head_lr: Annotated[PositiveFloat, _STEPS] = Field(0.05, description="learning rate of the weights of statistics")
     head_steps: Annotated[NonNegativeInt, _WEIGHED] = Field(100, description="steps of that; in each fold, at most 60")
     head_loss: Literal["ce", "mse"] = Field("ce", description="what is learned on the proxy set; mse is worse")
     spread: Annotated[NonNegativeFloat, _FREE] = Field(
@@ -203,32 +201,32 @@ class LawAFL(
     noise_ridge: Annotated[NonNegativeFloat, when({"privacy.feature_clip": GIVEN}, schedule="frozen")] = Field(
         0.5, description="with privacy: k, the least ridge in units of sigma sqrt(d)"
     )
-    temperature: PositiveFloat = Field(10.0, description="s at the start: outputs of ridge regression lie in [0, 1]")
+    temperature: PositiveFloat = Field(10.0, description="s at the start: outputs of ridge regression are in [0, 1]")
     quality: Annotated[Literal["size", "server", "report"], _WEIGHED] = Field(
-        "size", description="what lambda0 is made of: see above"
+        "size", description="how lambda0 is computed: see above"
     )
     size_factor: Annotated[bool, _BY_QUALITY] = Field(
         True, description="quality times the number of examples; false: eq. 17 as printed"
     )
-    verify: bool = Field(True, description="leave out statistics that no examples can have")
+    verify: bool = Field(True, description="exclude statistics that cannot be sums over examples")
     persist: Annotated[bool, _STEPS] = Field(
-        True, description="start from what was learned of a client before, instead of lambda0"
+        True, description="start from the weight learned for a client earlier, instead of lambda0"
     )
-    gate: bool = Field(True, description="keep the head before, or blend with it, if that is better on the proxy set")
+    gate: bool = Field(True, description="keep the previous head, or blend with it, if that is better on the proxy set")
     depth: Annotated[Literal["all", "entropy"], _TRAINS] = Field(
         "all", description="how much of the net a client trains: see above"
     )
     share_lambda: Annotated[bool, when(schedule="per_round")] = Field(
-        False, description="per_round: statistics weigh as models do, and nothing else is learned"
+        False, description="per_round: statistics have the weights of models, and nothing else is learned"
     )
     precision: Annotated[Literal["float64", "float32"], when(schedule=other_than("per_round"))] = Field(
-        "float64", description="in which statistics are kept"
+        "float64", description="precision of the kept statistics"
     )
     server_epochs: Annotated[NonNegativeInt, _TRAINS] = Field(
         20, description="of FedLAW: passes over the proxy set in a round"
     )
     server_lr: Annotated[PositiveFloat, _LEARNS] = Field(
-        0.01, description="of FedLAW: rate at which weights of models are learned"
+        0.01, description="of FedLAW: learning rate of the weights of models"
     )
     proxy_batch: Annotated[PositiveInt, _LEARNS] = Field(128, description="of FedLAW: examples in a step of the server")
     param: Annotated[Literal["exp", "quad", "exp_cap", "fixed"], _TRAINS] = Field(
@@ -240,18 +238,14 @@ class LawAFL(
     shrink_rule: Annotated[ShrinkRule, _TRAINS] = Field(
         "law", description="of FedLAW: where gamma comes from, see there"
     )
-    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(
-        OF_MODELS.low, description="of FedLAW: the least that gamma may become"
-    )
-    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(
-        OF_MODELS.high, description="of FedLAW: the most that it may become"
-    )
+    shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="of FedLAW: lower bound of gamma")
+    shrink_max: Annotated[PositiveFloat, _GROWS] = Field(OF_MODELS.high, description="of FedLAW: upper bound of gamma")
     head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(OF_HEADS.low, description="the least gamma of statistics")
     head_shrink_max: Annotated[PositiveFloat, _STEPS] = Field(
         OF_HEADS.high, description="the largest gamma of statistics"
     )
 
-    _parts: Tensor | None = PrivateAttr(None)  # [P] to which part of the net a parameter belongs; 1 is the head
+    _parts: Tensor | None = PrivateAttr(None)  # [P] the part of the net that a parameter belongs to; 1 is the head
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> LawAFL:
@@ -267,7 +261,7 @@ class LawAFL(
     @property
     def traits(self) -> Traits:
         reports = "" if self.quality == "report" else f"algorithm.quality = '{self.quality}' does not use them"
-        classes = "weighs clients by how well they tell classes apart"
+        classes = "weights clients by how well they separate classes"
         return super().traits._replace(each_upload=True, distinct=True, classes_only=classes, ignores_reports=reports)
 
     def bind(self, setup: Setup) -> Self:
@@ -276,22 +270,22 @@ class LawAFL(
         bound._parts = parts_of(task)
         if task.has_statistics and self.schedule != "frozen":
             what = "the server would need the running statistics of a body that is trained, which it does not see"
-            raise ConfigError([Fault("model.norm", what, "take norm = 'group', or schedule = 'frozen'")])
+            raise ConfigError([Fault("model.norm", what, "use norm = 'group', or schedule = 'frozen'")])
         return bound
 
     def against_noise(self, local: bool) -> list[Fault]:
         faults = []
         if self.schedule == "warmup_then_analytic":
-            what = f"moves of models are sent before the sums, and are not hidden (got '{self.schedule}')"
+            what = f"model updates are sent before the sums, and are not hidden (got '{self.schedule}')"
             faults.append(Fault("algorithm.schedule", what, "set algorithm.schedule=frozen, or per_round"))
         if self.depth != "all":
             what = f"how much of the net a client trains reveals its labels, and is not hidden (got '{self.depth}')"
             faults.append(Fault("algorithm.depth", what, "set algorithm.depth=all"))
         if self.trains and self.shrink_rule == "eq5":
-            what = "lengths of gradients are sent beside the moves, and are not hidden (got 'eq5')"
-            faults.append(Fault("algorithm.shrink_rule", what, "take another rule"))
+            what = "norms of gradients are sent with the updates, and are not hidden (got 'eq5')"
+            faults.append(Fault("algorithm.shrink_rule", what, "use another rule"))
         if self.quality == "report":
-            what = "accuracy and loss are sent beside the sums, and are not hidden (got 'report')"
+            what = "accuracy and loss are sent with the sums, and are not hidden (got 'report')"
             faults.append(Fault("algorithm.quality", what, "set algorithm.quality=size, or server"))
         return faults
 
@@ -330,7 +324,7 @@ class LawAFL(
 
     @property
     def feature_norm(self) -> float | None:
-        """R, to which features are clipped before they are summed; None where sums are not private."""
+        """R, to which features are clipped before they are summed; None if sums are not private."""
         return None if self.noise is None else self.noise.norm
 
     @property
@@ -444,7 +438,7 @@ class LawAFL(
         return server._replace(t=server.t + 1, kappa=torch.zeros_like(server.kappa))
 
     def send(self, server: LawAFLServer) -> LawAFLServer:
-        """The net; and, if statistics are asked for, which clients have sent them: a client reads its own entry."""
+        """The net; and, if statistics are requested, which clients have sent them: a client reads its own entry."""
         everybody = self.schedule == "frozen" and bool(server.registry.known.all())
         asks = self.rounds.asks_in(float(server.t)) and not everybody
         nothing = tree.tmap(lambda x: x.new_empty(0), server._replace(w=server.w[:0]))
@@ -477,7 +471,7 @@ class LawAFL(
         return size, self.after_empty_round(server)._replace(registry=registry)
 
     def trained_by(self, down: LawAFLServer) -> bool:
-        """Whether a client that receives this trains, and sends its move."""
+        """Whether a client that receives this trains, and sends its update."""
         asked = len(down.registry.known) > 0
         return self.trains and (not asked or self.rounds.both_at_once)
 

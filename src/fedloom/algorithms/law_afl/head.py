@@ -39,7 +39,7 @@ class SolvedHead(NamedTuple):
     lam0: Tensor  # [K]
 
     def noted(self, server: LawAFLServer, ids: Tensor) -> LawAFLServer:
-        """The server that remembers the weights of the statistics of these clients."""
+        """The server with the weights of the statistics of these clients."""
         statistics: ClientWeights = with_learned(server.statistics, ids, self.learned.how, self.lam0)
         return server._replace(
             statistics=statistics,
@@ -79,7 +79,7 @@ class HeadSolver(NamedTuple):
         return clipped_features(x, None if self.noise is None else self.noise.norm), y
 
     def plausible(self, uploads: LawAFLUpload) -> Tensor:
-        """Which uploads hold statistics that can be sums over examples.  ``[K]``"""
+        """Which uploads contain statistics that can be sums over examples.  ``[K]``"""
         holds = sent_statistics(uploads.rows, uploads.counts)
         last = feature_count(self.task, True) - 1 if self.bias else None
         norm, std, cross_std, _ = self.noise or (None, 0.0, 0.0, False)
@@ -102,11 +102,11 @@ class HeadSolver(NamedTuple):
         return quality_weights(data_quality(counts), accuracy, loss, by)
 
     def examples(self, counts: Tensor) -> Tensor:
-        """How many examples clients have, as far as the server knows: one each where they send means.  ``[K]``"""
+        """How many examples clients have, as far as the server knows: one each if they send means.  ``[K]``"""
         return torch.ones_like(counts[:, 0]) if self.of_means else example_counts(counts)
 
     def measured(self, w: Tensor, rows: Tensor, counts: Tensor) -> ProxyScores:
-        """How each client's own head does on the proxy examples of the classes that it has."""
+        """The quality of each client's own head on the proxy examples of the classes that it has."""
         x, y = self.features(w)
         logits = []
         for row in rows:
@@ -117,7 +117,7 @@ class HeadSolver(NamedTuple):
 
     # -- the system that is solved -----------------------------------------------------------------
     def system(self, w: Tensor, rows: Tensor, counts: Tensor, lam0: Tensor) -> HeadClients:
-        """These statistics as they are solved: the ridge follows their scale and the noise in them."""
+        """The linear system of these statistics: the ridge follows their scale and the noise in them."""
         gram, cross = from_rows(tree.mix(lam0[None], rows)[0], self.classes)
         ridge = self.best_ridge(w, gram, cross) if self.ridge == "grid" else float(default_ridge(gram, self.ridge))
         if self.noise is not None and self.noise.std:

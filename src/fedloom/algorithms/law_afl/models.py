@@ -34,7 +34,7 @@ class ModelAggregation(NamedTuple):
     rule: ShrinkRule
     epochs: int
     batch: int
-    parts: Tensor | None  # [P] to which part of the net a parameter belongs, where clients train to different depths
+    parts: Tensor | None  # [P] the part of the net that a parameter belongs to, if clients train to different depths
 
     def update(self, server: LawAFLServer, inbox: Inbox[LawAFLUpload]) -> LawAFLServer:
         """FedLAW's round."""
@@ -52,7 +52,7 @@ class ModelAggregation(NamedTuple):
 
 
 def parts_of(task: Task) -> Tensor:
-    """To which part of the net each parameter belongs: 1 is the head, 2 the part before it, and so on.  ``[P]``"""
+    """The part of the net that each parameter belongs to: 1 is the head, 2 the part before it, and so on.  ``[P]``"""
     part = {n: "head" if n.startswith("head.") else ".".join(n.split(".")[:2]) for n in task.names}
     ordered = ["head", *reversed([name for name in dict.fromkeys(part.values()) if name != "head"])]
     depth = {name: float(k + 1) for k, name in enumerate(ordered)}

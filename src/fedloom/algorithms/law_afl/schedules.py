@@ -31,11 +31,11 @@ _BLENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Tools(NamedTuple):
-    """What every schedule is made of."""
+    """The parts of every schedule."""
 
     models: ModelAggregation
     head: HeadSolver
-    gate: bool  # keep the head before, or blend with it, where that is better
+    gate: bool  # keep the previous head, or blend with it, if that is better
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class PerRound(Schedule):
 def _with_shared_weights(
     solver: HeadSolver, server: LawAFLServer, after: LawAFLServer, ids: Tensor, rows: Tensor, counts: Tensor
 ) -> tuple[LawAFLServer, Tensor]:
-    """The head whose statistics have the weights of models, and the server that remembers them."""
+    """The head whose statistics have the weights of models, and the server with these weights."""
     lam = after.models.lam[ids]
     rho, shared = solver.system(server.w, rows, counts, lam).ridge, lam / lam.sum()
     solved = solver.settings.temperature * weighted_head(rows, shared, rho, solver.classes).head
@@ -179,7 +179,7 @@ def _blended(tools: Tools, after: LawAFLServer, solved: Tensor) -> LawAFLServer:
 
 
 def solved_from_all(tools: Tools, body: int, server: LawAFLServer, inbox: Inbox[LawAFLUpload]) -> LawAFLServer:
-    """The head from the statistics of all clients that ever sent them, if it is better than the one before."""
+    """The head from the statistics of all clients that ever sent them, if it is better than the previous one."""
     solver = tools.head
     registry, claims = _with_uploads(solver, body, server, inbox)
     if torch.equal(registry.known, server.registry.known):

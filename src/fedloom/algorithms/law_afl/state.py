@@ -30,18 +30,18 @@ class LawAFLServer(NamedTuple):
     statistics: ClientWeights
     kappa: Tensor  # [] share of the last round's solved head in the model's head
     temperature: Tensor  # [] s
-    freedom: Tensor  # [] 1 / (1 + beta): 0 if weights had to stay as they began
+    freedom: Tensor  # [] 1 / (1 + beta): 0 if weights had to stay at lambda0
     loss: Tensor  # [] cross-entropy of the head in two folds of the proxy set
 
 
 class LawAFLUpload(NamedTuple):
     dw: Tensor  # [P], or [0] in a round without training
     rows: (
-        Tensor  # [d (d + 1) / 2 + d C] packed G and B; zeros from a client that sent them before; [0] if not asked for
+        Tensor  # [d (d + 1) / 2 + d C] packed G and B; zeros from a client that sent them before; [0] if not requested
     )
     counts: Tensor  # [C] examples of each class
     accuracy: (
-        Tensor  # [1] of the model that was sent, on the client's own examples, as it reports; [0] if not asked for
+        Tensor  # [1] of the model that was sent, on the client's own examples, as it reports; [0] if not requested
     )
     loss: Tensor  # [1]
     depth: Tensor  # [1] L_i; [0] in a round without training, or if all clients train the whole net
@@ -49,7 +49,7 @@ class LawAFLUpload(NamedTuple):
 
 
 class PartlyTrained(NamedTuple):
-    """What is trained where clients train to different depths."""
+    """What is trained if clients train to different depths."""
 
     w: Tensor  # [P]
     depth: Tensor  # [] L_i

@@ -1,11 +1,11 @@
 """Convolutions of many nets side by side.
 
-``vmap`` turns the convolutions of lanes, each with weights of its own, into one grouped convolution, and cuDNN takes
-the groups one after another. ``LaneConv2d`` is an ``nn.Conv2d`` that uses kernels of our own instead, where there is a
-GPU with Triton and where they are faster. Outside ``vmap`` it is an ordinary convolution.
+``vmap`` turns the convolutions of lanes, each with its own weights, into one grouped convolution, and cuDNN computes
+the groups one after another. ``LaneConv2d`` is an ``nn.Conv2d`` that uses fedloom's kernels instead, on a GPU with
+Triton and where they are faster. Outside ``vmap`` it is an ordinary convolution.
 
 The convolution y = x * w, the gradient of its inputs and the gradient of its weights are bilinear, and the derivatives
-of each are again among the three. So derivatives of any order, in either direction, take these three functions alone.
+of each are again among the three. So derivatives of any order, in either direction, need only these three functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LaneConv2d(nn.Conv2d):
 
 
 def in_lanes(net: nn.Module) -> None:
-    """Let the plain convolutions of a net share kernels over lanes; parameters and names stay as they are."""
+    """Let the plain convolutions of a net share kernels over lanes; parameters and names do not change."""
     for layer in net.modules():
         if type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1):
             left, right, top, bottom = layer._reversed_padding_repeated_twice
@@ -186,7 +186,7 @@ def _sides(x: Tensor) -> Pair:
 
 
 def _lanes(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors with their lanes in front; what lanes share is repeated."""
+    """Tensors with the lanes as first axis; what lanes share is repeated."""
     each = zip(tensors, in_dims, strict=False)
     return tuple(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in each)
 

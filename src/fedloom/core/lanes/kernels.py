@@ -1,7 +1,7 @@
 """Convolutions of many nets at once, as Triton kernels whose grid has an axis of lanes.
 
-A convolution is a matrix product over patches that are never written down (an implicit GEMM). Images are
-``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``: channels lie side by side.
+A convolution is a matrix product over patches that are never stored (an implicit GEMM). Images are
+``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``: channels are contiguous.
 Both the forward pass and the gradient of the inputs are sums over taps, so one kernel computes both. The gradient of
 the weights is a sum over pixels; it is split into parts, which are added in a fixed order, so that it is the same
 every time.
@@ -80,7 +80,7 @@ def _taps(
                 ix = left[:, None] + (SIGN * j)[None, :]
                 ok = ok & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
             a = tl.load(x + origin[:, None] + (SIGN * (i * W + j) * C + channel)[None, :], mask=ok, other=0.0)
-            if TH == KH and TW == KW:  # every tap, in the order in which weights lie
+            if TH == KH and TW == KW:  # every tap, in the order of the weights
                 weight = deep
             else:
                 weight = ((FIRST_H + HOP_H * i) * KW + FIRST_W + HOP_W * j) * C + channel
@@ -121,7 +121,7 @@ def _pixels(
         tap = deep // C
         i = tap // KW
         j = tap % KW
-        SIDE: tl.constexpr = C & -C  # this many channels lie side by side
+        SIDE: tl.constexpr = C & -C  # this many channels are contiguous
         shift = tl.max_contiguous(tl.multiple_of((i * W + j) * C + deep % C, SIDE), SIDE)
     real = n < N
     used = deep < DEPTH
@@ -167,8 +167,8 @@ def forward(x: Tensor, w: Tensor, how: Geometry, tile: Tile) -> Tensor:
 def inputs(g: Tensor, w: Tensor, how: Geometry, sides: tuple[int, int], tile: Tile) -> Tensor:
     """The gradient of the inputs [L, B, *sides, C], given that of the outputs g [L, B, h, w, O].
 
-    The weights are [L, C, KH, KW, O]: what is summed over lies side by side. With a stride each
-    residue of the row and column is a convolution of its own, with the taps that reach it.
+    The weights are [L, C, KH, KW, O]: the axis of the sum is contiguous. With a stride, each
+    residue of the row and column is a separate convolution, with the taps that reach it.
     """
     lanes, images, high, wide, outputs = g.shape
     channels, (kh, kw), (sh, sw), (ph, pw) = w.shape[1], how.kernel, how.stride, how.padding

@@ -1,8 +1,8 @@
-"""The convolution of many nets and its two gradients, as operators that ``vmap``, compilers and CUDA graphs take.
+"""The convolution of many nets and its two gradients, as operators that work with ``vmap``, compilers and CUDA graphs.
 
 Images are ``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``. On a CPU, and
-wherever it is faster, an operator is PyTorch's grouped convolution; on a GPU with Triton there are kernels of our own.
-Which of them, and with which tiles, is measured once for each shape and precision, and remembered beside the
+wherever it is faster, an operator is PyTorch's grouped convolution; on a GPU with Triton, fedloom has its own kernels.
+Which of them is used, and with which tiles, is measured once for each shape and precision, and kept next to the
 compiler's cache.
 """
 
@@ -40,14 +40,14 @@ class Geometry(NamedTuple):
     exact: bool
 
     def out(self, sides: Ints) -> Pair:
-        """The sides of what comes out."""
+        """The sides of the output."""
         each = zip(sides, self.kernel, self.stride, self.padding, strict=True)
         high, wide = ((side + 2 * p - k) // s + 1 for side, k, s, p in each)
         return high, wide
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts up its work."""
+    """The tiling of a kernel."""
 
     rows: int
     columns: int
@@ -77,7 +77,7 @@ def lane_conv_inputs(
 ) -> Tensor:
     """The gradient of the inputs [L, B, *sides, C], given that of the outputs g [L, B, h, w, O].
 
-    The weights are [L, C, KH, KW, O] here: what is summed over lies side by side.
+    The weights are [L, C, KH, KW, O] here: the axis of the sum is contiguous.
     """
     how = _geometry(kernel, stride, padding, exact)
     if g.device.type != "cuda":
@@ -190,7 +190,7 @@ def _fastest(what: str, tensors: tuple[Tensor, Tensor], how: Geometry, columns: 
         return _by_name(what, _CHOSEN[key], how, sides)
     known = _remembered().get(key)
     if known is None:
-        with _alone():  # what another run measures at this moment would be timed, too
+        with _alone():  # measurements of another run at the same time would distort the timing
             known = _remembered().get(key)
             if known is None:
                 known = _measured(what, a, b, how, columns, sides)
@@ -212,7 +212,7 @@ _CHOSEN: dict[str, str] = {}
 
 
 def chosen_kernels() -> dict[str, str]:
-    """What computes each convolution that has been met so far, by its shape."""
+    """The choice for each convolution so far, by its shape."""
     return dict(_CHOSEN)
 
 
@@ -235,7 +235,7 @@ def _tiles(what: str, a: Tensor, b: Tensor, how: Geometry, columns: int) -> list
 
 
 def _parts(tile: tuple[int, ...], x: Tensor, g: Tensor, depth: int, programs: int) -> int:
-    """Into how many parts the sum over pixels is split to keep ``programs`` at work."""
+    """Into how many parts the sum over pixels is split to keep ``programs`` busy."""
     rows, columns, at_once = tile[:3]
     whole = -(-g.shape[4] // rows) * -(-depth // columns) * len(x)
     pixels = g.shape[1] * g.shape[2] * g.shape[3]
@@ -275,7 +275,7 @@ def _right(own: dict[str, Run], expected: Tensor, a: Tensor, b: Tensor) -> dict[
         except Exception:  # a tile that needs more shared memory or registers than this GPU has
             return None
 
-    torch.cuda.synchronize()  # threads have streams of their own
+    torch.cuda.synchronize()  # each thread has its own stream
     with ThreadPoolExecutor(8) as pool:
         found = dict(zip(own, pool.map(tried, own.values()), strict=True))
     torch.cuda.synchronize()
@@ -323,7 +323,7 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(key: str, name: str) -> None:
-    """Keep a choice for later runs; without a writable folder it is measured again."""
+    """Store a choice for later runs; without a writable folder it is measured again."""
     if find_spec("triton") is None:
         return
     with suppress(OSError):

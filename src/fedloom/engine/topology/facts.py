@@ -1,4 +1,4 @@
-"""What can be said of a network before anything is trained: whether it can be used, and how soon it agrees."""
+"""What is known about a network before training: whether it can be used, and how fast it reaches consensus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.engine.topology.weights import DENSE, TOLERANCE, Floats, Weights, a
 
 
 def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False, symmetric: bool = False) -> list[str]:
-    """What is wrong with a mixing matrix, in words; ``edges``: the only ones that it may use."""
+    """What is wrong with a mixing matrix, in words; ``edges``: those that it may use."""
     found = []
     if not np.isfinite(weights.value).all():
         return ["has weights that are not finite"]
@@ -40,7 +40,7 @@ def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False
 
 
 def window(topology: Topology, nodes: int, seed: int) -> tuple[int, list[list[int]]]:
-    """After how many gossip steps the union of all graphs is connected, and the parts into which it then falls."""
+    """After how many gossip steps the union of all graphs is connected, and its components then."""
     union, parts = no_edges(), [[k] for k in range(nodes)]
     for count, at in enumerate(moments(topology, seed), 1):
         union = ordered(np.concatenate([union, topology.planned(nodes, at)]))
@@ -51,7 +51,7 @@ def window(topology: Topology, nodes: int, seed: int) -> tuple[int, list[list[in
 
 
 def faults(topology: Topology, nodes: int, seed: int, sizes: Ints | None = None) -> list[Fault]:
-    """Why this network cannot be used as it is."""
+    """Why this network cannot be used."""
     if found := outside("topology.deaths", "node", [node for node, _ in topology.deaths], nodes):
         return found
     try:
@@ -89,13 +89,13 @@ def _disconnected(topology: Topology, nodes: int, seed: int) -> Fault | None:
 
 
 class Facts(NamedTuple):
-    """What is known of a network before anything is trained, and before anything fails."""
+    """What is known about a network before training and failures."""
 
     kind: str
     nodes: int
     edges: int  # of the first round
     directed: bool
-    degree_min: int  # from how many others a node receives in the first round
+    degree_min: int  # in-degrees of the first round
     degree_mean: float
     degree_max: int
     symmetric: bool
@@ -151,7 +151,7 @@ def facts(topology: Topology, nodes: int, seed: int = 0, sizes: tuple[int, ...] 
 
 
 def _divided(matrix: Floats) -> Floats:
-    """What nodes have of each other under push-sum: each divides by the mass that came with it."""
+    """The effective mixing matrix under push-sum: each node divides by the mass that it received."""
     divided: Floats = matrix / matrix.sum(1, keepdims=True)
     return divided
 
@@ -161,13 +161,13 @@ def _notes(
 ) -> Iterator[str]:
     """What is allowed but deserves a note."""
     if isinstance(topology, Grid) and topology.rows is None and nodes > 3 and shape_of(nodes, None)[0] == 1:
-        yield f"{nodes} nodes make only one row: this is a {'ring' if isinstance(topology, Torus) else 'path'}"
+        yield f"{nodes} nodes form only one row: this is a {'ring' if isinstance(topology, Torus) else 'path'}"
     if len(parts) > 1:
         yield f"the network splits into {len(parts)} parts, which never exchange anything"
     if not preserves:
         yield "the weights do not preserve the mean of the models"
     if len(parts) == 1 and preserves and topology.mixing == "average" and contraction > 1 - 1e-9:
-        yield "mixing does not bring the nodes nearer to each other (psi is 1): try topology.lazy=true"
+        yield "mixing does not bring the nodes closer to each other (psi is 1): try topology.lazy=true"
     if topology.dies:
         yield "nodes die: psi is that of the first round; means are over the surviving nodes"
     if topology.fails and topology.link_policy != "self":

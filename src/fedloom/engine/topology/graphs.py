@@ -10,7 +10,7 @@ import numpy as np
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.arrays import Ints
 
-_SWAPS = 200  # attempts to mend one edge that was drawn twice
+_SWAPS = 200  # attempts to repair one edge that was drawn twice
 
 
 def hops(nodes: int) -> list[int]:
@@ -23,12 +23,12 @@ def shape_of(nodes: int, rows: int | None) -> tuple[int, int]:
     if rows is None:
         rows = max(r for r in range(1, math.isqrt(nodes) + 1) if nodes % r == 0)
     if nodes % rows:
-        raise ConfigError([Fault("topology.rows", f"{nodes} nodes do not make {rows} equal rows", "leave it out")])
+        raise ConfigError([Fault("topology.rows", f"{nodes} nodes cannot form {rows} equal rows", "leave it out")])
     return rows, nodes // rows
 
 
 def rings(nodes: int, degree: int, chance: np.random.Generator, *, exact: bool) -> Ints:
-    """The union of rings through all nodes, and of random pairs where the degree is odd."""
+    """The union of rings through all nodes, and of random pairs if the degree is odd."""
     have: set[tuple[int, int]] = set()
     for _ in range(degree // 2):
         ring = chance.permutation(nodes)
@@ -44,7 +44,7 @@ def rings(nodes: int, degree: int, chance: np.random.Generator, *, exact: bool) 
 
 
 def complement(nodes: int, edges: Ints, degree: int) -> Ints:
-    """All edges but these; where a node then has one neighbour more than ``degree``, it loses one."""
+    """All edges except these; a node that then has one neighbour more than ``degree`` loses one."""
     free = np.triu(np.ones((nodes, nodes), dtype=bool), 1)
     free[edges[:, 0], edges[:, 1]] = False
     for node in np.flatnonzero((free | free.T).sum(0) > degree):
@@ -58,9 +58,9 @@ def _pairs(a: Ints, b: Ints) -> list[tuple[int, int]]:
 
 
 def _mend(order: Ints, have: set[tuple[int, int]], chance: np.random.Generator, *, closed: bool) -> None:
-    """Turn parts of ``order`` around until no pair of it is there already, or it has been tried often enough.
+    """Reverse parts of ``order`` until no pair of it exists already, or the attempts are used up.
 
-    In a ring every two that follow each other are a pair; else every second place begins one.
+    In a ring every two neighbours are a pair; otherwise every second position begins one.
     """
     for _ in range(_SWAPS * len(order)):
         pairs = _pairs(order, np.roll(order, -1)) if closed else _pairs(order[::2], order[1::2])
@@ -86,7 +86,7 @@ def ordered(edges: Ints) -> Ints:
 
 
 def components(nodes: int, edges: Ints, *, directed: bool) -> list[list[int]]:
-    """The parts into which a graph falls, the largest first; in a directed one all of a part can reach each other."""
+    """The components of a graph, the largest first; in a directed one, the strongly connected components."""
     import networkx as nx
 
     graph: Any = nx.DiGraph() if directed else nx.Graph()

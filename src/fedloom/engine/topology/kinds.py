@@ -35,9 +35,9 @@ class Full(Topology):
 
 
 class Star(Topology):
-    """Node 0 exchanges with all other nodes, which exchange with node 0 alone.
+    """Node 0 exchanges with all other nodes, which exchange only with node 0.
 
-    Not a server: the others keep most of what is their own.
+    Not a server: the others keep most of their own models.
     """
 
     kind: ClassVar[str] = "star"
@@ -63,7 +63,7 @@ class Grid(Topology):
 
 
 class Torus(Grid):
-    """A grid whose opposite sides are joined, so that all nodes are alike."""
+    """A grid whose opposite sides are joined, so that all nodes are equivalent."""
 
     kind: ClassVar[str] = "torus"
 
@@ -138,14 +138,14 @@ class Random(Redrawn):
     """At most ``max_degree`` neighbours each, and connected in every round: rings through all nodes in random orders.
 
     An odd ``max_degree`` adds random pairs. Rings may share an edge, so that a node can have fewer neighbours;
-    ``exact`` mends that.
+    ``exact`` repairs that.
     """
 
     kind: ClassVar[str] = "random"
 
     max_degree: PositiveInt = Field(10, description="most neighbours of a node")
     exact: bool = Field(
-        False, description="exactly this many neighbours each; one node has one less where nodes and neighbours are odd"
+        False, description="exactly this many neighbours each; one node has one less if nodes and neighbours are odd"
     )
 
     def drawn(self, nodes: int, at: Moment) -> Ints:
@@ -153,13 +153,13 @@ class Random(Redrawn):
             return Full().drawn(nodes, at)
         chance = self.chance(at)
         if self.exact and 2 * self.max_degree > nodes - 1:
-            # With more than half of all edges in use there may be no way to mend one; those that are not are fewer.
+            # With more than half of all edges in use there may be no repair; the unused edges are fewer.
             return complement(nodes, rings(nodes, nodes - 1 - self.max_degree, chance, exact=True), self.max_degree)
         return rings(nodes, self.max_degree, chance, exact=self.exact)
 
 
 class RandomDirected(Redrawn):
-    """Each node receives from ``max_degree`` others, drawn at random for each node alone, as published code has it.
+    """Each node receives from ``max_degree`` others, drawn at random for each node separately, as in published code.
 
     It does not preserve the mean, and nothing bounds how often a node must send: only for comparison.
     """
@@ -169,7 +169,7 @@ class RandomDirected(Redrawn):
     weights: Literal["metropolis", "uniform", "maxdeg", "data_weighted"] = Field(
         "uniform", description="as elsewhere; here 1 / (1 + its own degree)"
     )
-    max_degree: PositiveInt = Field(10, description="how many others a node receives from")
+    max_degree: PositiveInt = Field(10, description="number of nodes that a node receives from")
 
     @property
     def directed(self) -> bool:
@@ -178,7 +178,7 @@ class RandomDirected(Redrawn):
     def drawn(self, nodes: int, at: Moment) -> Ints:
         chance, count = self.chance(at), min(self.max_degree, nodes - 1)
         others = np.stack([chance.choice(nodes - 1, count, replace=False) for _ in range(nodes)])
-        others += others >= np.arange(nodes)[:, None]  # nobody draws itself
+        others += others >= np.arange(nodes)[:, None]  # no node draws itself
         return np.stack([others.ravel(), np.repeat(np.arange(nodes), count)], axis=1)
 
 
@@ -187,12 +187,12 @@ class Matching(Redrawn):
 
     kind: ClassVar[str] = "matching"
 
-    pairs: PositiveInt | None = Field(None, description="how many; unset: as many as there can be")
+    pairs: PositiveInt | None = Field(None, description="number of pairs; unset: as many as possible")
 
     def drawn(self, nodes: int, at: Moment) -> Ints:
         most = nodes // 2
         if self.pairs is not None and self.pairs > most:
-            raise ConfigError([Fault("topology.pairs", f"{nodes} nodes make at most {most} pairs (got {self.pairs})")])
+            raise ConfigError([Fault("topology.pairs", f"{nodes} nodes form at most {most} pairs (got {self.pairs})")])
         chosen = self.chance(at).permutation(nodes)[: 2 * (self.pairs or most)]
         return np.sort(chosen.reshape(-1, 2), axis=1)
 
@@ -200,16 +200,16 @@ class Matching(Redrawn):
 class Custom(Topology):
     """Your own graph: a list of links, or a file with one on each line, ``i j`` or ``i j weight``.
 
-    With weights each line is what node i makes of node j, both directions must be there, and what is left of a row
-    stays with the node. A file is read once, when the settings are.
+    With weights each line is the weight of node j at node i, both directions are required, and the rest of a row is the
+    node's own weight. A file is read once, with the settings.
     """
 
     kind: ClassVar[str] = "custom"
 
-    file: str = Field("", description="where the links are; read into links and link_weights")
+    file: str = Field("", description="file of the links; read into links and link_weights")
     links: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = Field((), description="pairs of nodes, counted from 0")
     link_weights: tuple[float, ...] = Field(
-        (), description="what the first node of each link makes of its second; empty: by rule"
+        (), description="the weight of the second node of each link at the first; empty: by rule"
     )
 
     @model_validator(mode="before")
@@ -235,7 +235,7 @@ class Custom(Topology):
         if self.link_weights and self.mixing == "push_sum":
             raise ValueError("push_sum splits evenly: leave link_weights out")
         if self.link_weights and self.dies:
-            raise ValueError("where nodes die, weights are made anew by rule: leave link_weights out")
+            raise ValueError("if nodes die, weights are recomputed by rule: leave link_weights out")
         return self
 
     @property

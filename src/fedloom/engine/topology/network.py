@@ -21,12 +21,12 @@ from fedloom.engine.topology.graphs import components, no_edges, ordered
 from fedloom.engine.topology.weights import Mask, Weights, arcs_of, cut, push_sum_weights, weigh
 
 LOOKED = 1000  # rounds after which a network that changes should have been connected
-DRAWS = 10  # graphs over which the contraction of one that is drawn anew is measured
+DRAWS = 10  # graphs over which the contraction of a redrawn one is measured
 LONGEST = 100  # gossip steps over which it is measured at most
 
 
 class Moment(NamedTuple):
-    """When a graph is used: all that it is a function of, beside its settings and the number of nodes."""
+    """The moment of a graph: what it depends on, in addition to its settings and the number of nodes."""
 
     seed: int = 0
     round: int = 0
@@ -46,31 +46,31 @@ class Topology(Kind):
 
     weights: Literal["metropolis", "uniform", "maxdeg", "data_weighted"] = Field(
         "metropolis",
-        description="what a node makes of a neighbour: 1 / (1 + the larger of both degrees), 1 / (1 + its own degree), "
-        "1 / (1 + the largest degree of all), or by training examples; it keeps the rest for itself",
+        description="the weight of a neighbour: 1 / (1 + the larger of both degrees), 1 / (1 + its own degree), "
+        "1 / (1 + the largest degree of all), or by training examples; the rest is a node's own weight",
     )
-    lazy: bool = Field(False, description="every node keeps half of itself: W becomes (I + W) / 2")
+    lazy: bool = Field(False, description="every node keeps half of its own model: W becomes (I + W) / 2")
     gossip_steps: PositiveInt = Field(1, description="how often nodes exchange and mix in a round")
     comm_fraction: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of the nodes that exchange in a round, drawn anew; all of them train",
+        description="share of the nodes that exchange in a round, drawn in each; all of them train",
     )
     start: Literal["common", "independent"] = Field(
-        "common", description="the model with which nodes begin: the same for all, or one of its own for each"
+        "common", description="the initial model of nodes: the same for all, or a different one for each"
     )
     mixing: Literal["average", "push_sum"] = Field(
-        "average", description="push_sum: senders split what they have, and mass travels with it, for directed graphs"
+        "average", description="push_sum: senders split their model, and send mass with it, for directed graphs"
     )
-    link_loss: float = Field(0.0, ge=0, lt=1, description="chance that a link is down in a gossip step")
-    node_loss: float = Field(0.0, ge=0, lt=1, description="chance that a node is offline for a round")
+    link_loss: float = Field(0.0, ge=0, lt=1, description="probability that a link is down in a gossip step")
+    node_loss: float = Field(0.0, ge=0, lt=1, description="probability that a node is offline for a round")
     link_policy: Annotated[Literal["self", "renorm", "stale"], _FAILS] = Field(
         "self",
         description="where the weight of a failed link goes: back to both ends (preserves the mean); to the neighbours "
         "still reached; or to the last message received over the link, if no older than stale_after rounds",
     )
-    node_death: float = Field(0.0, ge=0, lt=1, description="chance that a node dies in a round, and is gone for good")
+    node_death: float = Field(0.0, ge=0, lt=1, description="probability that a node dies in a round, permanently")
     deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
         (), description="nodes that die for certain: each with the first round, counted from 1, that is without it"
     )
@@ -80,7 +80,7 @@ class Topology(Kind):
         "or stop the run",
     )
     train_offline: Annotated[bool, _OFFLINE] = Field(
-        False, description="a node that is offline trains nevertheless; else it stands still"
+        False, description="an offline node trains nevertheless; otherwise it pauses"
     )
     rejoin: Annotated[Literal["stale", "pull"], _OFFLINE] = Field(
         "stale",
@@ -89,7 +89,7 @@ class Topology(Kind):
     )
     stale_after: Annotated[NonNegativeInt, when(rejoin="pull") | when(link_policy="stale")] = Field(
         10,
-        description="rounds of absence after which rejoin = pull asks the others, and messages are too old for stale",
+        description="rounds of absence after which rejoin = pull takes effect, and messages are too old for stale",
     )
     allow_row_stochastic: bool = Field(False, description="allow weights that do not preserve the mean")
     allow_disconnected: bool = Field(False, description="allow a disconnected network")
@@ -101,17 +101,17 @@ class Topology(Kind):
 
     @property
     def redrawn(self) -> bool:
-        """Whether another round may have another graph, failures apart."""
+        """Whether the graph changes between rounds, without failures."""
         return self.comm_fraction < 1
 
     @property
     def fails(self) -> bool:
-        """Whether links or nodes do."""
+        """Whether links or nodes fail."""
         return bool(self.link_loss or self.node_loss or self.dies)
 
     @property
     def dies(self) -> bool:
-        """Whether nodes are lost for good."""
+        """Whether nodes are lost permanently."""
         return bool(self.node_death or self.deaths)
 
     def period(self, nodes: int) -> int:
@@ -123,12 +123,12 @@ class Topology(Kind):
         raise NotImplementedError
 
     def planned(self, nodes: int, at: Moment) -> Ints:
-        """The edges of this moment in order, as if nobody ever died."""
+        """The edges of this moment in order, as if no node ever died."""
         active = self.active(nodes, at)
         return ordered(active[self.drawn(len(active), at)]) if len(active) > 1 else no_edges()
 
     def edges(self, nodes: int, at: Moment = START) -> Ints:
-        """The edges of this moment in order: pairs (i < j), or (sender, receiver) where the graph is directed."""
+        """The edges of this moment in order: pairs (i < j), or (sender, receiver) if the graph is directed."""
         planned, dead = self.planned(nodes, at), self.dead(nodes, at)
         if not dead.any():
             return planned
@@ -138,7 +138,7 @@ class Topology(Kind):
             gone = ", ".join(map(str, np.flatnonzero(dead)[:10]))
             raise SplitError(
                 f"round {at.round + 1}: without the nodes that have died ({gone}) the network splits into "
-                f"{len(bridges) + 1} parts (set topology.on_split=rewire or components to go on)"
+                f"{len(bridges) + 1} parts (set topology.on_split=rewire or components to continue)"
             )
         return left if self.on_split == "components" else ordered(np.concatenate([left, bridges]))
 
@@ -162,14 +162,14 @@ class Topology(Kind):
         return torch.from_numpy(self.weigh(nodes, at, sizes).dense())
 
     def offline(self, nodes: int, at: Moment) -> Mask:
-        """The nodes that live, but cannot be reached in this round.  ``[N]``"""
+        """The nodes that are alive, but offline in this round.  ``[N]``"""
         if not self.node_loss:
             return np.zeros(nodes, dtype=bool)
         chance = rng.uniform(at.seed, "topology/node", at.round, torch.arange(nodes))
         return np.asarray((chance < self.node_loss).numpy(), dtype=bool) & ~self.dead(nodes, at)
 
     def dead(self, nodes: int, at: Moment) -> Mask:
-        """The nodes that are gone for good.  ``[N]``"""
+        """The nodes that are lost permanently.  ``[N]``"""
         return last_rounds(self, nodes, at.seed) < at.round
 
     def resting(self, nodes: int, at: Moment) -> Mask:
@@ -190,7 +190,7 @@ class Topology(Kind):
     def _one_way_links_fail_one_way(self) -> Topology:
         if self.directed and self.fails and self.mixing == "average" and not self.allow_row_stochastic:
             raise ValueError(
-                "where links have one direction, a loss shifts the mean: set mixing = 'push_sum', "
+                "if links have one direction, a loss shifts the mean: set mixing = 'push_sum', "
                 "or allow_row_stochastic = true"
             )
         usual = type(self).model_fields["weights"].default
@@ -203,7 +203,7 @@ class Topology(Kind):
 
 
 class Redrawn(Topology):
-    """A graph that is drawn at random, once or again and again."""
+    """A graph that is drawn at random, once or repeatedly."""
 
     refresh: NonNegativeInt = Field(1, description="rounds after which a new graph is drawn; 0: never")
     fresh_steps: Annotated[bool, when(gossip_steps=over(1))] = Field(
@@ -225,7 +225,7 @@ class Redrawn(Topology):
 
 
 class Turning(Topology):
-    """A graph in which every gossip step connects other nodes, by plan and not by chance."""
+    """A graph in which every gossip step connects other nodes, by a fixed plan."""
 
     @property
     def redrawn(self) -> bool:
@@ -237,7 +237,7 @@ class Turning(Topology):
 
 @lru_cache(maxsize=8)
 def last_rounds(topology: Topology, nodes: int, seed: int) -> Ints:
-    """The last round, counted from 0, in which each node lives.  ``[N]``, not to be written to"""
+    """The last round, counted from 0, in which each node is alive.  ``[N]``, read-only"""
     last = np.full(nodes, np.iinfo(np.int64).max)
     if topology.node_death:
         chance = rng.uniform(seed, "topology/death", torch.arange(nodes)).double().numpy()
@@ -250,9 +250,9 @@ def last_rounds(topology: Topology, nodes: int, seed: int) -> Ints:
 
 @lru_cache(maxsize=8)
 def _bridges(topology: Topology, nodes: int, seed: int, gone: bytes) -> Ints:
-    """Links, drawn at random, that join again what could reach each other before these nodes died.
+    """Random links that reconnect the nodes that could reach each other before these nodes died.
 
-    A graph that is drawn anew soon joins everybody by itself; of one that turns, a whole turn is looked at.
+    A redrawn graph soon reconnects all nodes by itself; for a periodic one, a whole period is considered.
     """
     dead = np.frombuffer(gone, dtype=bool)
     if topology.redrawn and not isinstance(topology, Turning):
@@ -278,7 +278,7 @@ def moments(topology: Topology, seed: int) -> Iterator[Moment]:
 
 def links_up(topology: Topology, weights: Weights, at: Moment) -> Mask:
     """Which entries of the matrix get through in this gossip step; a link works in both directions or in none,
-    unless the network is one in which messages go one way.  ``[A]``"""
+    unless links are directed.  ``[A]``"""
     up = np.ones(len(weights.to), dtype=bool)
     if topology.node_loss:
         gone = topology.offline(weights.nodes, at)

@@ -15,7 +15,7 @@ from fedloom.data.arrays import Ints
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 TOLERANCE = 1e-6  # of sums that should be one
-DENSE = 2000  # nodes up to which the norm of a matrix is computed from all of it
+DENSE = 2000  # nodes up to which the norm of a matrix is computed densely
 
 
 class Weights(NamedTuple):
@@ -27,14 +27,14 @@ class Weights(NamedTuple):
     value: Floats  # [A]
 
     def dense(self, columns: int | None = None) -> Floats:
-        """All of the matrix, as wide as it is high unless it has more ``columns``.  ``[N, N]``"""
+        """The dense matrix, square unless it has more ``columns``.  ``[N, N]``"""
         rows = np.zeros((self.nodes, columns or self.nodes))
         rows[self.to, self.by] = self.value
         return rows
 
     @property
     def is_link(self) -> Mask:
-        """Which entries are between two nodes, and not of a node for itself.  ``[A]``"""
+        """Which entries are off the diagonal.  ``[A]``"""
         return np.not_equal(self.to, self.by)
 
     def rows(self) -> Floats:
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
         return sums(self.by, self.value, self.nodes)
 
     def senders(self) -> Ints:
-        """From how many nodes each node receives, itself among them.  ``[N]``"""
+        """From how many nodes each node receives, including itself.  ``[N]``"""
         return np.bincount(self.to[self.value > 0], minlength=self.nodes)
 
     def is_symmetric(self) -> bool:
@@ -83,13 +83,13 @@ def weigh(nodes: int, arcs: Ints, rule: str, *, lazy: bool = False, sizes: Ints 
 
 
 def push_sum_weights(nodes: int, arcs: Ints) -> Weights:
-    """Push-sum: every sender splits what it has evenly among its receivers and itself, so that columns sum to one."""
+    """Push-sum: every sender splits its value evenly among its receivers and itself, so that columns sum to one."""
     share = 1.0 / (1 + sums(arcs[:, 1], np.ones(len(arcs)), nodes))
     return _sorted(nodes, arcs, share[arcs[:, 1]], share)
 
 
 def closed(nodes: int, arcs: Ints, value: Floats) -> Weights:
-    """What is left of each row stays with the node."""
+    """The rest of each row is the node's own weight."""
     return _sorted(nodes, arcs, value, 1.0 - sums(arcs[:, 0], value, nodes))
 
 
@@ -103,9 +103,9 @@ def _sorted(nodes: int, arcs: Ints, value: Floats, own: Floats) -> Weights:
 def cut(weights: Weights, up: Mask, policy: str) -> Weights:
     """The matrix without the entries that are not ``up`` [A].
 
-    ``self``, as ``stale`` where there is nothing to use again, gives the weight of each back to the node that would
-    have received it; where both directions of a link fail together, rows and columns keep their sums. ``sender`` gives
-    it back to the sender, as push-sum needs. ``renorm`` divides each row by what is left of it.
+    ``self``, and ``stale`` without an old message, gives the weight of each back to the node that would have received
+    it; if both directions of a link fail together, rows and columns keep their sums. ``sender`` gives it back to the
+    sender, as push-sum needs. ``renorm`` divides each row by the rest of it.
     """
     if bool(up.all()):
         return weights
@@ -117,17 +117,17 @@ def cut(weights: Weights, up: Mask, policy: str) -> Weights:
         value[own & (left[weights.to] <= 0)] = 1.0
     else:
         back = weights.by if policy == "sender" else weights.to
-        value[own] += sums(back, lost, weights.nodes)  # entries for oneself are in the order of nodes
+        value[own] += sums(back, lost, weights.nodes)  # diagonal entries are in the order of nodes
     keep = up | own
     return Weights(weights.nodes, weights.to[keep], weights.by[keep], value[keep])
 
 
 def psi(weights: Weights) -> float:
-    """||W - J||_2: by how much one mixing shrinks the distance of the nodes from their mean, at worst."""
+    """||W - J||_2: the contraction of the nodes' distance from their mean by one mixing, in the worst case."""
     return _psi(weights.nodes, weights.to.tobytes(), weights.by.tobytes(), weights.value.tobytes())
 
 
-@lru_cache(maxsize=8)  # a static graph is asked about in every evaluation
+@lru_cache(maxsize=8)  # computed in every evaluation of a static graph
 def _psi(nodes: int, to: bytes, by: bytes, value: bytes) -> float:
     weights = Weights(nodes, np.frombuffer(to, np.int64), np.frombuffer(by, np.int64), np.frombuffer(value))
     return norm(weights.dense()) if nodes <= DENSE else _power(weights)

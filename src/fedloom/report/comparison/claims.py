@@ -1,6 +1,6 @@
 """Claims of a paper, decided from paired differences over seeds: each holds, does not hold, or is undecided.
 
-A difference is decided if its 95 % confidence interval over the seeds lies on one side of what is claimed. One seed
+A difference is decided if its 95 % confidence interval over the seeds is on one side of what is claimed. One seed
 decides nothing.
 """
 
@@ -31,22 +31,22 @@ Verdict = Literal["holds", "does not hold", "undecided"]
 
 
 class Claim(NamedTuple):
-    """What a paper claims, and how that is tested."""
+    """What a paper claims, and how it is tested."""
 
     says: str
     source: str  # where in the paper
     test: Test
     method: str
     others: tuple[str, ...]  # above, steadier: each of these; order: after the method, best first
-    places: tuple[Place, ...]  # each of them by itself
+    places: tuple[Place, ...]  # each separately
     paths: tuple[tuple[Place, ...], ...]  # of a trend, and of steadier: the places along the axis
     rises: bool  # of a trend
     by: float  # the least difference, or within: the largest
-    reported: Mapping[Place, float]  # within: what the paper reports there
+    reported: Mapping[Place, float]  # within: the paper's value
     metric: str  # empty: that of the comparison
     statistic: ClaimStatistic
     target: float | None = None  # of statistics such as rounds_to
-    pairs: tuple[tuple[Place, Place], ...] = ()  # places of which the first must be better, instead of methods
+    pairs: tuple[tuple[Place, Place], ...] = ()  # points of which the first must be better, instead of methods
 
 
 class Difference(NamedTuple):
@@ -110,14 +110,14 @@ def _title(question: Question, place: Place) -> str:
 
 
 def _trend(question: Question, claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[Difference]:
-    """Whether the value itself rises or falls from each place of a path to the next."""
+    """Whether the value rises or falls from each point of a path to the next."""
     for before, after in (pair for path in claim.paths for pair in itertools.pairwise(path)):
         gaps = _gaps(values(after, claim.method), values(before, claim.method), 1 if claim.rises else -1)
         yield _at_least(f"{claim.method}, {question.title(before)} to {question.title(after)}", gaps, claim.by)
 
 
 def _steadier(claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[Difference]:
-    """Whether the values of the method are less far apart along a path than those of others."""
+    """Whether the values of the method spread less along a path than those of others."""
 
     def ranges(path: Sequence[Place], method: str) -> Values:
         each = [values(place, method) for place in path]
@@ -127,11 +127,11 @@ def _steadier(claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[
 
     for path, other in itertools.product(claim.paths, claim.others):
         gaps = _gaps(ranges(path, claim.method), ranges(path, other), -1)
-        yield _at_least(f"range of {other} - of {claim.method}, {len(path)} places", gaps, claim.by)
+        yield _at_least(f"range of {other} - of {claim.method}, {len(path)} points", gaps, claim.by)
 
 
 def _pairs(question: Question, claim: Claim) -> list[tuple[str, str]]:
-    """The methods of which the first must be better."""
+    """Pairs of methods of which the first must be better."""
     if claim.test == "order":
         return list(itertools.pairwise((claim.method, *claim.others)))
     others = claim.others if claim.test == "above" else [m for m in question.methods if m != claim.method]
@@ -149,10 +149,10 @@ def _values(question: Question, own: Sequence[Result], claim: Claim, method: str
 
 
 def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
-    """The differences seed by seed, positive where ours is better.
+    """The differences seed by seed, positive if the method is better.
 
-    A run that never reached the target took at least what it took: its difference is a bound on the safe side. Where
-    neither did, nothing is known.
+    A run that never reached the target needs more than it spent: its difference is a conservative bound. If neither
+    reached it, nothing is known.
     """
     both = [(ours[seed], theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
     return [sign * (a.value - b.value) for a, b in both if a.reached or b.reached]
@@ -194,7 +194,7 @@ _HEADER = ("verdict", "claim", "in the paper", "differences")
 
 
 def table_lines(question: Question, decided: Sequence[Decided]) -> list[list[str]]:
-    """A line of words for each claim, as the header says."""
+    """A line of text for each claim, with the columns of the header."""
     return [
         [d.verdict, d.claim.says, d.claim.source, "; ".join(_shown(question, d.claim, each) for each in d.differences)]
         for d in decided
@@ -253,7 +253,7 @@ def as_dicts(decided: Sequence[Decided]) -> list[dict[str, Any]]:
 
 
 def table_csv(decided: Sequence[Decided]) -> str:
-    """A line for each difference, beside the claim that it belongs to."""
+    """A line for each difference, with its claim."""
     plain = [{k: v for k, v in d.items() if k != "differences"} for d in as_dicts(decided)]
     blank = Difference("", None, None, None, 0, "undecided")
     return csv_text(

@@ -1,4 +1,4 @@
-"""Curves of a comparison: of each method the mean over seeds, in a band of one standard deviation."""
+"""Curves of a comparison: the mean of each method over seeds, with a band of one standard deviation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FAINT = "#e3e5e9"
 
 
 def draw(question: Question, results: Sequence[Result], path: Path) -> None:
-    """A panel for each place of the grid: of each method the mean over seeds, in a band of one deviation."""
+    """A panel for each point of the grid: the mean of each method over seeds, with a band of one deviation."""
     disk.write_bytes(path, styled(lambda: _figure(question, results), path.suffix))
 
 
@@ -86,7 +86,7 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
 
 
 def caption(question: Question, results: Sequence[Result], hidden: int) -> str:
-    """How to read the curves, and how many panels there are not."""
+    """How to read the curves, and how many panels are not shown."""
     counts = Counter((r.place, r.method) for r in results if r.state == "done").values()
     fewest, most = min(counts, default=0), max(counts, default=0)
     count = f"{most}" if fewest == most else f"{fewest} to {most}"
@@ -105,7 +105,7 @@ def _axis_name(question: Question) -> str:
 
 
 def panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
-    """The lines of all methods at one place of the grid."""
+    """The lines of all methods at one point of the grid."""
     scale = 100.0 if is_share(question.metric) else 1.0
     lines = [_line(question, method, results, scale, axes) for method in question.methods]
     ends = [line for line in lines if line is not None]
@@ -143,7 +143,7 @@ def _line(
 
 
 def _mark_ends(axes: Axes, ends: Sequence[tuple[str, float]]) -> None:
-    """The mean of the last ten beside the end of each line, moved apart where they would overlap."""
+    """The mean of the last ten next to the end of each line, moved apart if they would overlap."""
     low, high = axes.get_ylim()
     heights = [min(1.0, max(0.0, (value - low) / (high - low))) for _, value in ends]
     gap, used = 0.052, 2.0
@@ -172,5 +172,5 @@ def _frame(axes: Axes, x: Along) -> None:
     axes.grid(axis="y", color=_FAINT, linewidth=0.7)
     plain_frame(axes, "#c9cdd3")
     axes.margins(x=0.01)
-    if x != "rounds":  # nothing lies below zero, even where a method sends nothing
+    if x != "rounds":  # never below zero, even if a method sends nothing
         axes.set_xlim(left=0.0)

@@ -15,7 +15,7 @@ _TEX |= {"↓": "$\\downarrow$", "↑": "$\\uparrow$"}
 
 
 def latex(question: Question, table: Sequence[Row]) -> str:
-    """One tabular, a block for each place of the grid; the best of a block is bold."""
+    """One tabular, a block for each point of the grid; the best of a block is bold."""
     return tabular(sections(question, table), notes(question, table))
 
 
@@ -42,5 +42,5 @@ def tabular(found: Sequence[Section], comments: Sequence[str]) -> str:
 
 
 def tex(text: str) -> str:
-    """The text for LaTeX, with what has a meaning there escaped."""
+    """The text with LaTeX's special characters escaped."""
     return "".join(_TEX.get(c, c) for c in text)

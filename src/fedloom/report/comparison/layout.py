@@ -27,7 +27,7 @@ class CellPart(Spec):
 
 
 class TableLayout(Spec):
-    """Which keys go down and across, and what stands in a cell; ``algorithm`` is a key, too."""
+    """Which keys go down and across, and the content of a cell; ``algorithm`` is a key, too."""
 
     rows: str
     columns: list[str] = Field(min_length=1)
@@ -35,7 +35,7 @@ class TableLayout(Spec):
     tolerance: NonNegativeFloat = 0.01  # of the difference to the paper, in the unit of the metric
 
     def faults(self, keys: Sequence[str]) -> list[Fault]:
-        """What is no key of the comparison, or is named twice."""
+        """Faults: names that are not keys of the comparison, or are repeated."""
         used = [("compare.layout.rows", self.rows), *(("compare.layout.columns", key) for key in self.columns)]
         found = [Fault(at, f"'{key}' is not an axis of the grid", nearest(key, keys)) for at, key in used]
         found = [fault for fault, (_, key) in zip(found, used, strict=True) if key not in keys]

@@ -1,4 +1,4 @@
-"""What a reader must know to read the table of a comparison rightly."""
+"""Notes that explain the table of a comparison."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fedloom.report.comparison.statistics import Cost, Row
 
 
 def notes(question: Question, table: Sequence[Row]) -> list[str]:
-    """What a reader must know to read the table rightly."""
+    """Notes that explain the table."""
     out = _about_statistics(question) + _about_short(table) + _about_metrics(question)
     if question.selected_by:
-        out.append("validation: on rows that nobody trained on and the test does not have; * is what was chosen by it.")
+        out.append("validation: on rows used neither for training nor for the test; * marks the choice.")
     if question.target is not None:
         out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
     if question.equal != "rounds":
@@ -34,14 +34,14 @@ def _about_statistics(question: Question) -> list[str]:
     if len(question.methods) == 1:
         return out
     if count == 1:
-        return [*out, "p: one seed gives none; take more seeds to tell methods apart."]
+        return [*out, "p: not available for one seed; use more seeds to separate methods."]
     test = f"p: paired t-test against {question.baseline} over the seeds, two-sided, not corrected for many methods"
     weak = f"; {count} seeds are few, so a p-value says little here" if count < 10 else ""
     return [*out, f"{test}{weak}."]
 
 
 def _about_short(table: Sequence[Row]) -> list[str]:
-    """That runs are too short for a mean of the last ten, if they are."""
+    """A note if runs are too short for a mean of the last ten."""
     fewest = min((row.evaluations for row in table if row.seeds), default=10)
     if fewest >= 10:
         return []
@@ -68,7 +68,7 @@ _UNITS: dict[Equal, str] = {
 
 
 def _terms(question: Question) -> str:
-    """Of what, and of how much of it, methods may spend the same."""
+    """The budget that methods share, and its amount."""
     ends = dict.fromkeys([min(question.budgets.values()), max(question.budgets.values())])
     amount = " to ".join(f"{v:,.0f}" if question.equal == "gradients" else f"{v:,.2f}" for v in ends)
     what = f"each method trains for as many rounds as {amount} {_UNITS[question.equal]} allow"
@@ -76,7 +76,7 @@ def _terms(question: Question) -> str:
 
 
 def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
-    """The methods that came out further than a twentieth from what they were to spend."""
+    """The methods that missed their budget by more than a twentieth."""
     for row in table:
         budget = question.budgets.get(row.place)
         if row.spent is None or not budget:
@@ -90,7 +90,7 @@ def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
 
 
 def _why_off(amount: float, budget: float, spent: Cost) -> str:
-    """Why a method spent another amount than it was to: it trains for whole rounds, or only training tells."""
+    """Why a method missed its budget: it trains for whole rounds, or only training shows how much it spends."""
     rounds = spent.rounds.mean
     if amount > budget and rounds <= 1:
         return "one round is more than that"
@@ -100,10 +100,10 @@ def _why_off(amount: float, budget: float, spent: Cost) -> str:
 
 
 def composed(results: Sequence[Result]) -> list[str]:
-    """What private cells have spent by themselves, and together where they read the same data.
+    """What private cells have spent separately, and together if they read the same data.
 
-    By basic composition: whoever sees all of them learns as much of a client, or of an example, as the sum allows. A
-    cell counts once, however often it stands in the table; clients are the same only where the partition is.
+    By basic composition: an observer of all of them learns as much about a client, or an example, as the sum allows. A
+    cell counts once, however often it is in the table; clients are the same only if the partition is.
     """
     private = {r.hash: (r, r.spent) for r in results if r.spent is not None}
     groups: dict[tuple[str, ...], list[tuple[Result, PrivacyCost]]] = {}
@@ -120,18 +120,18 @@ def composed(results: Sequence[Result]) -> list[str]:
         out.append(f"epsilon: {each}{added}, for each {unit} ({relation.replace('_', ' ')}){warning}.")
     if len({(data, partition) for data, partition, _, _ in groups}) > len({data for data, *_ in groups}):
         out.append(
-            "epsilon: other seeds share the same data out to other clients; they all reveal something of an example."
+            "epsilon: other seeds assign the same data to other clients; all of them reveal something about an example."
         )
     return out
 
 
 def gain_label(question: Question) -> str:
-    """What the row of gains is called."""
+    """The label of the row of gains."""
     return f"gain of {question.gain.of}" if question.gain is not None else ""
 
 
 def gain_note(question: Question) -> list[str]:
-    """What the row of gains says, where there is one."""
+    """The note on the row of gains, if there is one."""
     if question.gain is None:
         return []
     return [f"{gain_label(question)}: relative to the best of {', '.join(question.gain.over)} in the same column."]
@@ -143,10 +143,10 @@ def caveats_about(question: Question, row: Row) -> tuple[int, ...]:
 
 
 def marks(caveats: Sequence[int]) -> str:
-    """The marks at a value: the numbers of its caveats, which stand below the table."""
+    """The marks at a value: the numbers of its caveats, which are below the table."""
     return f" ?{','.join(map(str, caveats))}" if caveats else ""
 
 
 def reasons(caveats: Sequence[Caveat], shown: Collection[int]) -> list[str]:
-    """The caveats of these numbers, as they stand below the table."""
+    """The caveats of these numbers, for below the table."""
     return [f"?{number}: {caveat.why}" for number, caveat in enumerate(caveats, 1) if number in shown]

@@ -32,7 +32,7 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
     why = " ".join(question.caveats[number - 1].why for number in caveats_about(question, row))
     out |= {"p": row.p, "paper": row.paper, "caveats": why}
-    scale = {"bytes": 1e6, "busiest": 1e6}  # files have bytes, people read megabytes
+    scale = {"bytes": 1e6, "busiest": 1e6}  # bytes in files, megabytes in tables
     spent = row.spent._asdict() if row.spent else dict.fromkeys(Cost._fields)
     return out | {f"{k}_spent": v.mean * scale.get(k, 1.0) if v else None for k, v in spent.items()}
 
@@ -54,12 +54,12 @@ def as_dicts(question: Question, table: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table_csv(question: Question, table: Sequence[Row]) -> str:
-    """The table with every number in a column of its own."""
+    """The table with one number in each column."""
     return csv_text(as_dicts(question, table))
 
 
 def cells_csv(question: Question, results: Sequence[Result], folder: str) -> str:
-    """One line for each cell; their run folders lie in ``folder``."""
+    """One line for each cell; their run folders are in ``folder``."""
     return csv_text([_cell(question, result, folder) for result in results])
 
 

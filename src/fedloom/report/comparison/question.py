@@ -1,4 +1,4 @@
-"""What a comparison asks, and the results of its cells: plain values that all tables and curves are made from."""
+"""The question of a comparison, and the results of its cells: plain values for all tables and curves."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Equal = Literal["rounds", "gradients", "bytes", "busiest"]
 
 
 class PrivacyCost(NamedTuple):
-    """What the privacy of one cell's clients cost."""
+    """The privacy cost of one cell."""
 
     data: str  # the fingerprint of the data
-    unit: str  # what is hidden: client or example
+    unit: str  # what is protected: client or example
     relation: str  # how neighbours differ
     epsilon: float
     delta: float
-    warning: str = ""  # to be shown beside it
+    warning: str = ""  # to be shown with it
 
 
 class Result(NamedTuple):
-    """One cell: a method at a place of the grid with a seed, and what its run folder holds."""
+    """One cell: a method at a point of the grid with a seed, and the contents of its run folder."""
 
     place: Place
     method: str
@@ -49,7 +49,7 @@ class Caveat(NamedTuple):
 
 
 class Versus(NamedTuple):
-    """A method, and those with the best of which it is compared."""
+    """A method, and those against the best of which it is compared."""
 
     of: str
     over: tuple[str, ...]
@@ -66,11 +66,11 @@ class Question(NamedTuple):
     metrics: dict[str, str]  # by method
     target: float | None
     paper: dict[tuple[Place, str], float]
-    wanted: str = ""  # the metric as it was asked for, perhaps with a * in it
+    wanted: str = ""  # the requested metric, perhaps with a *
     x: Along = "rounds"  # what curves are drawn against
-    remarks: tuple[str, ...] = ()  # what its author says of it
+    remarks: tuple[str, ...] = ()  # its author's description
     caveats: tuple[Caveat, ...] = ()
-    equal: Equal = "rounds"  # what every method may spend as much of
+    equal: Equal = "rounds"  # the budget that all methods share
     budgets: Mapping[Place, float] = MappingProxyType({})  # how much that is, unless it is rounds; bytes in MB
     gain: Versus | None = None  # whose relative gain is a row of the tables
     selected_by: Mapping[str, str] = MappingProxyType({})  # metrics on validation rows by which places are chosen
@@ -81,11 +81,11 @@ class Question(NamedTuple):
         return self.metrics[self.baseline]
 
     def is_ranked(self, metric: str) -> bool:
-        """Whether methods with this metric are put beside the baseline: by name, or because it was asked for."""
+        """Whether methods with this metric are compared with the baseline: by name, or because it was requested."""
         return metric == self.metric or "*" in self.wanted
 
     def caveats_about(self, place: Place, method: str, metric: str) -> tuple[int, ...]:
-        """The caveats, by number, that there are about this value of the paper."""
+        """The caveats about this value of the paper, by number."""
         return tuple(
             number
             for number, caveat in enumerate(self.caveats, 1)

@@ -1,7 +1,7 @@
-"""Which place of the grid each method is given, chosen by its value on validation rows, and what it scores there.
+"""The point of the grid that is chosen for each method by its value on validation rows, and its score.
 
 The choice is one for all seeds, and is made for each value of the axes that are not chosen over, such as the partition.
-The test rows have no part in it.
+The test rows are not used for it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Choice(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The chosen places, and the table of what they score."""
+    """The chosen points, and the table of their scores."""
 
     metrics: Mapping[str, str]  # by which it was chosen, for each method
     over: tuple[str, ...]  # the axes that were chosen over
     choices: Mapping[tuple[Place, str], Choice]  # by the rest of the place, and the method
     values: Mapping[tuple[Place, str], Mean]  # on validation rows, at every place of the grid
-    question: Question  # its places are what is left of the grid
+    question: Question  # its points are those of the remaining axes
     rows: list[Row]
 
     def marked(self, rows: Sequence[Row]) -> list[Row]:
-        """The table of all places, with their values on validation rows, and with what was chosen."""
+        """The table of all points, with their values on validation rows, and the choice."""
         chosen = {(choice.place, method) for (_, method), choice in self.choices.items()}
         return [
             row._replace(validation=self.values.get((row.place, row.method)), chosen=(row.place, row.method) in chosen)
@@ -47,7 +47,7 @@ class Selection(NamedTuple):
 
 
 def select(question: Question, results: Sequence[Result], wanted: str, over: Sequence[str]) -> Selection:
-    """Choose for each method among the places of the axes ``over`` that finished with every seed."""
+    """Choose for each method among the points of the axes ``over`` that finished with every seed."""
     metrics = {
         m: validation_metric(wanted, question.metrics[m], recorded([r for r in results if r.method == m]))
         for m in question.methods
@@ -87,7 +87,7 @@ def validation_metric(wanted: str, metric: str, names: Sequence[str]) -> str:
 def _values(
     question: Question, results: Sequence[Result], metrics: Mapping[str, str]
 ) -> Iterator[tuple[tuple[Place, str], Mean]]:
-    """The mean over seeds at each place where all of them finished."""
+    """The mean over seeds at each point where all of them finished."""
     for place in question.places:
         for method in question.methods:
             mine = [r for r in results if r.place == place and r.method == method and r.seed in question.seeds]
@@ -108,7 +108,7 @@ def selection_notes(selection: Selection) -> list[str]:
     what = f"chosen: for each method the {', '.join(selection.over)} with the best {names}"
     how = "the mean of its last evaluations, ten at most, over all seeds; the test rows have no part in the choice"
     lost = [m for m in selection.question.methods for p in selection.question.places if (p, m) not in selection.choices]
-    none = f"{', '.join(dict.fromkeys(lost))}: nothing to choose from, since no place finished with every seed."
+    none = f"{', '.join(dict.fromkeys(lost))}: nothing to choose from, since no grid point finished with every seed."
     return [f"{what} ({how}).", *([none] if lost else [])]
 
 
@@ -122,12 +122,12 @@ def chosen_words(selection: Selection, row: Row) -> list[str]:
 
 
 def chosen_sections(selection: Selection) -> list[Section]:
-    """The table of what was chosen, with the settings beside the methods."""
+    """The table of what was chosen, with the settings next to the methods."""
     out = []
     for section, place in zip(sections(selection.question, selection.rows), selection.question.places, strict=True):
         rows = [row for row in selection.rows if row.place == place]
         words = [chosen_words(selection, row) for row in rows]
-        words += [["", ""]] * (len(section.lines) - len(words))  # below the methods may stand a gain
+        words += [["", ""]] * (len(section.lines) - len(words))  # a gain may follow the methods
         lines = [[line[0], *more, *line[1:]] for line, more in zip(section.lines, words, strict=True)]
         out.append(
             section._replace(header=[section.header[0], "chosen", "validation", *section.header[1:]], lines=lines)
@@ -148,7 +148,7 @@ def as_dicts(selection: Selection) -> list[dict[str, Any]]:
 
 
 def table_csv(selection: Selection) -> str:
-    """The table of what was chosen with every number in a column of its own."""
+    """The table of what was chosen with one number in each column."""
     rows = as_dicts(selection)
     return csv_text([{key: row[key] for key in row if key != "chosen"} | row["chosen"] for row in rows])
 

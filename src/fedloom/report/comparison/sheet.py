@@ -1,6 +1,6 @@
 """A comparison in the layout of a paper's table.
 
-There is a block for each value of the keys that are neither rows nor columns. Each number stands beside the one that
+There is a block for each value of the keys that are neither rows nor columns. Each number is next to the one that
 the paper reports.
 """
 
@@ -25,8 +25,8 @@ class Number(NamedTuple):
     diverged: int
     failed: int
     paper: float | None
-    missed: Literal["", "below", "above"]  # where the paper's is further away than the tolerance
-    caveats: tuple[int, ...] = ()  # that there are about the paper's, by number
+    missed: Literal["", "below", "above"]  # if the difference to the paper's exceeds the tolerance
+    caveats: tuple[int, ...] = ()  # about the paper's value, by number
     best: bool = False  # of its column
 
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
     where: dict[str, str]
     cells: list[list[list[Number]]]
-    gains: list[list[Gained]]  # by column and part; empty where none are asked for
+    gains: list[list[Gained]]  # by column and part; empty if not requested
 
     @property
     def title(self) -> str:
@@ -60,8 +60,8 @@ class Sheet(NamedTuple):
     seeds: int
     remarks: tuple[str, ...]
     caveats: tuple[Caveat, ...]
-    gain: str = ""  # what the row of gains is called
-    about_gain: tuple[str, ...] = ()  # and what it says
+    gain: str = ""  # the label of the row of gains
+    about_gain: tuple[str, ...] = ()  # and its note
 
 
 Papers = Mapping[tuple[Place, str], Sequence[float | None]]  # of each part of the cell at a place, by method
@@ -154,7 +154,7 @@ def _with_best(layout: TableLayout, cells: list[list[list[Number]]]) -> list[lis
 
 
 def _whole(numbers: Sequence[Number]) -> list[float | None]:
-    """The means of a column; those of fewer seeds than others have are unknown, since seeds differ."""
+    """The means of a column; unknown for cells with fewer seeds than others, since seeds differ."""
     most = max(n.seeds + n.diverged + n.failed for n in numbers)
     return [n.value.mean if n.value and n.seeds == most else None for n in numbers]
 
@@ -162,7 +162,7 @@ def _whole(numbers: Sequence[Number]) -> list[float | None]:
 def _gains(
     question: Question, layout: TableLayout, rows: Sequence[str], cells: Sequence[Sequence[Sequence[Number]]]
 ) -> list[list[Gained]]:
-    """The relative gain in each column, where methods are the rows and it is asked for."""
+    """The relative gain in each column, if methods are the rows and it is requested."""
     if question.gain is None or layout.rows != "algorithm":
         return []
     at = {row: index for index, row in enumerate(rows)}

@@ -49,7 +49,7 @@ def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) 
 
 
 def _asked(question: Question, part: CellPart, runs: Mapping[str, Sequence[Result]]) -> Question:
-    """The question of one panel, in which the rows of the table are what is compared."""
+    """The question of one panel, which compares the rows of the table."""
     metrics = {row: recorded_as(part.metric, own) for row, own in runs.items()}
     return question._replace(
         axes=(), places=((),), methods=tuple(runs), baseline="", metrics={"": part.metric, **metrics}, target=None

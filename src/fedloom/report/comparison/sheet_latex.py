@@ -30,7 +30,7 @@ def latex(found: Sheet) -> str:
 
 
 def _heads(found: Sheet) -> list[str]:
-    """The labels of the columns, level by level; what neighbours share stands once above them."""
+    """The labels of the columns, level by level; a label that neighbours share is printed once above them."""
     out = []
     for level in range(len(found.layout.columns)):
         first = tex(found.layout.rows) if level == len(found.layout.columns) - 1 else ""

@@ -10,7 +10,7 @@ from fedloom.report.tables import csv_text
 
 
 def as_dicts(found: Sheet) -> list[dict[str, Any]]:
-    """Every number of the tables in a line of its own."""
+    """Every number of the tables on a separate line."""
     out = []
     for block in found.blocks:
         for row, cells in zip(found.rows, block.cells, strict=True):

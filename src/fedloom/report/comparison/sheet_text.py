@@ -1,4 +1,4 @@
-"""A comparison in the layout of a paper's table, in words; the paper's values stand below the measured ones."""
+"""A comparison in the layout of a paper's table, as text; the paper's values are below the measured ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_HIGH, _MOST_WIDE = 14, 4  # panels of a picture
 
 
 class Word(NamedTuple):
-    """One number as it is printed."""
+    """One printed number."""
 
     text: str
     best: bool = False
@@ -68,7 +68,7 @@ def _theirs(layout: TableLayout, numbers: Sequence[Number]) -> list[Word]:
 
 
 def digits(part: CellPart, value: float) -> str:
-    """A number as tables have it."""
+    """A number in a table."""
     if is_share(part.metric):
         return f"{100 * value:.2f}"
     return f"{value:.4f}" if leaf(part.metric).startswith("auc") else f"{value:.4g}"
@@ -80,7 +80,7 @@ def joined_words(words: Sequence[Word]) -> str:
 
 
 def across(header: Sequence[str], found: Sequence[Line], width: int) -> list[range]:
-    """Columns in groups that fit into this number of characters, each beside the labels of the lines."""
+    """Columns in groups that fit into this number of characters, each with the labels of the lines."""
     first = max(len(line.label) + 2 for line in found)
     widths = [
         max(*(len(w) for w in head.split("\n")), *(len(joined_words(line.cells[i])) for line in found))

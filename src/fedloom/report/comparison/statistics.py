@@ -16,7 +16,7 @@ ClaimStatistic = Literal[
     "last", "best", "mean_last_10", "mean_all", "std_last_20", "setbacks",
     "convergence", "rounds_to", "bytes_to", "seconds_to", "gradients_to",
 ]  # fmt: skip
-# What a run takes until its metric is at a target.
+# What a run spends until its metric reaches a target.
 COSTS: dict[str, Along] = {
     "rounds_to": "rounds", "bytes_to": "bytes", "seconds_to": "seconds", "gradients_to": "gradients"
 }  # fmt: skip
@@ -70,28 +70,28 @@ class Row(NamedTuple):
     spent: Cost | None = None
     evaluations: int = 0  # of the seed with the fewest, once training has begun
     validation: Mean | None = None  # by which a place of the grid is chosen
-    chosen: bool = False  # whether it is the one
+    chosen: bool = False  # whether it is the chosen one
 
 
 class Gain(NamedTuple):
-    """How much better than the best of the others a method is at a place, as a share of that; None: unknown."""
+    """The relative gain of a method over the best of the others at a point of the grid; None: unknown."""
 
     place: Place
     last: float | None
     best: float | None
     tail: float | None
-    paper: float | None  # by what the paper reports
+    paper: float | None  # from the paper's values
 
 
 def rows(question: Question, results: Sequence[Result]) -> list[Row]:
-    """The table: places of the grid in order, and at each of them the methods in order."""
+    """The table: points of the grid in order, and at each of them the methods in order."""
     return [row for place in question.places for row in _at(question, place, [r for r in results if r.place == place])]
 
 
 def default_metric(methods: Iterable[str], results: Sequence[Result]) -> str:
-    """The metric to compare by if none is asked for; empty: no particular one.
+    """The metric to compare by if none is requested; empty: no particular one.
 
-    If one method is about personal models and all of them evaluated such models, it is their accuracy, at whatever
+    If one method trains personal models and all of them evaluated such models, it is their accuracy, at whatever
     moment of a round each method evaluates them.
     """
     names = [accuracies(recorded(_of(m, results))) for m in methods]
@@ -153,7 +153,7 @@ class Measured(NamedTuple):
     """One number of a run."""
 
     value: float
-    reached: bool = True  # False: the target was not reached, and the value is what the whole run took
+    reached: bool = True  # False: the target was not reached, and the value is that of the whole run
 
 
 def claimed_number(
@@ -162,7 +162,7 @@ def claimed_number(
     """A statistic of a finished run, once training has begun; None: it has none.
 
     ``mean_all`` is the mean over all evaluations, which is better the faster a method learns. ``setbacks`` is the sum
-    of all moves for the worse from one evaluation to the next.
+    of all deteriorations from one evaluation to the next.
     """
     found = summary_of(result, metric)
     if found is None:
@@ -264,7 +264,7 @@ def _paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[list[floa
 
 
 def gains(question: Question, table: Sequence[Row]) -> list[Gain]:
-    """The relative gains at each place, if asked for; a method that lost a seed has none."""
+    """The relative gains at each point, if requested; a method that lost a seed has none."""
     if question.gain is None:
         return []
     of, over = question.gain
@@ -283,7 +283,7 @@ def gains(question: Question, table: Sequence[Row]) -> list[Gain]:
 
 
 def relative_gain(metric: str, ours: float | None, others: Sequence[float]) -> float | None:
-    """How much better than the best of the others, as a share of that; for a loss, how much less."""
+    """The relative gain over the best of the others; for a loss, the relative decrease."""
     lower = lower_is_better(metric)
     best = (min if lower else max)(others) if others else 0.0
     if ours is None or best <= 0:
@@ -316,7 +316,7 @@ _RECORDED_AS: dict[Along, str] = {"seconds": "time/simulated", "gradients": "wor
 
 
 def along(x: Along, line: dict[str, Any]) -> float:
-    """Where a record lies on this axis, bytes in MB."""
+    """The position of a record on this axis, bytes in MB."""
     if x == "bytes":
         return float(line.get("bytes/up", 0) + line.get("bytes/down", 0)) / 1e6
     if x == "busiest":

@@ -1,4 +1,4 @@
-"""The table of a comparison in words: a section for each place of the grid, and the same as Markdown."""
+"""The table of a comparison as text: a section for each point of the grid, and the same as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.report.comparison.statistics import Gain, Mean, Reached, Row, gains
 
 
 class Section(NamedTuple):
-    """The table of one place of the grid, ready to print."""
+    """The table of one point of the grid, ready to print."""
 
     title: str
     header: list[str]
@@ -21,7 +21,7 @@ class Section(NamedTuple):
 
 
 def sections(question: Question, table: Sequence[Row]) -> list[Section]:
-    """The table as words, a section for each place of the grid."""
+    """The table as text, a section for each point of the grid."""
     columns, better = _columns(question, table), {gain.place: gain for gain in gains(question, table)}
     out = []
     for place in question.places:
@@ -35,14 +35,14 @@ def sections(question: Question, table: Sequence[Row]) -> list[Section]:
 
 
 def _gain_line(question: Question, header: Sequence[str], gain: Gain) -> list[str]:
-    """The words of a gain below those of the methods; columns in which there can be none are empty."""
+    """The row of gains below the methods; columns without a gain are empty."""
     known = {"last": gain.last, "best": gain.best, "mean of last 10": gain.tail, "paper": gain.paper}
     stems = [name.removesuffix(" (%)") for name in header[1:]]
     return [gain_label(question), *(percent(known[stem]) if stem in known else "" for stem in stems)]
 
 
 def percent(gain: float | None) -> str:
-    """A relative gain as tables have it."""
+    """A relative gain in a table."""
     return "-" if gain is None else f"{100 * gain:+z.2f}%"
 
 
@@ -86,7 +86,7 @@ def _until_target(question: Question, table: Sequence[Row]) -> list[Column]:
 
 
 def _costs(question: Question, table: Sequence[Row]) -> list[Column]:
-    """What the runs spent, if rounds alone do not compare them."""
+    """What the runs spent, if their rounds are not comparable."""
     if question.equal == "rounds" and not _costs_differ(table):
         return []
     columns: list[Column] = [
@@ -100,7 +100,7 @@ def _costs(question: Question, table: Sequence[Row]) -> list[Column]:
 
 
 def _costs_differ(table: Sequence[Row]) -> bool:
-    """Whether methods spent other numbers of gradients or bytes, so that rounds alone do not compare them."""
+    """Whether methods spent different numbers of gradients or bytes, so that their rounds are not comparable."""
     known = [row.spent for row in table if row.spent is not None]
     return any(len({getattr(spent, what).mean for spent in known}) > 1 for what in ("gradients", "bytes"))
 
@@ -134,12 +134,12 @@ def _score(row: Row, value: Mean | None) -> str:
 
 
 def number_words(metric: str, value: Mean) -> str:
-    """A mean of this metric and its deviation as tables have it."""
+    """A mean of this metric and its deviation in a table."""
     return mean_and_spread(value, lambda v: _number(metric, v))
 
 
 def _validated(question: Question, row: Row) -> str:
-    """The value on validation rows, and a mark where it decided."""
+    """The value on validation rows, with a mark if it was chosen."""
     if row.validation is None:
         return "-"
     metric = question.selected_by.get(row.method, row.metric)

@@ -1,1 +1,1 @@
-"""The page of results: what it says (content, series, language), and how it looks (page.html, page.css, glue.js)."""
+"""The page of results: its content (content, series, language), and its appearance (page.html, page.css, glue.js)."""

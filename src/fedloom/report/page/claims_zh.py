@@ -1,6 +1,6 @@
-"""Claims of papers in Chinese: how the recipes in experiments/ put them, with {} for methods, data and numbers.
+"""Claims of papers in Chinese: the sentences of the recipes in experiments/, with {} for methods, data and numbers.
 
-The first sentence that fits is taken, so a longer one stands before a shorter one that it contains.
+The first sentence that matches is used, so a longer one comes before a shorter one that it contains.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ CHINESE_CLAIMS = {
         "{0}：在 {1} 上，SGD、ASGD 和 AdaGrad 优于其余四种优化器"
     ),
     "{}: SGD and ASGD are better than Adam": "{0}：SGD 和 ASGD 优于 Adam",
-    "{}: Adam is the worst optimiser": "{0}：Adam 是最差的优化器",
-    "{} depends less on the optimiser than {}": "{0} 对优化器的依赖小于 {1}",
+    "{}: Adam is the worst optimizer": "{0}：Adam 是最差的优化器",
+    "{} depends less on the optimizer than {}": "{0} 对优化器的依赖小于 {1}",
     "{} depends less on the setting than {} at {} ({} points against {})": (
         "在 {2} 时，{0} 对设置的依赖小于 {1}（相差 {3} 对 {4} 个百分点）"
     ),

@@ -1,4 +1,4 @@
-"""What the page says of a run, of a comparison, or of a folder of them: sections of cards, tables and charts."""
+"""The content of the page of a run, a comparison, or a folder of them: sections of cards, tables and charts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MARKS = {"holds": "good", "does not hold": "bad", "undecided": "unsure"}
 
 
 class Split(NamedTuple):
-    """Who has what, and how each client does: of all runs that share this split."""
+    """The partition, and the results of each client: of all runs that share this split."""
 
     label: str
     table: PageTable
@@ -59,7 +59,7 @@ class Split(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Everything on the page, from top to bottom; what there is nothing to say about is empty."""
+    """Everything on the page, from top to bottom; parts without content are empty."""
 
     title: str
     kind: str
@@ -96,7 +96,7 @@ class _Spoken(NamedTuple):
     language: Language
 
     def name(self, run: RunView) -> str:
-        """What a run is called: in a comparison by its method and its seed."""
+        """The name of a run: in a comparison its method and seed."""
         return f"{run.method}, {self.say('seed')} {run.seed}" if run.method else run.name
 
     def sentence(self, written: Any) -> str:
@@ -134,7 +134,7 @@ def _run(run: RunView, words: _Spoken) -> Content:
 
 
 def _facts(runs: Sequence[RunView], words: _Spoken) -> tuple[str, ...]:
-    """What all of the runs have in common, in a few words."""
+    """What the runs have in common, in a few words."""
     one, say = runs[0], words.say
     keys = {"data.source": "data", "model.kind": "model", "partition.kind": "partition"}
     same = [(label, key) for key, label in keys.items() if len({str(r.settings.get(key)) for r in runs}) == 1]
@@ -268,19 +268,19 @@ def _difference(gap: Mapping[str, Any], metric: str, words: _Spoken) -> str:
 
 
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
-    """A table for each place of the grid."""
+    """A table for each point of the grid."""
     groups = _by_place(_list(view.summary.get("table")), view.axes)
     return tuple(_result(view, _caption(view.axes, place), rows, words.say) for place, rows in groups.items())
 
 
 def _choice(view: ComparisonView) -> Mapping[str, Any]:
-    """What a comparison chose by validation rows, if it did."""
+    """What a comparison chose on validation rows, if it did."""
     found = view.summary.get("selected")
     return found if isinstance(found, Mapping) else {}
 
 
 def _selected(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
-    """A table of what was chosen, for each place of the axes that were not chosen over."""
+    """A table of what was chosen, for each point of the axes that were not chosen over."""
     over = _list(_choice(view).get("over"))
     axes = [axis for axis in view.axes if axis not in over]
     groups, title = _by_place(_list(_choice(view).get("table")), axes), words.say("chosen by validation")
@@ -330,7 +330,7 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
 
 
 def _validated(row: Mapping[str, Any], say: Say) -> PageCell:
-    """The value on validation rows: with the settings that were chosen by it, or whether this place was."""
+    """The value on validation rows, with the settings that were chosen by it, or whether this point was."""
     chosen = row.get("chosen")
     told = ", ".join(f"{k} = {v}" for k, v in chosen.items()) if isinstance(chosen, Mapping) else say("chosen")
     found = with_spread(row.get("validation"), row.get("validation_std"), str(row.get("chosen_by")))
@@ -396,7 +396,7 @@ def _listed_comparisons(found: Sequence[ComparisonView], words: _Spoken) -> Page
     return PageTable(tuple(map(PageColumn, heads)), tuple(lines), sortable=True)
 
 
-# -- what all pages have ---------------------------------------------------------------------------
+# -- parts of all pages ----------------------------------------------------------------------------
 def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> Content:
     """The parts that do not depend on the kind of page."""
     lines, splits = lines_for(curves), _splits(runs, words)
@@ -452,7 +452,7 @@ def _splits(runs: Sequence[RunView], words: _Spoken) -> tuple[Split, ...]:
 
 
 def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
-    """A row for each client, the worst first: what it has, and how each method does on its own held-out rows."""
+    """A row for each client, the worst first: its data, and the result of each method on its own held-out rows."""
     say, first = words.say, runs[0]
     column, ranked = ranked_clients(first)
     place = {each.line["client"]: k for k, each in enumerate(ranked)}
@@ -509,7 +509,7 @@ _PARTITION = {
 
 
 def _partition(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
-    """The numbers of every partition that there is among the runs."""
+    """The numbers of every partition among the runs."""
     seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for run in runs:
         label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
@@ -603,7 +603,7 @@ def _privacy(run: RunView, words: _Spoken) -> PageTable:
 def _differ(
     found: Sequence[tuple[RunView, Mapping[str, Any]]], keys: Sequence[str], words: _Spoken
 ) -> PageTable | None:
-    """A row for each key in which runs differ, and a column for each group of runs that are alike."""
+    """A row for each key in which runs differ, and a column for each group of equal runs."""
     apart = [key for key in keys if key != "seed" or not any(run.method for run, _ in found)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for run, values in found:

@@ -13,7 +13,7 @@ from fedloom.report.page.claims_zh import CHINESE_CLAIMS, NUMERALS
 Language = Literal["en", "zh"]
 Say = Callable[[str], str]
 
-# English on the left is also the key. What is not here (names, settings) stays as it was written.
+# English on the left is also the key. What is not listed (names, settings) is not translated.
 _CHINESE = {
     "fedloom report": "fedloom 报告",
     "Run": "单次运行",
@@ -226,7 +226,7 @@ _CHINESE_SENTENCES = {
     "{}: values of {} seed; rank by the mean of the last ten evaluations.": (
         "{}：{} 个随机种子的结果；按最后十次评估的均值排名。"
     ),
-    "p: one seed gives none; take more seeds to tell methods apart.": (
+    "p: not available for one seed; use more seeds to separate methods.": (
         "p 值：只有一个随机种子，无法计算；要区分各方法，请使用更多种子。"
     ),
     "p: paired t-test against {} over the seeds, two-sided, not corrected for many methods.": (
@@ -249,7 +249,7 @@ _CHINESE_SENTENCES = {
     "The methods share no accuracy: only those with the baseline's metric are ranked and tested.": (
         "各方法没有共同的准确率指标：只对与基线指标相同的方法排名和检验。"
     ),
-    "validation: on rows that nobody trained on and the test does not have; * is what was chosen by it.": (
+    "validation: on rows used neither for training nor for the test; * marks the choice.": (
         "validation：在既未用于训练、也不在测试集中的样本上；* 为据此选出的设置。"
     ),
     'Until the target: at the first evaluation that reaches it; "-" where some seeds never do.': (
@@ -275,7 +275,7 @@ _CHINESE_SENTENCES = {
     ),
     "paper: the value that the paper reports, not one that was measured here.": "paper：论文报告的数值，并非本次测得。",
     "gain of {}: relative to the best of {} in the same column.": "gain of {}：相对于同一列中 {} 里最优者的提升。",
-    "epsilon: other seeds share the same data out to other clients; they all reveal something of an example.": (
+    "epsilon: other seeds assign the same data to other clients; all of them reveal something about an example.": (
         "epsilon：其他种子将同样的数据分给不同的客户端；它们都会透露样本的部分信息。"
     ),
     "epsilon: {} at delta {}, for each {} ({}).": "epsilon：{}，delta 为 {}，单位为每个 {}（{}）。",
@@ -286,18 +286,18 @@ _CHINESE_SENTENCES = {
         "chosen: for each method the {} with the best {} (the mean of its last evaluations, ten at most, over all "
         "seeds; the test rows have no part in the choice)."
     ): "选择方式：对每个方法，取 {} 中 {} 最优者（所有种子上最后至多十次评估的均值）；测试样本不参与选择。",
-    "{}: nothing to choose from, since no place finished with every seed.": (
+    "{}: nothing to choose from, since no grid point finished with every seed.": (
         "{}：没有任何设置在所有种子上完成，无从选择。"
     ),
     "{} of {} cells are missing: the comparison has not ended": "对比尚未结束：{} / {} 次运行尚无结果",
-    "range of {} - of {}, {} places": "{} 的极差 - {} 的极差，{} 处",
+    "range of {} - of {}, {} points": "{} 的极差 - {} 的极差，{} 处",
     "{} - paper": "{} - 论文数值",
     "{} - paper ({})": "{} - 论文数值（{}）",
 }
 
 
 def sentence_in(language: Language, sentence: str) -> str:
-    """A sentence that a comparison wrote; in English where no translation is known, as for words of a recipe."""
+    """A sentence that a comparison wrote; in English if no translation is known, as for text of a recipe."""
     if language == "en":
         return sentence
     for pattern, chinese in _patterns():
@@ -309,7 +309,7 @@ def sentence_in(language: Language, sentence: str) -> str:
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Each English sentence as a pattern that finds what stands at its {}."""
+    """Each English sentence as a pattern that matches the text at its {}."""
     return tuple(
         (re.compile("(.+?)".join(map(re.escape, english.split("{}")))), chinese)
         for english, chinese in {**_CHINESE_SENTENCES, **CHINESE_CLAIMS}.items()
@@ -317,7 +317,7 @@ def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 def speaker(language: Language) -> Say:
-    """A function that says a phrase of the page in this language."""
+    """A function that translates a phrase of the page into this language."""
     if language == "en":
         return lambda phrase: phrase
     return lambda phrase: _CHINESE.get(phrase, phrase)

@@ -1,4 +1,4 @@
-"""The table of a comparison in the layout of a paper's: methods down, places across, the paper's values below ours."""
+"""The table of a comparison in the layout of a paper's: methods down, settings across, the paper's values below."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedloom.report.page.language import Say
 from fedloom.report.page.parts import PageCell, PageColumn, PageLine, PageTable, number, with_spread
 from fedloom.report.view import ComparisonView
 
-Spots = Sequence[Mapping[str, Any]]  # what summary.json says of each number: where it stands, and what it is
+Spots = Sequence[Mapping[str, Any]]  # the numbers of summary.json, each with its position
 
 
 def paper_tables(view: ComparisonView, say: Say) -> tuple[PageTable, ...]:
-    """A table for each place of the axes that go neither down nor across; none where the recipe has no layout."""
+    """A table for each point of the axes that go neither down nor across; none if the recipe has no layout."""
     down, across = view.layout.get("rows"), view.layout.get("columns")
     found = view.summary.get("layout")
     if not isinstance(down, str) or not isinstance(across, list) or not isinstance(found, list):

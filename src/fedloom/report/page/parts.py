@@ -1,4 +1,4 @@
-"""The building blocks of the page: cells, tables, cards, and numbers as people read them."""
+"""The building blocks of the page: cells, tables, cards, and formatted numbers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PageCell(NamedTuple):
     """One cell of a table."""
 
     text: str
-    value: float | None = None  # by which it is sorted, if that is not the text
+    value: float | None = None  # the sort key, if that is not the text
     bar: float | None = None  # a share of one, drawn behind the text
     mark: str = ""  # a class of the style sheet
-    tag: str = ""  # a word beside the text
+    tag: str = ""  # a word next to the text
 
 
 class PageLine(NamedTuple):
@@ -44,7 +44,7 @@ class PageTable(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A number that stands for the whole."""
+    """A headline number."""
 
     label: str
     value: str
@@ -59,7 +59,7 @@ def plain(rows: Sequence[tuple[str, str]], first: str, second: str) -> PageTable
 
 
 def number(value: Any, metric: str = "", digits: int = 4) -> PageCell:
-    """A number of this metric; a dash where there is none."""
+    """A number of this metric; a dash if there is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return PageCell("–")
     return PageCell(shown(float(value), metric, digits), float(value))

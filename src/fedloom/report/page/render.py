@@ -1,4 +1,4 @@
-"""The page as one file of HTML: style, charts and data inside, nothing from elsewhere."""
+"""The page as one HTML file: it includes style, charts and data, and loads nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.report.page.language import Language, speaker
 from fedloom.report.partition import TEN
 from fedloom.report.view import AnyView
 
-# What the glue says by itself.
+# The phrases of the glue script.
 _SPOKEN = (
     *("round", "MB sent", "simulated seconds", "gradients of a batch", "rows", "client", "node", "link"),
     *("{} seeds", "connection lost", "Live"),
@@ -26,7 +26,7 @@ _SPOKEN = (
 
 
 def page(view: AnyView, language: Language = "en", *, live: bool = False) -> str:
-    """The whole page; ``live``: it asks the server that it came from for news."""
+    """The whole page; ``live``: it polls its server for updates."""
     content, say = content_of(view, language), speaker(language)
     scripts = {name: _source(name) for name in ("echarts.min.js", "glue.js")}
     text: str = _template().render(
@@ -68,13 +68,13 @@ def _template() -> Any:
 
 @cache
 def _source(name: str) -> str:
-    """A file of this package as it is."""
+    """The content of a file of this package."""
     loader = PackageLoader("fedloom.report", "page")
     return loader.get_source(Environment(autoescape=True), name)[0]
 
 
 def _policy(scripts: Any, *, live: bool) -> str:
-    """What a browser lets the page do: run these scripts, and talk to nobody, or to the server it came from."""
+    """The content security policy: run these scripts, and connect to nothing, or only to the page's own server."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     connect = "'self'" if live else "'none'"
     return (
@@ -84,7 +84,7 @@ def _policy(scripts: Any, *, live: bool) -> str:
 
 
 def _embedded(data: Any) -> Markup:
-    """JSON that may stand inside a script element: nothing in it can end the element or begin another."""
+    """JSON that is safe inside a script element: nothing in it can end the element or begin another."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

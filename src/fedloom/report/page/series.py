@@ -1,4 +1,4 @@
-"""The data of the charts: lines with bands, the rows of each class, links; numbers alone, ready for JSON."""
+"""The data of the charts: lines with bands, the rows of each class, links; plain numbers, ready for JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedloom.report.view import ComparisonView, RunView, recorded_metrics, stand
 
 MOST_POINTS = 400  # of one line
 _MOST_LINKS = 2000
-_OWN = "accuracy"  # of each run the one that stands for it
+_OWN = "accuracy"  # the metric that represents each run
 _SPREAD = ("_mean", "_std")  # in curves.csv, not in the charts
 _AXES = {"round": "rounds", "bytes": "bytes", "seconds": "seconds", "gradients": "gradients"}
 
 
 class Curve(NamedTuple):
-    """One line of a chart: the mean over runs that differ in their seed alone."""
+    """One line of a chart: the mean over runs that differ only in their seed."""
 
     choice: str  # of the list of metrics
     place: str  # of the grid
@@ -81,7 +81,7 @@ def lines_for(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def _points(curve: Curve) -> dict[str, Any]:
-    """Mean and standard deviation at every round that was evaluated, thinned to at most so many points."""
+    """Mean and standard deviation at every round that was evaluated, thinned to at most ``MOST_POINTS`` points."""
     at: dict[int, list[Mapping[str, Any]]] = {}
     for run in curve.runs:
         for line in run.evaluations:
@@ -107,7 +107,7 @@ def _points(curve: Curve) -> dict[str, Any]:
 
 
 def _axes(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[float]]:
-    """Where the points lie on each axis; an axis on which nothing moves is left out."""
+    """The positions of the points on each axis; a constant axis is left out."""
     out = {}
     for name, x in _AXES.items():
         values = [_rounded(float(np.mean([along(x, dict(line)) for line in lines]))) for lines in points]  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def _axes(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[float
 
 
 def _rounded(value: float) -> float:
-    """Six digits: more than a screen shows."""
+    """Rounded to six digits: more than a screen shows."""
     return float(f"{value:.6g}") if math.isfinite(value) else value
 
 
