@@ -1,7 +1,7 @@
 """Steps turned into machine code by torch's compiler.
 
-A step is traced to plain operations first, so that the compiler sees none of our Python, and any algorithm that runs in
-lanes can be compiled.
+A step is traced to plain operations first, so that the compiler sees no Python, and any algorithm that runs in lanes
+can be compiled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom.core import tree
 
-# Multiplications of a product of matrices up to which the compiler writes it as loops beside those around it, instead
-# of calling a library, whose call takes longer than the product.
+# Multiplications of a matrix product up to which the compiler inlines it as loops instead of calling a library, whose
+# call takes longer than the product.
 _SMALL_PRODUCT = 1 << 14
 
 
@@ -31,8 +31,8 @@ def has_cpp_compiler() -> bool:
 def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool) -> Callable[..., None]:
     """``step``, a function of trees of tensors that writes into some of them, for trees like ``inputs``.
 
-    ``small``: on a CPU, where the work is so short that starting a second thread would cost more, and so would calling
-    the libraries that multiply matrices, or asking before each call whether the inputs are still like these.
+    ``small``: on a CPU, if the work is so short that starting a second thread would cost more, and so would calling
+    matrix libraries, or guards that check before each call whether the inputs have changed.
     """
 
     def flat(*tensors: Tensor) -> None:
@@ -41,7 +41,7 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     from torch._inductor import standalone_compile  # which takes longer to import than a short run
 
     leaves: list[Any] = tree.leaves(inputs)
-    with warnings.catch_warnings():  # of what the compiler would rather have been given
+    with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
         if small:
             traced = make_fx(flat, decomposition_table=_AS_LOOPS)(*leaves)
@@ -54,14 +54,14 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
 
 
 def _product(a: Tensor, b: Tensor) -> Any:
-    """``a @ b`` as a sum, where it is small.  ``[..., m, n]``"""
+    """``a @ b`` as a sum, if it is small.  ``[..., m, n]``"""
     if a.shape[-2] * a.shape[-1] * b.shape[-1] > _SMALL_PRODUCT:
         return NotImplemented
     return (a.unsqueeze(-2) * b.transpose(-1, -2).unsqueeze(-3)).sum(-1)
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    """``x.scatter_add(dim, index, source)`` where one number is added to each row, as in the gradient of a loss."""
+    """``x.scatter_add(dim, index, source)`` if one number is added to each row, as in the gradient of a loss."""
     at = dim % x.ndim
     if index.shape != source.shape or index.shape != (*x.shape[:at], 1, *x.shape[at + 1 :]):
         return NotImplemented

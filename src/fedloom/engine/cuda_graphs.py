@@ -1,11 +1,11 @@
-"""Lanes on a GPU: one step of many clients as one CUDA graph, compiled where a run is long enough to pay for it.
+"""Lanes on a GPU: one step of many clients as one CUDA graph, compiled if a run is long enough to pay for it.
 
 A step of a small net is dozens of kernels that each take less time than Python needs to start them. So the step
-is captured once for each width, and replayed: what it reads (the rows of the data, the schedule, the learning
-rate) lies in tensors at fixed places, and the graph itself counts which tick it is at.
+is captured once for each width, and replayed: its inputs (the rows of the data, the schedule, the learning
+rate) are tensors at fixed addresses, and the graph itself counts the ticks.
 
-Clients do not own lanes. At every tick each lane serves whichever client ``pack`` says: it fetches what this
-client carries from a table with one row for each client, takes one step, and puts it back. So clients of unequal
+Clients do not own lanes. At every tick each lane serves the client that ``pack`` assigns: it fetches this
+client's carry from a table with one row for each client, takes one step, and puts it back. So clients of unequal
 length fill a few lanes without gaps, and never wait for the longest one.
 """
 
@@ -31,16 +31,16 @@ from fedloom.data.federation import Federation
 from fedloom.engine.compiling import compiled
 from fedloom.engine.plan import Group
 
-# Rows of tables begin at multiples of this many numbers, since products of matrices are slower from odd addresses.
+# Rows of tables begin at multiples of this many numbers, since matrix products are slower at odd addresses.
 _ALIGNED = 32
-# What a tick costs whatever its width, in examples: a narrow one is mostly waiting for kernels to start.
+# The fixed cost of a tick of any width, in examples: a narrow one mostly waits for kernels to start.
 _TICK = 128
-# Examples of one tick beyond which a GPU gets no faster, and only needs more memory.
+# Examples of one tick beyond which a GPU is no faster, and only needs more memory.
 _EXAMPLES = 1 << 13
-# Ticks of one graph, beside the graph of a single one: between two graphs a GPU pauses for some microseconds. Also of
-# one compiled function on a CPU.
+# Ticks of one graph, in addition to the graph of a single one: between two graphs a GPU pauses for some microseconds.
+# Also of one compiled function on a CPU.
 _TOGETHER = 8
-# Numbers that a step moves on a CPU below which more than one thread makes it slower.
+# Numbers that a step processes on a CPU below which more than one thread makes it slower.
 _SMALL = 1 << 18
 
 
@@ -57,20 +57,20 @@ class Packed(NamedTuple):
 
 @lru_cache(maxsize=64)  # in most rounds clients are as long as in the last one
 def pack(steps: tuple[int, ...], width: int) -> Packed:
-    """The steps of clients on ``width`` lanes in as few ticks as there can be, each client's own in order.
+    """The steps of clients on ``width`` lanes in as few ticks as possible, those of each client in order.
 
-    McNaughton's wrap-around rule: lane after lane is filled to the end, and a client that does not fit into what is
-    left of a lane goes on at the start of the next one. No client is ever in two lanes at once, since none is longer
+    McNaughton's wrap-around rule: lane after lane is filled to the end, and a client that does not fit into the rest of
+    a lane continues at the start of the next one. No client is ever in two lanes at once, since none is longer
     than there are ticks.
     """
     each = torch.tensor(steps, dtype=torch.int64)
     total, longest = int(each.sum()), max(steps, default=0)
     ticks = max(longest, -(-total // width))
     client = torch.repeat_interleave(torch.arange(len(steps)), each)
-    first = each.cumsum(0) - each  # where each client begins, lanes laid end to end
+    first = each.cumsum(0) - each  # where each client begins, with lanes concatenated
     place = torch.arange(total)
     tick = place % max(ticks, 1)
-    # What of a client lies on the next lane comes first in time.
+    # The part of a client on the next lane comes first in time.
     wrapped = ((first + each) - (torch.div(first, max(ticks, 1), rounding_mode="floor") + 1) * ticks).clamp(min=0)
     step = place - first[client]
     ahead = each[client] - wrapped[client]  # steps on the first of its two lanes
@@ -85,8 +85,8 @@ def pack(steps: tuple[int, ...], width: int) -> Packed:
 def width_for(steps: list[int], batch: int, usual: int = 0, *, few: bool = False) -> int:
     """How many lanes serve these clients: as many as there are clients, or a half, a quarter, ... of that.
 
-    Few widths, since each is compiled and captured by itself; ``few``: only all and a quarter. More lanes than the
-    longest client leaves work for would idle. Where another number of clients is ``usual``, theirs is rounded up to a
+    Few widths, since each is compiled and captured separately; ``few``: only all and a quarter. More lanes than the
+    longest client leaves work for would idle. If another number of clients is ``usual``, theirs is rounded up to a
     quarter of it: cohorts drawn with replacement have a different number of clients in nearly every round.
     """
     quarter = -(-usual // 4)
@@ -103,13 +103,13 @@ def width_for(steps: list[int], batch: int, usual: int = 0, *, few: bool = False
 
 
 class Built(NamedTuple):
-    """What it took to get steps ready."""
+    """The time spent on preparing steps."""
 
     compiling: float = 0.0  # seconds
     capturing: float = 0.0
     graphs: int = 0
     notes: tuple[str, ...] = ()
-    convolutions: Mapping[str, str] = {}  # what computes each, by its shape: the tile of a kernel of ours, or groups
+    convolutions: Mapping[str, str] = {}  # the choice for each, by its shape: the tile of a kernel, or groups
 
 
 def built(task: Task) -> Built:
@@ -120,9 +120,9 @@ def built(task: Task) -> Built:
 def descend(
     alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, group: Group, at: Carry, given: Any
 ) -> Carry | None:
-    """The steps of ``group``, in whatever order its clients are; None where they cannot be captured.
+    """The steps of ``group``, with its clients in any order; None if they cannot be captured.
 
-    What is returned lies where the next steps will be taken: ``kept`` says what of it has to be copied.
+    The result is in memory that the next steps overwrite: ``kept`` copies what is still needed.
     """
     graphs, which = _graphs(alg.task), _which(alg, phase)
     if which in graphs.refused:
@@ -152,7 +152,7 @@ def descend(
 
 
 def kept(task: Task, value: Any) -> Any:
-    """A tree that will outlast the next steps: what lies in the tables of these is copied."""
+    """A tree that outlasts the next steps: tensors in their tables are copied."""
     places = {
         leaf.untyped_storage().data_ptr()
         for tables in _graphs(task).held.values()
@@ -162,12 +162,12 @@ def kept(task: Task, value: Any) -> Any:
 
 
 def _which(alg: Algorithm[Any, Any, Any], phase: Phase) -> tuple[int, str, str]:
-    """Which step it is: phases of one algorithm may read the same batches by one name."""
+    """The key of a step: phases of one algorithm may read the same batches by one name."""
     return id(alg), phase.name, getattr(phase.step, "__qualname__", "")
 
 
 def _batch(group: Group) -> int:
-    """The width of a batch, alike for all rounds: clients with fewer examples are padded."""
+    """The width of a batch, the same for all rounds: clients with fewer examples are padded."""
     set_, widest = group.plan.local.batch, group.rows.shape[2]
     return set_ if widest <= set_ else 1 << (widest - 1).bit_length()
 
@@ -178,15 +178,15 @@ def _layout(value: Any) -> tuple[Any, ...]:
 
 
 class _NotCapturableError(Exception):
-    """A step that does something which a CUDA graph cannot hold."""
+    """A step with operations that a CUDA graph cannot contain."""
 
 
 class _Graphs:
-    """The graphs of one task, and what they took."""
+    """The graphs of one task, and the time they took."""
 
     def __init__(self) -> None:
         self.held: dict[Any, _Tables] = {}
-        self.refused: dict[tuple[int, str, str], Any] = {}  # with the algorithm, so that its id stays its own
+        self.refused: dict[tuple[int, str, str], Any] = {}  # with the algorithm, so that its id is not reused
         self.widest = 1 << 30
         self.built = Built()
         self.pool: Any = None
@@ -194,12 +194,12 @@ class _Graphs:
     def tables(
         self, key: Any, alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, at: Carry, given: Any, n: int
     ) -> _Tables:
-        """Those for a step, with room for ``n`` clients."""
+        """The graphs of a step, with room for ``n`` clients."""
         sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
         key = (*key, given.shared, _layout(at), _layout(sent), _layout(given.mine))
         found = self.held.pop(key, None)
         if found is None or found.clients < n:
-            # What is too small is made twice as large, so that it is not made anew again and again.
+            # A table that is too small is doubled, so that it is not reallocated repeatedly.
             room = n if found is None else max(n, 2 * found.clients)
             found = _Tables(self, alg, phase, fed, (at, given), key[3], room)
         self.held[key] = found
@@ -238,12 +238,12 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(cls, whole: Tensor, real: Tensor) -> _Plan:
-        """The plan that two tensors hold, [S, L, B + 2] and [S, L, B + 1]: a tick then fetches two rows, not five."""
+        """The plan as two tensors, [S, L, B + 2] and [S, L, B + 1]: a tick then fetches two rows, not five."""
         return cls(whole[..., 0], whole[..., 2:], real[..., 1:], whole[..., 1], real[..., 0])
 
 
 class _Tables:
-    """What clients carry, were sent and keep: a row for each at a fixed place, and one for lanes that idle."""
+    """What clients carry, were sent and keep: a row for each at a fixed address, and one for idle lanes."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class _Tables:
         self._replays: dict[tuple[int, bool], _Replay | _Blocks] = {}
 
     def _table(self, x: Tensor) -> Tensor:
-        """Rows like those of ``x``; long ones begin at addresses that wide loads can be made from."""
+        """Rows like those of ``x``; long ones begin at addresses that allow wide loads."""
         wide = prod(x.shape[1:])
         aligned = x.ndim == 2 and wide > _ALIGNED and not self._in_blocks(1)
         apart = -(-wide // _ALIGNED) * _ALIGNED if aligned else wide
@@ -274,16 +274,16 @@ class _Tables:
         return table.copy_(x[:1].expand_as(table))
 
     def load(self, at: Carry, given: Any) -> None:
-        """Put what clients start with where the graphs look for it."""
+        """Copy the initial values of clients into the tables of the graphs."""
         n = len(given.buffers)
         tree.tmap(lambda to, x: to[:n].copy_(x), (self.carry, self.mine), (at, given.mine))
         tree.tmap(lambda to, x: (to if self.shared else to[:n]).copy_(x), self.down, given.down)
         self.buffers[:n] = given.buffers
 
     def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay | _Blocks:
-        """What takes the ticks of these lanes, with room for ``ticks``.
+        """The runner of the ticks of these lanes, with room for ``ticks``.
 
-        ``straight``: every client keeps its lane to the end, so that nothing has to be fetched and put back.
+        ``straight``: every client keeps its lane to the end, so nothing has to be fetched and put back.
         """
         make: Any = _Blocks if self._in_blocks(lanes) else _Replay
         kind = (lanes, straight and make is _Replay)
@@ -296,7 +296,7 @@ class _Tables:
         return self._replays[kind]
 
     def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
-        """A tick as a function of tensors alone, of what the clients in the lanes have: where these are after it."""
+        """A tick as a pure function of the tensors of the clients in the lanes: their values after it."""
         fed, shared = self.fed, self.shared
 
         def step(
@@ -310,7 +310,7 @@ class _Tables:
         return step
 
     def given(self, plan: _Plan, *, straight: bool) -> tuple[Any, ...]:
-        """What a tick is a function of."""
+        """The inputs of a tick."""
         if straight:
             lanes = slice(0, len(plan.client))
             down = self.down if self.shared else tree.take(self.down, lanes)
@@ -319,11 +319,11 @@ class _Tables:
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """What all clients have."""
+        """The tensors of all clients."""
         return self.carry, self.mine, self.buffers, self.down
 
     def _tick(self, held: tuple[Any, ...], plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
-        """Fetch what the clients in the lanes have, take a step, and put it back."""
+        """Fetch the tensors of the clients in the lanes, take a step, and put them back."""
         carry, mine, buffers, down = held
         here, own, statistics = tree.tmap(lambda x: _fetched(x, plan.client), (carry, mine, buffers))
         sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.client), down)
@@ -332,7 +332,7 @@ class _Tables:
             table.index_copy_(0, plan.client, rows)
 
     def step(self, lanes: int, straight: bool) -> Callable[..., None]:
-        """A tick of these lanes, which writes where their clients are after it; compiled if it is to be."""
+        """A tick of these lanes, which writes the new values of their clients; compiled if requested."""
 
         def plain(carry: Any, mine: Any, buffers: Tensor, down: Any, plan: _Plan, lr: Tensor) -> None:
             examples = self.fed.examples(plan.rows)
@@ -350,7 +350,7 @@ class _Tables:
         return plain if fused is None else fused
 
     def block(self, lanes: int) -> Callable[..., None]:
-        """Some ticks of these lanes as one compiled function, with nothing between them but arithmetic.
+        """Some ticks of these lanes as one compiled function, with only arithmetic between them.
 
         It is given the examples instead of their rows, so that it is the same for data of any size.
         """
@@ -365,13 +365,13 @@ class _Tables:
         return fused
 
     def _compiled(self, step: Callable[..., None], inputs: tuple[Any, ...], lanes: int) -> Callable[..., None] | None:
-        """``step`` compiled for inputs like these; None where a GPU's compiler rejects it."""
+        """``step`` compiled for inputs like these; None if a GPU's compiler rejects it."""
         began = time.perf_counter()
         try:
             fused = compiled(step, inputs, small=self._is_small(lanes))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler can say
+        except Exception as error:  # any error of the compiler
             if self.lr.device.type == "cpu":
                 raise _NotCapturableError(_brief(error)) from error
             self.graphs.note(f"the compiler rejected this step; it is captured uncompiled ({_brief(error)})")
@@ -382,7 +382,7 @@ class _Tables:
         return fused
 
     def _in_blocks(self, lanes: int) -> bool:
-        """Whether ticks of these lanes are compiled some at a time: they are so short that a call takes as long."""
+        """Whether ticks of these lanes are compiled some at a time: they are as short as a call."""
         return self.alg.task.capture == "compiled" and self._is_small(lanes)
 
     def _is_small(self, lanes: int) -> bool:
@@ -391,7 +391,7 @@ class _Tables:
 
     @contextmanager
     def threads(self, lanes: int) -> Iterator[None]:
-        """As many threads of torch as ticks of these lanes are fastest with."""
+        """The number of torch threads with which ticks of these lanes are fastest."""
         before = torch.get_num_threads()
         torch.set_num_threads(1 if self._is_small(lanes) else before)
         try:
@@ -417,7 +417,7 @@ def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.devi
 
 
 class _Schedule:
-    """The plan of all ticks, at a fixed place."""
+    """The plan of all ticks, at a fixed address."""
 
     def __init__(self, tables: _Tables, lanes: int, ticks: int) -> None:
         self._idle = tables.clients
@@ -425,14 +425,14 @@ class _Schedule:
         self.plan = _Plan.of(*self.held)
 
     def load(self, group: Group, packed: Packed, until: int) -> None:
-        """Put the steps of a group there; all lanes idle from the last one on ``until`` this tick."""
+        """Write the steps of a group into the plan; after them all lanes idle ``until`` this tick."""
         n, wide, plan = len(group.ids), group.rows.shape[2], self.plan
         place, when = tree.on_device(packed, plan.client.device)
         client, real, ticks = place.clamp(max=n - 1), place < n, slice(0, packed.ticks)
         plan.client[ticks] = torch.where(real, place, self._idle)
         plan.rows[ticks, :, :wide] = group.rows[client, when]
         plan.mask[ticks, :, :wide] = group.mask[client, when] * real[..., None]
-        plan.mask[ticks, :, wide:] = 0  # where wider batches may have been before
+        plan.mask[ticks, :, wide:] = 0  # which may have been used by wider batches before
         plan.keys[ticks] = group.keys[client, when]
         plan.progress[ticks] = when / group.work.steps[client].clamp(min=1)
         if until > packed.ticks:
@@ -441,7 +441,7 @@ class _Schedule:
 
 
 class _Blocks:
-    """Ticks that a CPU takes some at a time, each time by one call of compiled code."""
+    """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
     def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
         self._tables, self.step, self.ticks = tables, step, -(-ticks // _TOGETHER) * _TOGETHER
@@ -460,7 +460,7 @@ class _Blocks:
 
 
 class _Replay:
-    """The tick of these lanes, captured: it reads what to do from a plan, at the place where its counter is."""
+    """The tick of these lanes, captured: it reads its work from a plan, at the position of its counter."""
 
     def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
         lanes, self._straight = kind
@@ -497,7 +497,7 @@ class _Replay:
         beside.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(beside):
-                for _ in range(2):  # libraries choose their algorithms and take their memory before the capture
+                for _ in range(2):  # libraries choose their algorithms and allocate their memory before the capture
                     self._advance()
             torch.cuda.current_stream().wait_stream(beside)
             torch.cuda.synchronize()

@@ -43,13 +43,13 @@ Executor: TypeAlias = Literal["loop", "lanes"]
 Step: TypeAlias = Callable[[Carry, Batch, Any, Any], Carry]
 Look: TypeAlias = Callable[[Batch, Any, Any, Any], Any]
 
-# Parameters that may be stacked side by side: a gradient step holds about six such matrices.
+# Parameters that may be stacked side by side: a gradient step allocates about six such matrices.
 _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
 # Input values that may be gathered for the steps of one stretch.
 _GATHERED = 1 << 22
 # Examples in one step of a survey.
 _SURVEYED = 256
-# Ticks of a run from which on it pays to capture a step (a second or two), and to compile it (ten to twenty).
+# Ticks of a run from which it pays to capture a step (a second or two), and to compile it (ten to twenty).
 _CAPTURE, _COMPILE = 100, 8_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
@@ -57,18 +57,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 class Given(NamedTuple):
     """What the clients of a group are given before they train."""
 
-    down: Any  # what the server sent: one value, or [K, ...] where every node has its own
+    down: Any  # what the server sent: one value, or [K, ...] if every node has its own
     mine: Any  # [K, ...] what each client kept
     buffers: Tensor  # [K, Q] the running statistics each starts with
     shared: bool = True  # whether ``down`` is one value
-    memory: Any = None  # [K, ...] the optimiser's memory, where it is kept from round to round
+    memory: Any = None  # [K, ...] the optimizer state, if it is kept from round to round
 
     @property
     def down_dim(self) -> int | None:
         return None if self.shared else 0
 
     def rows(self, which: slice | int | Tensor) -> Given:
-        """What these clients of the group were given, their optimisers' memory apart."""
+        """What these clients of the group were given, without their optimizer states."""
         down = self.down if self.shared else tree.take(self.down, which)
         return Given(down, tree.take(self.mine, which), self.buffers[which], self.shared)
 
@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     weights: Tensor  # [K]
     buffers: Tensor  # [K, Q]
     steps: Any = ()  # [K] steps of local training that were taken
-    memory: Any = ()  # [K, ...] the optimiser's, where it is kept
+    memory: Any = ()  # [K, ...] the optimizer state, if it is kept
     begun: Any = ()  # [K, P] the models before training, if requested
     models: Any = ()  # [K, P] the models after it, likewise
     gradients: Any = ()  # [K] that were evaluated, each on one batch
@@ -101,10 +101,10 @@ def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str
 
 
 def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
-    """How many clients may train side by side; fixed by the net's size, never by what memory is free.
+    """How many clients may train side by side; fixed by the net's size, never by the free memory.
 
-    ``beside``: the numbers that a client holds beside models, such as the moments of its features. What is frozen
-    counts, too: it lies there once, but every client's batch passes through it.
+    ``beside``: the numbers that a client keeps in addition to models, such as the moments of its features. Frozen
+    parameters count, too: they exist once, but every client's batch passes through them.
     """
     return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.passed, beside, 1)))
 
@@ -112,7 +112,7 @@ def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
 def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:
     """How steps in lanes are prepared, by a fixed rule, for a run of ``ticks`` consecutive steps.
 
-    On a CPU they are compiled only on request: a run that is extended must end as one that was long from the start.
+    On a CPU they are compiled only on request: a run that is extended must end like one that was long from the start.
     """
     if not lanes or wanted == "off":
         return "eager"
@@ -125,10 +125,10 @@ def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lane
 
 @contextmanager
 def arithmetic(task: Task) -> Iterator[None]:
-    """Products of float32 as short as the task's precision allows, for as long as this lasts.
+    """Within this block, float32 products are as short as the task's precision allows.
 
-    Only local training is computed so; sums of uploads never are. Where steps are captured, cuDNN also tries which of
-    its convolutions is the fastest: those of many nets at once are twice as fast with another than it would guess.
+    Only local training is computed in this way; sums of uploads never are. If steps are captured, cuDNN also benchmarks
+    its convolutions: for many nets at once, the fastest is twice as fast as its default choice.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
@@ -141,7 +141,7 @@ def arithmetic(task: Task) -> Iterator[None]:
 
 
 def train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, watched: bool = False) -> Outcome:
-    """One round of every client of ``group``; ``watched``: also where each one's model began and ended."""
+    """One round of every client of ``group``; ``watched``: also each one's model before and after training."""
     with arithmetic(alg.task):
         return _train(alg, fed, group, given, watched=watched)
 
@@ -161,7 +161,7 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
     if survey_gradients(alg) and trains_in(alg, group.plan.address.round):
         now = now._replace(gradients=_passed(now.gradients, survey_gradients(alg), group.per_epoch))
     phases = phases_of(alg)
-    if not phases:  # nobody trains, so that there are no steps of training
+    if not phases:  # no client trains, so there are no steps of training
         now = now._replace(group=group._replace(work=group.work._replace(steps=torch.zeros_like(group.work.steps))))
     for phase in phases:
         if begun is None and phase.name not in prelude:
@@ -178,7 +178,7 @@ def _train(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given, *, wa
 
 
 def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple[Tensor, Tensor]:
-    """The models [K, P] with which these clients predict once they have fitted what they were sent, and the
+    """The models [K, P] with which these clients predict after they have adapted what they were sent, and the
     statistics of these models."""
     group = _surveyed(alg, fed, group.to(fed.x.device), given)
     now = _begin(alg, group, given)
@@ -190,10 +190,10 @@ def fit(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> tuple
 
 
 def _surveyed(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Group:
-    """The group with what its clients see in all of their data, where the method asks for that."""
+    """The group with its clients' surveys of all of their data, if the method needs them."""
     if not has_survey(alg):
         return group
-    # Closed forms look at their data once in a run, which is too seldom to be captured for.
+    # Closed forms pass over their data once in a run, so capturing does not pay.
     captured = alg.task.capture != "eager" and alg.family != "closed_form"
     found = _captured_survey(alg, fed, group, given) if captured else None
     if found is None:
@@ -202,7 +202,7 @@ def _surveyed(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) ->
 
 
 def _captured_survey(alg: AnyAlgorithm, fed: Federation, group: Group, given: Given) -> Any:
-    """The sums of surveys as steps that add them up, so that they are captured as any steps are; None: they cannot."""
+    """The sums of surveys as steps that add up, so that they are captured like any steps; None: they cannot."""
 
     def add(at: Carry, batch: Batch, down: Any, mine: Any) -> Carry:
         return Carry(tree.tmap(torch.add, at.x, survey_of(alg, batch, down, mine)), ())
@@ -218,7 +218,7 @@ def _captured_survey(alg: AnyAlgorithm, fed: Federation, group: Group, given: Gi
 
 
 class Now(NamedTuple):
-    """Where the clients of a group are in their round."""
+    """The state of the clients of a group within their round."""
 
     group: Group
     at: Carry  # [K, ...]
@@ -264,7 +264,7 @@ def _run(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Give
 
 
 def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, given: Given) -> Now:
-    """A phase that each client ends by itself. Clients that have stopped leave the batch."""
+    """A phase that each client ends separately. Clients that have stopped leave the batch."""
     group, at, buffers, _ = now
     wanted = [phase.epochs or 1] * len(group.ids)
     if phase.passes is not None:
@@ -299,7 +299,7 @@ def _pass_by_pass(alg: AnyAlgorithm, phase: Phase, fed: Federation, now: Now, gi
 def _after_pass(
     alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Given
 ) -> tuple[Carry, list[bool]]:
-    """What these clients make of a pass over their data, and which of them stop."""
+    """The state of these clients after a pass over their data, and which of them stop."""
     if phase.after is None:
         return at, [False] * len(group.ids)
     seen = () if phase.look is None else _looks(alg.task, phase.look, fed, group.ids, at.x, given)
@@ -309,7 +309,7 @@ def _after_pass(
 
 
 def _most_passes(phase: Phase, plan: Group, wanted: list[int]) -> list[int]:
-    """How many passes each client makes at most: no more than ``local``, or the phase, has batches for.  ``[K]``"""
+    """The largest number of passes of each client: no more than ``local``, or the phase, has batches for.  ``[K]``"""
     if not phase.is_main and phase.steps is None:
         return wanted
     whole = [-(-steps // each) for steps, each in zip(plan.steps, plan.per_epoch, strict=True)]
@@ -319,7 +319,7 @@ def _most_passes(phase: Phase, plan: Group, wanted: list[int]) -> list[int]:
 def _descend(
     alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Given, *, forget: bool = False
 ) -> tuple[Carry, Tensor]:
-    """The steps of ``group``, in whatever order its clients are; ``forget`` the optimiser's memory with the last."""
+    """The steps of ``group``, with its clients in any order; ``forget`` the optimizer state after the last."""
     if not alg.task.lanes:
         each = [_descend_one(alg, phase, fed, group, k, tree.take(at, k), given.rows(k)) for k in range(len(group.ids))]
         carries, buffers = _stacked(each)
@@ -358,7 +358,7 @@ def _looks(task: Task, look: Look, fed: Federation, ids: Tensor, x: Any, given: 
         found = seen(plain_batch(fed, rows[at, t], mask[at, t], some.buffers), tree.take(x, at), some.down, some.mine)
         if total is None:
             total = tree.tmap(torch.clone, found)
-        elif len(at) == len(ids):  # in place: a sum may be as large as all that there is room for
+        elif len(at) == len(ids):  # in place: a sum may take nearly all memory
             tree.tmap(Tensor.add_, total, found)
         else:
             tree.tmap(lambda a, b, to=at: a.index_add_(0, to, b), total, found)
@@ -377,7 +377,7 @@ def _look_one(look: Look, fed: Federation, rows: Tensor, mask: Tensor, x: Any, g
 
 
 def plain_batch(fed: Federation, rows: Tensor, mask: Tensor, buffers: Tensor) -> Batch:
-    """Examples as they are, without augmentation and with nothing random about them."""
+    """Examples without augmentation or other randomness."""
     x, y = fed.examples(rows)
     lead = rows.shape[:-1]
     zero = torch.zeros(lead, device=x.device)
@@ -420,7 +420,7 @@ def _descend_lanes(step: Step, fed: Federation, group: Group, at: Carry, given: 
 
 
 class Stretch(NamedTuple):
-    """Steps in which the same lanes are at work on batches of one width."""
+    """Consecutive steps in which the same lanes train on batches of one width."""
 
     first: int
     last: int
@@ -429,7 +429,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(group: Group, features: int) -> list[Stretch]:
-    """The steps of a group, cut wherever a client finishes, the batches narrow or their inputs grow too many.
+    """The steps of a group, cut wherever a client finishes, the batches narrow or there are too many inputs.
 
     One call of vmap for a stretch instead of one for a step: for small nets, its cost is most of a step.
     """
@@ -472,7 +472,7 @@ def _descend_one(
             if phase.keeps_statistics:
                 buffers = alg.task.statistics(model_of(alg, at.x), batch)
             at = phase.step(at, batch, given.down, given.mine)
-        except ValueError as error:  # torch's word for a batch with nothing to take a variance of
+        except ValueError as error:  # torch's message for a batch without a variance
             what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
             fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"
             raise ConfigError([Fault("model", what, fix)]) from error
@@ -480,7 +480,7 @@ def _descend_one(
 
 
 def mapped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
-    """vmap over the arguments whose dimension is 0. Its leaves are a flat row, which torch walks faster than trees."""
+    """vmap over the arguments whose dimension is 0. Its leaves are flat, which torch traverses faster than trees."""
 
     def call(*args: Any) -> Any:
         leaves = tree.leaves(args)
@@ -520,21 +520,21 @@ def _looped(f: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _over(task: Task) -> Callable[..., Callable[..., Any]]:
-    """How a function of one client becomes one of many, for this executor."""
+    """Map a function of one client over many, for this executor."""
     return mapped if task.lanes else _looped
 
 
 def _stacked(trees: list[Any]) -> Any:
-    """``tree.stack``, which for a single client need not copy."""
+    """``tree.stack``, without a copy for a single client."""
     return tree.tmap(lambda x: x[None], trees[0]) if len(trees) == 1 else tree.stack(trees)
 
 
 @cache
 def reuse_memory() -> None:
-    """Let the allocator keep large blocks instead of handing each back to the system.
+    """Let the allocator keep large blocks instead of returning each to the system.
 
-    A local step allocates matrices of many megabytes; fetching them anew costs page faults that were
-    measured to make lanes on a CPU two to eight times slower. Only glibc needs the setting.
+    A local step allocates matrices of many megabytes; requesting them again costs page faults, which
+    made lanes on a CPU two to eight times slower in measurements. Only glibc needs the setting.
     """
     if _has_glibc():
         libc = ctypes.CDLL(None)
@@ -543,14 +543,14 @@ def reuse_memory() -> None:
 
 
 def release_memory() -> None:
-    """Hand back what ``reuse_memory`` keeps and nobody uses now, before a wait that is longer than a step."""
+    """Return memory that ``reuse_memory`` keeps and that is not in use, before a wait that is longer than a step."""
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def release_at_once() -> None:
-    """Hand large blocks back as soon as they are free, also later on: for a process that trains nobody."""
-    reuse_memory()  # it does its work once, and not after this
+    """Return large blocks as soon as they are free, from now on: for a process that does not train."""
+    reuse_memory()  # so that a later call has no effect
     if _has_glibc():
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 

@@ -4,7 +4,7 @@ called     the clients of the round, what each is sent, which of them will be la
 trained    local work, one group after another                                        training.train_all
 arrived    uploads as they reach the server: corrupted, protected, finite, on time    receive
 accounted  bytes, simulated time and privacy                                          account
-inbox      the sums of the uploads, or what a robust rule makes of them               combine
+inbox      the sums of the uploads, or the result of a robust rule                    combine
 server     the algorithm's own step                                                   step
 recorded   diagnostics, participants' scores, the weight of bad clients               record
 """
@@ -48,11 +48,11 @@ Screen: TypeAlias = Callable[[Tensor, Outcome, Tensor], Received]
 
 
 class Wanted(NamedTuple):
-    """What is measured in this round beside its result."""
+    """What is measured in this round in addition to its result."""
 
     diagnostics: bool
-    participants: bool  # how the clients do on their own rows, before and after their training
-    bad_weights: bool  # how much bad clients count
+    participants: bool  # the clients' scores on their own rows, before and after their training
+    bad_weights: bool  # the weight of bad clients
 
 
 class Called(NamedTuple):
@@ -92,7 +92,7 @@ class Arrived(NamedTuple):
     senders: int = 0
     work: tuple[GroupWork, ...] = ()
     uploads: Any = ()  # of the last group
-    finite: Any = ()  # [] whether the last group is finite, where that was not checked
+    finite: Any = ()  # [] whether the last group is finite, if that was not checked
 
 
 class Finished(NamedTuple):
@@ -103,11 +103,11 @@ class Finished(NamedTuple):
     found: dict[str, float] = {}  # noqa: RUF012  (never mutated)
     work: tuple[GroupWork, ...] = ()
     lateness: Lateness | None = None
-    finite: Any = ()  # [] whether all that arrived is finite, where that was not checked
+    finite: Any = ()  # [] whether all that arrived is finite, if that was not checked
 
 
 def star_round(exp: Experiment, state: RunState, store: ClientStore, screen: Screen = keep_finite) -> Finished:
-    """One round with a server; ``screen`` leaves out clients whose numbers are not finite."""
+    """One round with a server; ``screen`` excludes clients whose numbers are not finite."""
     called = call_clients(exp, state)
     if not len(called.ids):  # all clients were late or lost
         return Finished(_without_clients(exp, state)._replace(round=state.round + 1, down=called.received))
@@ -152,7 +152,7 @@ def _local_work(exp: Experiment, state: RunState, store: ClientStore, called: Ca
 
 def _work_elsewhere(exp: Experiment, fleet: Fleet, state: RunState, called: Called) -> Iterator[TrainedGroup]:
     """What the clients of a deployment have sent, in the groups in which a simulation would have trained them, so that
-    sums are made of the same numbers in the same order. Those that did not answer are left out."""
+    sums have the same numbers in the same order. Those that did not respond are left out."""
     extra = called.lateness.extra
     order = Order(state.round, exp.sent(state.server), state.buffers, len(called.ids), extra)
     outcomes = fleet.train(exp, order, called.ids.tolist())
@@ -161,7 +161,7 @@ def _work_elsewhere(exp: Experiment, fleet: Fleet, state: RunState, called: Call
         if places:
             part = group.pick(places)
             outcome = tree.cat([outcomes.pop(client) for client in part.ids.tolist()])
-            here = tree.take(outcome, slice(0, 0))  # nobody trained here
+            here = tree.take(outcome, slice(0, 0))  # no client trained here
             yield TrainedGroup(part, outcome, part.ids[:0], here.buffers, here)
 
 
@@ -174,13 +174,13 @@ def receive(
     trained: TrainedGroup,
     screen: Screen,
 ) -> Arrived:
-    """What has arrived with one more group, whose clients keep their new states from now on.
+    """What has arrived, with one more group, whose clients keep their new states from now on.
 
-    A late client keeps its new state, too, unless that has to agree with a server which did not receive its upload.
+    A late client keeps its new state, too, unless the state must agree with the server, which did not use the upload.
     """
     alg, ids, wanted, late = exp.algorithm, trained.group.ids, called.wanted, called.lateness
     outcome = trained.outcome
-    if exp.fleet is None:  # clients elsewhere have done so themselves
+    if exp.fleet is None:  # remote clients have done so themselves
         outcome = as_sent(exp, state.round, ids, outcome, len(called.ids))
     times = called.times(ids)
     part = screen(ids, outcome, times)
@@ -204,7 +204,7 @@ def receive(
 
 
 def combine(exp: Experiment, state: RunState, tally: Tally) -> Inbox[Any]:
-    """What the server reads: the sums, or what a robust rule makes of the uploads."""
+    """What the server reads: the sums, or the result of a robust rule."""
     received = inbox(tally, exp.federation.train.sizes, (exp.seed, state.round))
     if exp.aggregation.rule != "mean":
         received = replaced(exp.aggregation, received)
@@ -234,7 +234,7 @@ def record(
 
 
 def settled(state: RunState, done: Finished) -> Round:
-    """A finished round after ``state``, once its numbers are there: with the work that its clients did."""
+    """A finished round after ``state``, once its numbers are computed: with the work of its clients."""
     gradients, work = 0.0, []
     for group in done.work:
         gradients += float(group.gradients)
@@ -244,7 +244,7 @@ def settled(state: RunState, done: Finished) -> Round:
 
 
 def account(exp: Experiment, state: RunState, called: Called, arrived: Arrived) -> RunState:
-    """The round's number, bytes, simulated time and privacy; its server is not there yet."""
+    """The round's number, bytes, simulated time and privacy; the server's step is not included yet."""
     each = 0
     if exp.algorithm.traits.communicates:
         each = arrived.bytes // arrived.senders if arrived.senders else upload_size(exp, state)
@@ -265,7 +265,7 @@ def _charged(exp: Experiment, state: RunState, ids: Tensor, uploads: Any = ()) -
 
 
 def _without_clients(exp: Experiment, state: RunState) -> RunState:
-    """The state after a round without clients: as it was, or moved by the noise that hides just that."""
+    """The state after a round without clients: unchanged, or moved by the noise that hides this."""
     guard = exp.guard
     if guard is None or guard.weight is None:
         return state._replace(server=after_empty_round(exp.algorithm, state.server))
@@ -280,7 +280,7 @@ def _without_clients(exp: Experiment, state: RunState) -> RunState:
 
 
 def _bad_weights(exp: Experiment, before: Any, received: Inbox[Any], after: Any) -> dict[str, float]:
-    """How much bad clients counted in this round, where that is known."""
+    """The weight of bad clients in this round, if known."""
     weights = contributions_of(exp.algorithm, before, received, after)
     if weights is None:
         return {}
