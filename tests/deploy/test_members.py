@@ -33,7 +33,7 @@ def test_a_node_joins_between_two_runs(tmp_path: Path) -> None:
     with pytest.raises(LostNodesError):
         conduct(home, broken, 1, print)
     (home / "runs" / "1").mkdir(parents=True, exist_ok=True)
-    with pytest.raises(CheckpointError, match="run 1 has not ended, and a run keeps the nodes with which it began"):
+    with pytest.raises(CheckpointError, match="run 1 has not ended, and a run keeps its initial nodes"):
         add_node(home.parent, "Dan")
     conduct(home, here(home), 1, print)
     before = read_contract(home).parts
@@ -51,7 +51,7 @@ def test_a_node_joins_between_two_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="taken twice"):
         add_node(home.parent, "Ada")
     (home.parent / "authority" / "ca.key").unlink()
-    with pytest.raises(DataError, match=r"ca\.key: is missing, and signs certificates"):
+    with pytest.raises(DataError, match=r"ca\.key: is missing, but is needed to sign certificates"):
         add_node(home.parent, "Eve")
 
 
@@ -60,7 +60,9 @@ def test_a_run_goes_on_without_a_node_that_was_revoked_or_is_away_if_the_quorum_
     gone = Failed("its key has been revoked", revoked=True)
     transport = here(home)
     transport.tamper = lambda count, client, answer: gone if client == 1 else answer
-    with pytest.raises(LostNodesError, match=r"2 of 3 nodes are there, 3 are needed \(rules\.quorum\); Bea: its key"):
+    with pytest.raises(
+        LostNodesError, match=r"2 of 3 nodes are connected, 3 are needed \(rules\.quorum\); Bea: its key"
+    ):
         conduct(home, transport, 1, print)
     (home / SERVER_TOML).write_text((home / SERVER_TOML).read_text().replace("quorum = 1.0", "quorum = 0.6"))
     conduct(home, transport, 1, print)
@@ -75,7 +77,7 @@ def test_a_run_goes_on_without_a_node_that_was_revoked_or_is_away_if_the_quorum_
     away, told = here(home), list[str]()
     away.tamper = lambda count, client, answer: Failed("is not connected") if client == 1 and count < 4 else answer
     conduct(home, away, 2, told.append)
-    assert "Bea: is not connected; going on without it" in told
+    assert "Bea: is not connected; continuing without it" in told
     *_, second, third, finish = ((line["kind"], line["answered"]) for line in read_rounds(home))
     assert (second, third) == (("train", ["Ada", "Cem"]), ("train", ["Ada", "Bea", "Cem"]))
     assert finish == ("finish", ["Ada", "Bea", "Cem"])

@@ -276,11 +276,11 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the key of 'Ada' in members\.toml"):
         read_secret(read_bundle(ada))
     (bea / "node.key").chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read by others"):
+    with pytest.raises(ConfigError, match="can be read by other users"):
         read_secret(read_bundle(bea))
     with pytest.raises(ConfigError, match=r"policy\.require_secure_sum: without a server"):
         refuse_by_policy(read_bundle(ada)._replace(policy=Policy(require_secure_sum=True)))
-    with pytest.raises(ConfigError, match=r"policy\.min_cohort: a network of 3 nodes, and here 4"):
+    with pytest.raises(ConfigError, match=r"policy\.min_cohort: the network has 3 nodes; this node requires 4"):
         refuse_by_policy(read_bundle(ada)._replace(policy=Policy(min_cohort=4)))
     text = (ada / "members.toml").read_text()
     (ada / "members.toml").write_text(text.replace("0.33", "0.43", 1))

@@ -123,7 +123,7 @@ def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_g
     assert f"File too large; what was saved before is intact: make room, then fedloom peers start {site}/bea" in full
     assert "Traceback" not in full
     ada.send_signal(signal.SIGTERM)  # without Bea it cannot go on
-    assert "go on with: fedloom peers start" in said(ada)
+    assert "continue with: fedloom peers start" in said(ada)
     assert json.loads(said(peers("status", site / "ada", "--json")))["state"] == "stopped"
     for process in (started("ada"), started("bea", "--trust")):
         assert "all 3 rounds are done" in said(process)

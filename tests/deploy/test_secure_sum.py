@@ -186,7 +186,7 @@ def test_nodes_demand_it_and_methods_that_need_each_upload_are_refused(tmp_path:
     answer = node.answer(packed(Envelope("unmask", facts, {})))
     assert "has sealed nothing for this secure sum" in str(unpacked(answer, len(answer)).facts["why"])
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"kind": "fedmgda"}, r"algorithm\.kind: its server needs every upload by itself, and a secure sum shows none"),
+        ({"kind": "fedmgda"}, r"algorithm\.kind: its server needs every upload, but a secure sum shows only their sum"),
         ({"kind": "pfedala"}, r"algorithm\.kind: the size of its uploads"),
         ({"kind": "fedavg", "aggregation": {"rule": "median"}}, r"aggregation\.rule: its server needs every upload"),
     ]

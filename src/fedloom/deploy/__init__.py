@@ -1,1 +1,1 @@
-"""Between real machines: the same experiment, with a server and nodes that are processes of their own."""
+"""Between real machines: the same experiment, with a server and nodes as separate processes."""

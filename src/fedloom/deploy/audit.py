@@ -1,4 +1,4 @@
-"""The audit log of a node: one line for each message that leaves it, written before it does."""
+"""The audit log of a node: one line for each message, written before it is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUDIT = "audit.jsonl"
 
 
 def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more: Any) -> None:
-    """Write down a message that is about to leave: what it is, for which round, how large, and what it holds."""
+    """Record a message that is about to be sent: its kind, round, size and arrays."""
     kind, facts, arrays = outline(message)
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -37,5 +37,5 @@ def read_audit(folder: Path) -> list[dict[str, Any]]:
     """What a node has sent, from its log."""
     path = folder / AUDIT
     if not path.is_file():
-        raise DataError(f"{path}: is not there: this is no node's folder, or it has sent nothing yet")
+        raise DataError(f"{path}: is missing: this is not a node's folder, or it has sent nothing yet")
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]

@@ -1,7 +1,7 @@
-"""What Flower starts at a node for each message: it hands the message to the node's own process, and its answer back.
+"""What Flower starts at a node for each message: it passes the message to the node's process, and returns its answer.
 
-Flower starts a new process for every message. The node's data and net are in a process that stays, so this one imports
-no more than it must.
+Flower starts a new process for every message. The node's data and net are in a long-lived process, so this one imports
+as little as possible.
 """
 
 from __future__ import annotations

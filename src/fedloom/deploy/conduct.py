@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 class Lines:
-    """A listener that says a line for each round."""
+    """A listener that prints a line for each round."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -55,14 +55,14 @@ class Lines:
 def conduct(home: Path, transport: Transport, run: int, say: Say) -> History | None:
     """Run number ``run`` of the server whose folder is ``home``, from its first round or its last checkpoint.
 
-    How it ended is written down beside it. A run that was asked to stop has no history yet.
+    Its outcome is recorded in the run folder. A run that was stopped has no history yet.
     """
     with conducted(home):
         return _run_recorded(home, transport, run, _logged(home, run, say))
 
 
 def _logged(home: Path, run: int, say: Say) -> Say:
-    """Say a line, and write it down with its time."""
+    """Print a line, and log it with its time."""
     path = log_file(home, run)
 
     def both(line: str) -> None:
@@ -75,7 +75,7 @@ def _logged(home: Path, run: int, say: Say) -> Say:
 
 
 def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> History | None:
-    """The same, with its outcome written down."""
+    """The same, with its outcome recorded."""
     write_state(home, run, "running", process=os.getpid())
     try:
         with writing(home, f"fedloom deploy resume {home.parent}"):
@@ -96,7 +96,7 @@ def _run_recorded(home: Path, transport: Transport, run: int, say: Say) -> Histo
 
 
 def _nodes(contract: Contract, transport: Transport, home: Path) -> RemoteNodes:
-    """The nodes, of whose uploads the server learns what its rules say."""
+    """The nodes; the server's rules decide whether it learns uploads or only their sum."""
     rules = read_rules(home)
     refuse_undeployable(contract.config, secure_sum=rules.secure_sum)
     if not rules.secure_sum:

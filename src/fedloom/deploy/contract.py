@@ -1,8 +1,8 @@
 """The contract of a deployment: the experiment, the form of its data, and the nodes that take part.
 
-Server and nodes hold the same two files, and the user's own code and weights that these name. Before the first round
-they compare hashes of all of it, of the code of the method and the versions of what decides numbers, and refuse to go
-on where something differs.
+Server and nodes have the same two files, and the user's own code and weights that these name. Before the first round
+they compare hashes of all of it, of the code of the method and the versions of packages that affect numbers, and stop
+if something differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSIONS = ("fedloom", "torch", "numpy")
 
 
 class Form(NamedTuple):
-    """What an example of the federation looks like."""
+    """The form of an example of the federation."""
 
     labels: tuple[str, ...]
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Form(NamedTuple):
     mean: tuple[float, ...]  # per channel, subtracted on use
     std: tuple[float, ...]
     recipe: Any = None  # how a table became numbers: data.columns.Recipe as plain values
-    unit: tuple[float, float] | None = None  # mean and deviation of a number that is learned; None: classes are
+    unit: tuple[float, float] | None = None  # mean and deviation of a regression target; None: classification
 
     @classmethod
     def of(cls, arrays: Arrays) -> Form:
@@ -56,12 +56,12 @@ class Contract(NamedTuple):
     config: Config
     form: Form
     nodes: tuple[str, ...]  # their names, in the order of their numbers
-    campaign: str  # a name of this federation that no other has
+    campaign: str  # a unique name of this federation
     own: OwnFiles = OwnFiles()  # the user's code and weights
 
     @property
     def parts(self) -> dict[str, str]:
-        """What both sides must have alike, by name."""
+        """What must be the same on both sides, by name."""
         now = versions()
         return {
             "experiment": hash_of(self.own.named(as_hashed(self.config))),
@@ -74,7 +74,7 @@ class Contract(NamedTuple):
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """What the other side has otherwise, in words."""
+    """What differs on the other side, in words."""
     return [
         f"{name} differs (here {_short(ours[name])}, there {_short(str(theirs.get(name, 'nothing')))})"
         for name in ours
@@ -91,7 +91,7 @@ def code_sha256(cls: type) -> str:
 
 
 def write_contract(folder: Path, contract: Contract) -> None:
-    """Put the two files into a folder, and the user's own."""
+    """Write the two files, and the user's own, into a folder."""
     own = contract.own if contract.own.files else own_files(contract.config)
     table = {
         "campaign": contract.campaign,
@@ -105,7 +105,7 @@ def write_contract(folder: Path, contract: Contract) -> None:
 
 
 def read_contract(folder: Path, *, trust: bool = False) -> Contract:
-    """The contract that a folder holds; ``trust``: the code in it may run."""
+    """The contract in a folder; ``trust``: the code in it may run."""
     with _damaged(folder):
         written, table = _files_of(folder)
         own = files_here(folder, dict(table.get("files", {})))
@@ -117,7 +117,7 @@ def read_contract(folder: Path, *, trust: bool = False) -> Contract:
 
 
 class Outline(NamedTuple):
-    """What can be known of a contract without running any code."""
+    """What is known of a contract without running any code."""
 
     nodes: tuple[str, ...]
     rounds: int
@@ -135,18 +135,18 @@ def _files_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextmanager
 def _damaged(folder: Path) -> Iterator[None]:
-    """Tell what is wrong with the files of a contract."""
+    """Report what is wrong with the files of a contract."""
     try:
         yield
     except FileNotFoundError as error:
-        what = f"{error.filename}: is missing, so this is no folder of a deployment"
+        what = f"{error.filename}: is missing, so this is not a folder of a deployment"
         raise DataError(f"{what} (make one with: fedloom deploy init)") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its contract is damaged ({type(error).__name__}: {error})") from error
 
 
 def undeployable(config: Config) -> list[Fault]:
-    """Settings that have no meaning between a server and real machines."""
+    """Settings without a meaning between a server and real machines."""
     faults = []
     if config.algorithm.family == "gossip":
         faults.append(Fault("algorithm.kind", "is a method without a server, which `fedloom deploy` does not start"))
@@ -158,11 +158,11 @@ def undeployable(config: Config) -> list[Fault]:
 
 
 def only_simulated(config: Config) -> list[Fault]:
-    """Settings that have no meaning between real machines, with a server or without."""
+    """Settings without a meaning between real machines, with a server or without."""
     faults = []
     if config.task.class_weights != "none":
-        what = "counts the classes of all nodes, which nobody knows"
-        faults.append(Fault("task.class_weights", what, "leave it out, or weigh classes in a loss of your own"))
+        what = "counts the classes of all nodes, which are not known"
+        faults.append(Fault("task.class_weights", what, "leave it out, or weight classes in your own loss"))
     if config.system != System():
         faults.append(Fault("system", "describes simulated devices; real ones have a real clock", "leave it out"))
     if config.corruption != Corruption():
@@ -170,7 +170,7 @@ def only_simulated(config: Config) -> list[Fault]:
     if config.privacy.noise_from == "seed" and (config.privacy.clip or config.privacy.feature_clip):
         faults.append(Fault("privacy.noise_from", "reproducible noise hides nothing (got 'seed')", "leave it out"))
     if config.privacy.asks_for_labels:
-        faults.append(Fault("privacy", "asks each node how many examples of each class it has", "leave that out"))
+        faults.append(Fault("privacy", "needs each node's number of examples of each class", "leave that out"))
     default, asked = Evaluate(), config.evaluate
     for name in ("validation", "diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):
@@ -182,14 +182,16 @@ def unsummable(config: Config) -> list[Fault]:
     """Why the server of an experiment needs more than the sum of uploads."""
     faults, traits = [], config.algorithm.traits
     if traits.each_upload or config.aggregation.rule != "mean":
-        what = "its server needs every upload by itself"
+        what = "its server needs every upload"
         fix = "leave out rules.secure_sum (--secure-sum), or choose a method whose uploads are summed"
         where = "algorithm.kind" if traits.each_upload else "aggregation.rule"
-        faults.append(Fault(where, f"{what}, and a secure sum shows none", fix))
+        faults.append(Fault(where, f"{what}, but a secure sum shows only their sum", fix))
     if traits.size_varies:
-        faults.append(Fault("algorithm.kind", "the size of its uploads tells about a node's data, masks or not"))
+        faults.append(
+            Fault("algorithm.kind", "the size of its uploads reveals something about a node's data, even with masks")
+        )
     if config.cohort.sampling == "proportional":
-        what = "may draw a node twice, and a secure sum counts each once"
+        what = "may draw a node twice, but a secure sum counts each once"
         faults.append(Fault("cohort.sampling", f"{what} (got 'proportional')", "set cohort.sampling=uniform"))
     return faults
 

@@ -48,7 +48,7 @@ class OwnRows(NamedTuple):
 
 
 def rows_of_client(shared: Shared, client: int) -> OwnRows:
-    """The part of common data that a partition gives to one client."""
+    """The part of common data that a partition assigns to one client."""
     mine = np.zeros(len(shared.arrays.y), np.bool_)
     mine[np.flatnonzero(~shared.arrays.test)[shared.owner == client]] = True
     arrays = without(shared.arrays, ~mine)._replace(client=None)
@@ -56,7 +56,7 @@ def rows_of_client(shared: Shared, client: int) -> OwnRows:
 
 
 def rows_of_node(arrays: Arrays, holdout: float, seed: int) -> OwnRows:
-    """Data that is a node's own altogether, of which it holds some out."""
+    """A node's own data, of which it holds some out."""
     owner = np.zeros(len(arrays.y), np.int64)
     return OwnRows(arrays._replace(client=None), held_out_rows(owner, 1, holdout, seed))
 
@@ -64,7 +64,7 @@ def rows_of_node(arrays: Arrays, holdout: float, seed: int) -> OwnRows:
 def server_end(
     config: Config, shared: Shared, population: Population, fleet: Fleet, key: Key | None = None
 ) -> Prepared:
-    """The server's experiment: of ``shared``, the data that it has itself, only test rows and the proxy are used."""
+    """The server's experiment: of ``shared``, its own data, only test rows and the proxy are used."""
     device, clients = run_device(config), len(population.train)
     arrays = _tests_of(shared.arrays)
     one = (np.zeros(1, np.int64), clients, np.zeros(1, np.bool_))
@@ -81,7 +81,9 @@ def node_end(config: Config, own: OwnRows, client: int, population: Population) 
     have = (own.train, own.test)
     began_with = (population.train[client], population.test[client])
     if have != began_with:
-        raise DataError(f"this node has {have[0]} training and {have[1]} test rows, the run began with {began_with}")
+        raise DataError(
+            f"this node has {have[0]} training and {have[1]} test rows, but the run began with {began_with}"
+        )
     device, clients = run_device(config), len(population.train)
     owner = np.full(len(own.held_out), client)
     arrays = own.arrays._replace(test=np.zeros(len(owner), np.bool_))
@@ -97,7 +99,7 @@ def node_end(config: Config, own: OwnRows, client: int, population: Population) 
 
 
 def _tests_of(arrays: Arrays) -> Arrays:
-    """The test rows, after one blank row that shows the form of an example."""
+    """The test rows, after one blank row with the form of an example."""
     rows = np.flatnonzero(arrays.test)
     x = np.concatenate([np.zeros_like(arrays.x[:1]), arrays.x[rows]])
     y = np.concatenate([np.zeros(1, np.int64), arrays.y[rows]])
@@ -108,7 +110,7 @@ def _tests_of(arrays: Arrays) -> Arrays:
 
 
 def _dealt(population: Population) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The owner of each row of everybody's, and whether it is held out."""
+    """The owner of each row of all nodes, and whether it is held out."""
     sizes = np.array([population.train, population.test]).T  # [N, 2]
     owner = np.repeat(np.arange(len(sizes)), sizes.sum(1))
     return owner, np.concatenate([np.arange(a + b) >= a for a, b in sizes.tolist()])

@@ -1,8 +1,8 @@
-"""The nodes of a federation as the server sees them: asked together, each with its own answer, within a deadline.
+"""The nodes of a federation as the server sees them: a message to all, and the answer of each within a deadline.
 
-How messages travel is the ``Transport``'s business. Here it is decided what is asked, whether an answer is good, and
-whether there are enough of them. A node that is late, refuses or sends something wrong is named, and the round goes on
-without it; with too few answers it is an error, and the last checkpoint stays as it is.
+The ``Transport`` carries messages. This module decides what is asked, whether an answer is valid, and whether there are
+enough of them. A node that is late, refuses or sends something wrong is named, and the round continues without it; too
+few answers are an error, and the last checkpoint is not changed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Rules(Spec):
         3600.0, description="seconds that nodes have for an exchange; a secure sum takes three"
     )
     quorum: float = Field(1.0, gt=0, le=1, description="share of the nodes of a round that must answer")
-    secure_sum: bool = Field(False, description="let the server learn the sum of the uploads of a round, and no upload")
-    join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to be there")
+    secure_sum: bool = Field(False, description="let the server learn only the sum of the uploads of a round")
+    join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to connect")
 
 
 class Failed(NamedTuple):
@@ -57,8 +57,8 @@ class Failed(NamedTuple):
 
     why: str
     late: bool = False
-    answered: bool = False  # with something else than was asked for
-    revoked: bool = False  # it has no key any more
+    answered: bool = False  # with an unexpected answer
+    revoked: bool = False  # its key was revoked
 
 
 class Transport(Protocol):
@@ -67,7 +67,7 @@ class Transport(Protocol):
     def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
         """The answers to one message; a node that has not answered by then is late.
 
-        Nobody waits for nodes that are not connected, once ``needed`` have answered.
+        Nodes that are not connected are not waited for, once ``needed`` have answered.
         """
 
 
@@ -94,9 +94,9 @@ class RemoteNodes:
     def greet(self, began: Population | None = None) -> Population:
         """Compare the contract with the nodes, and learn how many rows each has.
 
-        All nodes that have a key must be there; one whose key was revoked has no rows in a new run, if the quorum
-        allows. ``began``: the rows with which a run began that is resumed. Then a quorum is enough, and nodes that come
-        later are greeted then.
+        All nodes that have a key must be connected; one whose key was revoked has no rows in a new run, if the quorum
+        allows. ``began``: for a resumed run, the rows with which it began. Then a quorum is enough, and nodes that
+        connect later are greeted then.
         """
         ids = list(range(len(self._contract.nodes)))
         self.population = began or Population((), ())
@@ -107,10 +107,10 @@ class RemoteNodes:
         if wrong:
             raise LostNodesError(f"the federation is not complete; {self._reasons(wrong)}")
         if len(replies.good) < needed:
-            what = f"{len(replies.good)} of {len(ids)} nodes are there, {needed} are needed (rules.quorum)"
+            what = f"{len(replies.good)} of {len(ids)} nodes are connected, {needed} are needed (rules.quorum)"
             raise LostNodesError(f"{what}; {self._reasons(replies.failed)}")
         for client, failed in replies.failed.items():
-            self.say(f"{self._contract.nodes[client]}: {failed.why}; going on without it")
+            self.say(f"{self._contract.nodes[client]}: {failed.why}; continuing without it")
         self.population = began or population_of([replies.good.get(client, (0, 0)) for client in ids])
         return self.population
 
@@ -164,11 +164,11 @@ class RemoteNodes:
         return replies.good
 
     def _needed(self, count: int) -> int:
-        """How many of so many nodes must answer."""
+        """How many of this many nodes must answer."""
         return max(1, math.ceil(count * self._rules.quorum))
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
-        """What came of an order to these nodes, so many of which must answer."""
+        """The replies to an order to these nodes, of which ``needed`` must answer."""
 
         def read(client: int, data: bytes) -> Outcome:
             outcome, facts = outcome_of(exp, order, data)
@@ -184,7 +184,7 @@ class RemoteNodes:
             raise MessageError(f"is of round {facts.get('round')!r} where {order.round} is expected")
 
     def evaluate(self, exp: Experiment, inquiry: Inquiry, ids: list[int]) -> Verdicts:
-        """How the models of the nodes that answered do."""
+        """The scores of the models of the nodes that answered."""
         asked = (inquiry.round, tuple(ids))
         if self._evaluated is not None and self._evaluated[0] == asked:  # a finished run asks once more
             return self._evaluated[1]
@@ -219,7 +219,7 @@ class RemoteNodes:
         failed: dict[int, Failed] = {}
         answers = self._transport.exchange(data, ids, seconds, needed)
         for client in list(answers):
-            answer = answers.pop(client)  # large ones are not kept longer than they must be
+            answer = answers.pop(client)  # free large ones as early as possible
             if isinstance(answer, Failed):
                 failed[client] = answer
                 continue
@@ -260,12 +260,12 @@ class RemoteNodes:
             self.say(f"{kind}, round {round_ + (kind == 'train')}: {name}: {why}")
 
     def _last_received(self, round_: int) -> list[int]:
-        """Of every node the last round before this one that counts; -1 where there is none."""
+        """The last round of every node before this one that counts; -1 if there is none."""
         rounds = {
             line["round"]: line["answered"]
             for line in read_rounds(self._folder)
             if line["kind"] == "train" and line["run"] == self.run and line["round"] < round_
-        }  # of a round that was done again, the last time counts
+        }  # of a repeated round, the last time counts
         last = {
             name: max((r for r, names in rounds.items() if name in names), default=-1) for name in self._contract.nodes
         }
@@ -279,12 +279,12 @@ class RemoteNodes:
 
 
 def write_population(folder: Path, run: int, population: Population) -> None:
-    """Write down with how many rows a run began, for the day on which it is resumed and a node is away."""
+    """Record the numbers of rows with which a run began, in case it is resumed while a node is away."""
     disk.write_bytes(folder / POPULATION, json.dumps({"run": run, **population._asdict()}).encode() + b"\n")
 
 
 def read_population(folder: Path, run: int) -> Population | None:
-    """With how many rows a run began; None where nobody has written it down."""
+    """The numbers of rows with which a run began; None if not recorded."""
     try:
         found = json.loads((folder / POPULATION).read_bytes())
         return Population(tuple(found["train"]), tuple(found["test"])) if found["run"] == run else None
@@ -301,7 +301,7 @@ def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_inquiry(exp: Experiment, state: Any) -> Inquiry:
-    """What nodes need to make, or to take over, the model with which they predict."""
+    """What nodes need to compute, or to receive, the model with which they predict."""
     alg = exp.algorithm
     common = alg.family in ("server", "closed_form") and alg.traits.has_global_model
     model = alg.global_model(state.server) if common else ()

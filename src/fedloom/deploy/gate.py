@@ -1,8 +1,8 @@
-"""The gate of a server: nodes reach the Fleet API of the SuperLink through it, and nothing else.
+"""The gate of a server: through it, nodes reach only the Fleet API of the SuperLink.
 
-The SuperLink serves three interfaces on one port and asks only nodes for a key. Whoever reached the other two could
-start code at every node. So the SuperLink listens on the loopback interface, and this gate, with the server's
-certificate, passes on requests for ``/v1/fleet/...`` alone, up to a size.
+The SuperLink serves three interfaces on one port and requires a key only from nodes. Anyone who can reach the other two
+could start code at every node. So the SuperLink listens on the loopback interface, and this gate, with the server's
+certificate, forwards only requests for ``/v1/fleet/...``, up to a size.
 
 python -m fedloom.deploy.gate HOME BIND PORT UPSTREAM_PORT
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 _ALLOWED = re.compile(r"/v1/fleet/[a-z-]+")
-_MOST = 64 << 20  # bytes of one request; arrays travel in pieces of 5 MB
+_MOST = 64 << 20  # bytes of one request; arrays are sent in pieces of 5 MB
 _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"host", b"content-length"}
 _FRESH = 2.0  # seconds for which a connection may be idle: the SuperLink closes it after five
 _AT_ONCE = 32  # requests that are under way at the SuperLink
@@ -95,7 +95,7 @@ class Gate:
         body = bytearray()
         while True:
             part = await receive()
-            if part["type"] == "http.disconnect":  # half a message is none
+            if part["type"] == "http.disconnect":  # drop an incomplete message
                 return
             body += part.get("body", b"")
             if len(body) > _MOST:

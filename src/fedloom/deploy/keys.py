@@ -1,6 +1,6 @@
-"""The keys of a federation: an authority of its own, the server's certificate, and a key for each node.
+"""The keys of a federation: its own authority, the server's certificate, and a key for each node.
 
-Nothing here is ever printed, and private keys are readable by their owner alone.
+Nothing here is ever printed, and only their owner can read private keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DAYS = {"authority": 3650, "server": 365}
 
 
 class Pair(NamedTuple):
-    """A private key, and what may be shown of it."""
+    """A private key, and its public part."""
 
     private: bytes
     public: bytes
@@ -39,7 +39,7 @@ def new_authority(name: str) -> tuple[Pair, Any, Any]:
 
 
 def read_authority(private: bytes, certificate: bytes) -> tuple[Any, Any]:
-    """The authority's key and certificate as objects; ValueError where they are not of one authority."""
+    """The authority's key and certificate as objects; ValueError if they do not belong together."""
     key, found = serialization.load_pem_private_key(private, None), x509.load_pem_x509_certificate(certificate)
     if key.public_key() != found.public_key():
         raise ValueError("its certificate is of another key")
@@ -70,7 +70,7 @@ def new_node() -> Pair:
 
 
 def new_seal(name: str, authority: Any, certificate: Any) -> Pair:
-    """A node's key for secure sums, and the authority's word that it is this node's."""
+    """A node's key for secure sums, and the authority's certificate for it."""
     key = X25519PrivateKey.generate()
     issuer = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
     builder = _certificate(name, issuer, key, _DAYS["authority"])
@@ -80,7 +80,7 @@ def new_seal(name: str, authority: Any, certificate: Any) -> Pair:
 
 
 def certified_key(certificate: str, authority: bytes, name: str) -> Any:
-    """The key in a node's certificate; refused unless the authority has given it to this node."""
+    """The key in a node's certificate; refused unless the authority has issued it to this node."""
     try:
         found = x509.load_pem_x509_certificate(certificate.encode())
         found.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))

@@ -28,14 +28,14 @@ from fedloom.deploy.site import (
 
 
 def add_node(site: Path, name: str) -> str:
-    """Add a node between two runs; the name of its folder. The others are handed the new contract."""
+    """Add a node between two runs; the name of its folder. The others need the new contract."""
     home = site / SERVER
     contract = read_contract(home)
     *_, slug = slugs_of([*contract.nodes, name])
     last = last_run(home)
     if is_conducted(home) or (last and not is_done(home, last)):
-        what = f"run {last} has not ended, and a run keeps the nodes with which it began"
-        raise CheckpointError(f"{home}: {what}; go on with: fedloom deploy resume {site}")
+        what = f"run {last} has not ended, and a run keeps its initial nodes"
+        raise CheckpointError(f"{home}: {what}; continue with: fedloom deploy resume {site}")
     authority, certificate = _authority(site)
     partition = with_clients(contract.config, len(contract.nodes) + 1)
     grown = contract._replace(config=contract.config._replace(partition=partition), nodes=(*contract.nodes, name))
@@ -66,13 +66,13 @@ def renew_server(site: Path) -> None:
 
 
 def renew_node(site: Path, name: str) -> str:
-    """Give a node new keys, and take the old ones away; the name of the folder with the new ones."""
+    """Give a node new keys, and revoke the old ones; the name of the folder with the new ones."""
     home = site / SERVER
     outline = read_outline(home)
     if name not in outline.nodes:
         raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(outline.nodes)}")])
     authority, certificate = _authority(site)
-    flower.call(home, "supernode", "list")  # an error where the server does not run: it has to learn of the new key
+    flower.call(home, "supernode", "list")  # an error if the server does not run: it has to register the new key
     slug = folder_name(name)
     if not revoked_key(home, name):
         revoke(site, name)
@@ -91,6 +91,8 @@ def _authority(site: Path) -> tuple[Any, Any]:
     try:
         return keys.read_authority(path.read_bytes(), (site / SERVER / "ca.crt").read_bytes())
     except FileNotFoundError as error:
-        raise DataError(f"{error.filename}: is missing, and signs certificates; bring it back for this") from error
+        raise DataError(
+            f"{error.filename}: is missing, but is needed to sign certificates; restore it for this"
+        ) from error
     except ValueError as error:
         raise DataError(f"{path}: is not the key of this federation's authority ({error})") from error

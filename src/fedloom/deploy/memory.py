@@ -1,8 +1,8 @@
 """What a node keeps between rounds, on its own disk: the client's state after the last round, and after the one before.
 
-The server may lose a round: it was killed before it had saved it, or the node's upload came too late. The node is then
-asked for the same round again, or for a later one, and has to begin with the state that fits. So a new state does not
-replace the old one. Both are kept, each with the number of its round, until the next order says which of them counts.
+The server may lose a round: it was killed before it had saved it, or the node's upload was late. The node is then
+asked for the same round again, or for a later one, and has to begin with the matching state. So a new state does not
+replace the old one. Both are kept, each with the number of its round, until the next order shows which of them counts.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Memory:
         self._points = _read(self._file)
 
     def go_to(self, round_: int, counted: int | None = None) -> None:
-        """Have the store hold the state with which the client begins this round.
+        """Load the state with which the client begins this round into the store.
 
         That is the newest of an earlier round: a state of this round, or a later one, is of a round that the server
-        has lost. ``counted``: the last round of this client that counts for the server, where their states must agree.
+        has lost. ``counted``: the last round of this client that counts for the server, if their states must agree.
         """
         past = [p for p in self._points if p.round < round_ and (counted is None or p.round <= counted)]
-        if past != self._points:  # first, so that no state is trusted that is about to be overwritten
+        if past != self._points:  # first, so that a state that is about to be overwritten is not trusted
             self._write(past)
         memos = [p.memo for p in past]
         self.store.restore(memos[-1] if memos else _NOTHING, memos[:-1], {})
 
     def keep(self, round_: int) -> None:
-        """Keep what the store holds now as the state after this round, and the one before it."""
+        """Save the store's content as the state after this round, and keep the one before it."""
         self._write([*self._points[-1:], KeptState(round_, self.store.commit())])
 
     def _write(self, points: list[KeptState]) -> None:

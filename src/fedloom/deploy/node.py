@@ -1,6 +1,6 @@
-"""A node: it answers the messages of the server from its own data, within the limits that its owner has set.
+"""A node: it answers the server's messages from its own data, within the limits that its owner has set.
 
-Whatever is sent leaves a line in the node's audit log first: what it was, for which round, and how large.
+Everything that is sent is first recorded in the node's audit log: its kind, its round and its size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Policy(Spec):
     )
 
     def refusal(self, contract: Contract) -> str:
-        """Why an experiment is not allowed here; nothing where it is."""
+        """Why an experiment is not allowed here; empty if it is."""
         kind, privacy = Path(contract.config.kinds["algorithm"]).name, contract.config.privacy
         if self.algorithms and kind not in self.algorithms:
             return f"policy.algorithms: '{kind}' is not allowed here (allowed: {', '.join(self.algorithms)})"
@@ -84,20 +84,20 @@ class Node:
         disk.make_folder(place.folder)
 
     def answer(self, data: bytes) -> bytes:
-        """The answer to a message; what cannot be done is refused in words, and the node is ready for the next."""
+        """The answer to a message; if it is refused, the answer says why, and the node is ready for the next."""
         message = Envelope("unknown", {}, {})
         try:
             found = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
-            del data  # large ones are not kept longer than they must be
+            del data  # free large ones as early as possible
             reply = self._kinds.get(found.kind, _unknown)(self, found)
             message = found
         except FedloomError as error:
             reply = refusal(str(error))
-        except Exception as error:  # a full disk, say, or the user's own code: the server goes on without
+        except Exception as error:  # for example a full disk, or user code: the server continues without this node
             reply = refusal(f"{type(error).__name__}: {error}")
         try:
             self._log(message, reply)
-        except OSError as error:  # nothing leaves that is not in the log
+        except OSError as error:  # nothing is sent that is not in the log
             return refusal(f"cannot write its audit log, {type(error).__name__}: {error}")
         return reply
 
@@ -114,7 +114,7 @@ class Node:
         return packed(Envelope("welcome", facts | {"train": own.train, "test": own.test, "name": self._name}, {}))
 
     def _seal(self, message: Envelope) -> bytes:
-        """Begin a secure sum: what the other nodes need to take away the masks of this one, should it be lost."""
+        """Begin a secure sum: what the other nodes need to remove the masks of this one, should it be lost."""
         from fedloom.deploy.secure_sum import Parties, new_session
         from fedloom.deploy.secure_talk import packed_sealed
 
@@ -159,7 +159,7 @@ class Node:
             raise MessageError(_IN_THE_CLEAR)
         session = self._session_of(message) if "attempt" in message.facts else None
         memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
-        # Shares of common noise must make up all of it, also if no more nodes answer than must.
+        # Shares of common noise must add up to all of it, even if only the required number of nodes answers.
         order = order._replace(senders=min(order.senders, whole(message.facts, "least")))
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
         memory.keep(order.round)
@@ -182,7 +182,7 @@ class Node:
         return packed_verdicts(found, {"round": inquiry.round, "name": self._name})
 
     def _finish(self, message: Envelope) -> bytes:
-        """Save the model with which this node predicts, so that ``fedloom predict`` finds it; nothing of it is sent."""
+        """Save the model with which this node predicts, so that ``fedloom predict`` finds it; it is not sent."""
         exp, memory = self._end(message)
         inquiry = inquiry_of(exp, message)
         memory.go_to(inquiry.round)
@@ -208,7 +208,7 @@ class Node:
         return self._place.contract.nodes[self._place.client]
 
     def _end(self, message: Envelope) -> tuple[Experiment, Memory]:
-        """This node's experiment, for the population that the server speaks of."""
+        """This node's experiment, for the population that the server sent."""
         place, facts = self._place, message.facts
         if facts.get("campaign") != place.contract.campaign:
             raise MessageError(f"'campaign' should be {place.contract.campaign} (got {facts.get('campaign')!r})")
@@ -237,8 +237,8 @@ class Node:
     def _with_noise(self, exp: Experiment) -> Experiment:
         """The experiment with noise that is drawn from the operating system for this one upload.
 
-        A simulation draws noise at an address, so that a resumed run adds the same again. Here a round that is asked
-        for twice may be about another model, and the same noise on two different uploads would show their difference.
+        A simulation draws noise at an address, so that a resumed run adds the same again. Here a repeated round may
+        have another model, and the same noise on two different uploads would show their difference.
         Sums over examples are always the same sums: their noise is drawn once, and kept.
         """
         if exp.guard is None or exp.guard.key.public:
@@ -251,7 +251,7 @@ class Node:
     def _kept_key(self, new: noise.Key) -> noise.Key:
         """The key of the noise in this node's sums: that of the same experiment on the same rows, or a new one.
 
-        It is not in the node's folder, which somebody else has made: whoever knows the key can subtract the noise.
+        It is not in the node's folder, which the coordinator has made: anyone who knows the key can subtract the noise.
         """
         place = self._place
         node, rows = place.contract.nodes[place.client], data_fingerprint(place.own.arrays)
@@ -264,7 +264,7 @@ class Node:
         return kept or new
 
     def _log(self, message: Envelope, reply: bytes) -> None:
-        """One line for what is about to leave."""
+        """One line for what is about to be sent."""
         write_audit(self._place.folder, reply, asked=message.kind, round_=message.facts.get("round"))
 
 

@@ -1,4 +1,4 @@
-"""A node's own file as the contract wants it: the same columns and classes, prepared as the contract says."""
+"""A node's own file in the form of the contract: the same columns and classes, prepared in the same way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
 
 SourceT = TypeVar("SourceT", bound=Source)
-EXPERIMENT_DATA = "experiment"  # instead of a file: the node's part of the experiment's own data
+EXPERIMENT_DATA = "experiment"  # instead of a file: the node's share of the experiment's data
 
 
 def rows_for(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
@@ -33,12 +33,12 @@ def rows_for(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
 
 
 def own_rows(contract: Contract, path: str) -> OwnRows:
-    """The rows of a node's own file; what does not fit the contract is refused."""
+    """The rows of a node's own file; refused if they do not fit the contract."""
     config, form = contract.config, contract.form
     kind, settings = source_for_path(path)
     if form.recipe is not None:
         if not issubclass(CHOOSE["data"](kind, "data.source"), Table):
-            raise DataError(f"{path}: is no table, and the contract is about one (.csv or .parquet)")
+            raise DataError(f"{path}: is not a table, which the contract requires (.csv or .parquet)")
         asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first")}
         table = _learned(config, CHOOSE["data"](kind, "data.source")(**settings, **asked))
         rows = _table_rows(table, Recipe.model_validate(form.recipe))
@@ -49,16 +49,16 @@ def own_rows(contract: Contract, path: str) -> OwnRows:
 
 
 def _file(config: Config, kind: str, settings: dict[str, str]) -> Source:
-    """How a file is read: as the contract says where it is of the contract's kind."""
+    """How a file is read: by the contract's settings if it is of the contract's kind."""
     cls = CHOOSE["data"](kind, "data.source")
     if issubclass(cls, Table):
-        raise DataError(f"{settings['path']}: is a table, and the contract is about '{config.kinds['data']}'")
+        raise DataError(f"{settings['path']}: is a table, but the contract is for '{config.kinds['data']}'")
     found: Source = config.data.model_copy(update=settings) if isinstance(config.data, cls) else cls(**settings)
     return found
 
 
 def _learned(config: Config, source: SourceT) -> SourceT:
-    """The source with labels as the task learns them: classes, or numbers."""
+    """The source with the labels of the task: classes, or numbers."""
     return source.with_numbers() if config.task.is_regression else source
 
 
@@ -72,7 +72,7 @@ def _table_rows(source: Table, recipe: Recipe) -> Rows:
 
 
 def _fitted(rows: Rows, form: Form, path: str) -> Arrays:
-    """The rows with the contract's classes and scale; refused where their shape or a class is another."""
+    """The rows with the contract's classes and scale; refused if their shape or a class differs."""
     if tuple(rows.x.shape[1:]) != form.shape or str(rows.x.dtype) != form.dtype:
         here = f"{list(rows.x.shape[1:])} {rows.x.dtype}"
         raise DataError(f"{path}: an example has the form {here}, in the contract {list(form.shape)} {form.dtype}")
@@ -90,8 +90,8 @@ def _fitted(rows: Rows, form: Form, path: str) -> Arrays:
 
 
 def _in_unit(arrays: Arrays, rows: Rows, unit: tuple[float, float]) -> Arrays:
-    """The arrays with the numbers that are learned, in the unit of the contract."""
+    """The arrays with regression targets, in the unit of the contract."""
     if rows.target is None:
-        raise DataError(f"{arrays.name}: has classes, and the contract is about numbers to be learned")
+        raise DataError(f"{arrays.name}: has classes, but the contract is for regression")
     mean, std = unit
     return arrays._replace(target=((rows.target - mean) / std).astype(np.float32), unit=(mean, std))

@@ -1,7 +1,7 @@
-"""The user's own files in a contract: code and weights that the experiment names travel inside every bundle.
+"""The user's own files in a contract: code and weights that the experiment names are copied into every bundle.
 
-A bundle holds them below ``code/`` and ``weights/``, and the contract names them so, with their hashes. Whoever reads a
-bundle uses its own copy, if the hash is right. Code runs by consent, as anywhere: docs/adr/0017.
+A bundle has them below ``code/`` and ``weights/``, and the contract names them by these paths, with their hashes. Each
+side uses its own copy, if the hash is right. Code runs by consent, as anywhere: docs/adr/0017.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.core.schema import module_names
 from fedloom.runs.find import KEYS
 from fedloom.runs.settings import Config
 
-# The settings that may name a file of the user's own, as (section, key).
+# The settings that may name a user's file, as (section, key).
 _PLACES = (*KEYS.items(), ("local", "optimizer"), ("task", "loss"), ("model", "weights"))
 
 
@@ -31,12 +31,12 @@ class OwnFiles(NamedTuple):
         return {name: disk.digest(path) for name, path in sorted(self.files.items())}
 
     def named(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """A table of settings in the words of the contract, which are the same on every machine."""
+        """A table of settings with the paths of the contract, which are the same on every machine."""
         return _renamed(table, lambda section, file: self.names.get((section, file), file))
 
 
 def own_files(config: Config) -> OwnFiles:
-    """The user's own code and weights that an experiment uses; what cannot travel is refused."""
+    """The user's own code and weights that an experiment uses; what cannot be copied is refused."""
     files: dict[str, Path] = {}
     names: dict[tuple[str, str], str] = {}
     for section, key, value in _named_code(config):
@@ -60,7 +60,7 @@ def put_files(folder: Path, own: OwnFiles) -> None:
 
 
 def files_here(folder: Path, hashes: Mapping[str, str]) -> OwnFiles:
-    """The files of a bundle; refused where one is missing or is not what the contract says."""
+    """The files of a bundle; refused if one is missing or differs from the contract."""
     files = {}
     for name, sha in hashes.items():
         parts = PurePosixPath(name)
@@ -91,13 +91,13 @@ def _renamed(table: Mapping[str, Any], rename: Callable[[str, str], str]) -> dic
 
 
 def _file_of(value: str) -> str:
-    """The file in ``file.py:Name``; a name without a colon is one by itself."""
+    """The file in ``file.py:Name``; a name without a colon is a file."""
     place, colon, _ = value.rpartition(":")
     return place if colon and place.endswith(".py") else value
 
 
 def _named_code(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings that name code of the user's own: section, key and value."""
+    """The settings that name user code: section, key and value."""
     chosen = {**config.kinds, "local": config.local.optimizer, "task": config.task.loss}
     for section, key in _PLACES:
         value = chosen.get(section, "")
@@ -107,11 +107,11 @@ def _named_code(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _loaded(section: str, key: str, value: str) -> list[Path]:
-    """The file that a setting names, and after it the user's files that it imports."""
+    """The file that a setting names, followed by the user's files that it imports."""
     at = f"{section}.{key}"
     if usercode.is_reference(value):
         if not _file_of(value).endswith(".py"):
-            what = f"'{value}' is a module, of which nobody knows all files, so it does not travel to nodes"
+            what = f"'{value}' is a module, whose files are not all known, so it cannot be copied to nodes"
             raise ConfigError([Fault(at, what, "name a file: file.py:Name")])
         usercode.load_code(value, at)
     return [Path(path).absolute() for path in usercode.files([value])]

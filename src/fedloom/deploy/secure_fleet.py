@@ -1,4 +1,4 @@
-"""The nodes of a federation as a server sees them that learns sums alone: three exchanges in a round instead of one."""
+"""The nodes of a federation for a server that learns only sums: three exchanges in a round instead of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.engine.state import Experiment
 
 
 class SecureNodes(RemoteNodes):
-    """The nodes of a contract, of whose uploads only the sum is known here."""
+    """The nodes of a contract; the server learns only the sum of their uploads."""
 
     def __init__(self, contract: Contract, transport: Transport, folder: Path, rules: Rules) -> None:
         super().__init__(contract, transport, folder, rules)
@@ -31,7 +31,7 @@ class SecureNodes(RemoteNodes):
         return super()._welcome(client, facts)
 
     def _needed(self, count: int) -> int:
-        """More than half must be left: else some could be asked for the one seed of a node, and some for the other."""
+        """More than half must be left: otherwise some could be asked for one seed of a node, and some for the other."""
         return max(super()._needed(count), count // 2 + 1, 2)
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
@@ -40,7 +40,7 @@ class SecureNodes(RemoteNodes):
 
         def ask(kind: str, more: dict[str, Any], to: list[int], read: Callable[..., Any], tensors: Any = ()) -> Replies:
             message = packed(Envelope(kind, facts | {"attempt": attempt} | more, dict(tensors)))
-            # Each exchange has all of the time: a node that is lost in one of them must not cost the next one its own.
+            # Each exchange has the full deadline: a node that is lost in one of them must not shorten the next.
             deadline = self._rules.deadline
             return self._ask(message, to, deadline, lambda k, data: self._checked(k, order, read(k, data)), needed)
 

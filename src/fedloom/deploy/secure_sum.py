@@ -1,4 +1,4 @@
-"""Secure sums: the server learns the sum of the nodes' vectors, and no vector of a single node.
+"""Secure sums: the server learns the sum of the nodes' vectors, but no single vector.
 
 The protocol is that of Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017,
 with double masks and recovery of lost nodes. In each round
@@ -9,9 +9,9 @@ mask      every node sends its vector plus a mask of its own and, for each other
 unmask    every node that is left gives, of each node whose upload arrived, the share of its own mask's seed, and of
           each that was lost, the share of the seed of its common masks; never both
 
-so that the common masks cancel out, and ``threshold`` nodes together remove the others. Nodes are sure of each other by
-certificates of the federation's authority, on keys (X25519) from which any two of them derive the key that seals their
-boxes. All primitives are those of ``cryptography`` and ``pycryptodome``: docs/adr/0024.
+so that the common masks cancel out, and ``threshold`` nodes together remove the others. Nodes authenticate each other
+by certificates of the federation's authority, on keys (X25519) from which any two of them derive the key that seals
+their boxes. All primitives are those of ``cryptography`` and ``pycryptodome``: docs/adr/0024.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from fedloom.deploy.messages import SEALED_BYTES, MessageError
 
 Words: TypeAlias = NDArray[np.uint64]  # numbers modulo 2**64
 SEAL_KEY, SEAL_CERTIFICATE = "seal.key", "seal.crt"  # in a node's folder
-BITS = 32  # of a number after its binary point
+BITS = 32  # fractional bits of a number
 SEED, PUBLIC, BOX = 16, 32, SEALED_BYTES  # bytes of a seed, a public key, and of a box: nonce, key, shares, tag
 
 
 class Parties(NamedTuple):
-    """Who takes part in one sum; ``about`` names it, and no other sum."""
+    """The members of one sum; ``about`` identifies it."""
 
     about: str
     members: tuple[int, ...]  # the nodes, by number
-    threshold: int  # how many of them must be left at the end
+    threshold: int  # how many of them must remain at the end
 
 
 class Sealed(NamedTuple):
     """What a node sends before it knows its vector."""
 
     public: bytes  # its key for common masks
-    commitments: tuple[bytes, bytes]  # hashes of its two seeds, by which wrong shares are noticed
+    commitments: tuple[bytes, bytes]  # hashes of its two seeds, to detect wrong shares
     boxes: Mapping[int, bytes]  # for every other member
 
 
 class Shares(NamedTuple):
-    """What a node holds of another's seeds."""
+    """A node's shares of another's seeds."""
 
     own: bytes  # of the seed of its own mask
     common: bytes  # of the seed of its common masks
@@ -103,7 +103,7 @@ class Session:
         return words
 
     def shares_of(self, arrived: Sequence[int]) -> dict[int, bytes]:
-        """The share of each member's own mask, where its upload arrived, else that of its common masks."""
+        """The share of each member's own mask, if its upload arrived, else that of its common masks."""
         if not self._masked or not self._shares:
             raise MessageError("has no share to give: it sealed none in this sum, or has given them already")
         if len(set(arrived) & set(self._shares)) < self.parties.threshold or self.me not in arrived:
@@ -129,7 +129,7 @@ class Session:
         return ChaCha20Poly1305(_derived(self._key.exchange(self._others[other]), f"box {self.parties.about}"))
 
     def _about(self, sender: int, receiver: int) -> bytes:
-        """What a box is bound to: the sum, who takes part, and from whom to whom it goes."""
+        """What a box is bound to: the sum, its members, the sender and the receiver."""
         return f"{self.parties} {sender} {receiver}".encode()
 
 
@@ -167,13 +167,13 @@ def unmasked(
         if member in vectors:
             total = total - _stream(seed, len(total))
             continue
-        for other in vectors:  # the lost node's own masks of the others, which nobody took away
+        for other in vectors:  # the others' common masks with the lost node, which have not cancelled out
             total = _with_common(total, member, other, _agreed(_common_key(seed), sealed[other].public, parties.about))
     return floating(total)
 
 
 def fixed_point(vector: NDArray[np.float64], members: int) -> Words:
-    """Numbers as whole multiples of 2**-BITS; refused where a sum of them might overflow."""
+    """Numbers as integer multiples of 2**-BITS; refused if a sum of them might overflow."""
     most = 2.0 ** (62 - BITS) / members
     if not (np.abs(vector) < most).all():
         raise MessageError(f"a number of {np.abs(vector).max():.3g} is too large for a secure sum (below {most:.3g})")
@@ -213,6 +213,6 @@ def _commitment(seed: bytes) -> bytes:
 
 
 def _stream(key: bytes, count: int) -> Words:
-    """Words that look random to whoever does not know the key: ChaCha20's key stream."""
+    """Pseudo-random words from a key: ChaCha20's key stream."""
     cipher = Cipher(ChaCha20(_derived(key, "stream"), bytes(16)), None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * count)), np.dtype("<u8")).astype(np.uint64, copy=False)

@@ -1,4 +1,4 @@
-"""The messages of a secure sum: what a node seals, its upload under masks, and the shares that take masks away.
+"""The messages of a secure sum: what a node seals, its masked upload, and the shares that remove masks.
 
 seal       server: the members                node: Sealed
 train      server: Order, and all boxes       node: its weighted upload under masks, and how much work it did
@@ -50,13 +50,13 @@ def sealed_of(parties: Parties, client: int, data: bytes) -> tuple[Sealed, dict[
 
 
 def boxes_of_all(parties: Parties, sealed: Mapping[int, Sealed]) -> Tensor:
-    """All boxes, by who sealed them and for whom: nobody but the one for whom it is can open a box.  ``[S, K, BOX]``"""
+    """All boxes, by sender and receiver: only the receiver can open a box.  ``[S, K, BOX]``"""
     rows = [sealed[one].boxes.get(member, bytes(BOX)) for one in sorted(sealed) for member in parties.members]
     return _bytes(rows).view(len(sealed), len(parties.members), BOX)
 
 
 def boxes_for(parties: Parties, client: int, sealed: Sequence[int], boxes: Tensor) -> dict[int, bytes]:
-    """The boxes for one node, by who sealed them."""
+    """The boxes for one node, by sender."""
     if boxes.shape != (len(sealed), len(parties.members), BOX) or boxes.dtype != torch.uint8:
         raise MessageError("'boxes' should have one box for each pair of nodes")
     if not set(sealed) <= set(parties.members) or len(set(sealed)) != len(sealed) or client not in sealed:
@@ -95,7 +95,7 @@ def masked_of(exp: Experiment, order: Order, data: bytes) -> tuple[Masked, dict[
 def outcomes_of(
     exp: Experiment, order: Order, total: NDArray[np.float64], masked: Mapping[int, Masked]
 ) -> dict[int, Outcome]:
-    """What the server knows of each node whose upload arrived: the mean upload, and a share of all their weight."""
+    """What the server knows of each node whose upload arrived: the mean upload, and an equal share of the weight."""
     like = example_outcome(exp, order)
     numbers = torch.from_numpy(total).to(exp.device)
     weight = numbers[-1]

@@ -20,7 +20,7 @@ from fedloom.deploy.waits import end_with_parent
 from fedloom.deploy.wire import RECORD
 from fedloom.engine.local import release_at_once
 
-_LOOK = 0.5  # seconds between two looks for answers
+_LOOK = 0.5  # seconds between two checks for answers
 _UNAVAILABLE = 5  # Flower's code for a node that has left
 
 app = ServerApp()
@@ -39,21 +39,21 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _registered(home: Path, names: tuple[str, ...]) -> dict[int, int]:
-    """Under which number Flower knows each node whose key is registered now."""
+    """Flower's number of each node whose key is registered."""
     known = json.loads((home / NODES).read_bytes())
     return {k: int(known[name]) for k, name in enumerate(names) if name in known}
 
 
 class FlowerTransport:
-    """Messages through a SuperLink; ``registered``: under which number Flower knows each node now."""
+    """Messages through a SuperLink; ``registered``: Flower's current number of each node."""
 
     def __init__(self, grid: Grid, registered: Callable[[], dict[int, int]]) -> None:
         self._grid, self._registered, self._ids = grid, registered, registered()
 
     def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
-        """Send to every node as soon as it is there, and wait until all have answered or the time is over.
+        """Send to every node as soon as it is connected, and wait until all have answered or the time is over.
 
-        Once ``needed`` nodes have answered, nobody waits for nodes that are not there.
+        Once ``needed`` nodes have answered, nodes that are not connected are not waited for.
         """
         until = time.monotonic() + seconds
         waiting = set(ids)
@@ -82,7 +82,7 @@ class FlowerTransport:
         return found
 
     def _revoked(self, clients: set[int]) -> list[int]:
-        """Which nodes have no key any more, or another than at the start of the run."""
+        """Which nodes no longer have a key, or have another one than at the start of the run."""
         now = self._registered()
         return [client for client in clients if client not in now or now[client] != self._ids.get(client)]
 
@@ -97,7 +97,7 @@ class FlowerTransport:
         return {str(name): client for name, client in zip(names, clients, strict=True) if name is not None}
 
     def _answers(self, sent: dict[str, int]) -> list[tuple[str, bytes | Failed | None]]:
-        """What has come back; None for a node that has left, and may come again."""
+        """The answers so far; None for a node that has left, and may return."""
         found: list[tuple[str, bytes | Failed | None]] = []
         for reply in self._grid.pull_messages(list(sent)) if sent else []:
             name = reply.metadata.reply_to_message_id

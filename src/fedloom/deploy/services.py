@@ -1,4 +1,4 @@
-"""Files for those who run services: systemd units, a Compose file and a reverse proxy, as a start to be adapted."""
+"""Files for administrators: systemd units, a Compose file and a reverse proxy, as templates to be adapted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def server_files(home: Path, host: str, port: int) -> dict[str, bytes]:
 
 
 def unit_of_node(slug: str) -> bytes:
-    """The systemd unit of a node whose folder lies in /srv."""
+    """The systemd unit of a node whose folder is in /srv."""
     return _UNIT.format(what=f"node {slug}", folder=f"/srv/{slug}", command=f"deploy node /srv/{slug}").encode()
 
 

@@ -1,4 +1,4 @@
-"""The folders of a federation: one for the server, one to hand to each node, and the authority's key apart.
+"""The folders of a federation: one for the server, one for each node, and a separate one for the authority's key.
 
 site/authority/    ca.key: signs certificates; keep it offline
 site/server/       the contract, the server's certificate and key, the nodes' public keys; later runs and logs
@@ -43,8 +43,8 @@ class Listens(Spec):
     """Where the server listens; in ``[server]`` of server.toml."""
 
     host: str = Field("127.0.0.1", description="the name or address under which nodes reach the server")
-    bind: str = Field("0.0.0.0", description="the address on which nodes are served")
-    port: int = Field(9443, ge=1, le=65535, description="the port on which nodes are served")
+    bind: str = Field("0.0.0.0", description="the address that the server listens on")
+    port: int = Field(9443, ge=1, le=65535, description="the port that nodes connect to")
 
 
 class NodeIdentity(Spec):
@@ -65,7 +65,7 @@ def initialise(
 ) -> list[str]:
     """Make the folders of a federation; returns the names of the nodes' folders.
 
-    ``secure_sum``: the server is to learn sums of uploads alone, and nodes send nothing else.
+    ``secure_sum``: the server learns only sums of uploads, and nodes send nothing else.
     """
     from fedloom.deploy import keys
 
@@ -100,7 +100,7 @@ def initialise(
 
 
 def write_bundle(folder: Path, contract: Contract, settings: NodeSettings, files: Mapping[str, bytes]) -> None:
-    """Put into a folder what a node is handed."""
+    """Write the bundle of a node into a folder."""
     table = {"node": dict(settings.identity), "policy": dict(settings.policy)}
     more = {NODE_TOML: tomli_w.dumps(table).encode(), "fedloom-node.service": unit_of_node(folder.name)}
     for name, data in {**files, **more}.items():
@@ -109,21 +109,21 @@ def write_bundle(folder: Path, contract: Contract, settings: NodeSettings, files
 
 
 def with_clients(config: Config, count: int) -> Any:
-    """The partition with as many clients as there are nodes, where it can be said."""
+    """The partition with as many clients as there are nodes, if that can be set."""
     if "clients" not in type(config.partition).model_fields:
         return config.partition
     return config.partition.model_copy(update={"clients": count})
 
 
 def with_absolute_data(config: Config) -> Config:
-    """The experiment with the whole path of its data: the server reads it from another folder."""
+    """The experiment with the absolute path of its data: the server reads it from another folder."""
     if not isinstance(config.data, File):
         return config
     return config._replace(data=config.data.model_copy(update={"path": str(config.data.place.absolute())}))
 
 
 def folder_name(name: str) -> str:
-    """The name of a node as that of a folder."""
+    """The folder name of a node."""
     return disk.as_name(name.strip().lower().replace(" ", "-"))
 
 
@@ -159,7 +159,7 @@ def read_section(path: Path, cls: type[SpecT], section: str) -> SpecT:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing, so this is no folder of a federation") from error
+        raise DataError(f"{path}: is missing, so this is not a folder of a federation") from error
     except (OSError, ValueError) as error:
         raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
     value, faults = read(cls, table.get(section, {}), section)
@@ -169,17 +169,17 @@ def read_section(path: Path, cls: type[SpecT], section: str) -> SpecT:
 
 
 def refuse_open_key(path: Path) -> None:
-    """Refuse a private key that is missing, or that others than its owner can read."""
+    """Refuse a private key that is missing, or that other users can read."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError([Fault(str(path), "is missing", "the bundle that this node was handed has it")]) from error
+        raise ConfigError([Fault(str(path), "is missing", "it is in this node's bundle")]) from error
     if mode & 0o077:
-        raise ConfigError([Fault(str(path), "can be read by others than its owner", f"chmod 600 {path}")])
+        raise ConfigError([Fault(str(path), "can be read by other users", f"chmod 600 {path}")])
 
 
 def read_state(home: Path) -> dict[str, Any]:
-    """How the last run is doing, as the run itself has written down; nothing before the first."""
+    """The state of the last run, from its own record; empty before the first."""
     try:
         found: dict[str, Any] = json.loads((home / STATE).read_bytes())
     except (OSError, ValueError):
@@ -188,18 +188,18 @@ def read_state(home: Path) -> dict[str, Any]:
 
 
 def write_state(home: Path, run: int, state: str, **more: Any) -> None:
-    """Write down how a run is doing."""
+    """Record the state of a run."""
     disk.write_bytes(home / STATE, json.dumps({"run": run, "state": state, **more}).encode() + b"\n")
 
 
 def log_file(home: Path, run: int) -> Path:
-    """What a run has said, line by line."""
+    """The log of a run, line by line."""
     return home / "logs" / f"{run}.log"
 
 
 @contextmanager
 def conducted(home: Path) -> Iterator[None]:
-    """Hold the right to conduct a run of this server, as one process at a time can."""
+    """Hold the lock for conducting a run of this server; one process at a time can."""
     try:
         lock = disk.lock(home / _LOCK)
     except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""A node's side as processes: this one, which has the data, and a SuperNode, which talks to the server."""
+"""A node's side as processes: this one, which has the data, and a SuperNode, which connects to the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.engine.local import release_memory
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
 _ACCEPTED = 30.0  # seconds after which a SuperNode that has not ended was not refused
-_REFUSED = 120.0  # seconds for which the server may refuse a key: after a crash it does so for a minute
+_REFUSED = 120.0  # seconds for which the server may refuse a key: up to a minute after a crash
 
 
 def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *, trust: bool = False) -> None:
@@ -58,7 +58,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
     listener = wire.listen(path)
     port = flower.free_port()
     log = folder / "supernode.log"
-    # A daemon: a message that is being answered does not keep the process from ending.
+    # A daemon thread: answering a message does not keep the process from ending.
     threading.Thread(target=_answer_all, args=(listener, node), daemon=True).start()
     with until_stopped() as stop:
         refused = 0.0  # since when the server refuses this node
@@ -68,7 +68,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
             try:
                 while process.poll() is None and not _has_given_up(log, written) and not stop.wait(0.5):
                     pass
-                stop.wait(_AGAIN)  # it may end by itself, with the reason as its last words
+                stop.wait(_AGAIN)  # it may end by itself, with the reason at the end of its log
             finally:
                 flower.ended([process])
             if stop.is_set():
@@ -81,7 +81,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
 
 
 def _has_given_up(log: Path, since: int) -> bool:
-    """Whether a SuperNode lives on without a connection: one that broke off while it was made is not tried again."""
+    """Whether a SuperNode keeps running without a connection: one that broke while connecting is not tried again."""
     words = flower.last_words(log, 100, since)
     return "Giving up reconnection" in words or "handshake error" in words
 
@@ -96,7 +96,7 @@ def _answer_all(listener: object, node: Node) -> None:
 
 
 def _raise_if_permanent(settings: NodeSettings, log: Path, since: int, seconds: float) -> None:
-    """An error that says what to do, where trying again does not help."""
+    """An error that says what to do, if trying again does not help."""
     words = flower.last_words(log, 30, since)
     if "CERTIFICATE_VERIFY_FAILED" in words or "CERTIFICATE_EXPIRED" in words:
         what = "the server's certificate is not the federation's, or has expired"

@@ -33,7 +33,7 @@ def order_tensors(exp: Experiment, order: Order) -> dict[str, Tensor]:
 
 
 def inquiry_tensors(exp: Experiment, inquiry: Inquiry) -> dict[str, Tensor]:
-    """The arrays of an inquiry: the model that all share, or what nodes make theirs of."""
+    """The arrays of an inquiry: the model that all share, or what nodes derive theirs from."""
     shared = isinstance(inquiry.model, Tensor)
     part = named("model", inquiry.model) if shared else named("down", inquiry.down)
     return part | named("buffers", exp.travelling(inquiry.buffers))
@@ -73,7 +73,7 @@ def order_limit(exp: Experiment) -> int:
 
 # -- from a node ----------------------------------------------------------------------------------
 def packed_outcome(exp: Experiment, outcome: Outcome, facts: dict[str, Any]) -> bytes:
-    """What one client sends: its upload, how much it counts, its statistics, and how much work it did."""
+    """What one client sends: its upload, its weight, its statistics, and how much work it did."""
     row = tree.take(outcome, 0)
     sent = (row.uploads, row.weights.double(), exp.travelling(row.buffers), row.steps, row.gradients)
     fine = bool(tree.finite_rows((outcome.states, outcome.uploads), 1))
@@ -109,7 +109,7 @@ def _areas(found: Verdicts) -> dict[str, Tensor]:
 
 
 def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
-    """How a node's model did, as the node says."""
+    """The scores of a node's model, as reported by the node."""
     tensors = expected(data, "evaluated", most_bytes()).tensors
     names = ["rows", "correct", "loss", *(f"auc.{name}" for name in exp.measures)]
     if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
@@ -119,12 +119,14 @@ def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
     if first != "accuracy":
         most = math.inf  # a sum of errors
     if not 0 <= float(correct) <= most or int(rows) != int(exp.federation.test.sizes[client]):
-        raise MessageError(f"says that {first} sums up to {float(correct):g} on {float(rows):g} rows, which cannot be")
+        raise MessageError(
+            f"says that {first} sums up to {float(correct):g} on {float(rows):g} rows, which is impossible"
+        )
     return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.measures, areas, strict=True)), first)
 
 
 def expected(data: bytes, kind: str, limit: int) -> Envelope:
-    """A message of this kind; a refusal by the other side is an error in its words."""
+    """A message of this kind; a refusal by the other side is an error with its message."""
     message = unpacked(data, limit)
     if message.kind == "refused":
         raise MessageError(f"refuses: {str(message.facts.get('why', ''))[:1000]}")
@@ -134,7 +136,7 @@ def expected(data: bytes, kind: str, limit: int) -> Envelope:
 
 
 def refusal(why: str) -> bytes:
-    """The answer of a node that does not do what it was asked to."""
+    """The answer of a node that refuses a request."""
     return packed(Envelope("refused", {"why": why}, {}))
 
 

@@ -1,4 +1,4 @@
-"""Programs that run until somebody stops them, or the disk is full."""
+"""Programs that run until they are stopped, or the disk is full."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def until_stopped() -> Iterator[threading.Event]:
 
 @contextmanager
 def writing(folder: Path, again: str) -> Iterator[None]:
-    """A disk that is full ends a program with one error; ``again``: the command with which it goes on."""
+    """End a program with one error if the disk is full; ``again``: the command that continues it."""
     try:
         yield
     except (OSError, StorageError) as error:
@@ -47,8 +47,8 @@ def writing(folder: Path, again: str) -> Iterator[None]:
 def end_with_parent() -> None:
     """End this process when the one that started it is gone.
 
-    Flower's apps outlive their SuperLink or SuperNode, and try for ever to reach it. Nothing is lost: what has ended is
-    saved, and what has not is done again.
+    Flower's apps outlive their SuperLink or SuperNode, and try to reach it forever. Nothing is lost: finished work is
+    saved, and the rest is repeated.
     """
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 

@@ -12,7 +12,7 @@ _LENGTH = 8  # bytes
 
 
 def ask(path: str, data: bytes) -> bytes:
-    """The answer to ``data`` of whoever listens at ``path``."""
+    """The answer to ``data`` of the process that listens at ``path``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         _send(connection, data)
@@ -20,7 +20,7 @@ def ask(path: str, data: bytes) -> bytes:
 
 
 def listen(path: str) -> socket.socket:
-    """A local socket; whoever can open its folder can connect."""
+    """A local socket; anyone who can open its folder can connect."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(8)
@@ -28,7 +28,7 @@ def listen(path: str) -> socket.socket:
 
 
 def answer_one(listener: socket.socket, answer: Callable[[bytes], bytes]) -> None:
-    """Wait for one connection, and answer it; one that breaks off is no fault."""
+    """Wait for one connection, and answer it; a broken one is not an error."""
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(None)
@@ -44,7 +44,7 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    with connection.makefile("rb") as stream:  # reads what is large into one place, without a second copy
+    with connection.makefile("rb") as stream:  # reads large messages into one buffer, without a second copy
         size = int.from_bytes(_exactly(stream, _LENGTH), "big")
         return _exactly(stream, size)
 

@@ -1,7 +1,7 @@
-"""The folders of a network: one to hand to each node, with the contract, the membership file and the node's own key.
+"""The folders of a network: one for each node, with the contract, the membership file and the node's own key.
 
 site/hospital-a/   experiment.toml, federation.json, members.toml: the same at every node
-                   node.key: the secret key of this node, which nobody else has; node.toml: what its owner decides
+                   node.key: the secret key of only this node; node.toml: the settings of its owner
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Seat(Spec):
 
 
 class Bundle(NamedTuple):
-    """What a node was handed, read and checked."""
+    """The bundle of a node, read and checked."""
 
     folder: Path
     contract: Contract
@@ -57,7 +57,7 @@ class Bundle(NamedTuple):
 
 
 def not_for_peers(config: Config) -> list[Fault]:
-    """Settings that have no meaning between real machines without a server."""
+    """Settings without a meaning between real machines without a server."""
     topology = config.topology
     if config.algorithm.family != "gossip" or topology is None:
         return [Fault("algorithm.kind", "is a method with a server", "use fedloom deploy")]
@@ -65,16 +65,16 @@ def not_for_peers(config: Config) -> list[Fault]:
     for name in ("link_loss", "node_loss", "node_death", "deaths"):
         if getattr(topology, name):
             faults.append(
-                Fault(f"topology.{name}", "simulates what fails; real links do by themselves", "leave it out")
+                Fault(f"topology.{name}", "simulates failures; real links fail by themselves", "leave it out")
             )
     if topology.link_policy != "self":
         what = f"a link that fails gives its weight back to both ends (got '{topology.link_policy}')"
         faults.append(Fault("topology.link_policy", what, "leave it out"))
     if topology.directed or topology.mixing == "push_sum":
         what = "links between real machines go both ways, and both ends agree whether one was up"
-        faults.append(Fault("topology", what, "take a graph without directions, and mixing = 'average'"))
+        faults.append(Fault("topology", what, "use an undirected graph, and mixing = 'average'"))
     if gossip_facts(config.algorithm).sends_once:
-        what = "what is quantised is sent as float32, so that nothing would be saved"
+        what = "quantised numbers are sent as float32, so nothing would be saved"
         faults.append(Fault("algorithm.scheme", what, "leave it at none"))
     return faults + only_simulated(config)
 
@@ -116,9 +116,9 @@ def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Pa
     if out.exists() and any(out.iterdir()):
         raise ConfigError([Fault("--out", f"{out} already exists and is not empty", "choose another")])
     config = with_absolute_data(config._replace(partition=with_clients(config, len(names))))
-    prepared = prepare(config, root)  # which refuses what cannot run
+    prepared = prepare(config, root)  # which refuses experiments that cannot run
     if prepared.shared.clients != len(names):
-        what = f"the data has {prepared.shared.clients} clients, and there are {len(names)} nodes"
+        what = f"the data has {prepared.shared.clients} clients, but there are {len(names)} nodes"
         raise ConfigError([Fault("--nodes", what, "name as many nodes")])
     contract = Contract(config, Form.of(prepared.shared.arrays), tuple(names), secrets.token_hex(8), own_files(config))
     pairs = [new_curve_keys() for _ in names]
@@ -145,7 +145,7 @@ def _bind(address: str) -> str:
 
 
 def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
-    """What a node was handed; ``trust``: the code in it may run."""
+    """The bundle of a node; ``trust``: the code in it may run."""
     contract, path = read_contract(folder, trust=trust), folder / NODE_TOML
     refuse_for_peers(contract.config)
     members = read_members(folder, contract)
@@ -160,7 +160,7 @@ def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
 
 
 def read_secret(bundle: Bundle) -> str:
-    """The secret key of a node; refused where others can read it, or it is not the one that the others know."""
+    """The secret key of a node; refused if others can read it, or if it does not match the membership file."""
     from fedloom.deploy.peers.links import public_of
 
     path = bundle.folder / KEY
@@ -172,5 +172,5 @@ def read_secret(bundle: Bundle) -> str:
         fits = False
     if not fits:
         what = f"is not the key of '{bundle.seat.name}' in {MEMBERS}"
-        raise ConfigError([Fault(str(path), what, "take both from the bundle that this node was handed")])
+        raise ConfigError([Fault(str(path), what, "take both from this node's bundle")])
     return secret

@@ -6,12 +6,12 @@ moves. So the end with the lower number decides. A turn is a gossip step, counte
     both       pay(turn)      what the node sends, once it has trained
     both       have(turn)     what the other sent has arrived and is good
     lower      verdict(turn)  up, once it has both; down, at its deadline or where the other is gone
-    higher     obeys; without a verdict in time it is down for certain if it never sent have, else in doubt:
-               ask(turn) until the other says, and what the link would have added is added then
+    higher     obeys; without a verdict in time it is certainly down if it never sent have, else in doubt:
+               ask(turn) until the other answers, and then add what the link would have added
 
-Who has restarted sends pay for a turn that is past for its neighbours. They answer with what was decided, and with what
-they sent then, so that a node which was killed does its round again and comes out as if nothing had happened.
-Nothing here knows sockets, clocks or numbers: time and messages are handed in, messages are handed out.
+A node that has restarted sends pay for a turn that is past for its neighbours. They answer with the decision and their
+message of that turn, so that a killed node repeats its round with the same result.
+This module has no sockets, clocks or numbers: time and messages are passed in, messages are returned.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.frames import Assembly, WireFrame, pieces_of
 from fedloom.deploy.talk import whole
 
-REMEMBERED = 100  # turns whose verdicts a node still knows
+REMEMBERED = 100  # turns whose verdicts a node keeps
 
 
 class Patience(Spec):
     """How long a node waits; in ``[rules]`` of its node.toml."""
 
-    deadline: PositiveFloat = Field(600.0, description="seconds that a neighbour has for a round, from one's own end")
-    grace: PositiveFloat = Field(60.0, description="seconds that a neighbour has to come back once its link is lost")
-    join: PositiveFloat = Field(
-        600.0, description="seconds for all nodes to be there at first, later for one neighbour"
+    deadline: PositiveFloat = Field(
+        600.0, description="seconds that a neighbour has for a round, from the end of this node's training"
     )
+    grace: PositiveFloat = Field(60.0, description="seconds that a neighbour has to come back once its link is lost")
+    join: PositiveFloat = Field(600.0, description="seconds for all nodes to connect at first, later for one neighbour")
 
 
 class Exchanged(NamedTuple):
-    """What became of a turn."""
+    """The outcome of a turn."""
 
     up: dict[int, Any]  # what these neighbours sent
     down: dict[int, str]  # why these links are closed
-    doubt: dict[int, Any]  # what these sent: whether the link was up is not known yet
+    doubt: dict[int, Any]  # what these sent, if it is not known yet whether the link was up
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Edges:
     hold: int = 2  # turns of which this node can send its payload again
     turn: int = 0  # under way, or next
     opened: bool = False
-    at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, as its last message says
+    at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, from its last message
     gone: dict[int, float] = field(default_factory=dict)  # since when a neighbour cannot be reached
     left: set[int] = field(default_factory=set)  # neighbours that have announced it
     decided: dict[int, dict[int, bool]] = field(default_factory=dict)
     doubts: set[tuple[int, int]] = field(default_factory=set)
-    settled: list[tuple[int, int, bool]] = field(default_factory=list)  # doubts that are none any more
+    settled: list[tuple[int, int, bool]] = field(default_factory=list)  # doubts that have been settled
     edges: dict[int, Edge] = field(default_factory=dict)
     since: float = 0.0  # when the turn was opened
     sent: dict[int, bytes] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Edges:
 
     # -- what the node does -----------------------------------------------------------------------
     def open(self, payload: bytes | None, neighbours: Iterable[int], now: float) -> None:
-        """Begin the next turn; without a payload, the node stands still and all its links are closed."""
+        """Begin the next turn; without a payload, the node pauses and all its links are closed."""
         self.opened, self.since = True, now
         self.edges = {j: Edge() for j in sorted(neighbours)}
         self.decided[self.turn] = {}
@@ -118,7 +118,7 @@ class Edges:
             self._early[j] = turn, data
 
     def result(self) -> Exchanged | None:
-        """What became of the turn under way, once all links are decided, or in doubt."""
+        """The outcome of the current turn, once all links are decided, or in doubt."""
         if not self.opened or any(edge.up is None and not edge.doubt for edge in self.edges.values()):
             return None
         return Exchanged(
@@ -132,7 +132,7 @@ class Edges:
         self.opened, self.turn, self.edges = False, self.turn + 1, {}
 
     def skip_to(self, turn: int) -> None:
-        """Leave turns out that are past for everybody else."""
+        """Skip turns that are past for all neighbours."""
         self.opened, self.turn, self.edges = False, turn, {}
 
     def tick(self, now: float) -> None:
@@ -160,7 +160,7 @@ class Edges:
 
     # -- what happens to the node -----------------------------------------------------------------
     def back(self, j: int) -> None:
-        """A neighbour can be reached again: what it may not have received is sent again."""
+        """A neighbour can be reached again: resend what it may not have received."""
         for turn in sorted(self.decided):
             if self.me < j and j in self.decided[turn]:
                 self.say(j, "verdict", turn=turn, up=self.decided[turn][j])
@@ -235,9 +235,9 @@ class Edges:
         self._settle(j)
 
     def spoiled(self, j: int, turn: int | None, why: str) -> None:
-        """Something arrived that cannot be used: the link is closed for its turn, and the other end is informed.
+        """An invalid message arrived: close the link for its turn, and inform the other end.
 
-        Where its turn is unknown, it is of the one for which something is awaited.
+        If its turn is unknown, it is assumed to be the one for which a message is awaited.
         """
         self.complain(j, why)
         if turn is None:
@@ -249,7 +249,7 @@ class Edges:
             self._bad[j] = turn, f"what was sent {why}"
 
     def _answer_past(self, j: int, turn: int) -> None:
-        """What was decided about a turn that is past here, to a neighbour that does it again, or has come too late."""
+        """Send the decision about a past turn to a neighbour that repeats it, or is late."""
         doubt = (turn, j) in self.doubts
         up = self.decided.get(turn, {}).get(j, False) and turn in self.sent
         if (doubt or up) and turn in self.sent:
@@ -285,7 +285,7 @@ class Edges:
 
     # -- across a restart -------------------------------------------------------------------------
     def remembered(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, beside the corrections of links in doubt."""
+        """What a checkpoint must contain, in addition to the corrections of links in doubt."""
         decided = {str(t): {str(j): up for j, up in row.items()} for t, row in self.decided.items()}
         return {"decided": decided, "doubts": sorted(self.doubts)}
 

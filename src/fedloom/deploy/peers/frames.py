@@ -1,6 +1,6 @@
-"""What travels over a link: a small header in JSON, and a body of at most a megabyte.
+"""What is sent over a link: a small header in JSON, and a body of at most a megabyte.
 
-A large message is cut into pieces, each with its checksum, so that a receiver never holds more than it has asked for,
+A large message is cut into pieces, each with its checksum, so that a receiver never buffers more than it expects,
 and a heartbeat never waits behind a model.
 """
 
@@ -20,7 +20,7 @@ KINDS = ("hello", "welcome", "refuse", "pay", "have", "verdict", "ask", "done", 
 
 
 class WireFrame(NamedTuple):
-    """One message as it travels."""
+    """One message on a link."""
 
     kind: str
     facts: dict[str, Any]
@@ -33,7 +33,7 @@ def written(frame: WireFrame) -> tuple[bytes, bytes]:
 
 
 def read_frame(parts: list[bytes]) -> WireFrame:
-    """The frame that these bytes are; refused where they are none."""
+    """The frame in these bytes; refused if they are not one."""
     if len(parts) != 2:
         raise MessageError(f"has {len(parts)} parts where 2 are expected")
     head, body = parts
@@ -65,7 +65,7 @@ class Assembly:
         self.turn, self._data, self._next = -1, bytearray(), 0
 
     def add(self, frame: WireFrame, limit: int) -> bytes | None:
-        """The whole payload with its last piece, None before; where a piece does not fit, all of it is dropped."""
+        """The whole payload with its last piece, None before; if a piece does not fit, all of it is dropped."""
         try:
             return self._added(frame, limit)
         except MessageError:

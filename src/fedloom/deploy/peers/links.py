@@ -1,7 +1,7 @@
 """Encrypted links between nodes: ZeroMQ with CURVE, where a public key is an identity.
 
 A node listens on one socket, on which it only receives, and has one socket for each neighbour, on which it only sends.
-Who may connect is decided here, by key. A sender is known by the key of its connection and by nothing that it says.
+Connections are admitted by key. A sender is identified by the key of its connection, never by its messages.
 All sockets belong to the thread that made them.
 """
 
@@ -22,11 +22,11 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.frames import PIECE, WireFrame, read_frame, written
 
-_MARK = 8  # messages that a socket holds for a neighbour
-_AGAIN = 5.0  # seconds after which a neighbour is dialled again that refused this node's key
-_FLUSH = 2000  # milliseconds for the last words
-_ASKED = 5.0  # seconds in which a machine says whether anybody listens
-_MANY = 64  # messages that are taken at once
+_MARK = 8  # messages that a socket queues for a neighbour
+_AGAIN = 5.0  # seconds until a neighbour that refused this node's key is dialled again
+_FLUSH = 2000  # milliseconds for the last messages
+_ASKED = 5.0  # seconds in which a machine answers whether a process listens
+_MANY = 64  # messages that are read at once
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | _FAILED
 
@@ -59,7 +59,7 @@ class Event(NamedTuple):
 
 
 class _Line:
-    """The way to one neighbour."""
+    """The connection to one neighbour."""
 
     def __init__(self, context: zmq.Context[Any], address: str, key: str, own: CurveKeys) -> None:
         self._context, self.address, self._key, self._own = context, address, key, own
@@ -77,7 +77,7 @@ class _Line:
         self.socket.connect(self.address)
 
     def put(self, frame: WireFrame) -> None:
-        """Have a frame sent; what was not sent of an earlier payload is dropped for a later one."""
+        """Queue a frame; unsent frames of an earlier payload are dropped for a later one."""
         if not self.connected:  # it will be sent again once there is a connection
             return
         if frame.kind == "pay" and frame.facts["piece"] == 0:
@@ -101,7 +101,7 @@ class _Line:
 
 
 def _prepared(socket: zmq.Socket[Any], own: CurveKeys, address: str) -> zmq.Socket[Any]:
-    socket.linger, socket.maxmsgsize = 0, 2 * PIECE  # what is just too large can still be named
+    socket.linger, socket.maxmsgsize = 0, 2 * PIECE  # slightly too large, so that it can still be reported
     socket.handshake_ivl, socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 1000, 10000
     socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
     socket.ipv6 = "[" in address
@@ -151,7 +151,7 @@ class CurveLinks:
         os.write(self._waker, b".")
 
     def poll(self, seconds: float) -> list[Event]:
-        """What has happened; waits for at most so long if nothing has."""
+        """The events since the last call; waits at most this long if there are none."""
         poller = zmq.Poller()
         for socket in (self._zap, self._router, self._watch, self._wake, *(x.monitor for x in self._lines.values())):
             poller.register(socket, zmq.POLLIN)
@@ -167,7 +167,7 @@ class CurveLinks:
         return [*found, *self._received()]
 
     def close(self) -> None:
-        """Say the last words, and close."""
+        """Send the last messages, and close."""
         for line in self._lines.values():
             line.flush()
             line.close(_FLUSH)
@@ -179,7 +179,7 @@ class CurveLinks:
             os.close(end)
 
     def _decided(self) -> Iterator[Event]:
-        """Let those connect whose key is known; the number of its node is what a connection is called."""
+        """Admit connections with a known key; a connection is named by the number of its node."""
         while self._zap.poll(0):
             version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
             key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and credentials else ""
@@ -190,7 +190,7 @@ class CurveLinks:
                 yield Event("stranger", why=f"{address.decode(errors='replace')}: its key {key} is not known here")
         while self._watch.poll(0):
             recv_monitor_message(self._watch)
-            yield Event("stranger", why="somebody has tried to connect without encryption, or without this node's key")
+            yield Event("stranger", why="a connection attempt without encryption, or without this node's key")
 
     def _changes(self) -> Iterator[Event]:
         """Which links have come up, gone down or been refused."""

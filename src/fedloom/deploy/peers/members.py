@@ -1,6 +1,6 @@
-"""The membership file of a network: who its nodes are, where they listen, and with which keys.
+"""The membership file of a network: its nodes, their addresses and their keys.
 
-It is the same file at every node, in everybody's hands before the start, and part of what nodes must agree on.
+It is the same file at every node, distributed before the start, and part of what nodes must agree on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_members(path: Path, campaign: str, nodes: list[Member], topology: Topo
 
 
 def graph_of(topology: Topology, count: int) -> dict[str, Any]:
-    """The links of the first gossip step with their weights, so that everybody can see who talks to whom."""
+    """The links of the first gossip step with their weights, for the reader."""
     by_data = topology.weights == "data_weighted"
     weights = topology.weigh(count, START)
     links = [
@@ -56,12 +56,12 @@ def graph_of(topology: Topology, count: int) -> dict[str, Any]:
         for to, by, value in zip(weights.to, weights.by, weights.value, strict=True)
         if to != by
     ]
-    said = "by training examples, known once all nodes are there" if by_data else "receiver, sender, weight"
+    said = "by training examples, known once all nodes are connected" if by_data else "receiver, sender, weight"
     return {"kind": topology.kind, "redrawn": topology.redrawn, "columns": said, "links": links}
 
 
 def read_members(folder: Path, contract: Contract) -> Members:
-    """The membership file of a bundle; refused where it is not that of its contract."""
+    """The membership file of a bundle; refused if it does not match its contract."""
     path = folder / MEMBERS
     try:
         data = path.read_bytes()
@@ -86,7 +86,7 @@ def read_members(folder: Path, contract: Contract) -> Members:
 
 
 def agreed_parts(contract: Contract, members: Members) -> dict[str, str]:
-    """What all nodes must have alike, by name."""
+    """What must be the same at all nodes, by name."""
     return contract.parts | {"members": members.sha256, "protocol": PROTOCOL}
 
 

@@ -35,7 +35,7 @@ _CHECKPOINTS = "checkpoints"
 
 
 class PeerPlace(NamedTuple):
-    """Where and as whom a node of a network works."""
+    """The identity of a node of a network, its data and its folder."""
 
     contract: Contract
     me: int
@@ -72,7 +72,7 @@ class Peer:
         return packed(Envelope("model", facts, named("sent", sent)))
 
     def read(self, j: int, turn: int, data: bytes) -> Sent:
-        """What a neighbour sent; refused where it is not what it should be."""
+        """What a neighbour sent; refused if it is invalid."""
         message = expected(data, "model", self.limit)
         want = {"campaign": self._place.contract.campaign, "turn": turn, "node": j}
         for name, value in want.items():
@@ -80,11 +80,11 @@ class Peer:
                 raise MessageError(f"'{name}' should be {value!r} (got {str(message.facts.get(name))[:60]!r})")
         strangers = [name for name in message.tensors if not name.startswith("sent.")]
         if strangers:
-            raise MessageError(f"has '{strangers[0][:60]}' that nobody asked for")
+            raise MessageError(f"unexpected array '{strangers[0][:60]}'")
         return tree_of(self._form, "sent", message.tensors)
 
     def mix(self, own: Sent, received: dict[int, Sent], doubt: dict[int, Sent], turn: int) -> Sent:
-        """Mix what was received; what is in doubt is kept until it is known whether it counts."""
+        """Mix what was received; messages of links in doubt are kept until they are settled."""
         step, me = turn % self.steps, self._place.me
         for j, theirs in doubt.items():
             self._doubts[turn, j] = correction(self.exp, self.state, me, own, (j, theirs), step)
@@ -92,30 +92,30 @@ class Peer:
         return following
 
     def settle(self, settled: list[tuple[int, int, bool]]) -> None:
-        """Add what links in doubt have turned out to add."""
+        """Add the corrections of settled links."""
         for turn, j, up in settled:
             late = self._doubts.pop((turn, j), None)
             if up and late is not None:
                 self.state = corrected(self.state, late)
 
     def advance(self, rounds: int = 1, gradients: float = 0.0) -> None:
-        """Count a round, or rounds that were left out."""
+        """Count a round, or skipped rounds."""
         self.state = self.state._replace(round=self.state.round + rounds, gradients=self.state.gradients + gradients)
 
     def evaluated(self) -> dict[str, float]:
-        """How the node's model does on its own held-out rows."""
+        """The scores of the node's model on its own held-out rows."""
         return client_metrics("test", evaluate_node(self.exp, self.state, self._place.me, self._store))
 
     # -- on disk ----------------------------------------------------------------------------------
     def save(self, links: dict[str, Any]) -> None:
-        """Write a checkpoint; ``links``: what the node's links have to remember."""
+        """Write a checkpoint; ``links``: the memory of the node's links."""
         order = sorted(self._doubts)
         state = self.state._replace(under_way=tuple(self._doubts[key] for key in order))
         lengths = {"links": links, "corrections": order}
         checkpoint.save(self._place.folder / _CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
-        """Go back to the newest checkpoint, and return what its links remember; None where there is none."""
+        """Go back to the newest checkpoint, and return the memory of its links; None if there is none."""
         folder = self._place.folder / _CHECKPOINTS
         if not folder.is_dir() or not checkpoint.saved_rounds(folder):
             return None
@@ -124,7 +124,7 @@ class Peer:
             order = [(int(t), int(j)) for t, j in checkpoint.readable(folder)[newest]["lengths"]["corrections"]]
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{folder / f'{newest:08d}'}: is damaged; delete it to go on from the older one"
+                f"{folder / f'{newest:08d}'}: is damaged; delete it to continue from the older one"
             ) from error
         begun = begin_node(self.exp, self._place.me)
         like = begun._replace(under_way=tuple(self._form for _ in order))

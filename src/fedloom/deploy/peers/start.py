@@ -58,7 +58,7 @@ def start_peer(
 
 
 def read_node_state(folder: Path) -> dict[str, Any]:
-    """How a node is doing, as it has written down itself; nothing before its first start."""
+    """The state that a node has recorded; empty before its first start."""
     try:
         found: dict[str, Any] = json.loads((folder / NODE_STATE).read_bytes())
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def refuse_by_policy(bundle: Bundle) -> None:
     if not why and bundle.policy.require_secure_sum:
         why = "policy.require_secure_sum: without a server, neighbours see what a node sends"
     if not why and len(bundle.contract.nodes) < least:
-        why = f"policy.min_cohort: a network of {len(bundle.contract.nodes)} nodes, and here {least} are wanted"
+        why = f"policy.min_cohort: the network has {len(bundle.contract.nodes)} nodes; this node requires {least}"
     if why:
         raise ConfigError([Fault(str(bundle.folder / "node.toml"), why)])
 
@@ -87,7 +87,7 @@ def lines_to_neighbours(bundle: Bundle) -> dict[int, tuple[str, str]]:
 
 
 class PeerProcess:
-    """One node at work."""
+    """One running node."""
 
     def __init__(
         self, bundle: Bundle, place: PeerPlace, secret: str, stop: threading.Event, say: Callable[[str], None]
@@ -114,7 +114,7 @@ class PeerProcess:
 
     # -- the whole --------------------------------------------------------------------------------
     def run(self) -> dict[str, Any]:
-        """All rounds that are left; what the node's state is then."""
+        """Run all remaining rounds; the node's state after them."""
         try:
             peer = self._joined()
             while peer.state.round < self._rounds and not self._stop.is_set():
@@ -123,7 +123,7 @@ class PeerProcess:
                 raise StoppedError("stopped")
             return self._finished(peer)
         except StoppedError:
-            self._say(f"stopped after round {self._round}; go on with: fedloom peers start {self._bundle.folder}")
+            self._say(f"stopped after round {self._round}; continue with: fedloom peers start {self._bundle.folder}")
             return self._record("stopped")
         except (FedloomError, OSError) as error:
             with suppress(OSError):  # the disk may be full
@@ -148,7 +148,7 @@ class PeerProcess:
 
     # -- before the first round -------------------------------------------------------------------
     def _joined(self) -> Peer:
-        """Meet the others; at first all of them, after a restart those that are there."""
+        """Connect to the others; at first to all of them, after a restart to those that are running."""
         bundle, station = self._bundle, self.station
         kept = bundle.folder / POPULATION
         me = bundle.contract.nodes[bundle.me]
@@ -172,7 +172,7 @@ class PeerProcess:
         links = peer.load()
         if links is not None:
             edges.remember(links)
-            self._say(f"going on after round {peer.state.round}")
+            self._say(f"continuing after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
         for j in station.present():  # those may have sent something before this node was ready
@@ -213,13 +213,13 @@ class PeerProcess:
         self._log(peer, work, closed, time.monotonic() - began)
 
     def _caught_up(self, peer: Peer) -> bool:
-        """Whether rounds were left out: those that are past for neighbours, but for one, which can be repeated."""
+        """Whether rounds were skipped: those that are past for neighbours, except for one, which can be repeated."""
         steps, edges = peer.steps, self.station.edges
         theirs = [edges.at[j] // steps for j in self.station.present() if j in edges.at]
         behind = min(max(theirs, default=0), self._rounds) - peer.state.round
         if behind <= 1:
             return False
-        self._say(f"rounds {peer.state.round + 1} to {peer.state.round + behind} are past: they are left out")
+        self._say(f"rounds {peer.state.round + 1} to {peer.state.round + behind} are past and are skipped")
         self._skipped += behind
         peer.advance(behind)
         edges.skip_to(peer.state.round * steps)
@@ -230,7 +230,7 @@ class PeerProcess:
         settled, self.station.edges.settled = self.station.edges.settled, []
         peer.settle(settled)
 
-    # -- what others can see ----------------------------------------------------------------------
+    # -- status and logs --------------------------------------------------------------------------
     def _log(self, peer: Peer, work: OwnWork, closed: list[Exchanged], seconds: float) -> None:
         names, round_ = self._bundle.contract.nodes, peer.state.round
         down = {names[j]: why for found in closed for j, why in found.down.items()}
@@ -251,11 +251,11 @@ class PeerProcess:
         self._say("; ".join(parts))
 
     def _refresh(self) -> None:
-        """Write down that a link has come up or gone down."""
+        """Record that a link has come up or gone down."""
         self._record(self._state)
 
     def _record(self, state: str, **more: Any) -> dict[str, Any]:
-        """Write down how the node is doing."""
+        """Record the state of the node."""
         self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
         links = {

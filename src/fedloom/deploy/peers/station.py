@@ -1,7 +1,7 @@
 """A node among its neighbours: it greets them, keeps its links, and exchanges with them turn by turn.
 
-A neighbour takes part only once both sides have found the same agreement: experiment, data, code, versions and members.
-Everything here runs in one thread; what takes long is done in another one, while messages are answered here.
+A neighbour takes part only after both sides have verified the same agreement: experiment, data, code, versions and
+members. Everything here runs in one thread; long work is done in another one, while messages are answered here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedloom.deploy.peers.members import agreement
 from fedloom.deploy.talk import whole
 
 T = TypeVar("T")
-_TICK = 0.2  # seconds between two looks at the clock
-_LAST = 10.0  # seconds in which a node that is stopped may still end the turn under way
-_AGAIN = 1.0  # seconds after which a node at its end says again what may not have arrived
-_MOST = 10  # complaints about a neighbour in a round
+_TICK = 0.2  # seconds between two checks of the clock
+_LAST = 10.0  # seconds in which a stopped node may still end the current turn
+_AGAIN = 1.0  # seconds after which a node at its end resends what may not have arrived
+_MOST = 10  # most complaints about a neighbour in a round
 
 
 class RefusedError(FedloomError):
@@ -47,7 +47,7 @@ class Identity(NamedTuple):
 
 
 class Station:
-    """The end of all links of one node."""
+    """One node's end of all of its links."""
 
     def __init__(self, identity: Identity, links: CurveLinks, edges: Edges, stopped: Callable[[], bool]) -> None:
         self.identity, self.links, self.edges, self._stopped = identity, links, edges, stopped
@@ -59,7 +59,7 @@ class Station:
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
         self._met = False  # whether any neighbour has been there
-        self._done: set[int] = set()  # neighbours that have done all rounds, and know what became of them
+        self._done: set[int] = set()  # neighbours that have done all rounds, and know their outcomes
         self._agreement = agreement(identity.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
@@ -81,7 +81,7 @@ class Station:
             self.changed()
 
     def meanwhile(self, work: Callable[[], T]) -> T:
-        """The result of work that takes long; neighbours are answered meanwhile."""
+        """The result of long work; neighbours are answered meanwhile."""
         future = self._aside.submit(work)
         future.add_done_callback(lambda _: self.links.wake())
         while not future.done():
@@ -89,7 +89,7 @@ class Station:
         return future.result()
 
     def wait(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Whether something has become true in time; a node that is stopped waits no longer."""
+        """Whether something has become true in time; a stopped node does not wait."""
         until = time.monotonic() + seconds
         while not true():
             if self._stopped():
@@ -101,7 +101,7 @@ class Station:
 
     def exchange(self, payload: bytes | None, neighbours: Iterable[int]) -> Exchanged:
         """One turn: what has arrived, and which links are closed."""
-        if self._stopped():  # before anything is sent, so that no neighbour counts on it
+        if self._stopped():  # before anything is sent, so that no neighbour relies on it
             raise StoppedError("stopped")
         self.edges.open(payload, neighbours, time.monotonic())
         until = 0.0
@@ -120,7 +120,7 @@ class Station:
         return [j for j in self.identity.neighbours if j not in self.edges.gone and j not in self.edges.left]
 
     def join(self, seconds: float) -> None:
-        """Wait for all nodes of the network, until the numbers of everybody's rows are known."""
+        """Wait for all nodes of the network, until all numbers of rows are known."""
         count = len(self.identity.names)
         complete = self.wait(
             lambda: len(self.rows) == count and len(self.present()) == len(self.identity.neighbours), seconds
@@ -131,7 +131,7 @@ class Station:
             raise LostNodesError(f"the network is not complete after {seconds:g} seconds; {why}")
 
     def accompanied(self, seconds: float) -> None:
-        """Wait until a neighbour is there: a node that trains by itself would only drift away.
+        """Wait until a neighbour is connected: a node that trains alone would only drift away.
 
         A node that was started again, and has met nobody since, does not wait for long where no neighbour is at work:
         all others may have done their rounds without it.
@@ -152,9 +152,9 @@ class Station:
         raise LostNodesError(f"{what}; the last checkpoint stays: start this node again")
 
     def linger(self) -> None:
-        """Stay until all neighbours are done, have left or cannot be reached any more.
+        """Stay until all neighbours are done, have left or can no longer be reached.
 
-        A node is done with a neighbour once no link to it is in doubt: until then it asks again and again, and the
+        A node is done with a neighbour once no link to it is in doubt: until then it asks repeatedly, and the
         neighbour, which alone can answer, stays.
         """
         patience = self.edges.patience
@@ -195,7 +195,7 @@ class Station:
         self.links.send(j, frame._replace(facts={**frame.facts, "agree": self._agreement}))
 
     def complain(self, j: int, why: str) -> None:
-        """Name a neighbour that has sent something wrong, for each thing once in a round."""
+        """Report a neighbour that has sent something wrong, each fault once in a round."""
         name = self.identity.names[j]
         known = self.complaints.setdefault(name, [])
         if why not in known and len(known) < _MOST:
@@ -260,7 +260,9 @@ class Station:
         self.edges.left.discard(j)
         if frame.kind == "hello":
             self.greet(j, "welcome")
-            if j in self.edges.gone:  # an earlier greeting may not have been answered: the way back was not there yet
+            if (
+                j in self.edges.gone
+            ):  # an earlier greeting may not have been answered: the connection back did not exist yet
                 self.greet(j)
         else:
             self.edges.gone.pop(j, None)
@@ -282,7 +284,7 @@ class Station:
         return found
 
     def _turned_away(self, j: int, why: str) -> None:
-        """Stop where most neighbours disagree with this node; where few do, they may be the ones that are wrong."""
+        """Stop if most neighbours disagree with this node; if few do, they may be the ones that are wrong."""
         self.refused[j] = why
         self.complain(j, why)
         if 2 * len(self.refused) > len(self.identity.neighbours):

@@ -1,4 +1,4 @@
-"""How the nodes of a network are doing, from what they have written down and whether their processes live."""
+"""The state of the nodes of a network, from their own records and whether their processes are alive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def bundles_in(folder: Path) -> list[Path]:
     """A node's folder, or those in a site."""
     found = [folder] if (folder / NODE_TOML).is_file() else sorted(p.parent for p in folder.glob(f"*/{NODE_TOML}"))
     if not found:
-        raise DataError(f"{folder}: is no node's folder, and has none in it (make one with: fedloom peers init)")
+        raise DataError(f"{folder}: is not a node's folder, and contains none (make one with: fedloom peers init)")
     return found
 
 
 def status_of_peer(folder: Path) -> dict[str, Any]:
-    """How one node is doing."""
+    """The state of one node."""
     seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
     recorded, lines = read_node_state(folder), list(read_node_rounds(folder))
     state, why = recorded.get("state", "idle"), recorded.get("why", "")
@@ -59,7 +59,7 @@ def _closed(lines: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _lives(folder: Path) -> bool:
-    """Whether a process is this node now."""
+    """Whether a process of this node is running."""
     try:
         os.close(disk.lock(folder / LOCK))
     except BlockingIOError:
