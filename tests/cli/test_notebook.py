@@ -20,8 +20,9 @@ def test_a_run_shows_a_bar_in_a_notebook(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     code = "import fedloom\nfedloom.run(rounds=3, partition={'clients': 4}, model='logistic')"
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    patient = {"timeout": 600, "startup_timeout": 600}
     nbclient.NotebookClient(
-        book, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        book, **patient, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     (bar,) = [
         each for each in book.cells[0].outputs if "application/vnd.jupyter.widget-view+json" in each.get("data", {})

@@ -27,6 +27,20 @@ def gathered(whole: Path, out: Path, *sources: Path, replace: bool = False) -> C
     return done
 
 
+@pytest.fixture(scope="module")
+def all_kept(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cells as kept results: to draw their curves again for every test would take most of the time."""
+    folder = tmp_path_factory.mktemp("kept") / "r"
+    gathered(whole, folder, whole)
+    return folder
+
+
+@pytest.fixture
+def kept(all_kept: Path, tmp_path: Path) -> Path:
+    """A copy of them, in ``r``."""
+    return Path(shutil.copytree(all_kept, tmp_path / "r"))
+
+
 def same_table(one: Path, other: Path) -> bool:
     """Whether two tables have the same numbers, but for the digits that are not kept."""
     a, b = (list(csv.reader((folder / "table.csv").open())) for folder in (one, other))
@@ -51,9 +65,8 @@ def test_tables_of_kept_results_are_those_of_the_comparison(whole: Path, tmp_pat
     assert (tmp_path / "r" / "table.csv").read_bytes() == table
 
 
-def test_a_result_is_small_and_says_how_it_was_made(whole: Path, tmp_path: Path) -> None:
-    gathered(whole, tmp_path / "r", whole)
-    files = sorted((tmp_path / "r" / "cells").glob("*.json"))
+def test_a_result_is_small_and_says_how_it_was_made(all_kept: Path) -> None:
+    files = sorted((all_kept / "cells").glob("*.json"))
     assert len(files) == 12
     for file in files:
         kept = json.loads(file.read_text())
@@ -89,20 +102,19 @@ def test_cells_of_two_machines_meet(whole: Path, tmp_path: Path) -> None:
     assert same_table(tmp_path / "r", whole)
 
 
-def test_one_seed_of_all_methods_is_a_table_of_its_own(whole: Path, tmp_path: Path) -> None:
+def test_one_seed_of_all_methods_is_a_table_of_its_own(whole: Path, kept: Path, tmp_path: Path) -> None:
     """Methods are ranked by the seeds that were run, and the missing ones are named in a few words."""
-    gathered(whole, tmp_path / "all", whole)
-    for file in (tmp_path / "all" / "cells").iterdir():
+    for file in (kept / "cells").iterdir():
         if json.loads(file.read_text())["seed"] == 1:
             file.unlink()
-    done = gathered(whole, tmp_path / "r", tmp_path / "all")
+    done = gathered(whole, tmp_path / "one", kept)
     assert done.comparison.question.seeds == (0,)
     assert sorted(row.rank or 0 for row in done.comparison.rows) == [1, 1, 2, 2, 3, 3]
-    assert "6 of 12 cells are finished; missing: seed 1 of every method" in (tmp_path / "r" / "table.md").read_text()
+    assert "6 of 12 cells are finished; missing: seed 1 of every method" in (tmp_path / "one" / "table.md").read_text()
 
 
-def test_results_of_elsewhere_come_as_a_folder_or_an_archive(whole: Path, tmp_path: Path) -> None:
-    gathered(whole, tmp_path / "results" / "p" / "a", whole)
+def test_results_of_elsewhere_come_as_a_folder_or_an_archive(whole: Path, all_kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(all_kept, tmp_path / "results" / "p" / "a")
     with tarfile.open(tmp_path / "results.tgz", "w:gz") as tar:
         tar.add(tmp_path / "results", "results")
     for source in ("results", "results.tgz"):
@@ -114,8 +126,10 @@ def test_results_of_elsewhere_come_as_a_folder_or_an_archive(whole: Path, tmp_pa
         look(tmp_path / "no.tgz")
 
 
-def test_other_code_is_named_and_another_result_does_not_replace_one(whole: Path, tmp_path: Path) -> None:
-    gathered(whole, tmp_path / "a", whole)
+def test_other_code_is_named_and_another_result_does_not_replace_one(
+    whole: Path, all_kept: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(all_kept, tmp_path / "a")
     table = (tmp_path / "a" / "table.csv").read_bytes()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     first = min((tmp_path / "b" / "cells").glob("*.json"))
@@ -134,33 +148,31 @@ def test_other_code_is_named_and_another_result_does_not_replace_one(whole: Path
     assert json.loads((tmp_path / "a" / "cells" / first.name).read_text()) == changed
 
 
-def test_results_of_other_settings_are_not_in_the_tables_and_that_is_said(whole: Path, tmp_path: Path) -> None:
-    gathered(whole, tmp_path / "r", whole)
+def test_results_of_other_settings_are_not_in_the_tables_and_that_is_said(whole: Path, kept: Path) -> None:
     table = read_toml(whole / "compare.toml")
     table["compare"]["algorithms"] = table["compare"]["algorithms"][::2]
-    done = collect(plan(table), tmp_path / "r")
+    done = collect(plan(table), kept)
     assert done is not None
     assert done.cells == 8
     assert "4 kept results are of other settings" in " ".join(done.comparison.question.remarks)
 
 
-def test_results_of_an_earlier_version_are_found_by_their_settings(whole: Path, tmp_path: Path) -> None:
+def test_results_of_an_earlier_version_are_found_by_their_settings(whole: Path, kept: Path, tmp_path: Path) -> None:
     """A version that did not know a setting yet gave its cells other hashes; the default of the setting is meant."""
-    gathered(whole, tmp_path / "a", whole)
-    for k, file in enumerate(sorted((tmp_path / "a" / "cells").iterdir())):
-        kept = json.loads(file.read_text())
-        del kept["settings"]["local"]["momentum"]
-        kept["hash"] = f"{k:016x}"
-        (file.parent / f"{k:016x}.json").write_text(json.dumps(kept))
+    for k, file in enumerate(sorted((kept / "cells").iterdir())):
+        result = json.loads(file.read_text())
+        del result["settings"]["local"]["momentum"]
+        result["hash"] = f"{k:016x}"
+        (file.parent / f"{k:016x}.json").write_text(json.dumps(result))
         file.unlink()
-    done = gathered(whole, tmp_path / "b", tmp_path / "a")
+    done = gathered(whole, tmp_path / "b", kept)
     assert (done.new, done.missing) == (12, ())
     assert same_table(tmp_path / "b", whole)
     assert {path.stem for path in (tmp_path / "b" / "cells").iterdir()} == {
         path.name for path in (whole / "cells").iterdir()
     }
-    assert gathered(whole, tmp_path / "a").missing == ()
-    assert len(list((tmp_path / "a" / "cells").iterdir())) == 12
+    assert gathered(whole, kept).missing == ()
+    assert len(list((kept / "cells").iterdir())) == 12
 
 
 def test_equal_terms_are_kept_so_that_the_data_are_not_needed() -> None:
@@ -196,12 +208,11 @@ _SOUND = '{"format": 2, "hash": "x", "seed": 0, "state": "done", "origin": {}, "
         (_SOUND + ', "metrics": {}}', "is the result of another cell, x"),
     ],
 )
-def test_a_damaged_result_is_refused(whole: Path, tmp_path: Path, text: str, says: str) -> None:
-    gathered(whole, tmp_path / "r", whole)
-    first = min((tmp_path / "r" / "cells").glob("*.json"))
+def test_a_damaged_result_is_refused(whole: Path, kept: Path, text: str, says: str) -> None:
+    first = min((kept / "cells").glob("*.json"))
     first.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        gathered(whole, tmp_path / "r")
+        gathered(whole, kept)
     assert first.read_text() == text
 
 

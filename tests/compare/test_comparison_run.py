@@ -88,8 +88,25 @@ def test_two_labels_of_one_config_are_computed_once(tmp_path: Path) -> None:
     assert [row.rank for row in done.rows] == [1, 1]
 
 
-LONG = ("compare", "fedavg", "fedopt", "--seeds", "2", "--jobs", "2", "--out", "out")
-LONG_SETTINGS = ("rounds=40", "partition.clients=6", "cohort.size=3", "checkpoint.every=3")
+LONG = ("compare", "held.py", "fedopt", "--seeds", "2", "--jobs", "2", "--out", "out")
+LONG_SETTINGS = ("rounds=10", "partition.clients=6", "cohort.size=3", "checkpoint.every=2", "model=logistic")
+HELD = """
+import time
+from pathlib import Path
+
+from fedloom import FedAvg
+
+rounds = 0
+
+
+class Held(FedAvg):
+    def update(self, server, inbox):
+        global rounds
+        rounds += 1
+        while rounds > 4 and Path("hold").exists():
+            time.sleep(0.01)
+        return super().update(server, inbox)
+"""
 
 
 def lines_in(folder: Path) -> int:
@@ -117,11 +134,15 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
+    """A method of which a worker does four rounds and then waits is always at work when it is killed."""
     want_at = tmp_path / "want"
     want_at.mkdir()
+    for place in (tmp_path, want_at):
+        (place / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
     assert fedloom(*LONG, *LONG_SETTINGS, cwd=want_at).code == 0
-    for goal in (5, 60):
-        process = started(*LONG, *LONG_SETTINGS, cwd=tmp_path, fresh=True)
+    for goal in (3, 12):
+        process = started(*LONG, *LONG_SETTINGS, cwd=tmp_path, parent=True)
         wait_for(lambda goal=goal: lines_in(tmp_path / "out") > goal, process)
         workers = children(process.pid)
         assert workers
@@ -133,6 +154,7 @@ def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
         while not all(gone(pid) for pid in workers):  # they end with their parent
             assert time.perf_counter() < limit
             time.sleep(0.01)
+    (tmp_path / "hold").unlink()
     done = fedloom(*LONG, *LONG_SETTINGS, cwd=tmp_path)
     assert done.code == 0, done.err
     assert contents(tmp_path / "out") == contents(want_at / "out")
@@ -140,7 +162,8 @@ def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = started(*LONG, *LONG_SETTINGS, "rounds=2000", cwd=tmp_path, fresh=True)
+    (tmp_path / "held.py").write_text(HELD)
+    process = started(*LONG, *LONG_SETTINGS, "rounds=1000000", cwd=tmp_path, parent=True)
     wait_for(lambda: lines_in(tmp_path / "out") > 5, process)
     workers = children(process.pid)
     process.send_signal(signal.SIGINT)

@@ -143,7 +143,7 @@ def test_a_node_that_left_comes_back_and_leaves_out_what_it_missed(tmp_path: Pat
     network.before(0, 4, lambda: wait_until(lambda: 1 in network.processes[0].station.present()))
     network.before(2, 4, lambda: wait_until(lambda: 1 in network.processes[2].station.present()))
     threads = [network.begin(k) for k in range(3)]
-    threads[1].join(120)
+    threads[1].join(600)
     assert status_of_peer(tmp_path / "site" / "bea")["state"] == "stopped"
     wait_until(lambda: len(network.lines(0)) == len(network.lines(2)) == 4)
     network.ended([threads[0], network.begin(1), threads[2]])
@@ -239,13 +239,13 @@ def test_a_node_that_has_agreed_to_something_else_is_told_what_differs(tmp_path:
         return bundle._replace(contract=bundle.contract._replace(form=form))
 
     threads = [network.begin(0), network.begin(1), network.begin(2, alter=other)]
-    threads[2].join(120)
+    threads[2].join(600)
     assert isinstance(network.failed[2], RefusedError)
     assert "2 of 2 neighbours have not agreed to what this node has; Ada: data differs (here" in str(network.failed[2])
     assert status_of_peer(tmp_path / "site" / "cem")["state"] == "failed"
     for k in (0, 1):
         network.stop(k)
-        threads[k].join(120)
+        threads[k].join(600)
         assert [line for line in network.said[k] if line.startswith("Cem: data differs")]
         assert status_of_peer(tmp_path / "site" / network.slugs[k])["state"] == "stopped"
 

@@ -28,7 +28,7 @@ from fedloom.runs.start import load_config
 from fedloom.runs.start import run as start
 from support.terminal import Quick, environment, fedloom, started
 
-BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=50", "seed=4", "checkpoint.curves=false")
+BASE = ("partition.clients=6", "model.kind=logistic", "local.batch=150", "seed=4", "checkpoint.curves=false")
 SERVER = (*BASE, "cohort.size=3")
 KINDS: dict[str, tuple[str, ...]] = {
     "fedavg": (*SERVER, "algorithm.kind=fedavg", "local.momentum=0.5"),
@@ -63,7 +63,8 @@ def wait_for(run: Path, count: int, process: subprocess.Popen[str]) -> None:
     """Until the run has written so many evaluations."""
     limit = time.perf_counter() + 600
     while lines(run) < count:
-        assert process.poll() is None, process.communicate()
+        ended = process.poll() is not None
+        assert not ended or lines(run) >= count, process.communicate()
         assert time.perf_counter() < limit
         time.sleep(0.005)
 
@@ -102,23 +103,25 @@ def test_killed_at_every_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_killed_at_random_moments(tmp_path: Path, kind: str) -> None:
+    """A run that has ended before the kill, as it may on a busy machine, begins again."""
     chance = random.Random(f"moments {kind}")
-    words = (*KINDS[kind], "rounds=30", f"checkpoint.every={chance.randint(1, 3)}", "local.epochs=2")
-    done = fedloom("run", *words, "--out", "whole", cwd=tmp_path, fresh=True)  # which hashes otherwise
+    words = (*KINDS[kind], "rounds=20", f"checkpoint.every={chance.randint(1, 3)}", "local.epochs=2")
+    done = fedloom("run", *words, "--out", "whole", cwd=tmp_path, fresh=kind == "fedavg")  # which hashes otherwise
     assert done.code == 0, done.err
-    run, command, kills = tmp_path / "r", ("run", *words, "--out", "r"), 0
-    while True:
-        process = started(*command, cwd=tmp_path)
-        if kills < 2:
-            wait_for(run, chance.randint(1, 9) + 11 * kills, process)
-            time.sleep(chance.uniform(0.0, 0.05))
-            process.kill()
+    run, kills = tmp_path / "r", 0
+    while kills < 2:
+        process = started(*(("resume", "r") if kills else ("run", *words, "--out", "r")), cwd=tmp_path)
+        wait_for(run, chance.randint(1, 6) + 7 * kills, process)
+        time.sleep(chance.uniform(0.0, 0.05))
+        process.kill()
         _, err = process.communicate(timeout=600)
+        assert process.returncode in (0, -signal.SIGKILL), err
+        kills += 1
         if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, err
-        kills, command = kills + 1, ("resume", "r")
-    assert kills == 2
+            shutil.rmtree(run)
+            kills = 0
+    resumed = fedloom("resume", "r", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
     assert result(run) == result(tmp_path / "whole")
 
 
@@ -128,8 +131,8 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str) -> None:
 def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
     quick: Quick, tmp_path: Path, number: signal.Signals, kind: str
 ) -> None:
-    words = (*KINDS[kind], "rounds=100", "checkpoint.every=1000")
-    process = started("run", *words, "--out", "r", cwd=tmp_path)
+    words = (*KINDS[kind], "checkpoint.every=100000")
+    process = started("run", *words, "rounds=100000", "--out", "r", cwd=tmp_path)
     wait_for(tmp_path / "r", 4, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=600)
@@ -137,21 +140,23 @@ def test_asked_to_stop_it_saves_says_how_to_go_on_and_exits_with_130(
     assert "Traceback" not in err
     stopped = re.search(r"stopped and saved after round (\d+); continue with: fedloom resume r", out)
     assert stopped
-    assert 3 <= int(stopped[1]) < 100
-    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == [f"{int(stopped[1]):08d}"]
-    resumed = quick("resume", "r", cwd=tmp_path)
+    last = int(stopped[1])
+    assert last >= 3
+    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == [f"{last:08d}"]
+    resumed = quick("resume", "r", "--rounds", last + 3, cwd=tmp_path)
     assert resumed.code == 0, resumed.err
-    assert f"resumed after round {stopped[1]} of 100" in resumed.out
-    assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
+    assert f"resumed after round {last} of {last + 3}" in resumed.out
+    assert quick("run", *words, f"rounds={last + 3}", "--out", "whole", cwd=tmp_path).code == 0
     assert result(tmp_path / "r") == result(tmp_path / "whole")
 
 
 def test_asked_twice_it_stops_at_once(tmp_path: Path) -> None:
-    words = (*KINDS["fedavg"], "rounds=200", "local.epochs=50", "checkpoint.every=1")
-    process = started("run", *words, "--out", "r", cwd=tmp_path)
-    wait_for(tmp_path / "r", 2, process)
+    """In a round that would take hours."""
+    process = started("run", *KINDS["fedavg"], "local.epochs=1000000", "--out", "r", cwd=tmp_path)
+    assert process.stdout is not None
+    wait_for(tmp_path / "r", 1, process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    next(line for line in process.stdout if "finishing this round" in line)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
     assert process.returncode == 130

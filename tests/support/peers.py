@@ -12,7 +12,6 @@ import torch
 
 from fedloom.core import tree
 from fedloom.deploy.ends import Population, population_of, rows_of_client
-from fedloom.deploy.flower import free_port
 from fedloom.deploy.peers import start
 from fedloom.deploy.peers.bundles import initialise_peers, read_bundle, read_secret
 from fedloom.deploy.peers.peer import Peer, PeerPlace
@@ -22,6 +21,7 @@ from fedloom.engine.state import RunState
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config, parse
 from support.federation import table_of
+from support.ports import free_ports
 
 NAMES = ("Ada", "Bea", "Cem")
 _one_at_a_time = threading.Lock()
@@ -60,7 +60,7 @@ class Network:
     """Nodes that can be started, stopped and started again."""
 
     def __init__(self, folder: Path, config: Config, names: tuple[str, ...] = NAMES) -> None:
-        hosts = [f"127.0.0.1:{port}" for port in ports(len(names))]
+        hosts = [f"127.0.0.1:{port}" for port in free_ports(len(names))]
         self.slugs = initialise_peers(config, list(names), hosts, folder, Path())
         self.folder, self.names = folder, names
         self.processes: dict[int, start.PeerProcess] = {}
@@ -111,7 +111,7 @@ class Network:
     def ended(self, threads: list[threading.Thread]) -> None:
         """Wait for nodes to end by themselves."""
         for thread in threads:
-            thread.join(300)
+            thread.join(600)
             assert not thread.is_alive()
         for error in self.failed.values():
             raise error
@@ -133,17 +133,10 @@ class Network:
 
 
 def wait_until(true: Callable[[], Any]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not true():
         assert time.monotonic() < until
         time.sleep(0.01)
-
-
-def ports(count: int) -> list[int]:
-    found: set[int] = set()
-    while len(found) < count:
-        found.add(free_port())
-    return sorted(found)
 
 
 def furthest(nodes: list[RunState], simulated: RunState) -> float:

@@ -3,14 +3,13 @@
 ``Popen`` is ``subprocess.Popen`` for commands like ``[sys.executable, "-m", "fedloom", ...]``, with its pipes, signals
 and exit codes. The process is one of its own, with its own memory, but it shares the hash seed of the others and is
 no child of the one that asked for it, so that a rank does not end with its launcher: where that is the point of a test,
-it takes ``subprocess.Popen``.
+the launcher is started with ``parent=True``, and forks what it starts itself.
 """
 
 from __future__ import annotations
 
 import array
 import gc
-import io
 import json
 import os
 import pkgutil
@@ -44,13 +43,21 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     _answers: socket.socket | None = None
 
     def __init__(
-        self, args: Any, *rest: Any, crash_at: int = 0, place: str = "", largest_file: int = 0, **more: Any
+        self,
+        args: Any,
+        *rest: Any,
+        crash_at: int = 0,
+        place: str = "",
+        largest_file: int = 0,
+        parent: bool = False,
+        **more: Any,
     ) -> None:
         """With ``crash_at``, killed just before it touches a file below ``place`` for that time.
 
-        ``largest_file`` bounds the bytes of each file that it writes, as a full disk would.
+        ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``parent``: the processes
+        that it starts are its own children.
         """
-        self._job = {"crash_at": crash_at, "place": place, "largest_file": largest_file}
+        self._job = {"crash_at": crash_at, "place": place, "largest_file": largest_file, "parent": parent}
         super().__init__(args, *rest, **more)
 
     def _execute_child(  # type: ignore[no-untyped-def]
@@ -60,15 +67,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if shell or executable or preexec_fn or not _is_python(args, env):
             more = (startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more, *rest)
-        new_session = rest[5]
         self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._answers.connect(_server())
-        job = self._job | {
-            "words": [str(word) for word in args[1:]],
-            "cwd": os.path.abspath(cwd or "."),
-            "env": {k: v for k, v in (os.environ if env is None else env).items() if k != "FEDLOOM_PARENT"},
-            "new_session": bool(new_session),
-        }
+        job = _job(args, cwd, env, new_session=rest[5]) | self._job
+        job["env"].pop("FEDLOOM_PARENT", None)
         fds = [own if fd == -1 else fd for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
         text = json.dumps(job).encode() + b"\n"
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -110,6 +112,43 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                 self.returncode = int(self._line())
                 self._answers.close()
         return self.returncode
+
+
+class Child(subprocess.Popen):  # type: ignore[type-arg]
+    """A process that is forked from this one, which is warm, and is its child."""
+
+    def _execute_child(  # type: ignore[no-untyped-def]
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
+    ):  # fmt: skip
+        if shell or executable or preexec_fn or not _is_python(args, env):
+            more = (startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more, *rest)
+        job = _job(args, cwd, env, new_session=rest[5])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number, fd in enumerate((p2cread, c2pwrite, errwrite)):
+                if fd != -1:
+                    os.dup2(fd, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os._exit(_outcome(job))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        return None
+
+
+def _job(args: Any, cwd: Any, env: Mapping[str, str] | None, *, new_session: Any) -> dict[str, Any]:
+    """What a process is to do."""
+    nothing = {"crash_at": 0, "place": "", "largest_file": 0, "parent": False}
+    return nothing | {
+        "words": [str(word) for word in args[1:]],
+        "cwd": os.path.abspath(cwd or "."),
+        "env": dict(os.environ if env is None else env),
+        "new_session": bool(new_session),
+    }
 
 
 def _is_python(args: Any, env: Mapping[str, str] | None) -> bool:
@@ -185,6 +224,7 @@ def serve(path: str) -> None:
         if listener in ready:
             connection = listener.accept()[0]
             job, fds = _received(connection)
+            _import_for(job)
             child = os.fork() if job else None
             if child == 0:
                 signal.set_wakeup_fd(-1)
@@ -205,12 +245,16 @@ def serve(path: str) -> None:
 
 
 def _import_all() -> None:
-    """Import what commands need: the first gradient imports the compiler, the first parse every algorithm and model."""
+    """Import what commands need: the first gradient imports the compiler, the first parse every algorithm and model.
+
+    Some commands import large libraries when they need them: for statistics, networks, pictures, privacy.
+    """
     import torch
     from matplotlib.figure import Figure
 
     import fedloom
     from fedloom.core.schema import Spec
+    from fedloom.report.figure import PICTURES, as_file
     from fedloom.runs.settings import parse
 
     # Kernels are for a GPU; what needs Flower, an optional extra, is imported by those who need it.
@@ -221,7 +265,20 @@ def _import_all() -> None:
     parse({})
     _build(Spec)
     torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 2))
-    Figure().savefig(io.BytesIO(), format="png")
+    figure = Figure()
+    figure.suptitle("any")
+    for suffix in PICTURES:
+        as_file(figure, suffix)
+    for name in ("networkx", "scipy.stats", "dp_accounting"):
+        with suppress(ImportError):  # of an optional extra
+            import_module(name)
+
+
+def _import_for(job: dict[str, Any]) -> None:
+    """Import Flower's command line where a process is to run it; as an optional extra it is not imported before."""
+    if "fedloom.deploy.flower_commands" in job.get("words", ()):
+        with suppress(ImportError):
+            import_module("flwr.cli.app")
 
 
 def _build(cls: Any) -> None:
@@ -262,6 +319,8 @@ def _outcome(job: dict[str, Any]) -> int:
         sys.path.insert(0, os.getcwd())
     if words[1].startswith("support."):
         sys.path.insert(0, str(Path(__file__).parents[1]))
+    if job["parent"]:
+        subprocess.Popen = Child  # type: ignore[misc]
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     if job["crash_at"]:

@@ -29,6 +29,7 @@ CONNECTION = "fedloom"  # the name of the SuperLink in Flower's configuration
 _TAIL = 1 << 16  # bytes at the end of a log that are looked at
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PATIENCE = 600.0  # seconds until a program must be there; a busy machine is no fault
+_POLL = "0.2"  # seconds until Flower begins with a message that has arrived; 1 unless it is told
 
 
 class FlowerError(FedloomError):
@@ -53,6 +54,7 @@ def world(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home.absolute() / "flwr"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": _POLL,
         "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
     }
