@@ -75,7 +75,7 @@ def wait_for(run: Path, count: int, process: subprocess.Popen[str]) -> None:
 def test_killed_at_every_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str) -> None:
     """A power cut before the first file, before the second, and so on through the whole life of a run.
 
-    A run continued after the crash is cut short once more, at another place, before it may finish.
+    Every second run that is continued after the crash is cut short once more, at another place, before it may finish.
     """
     words = (*KINDS[kind], "rounds=3", "checkpoint.every=1")
     assert quick("run", *words, "--out", "whole", cwd=tmp_path).code == 0
@@ -90,7 +90,8 @@ def test_killed_at_every_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str
         assert ended.code == -9
         points += 1
         if (run / "config.toml").exists():
-            quick("resume", run.name, cwd=tmp_path, crash_at=7 + point % 11, place=run.name)
+            if points % 2:
+                quick("resume", run.name, cwd=tmp_path, crash_at=7 + point % 11, place=run.name)
             ended = quick("resume", run.name, cwd=tmp_path)
         else:
             ended = quick("run", *words, "--out", run.name, cwd=tmp_path)
@@ -164,7 +165,7 @@ def test_asked_twice_it_stops_at_once(tmp_path: Path) -> None:
 
 
 # -- more rounds, other rounds ---------------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_a_longer_run_is_the_short_one_continued(quick: Quick, tmp_path: Path, kind: str) -> None:
     words = (*KINDS[kind], "checkpoint.every=2")
     assert quick("run", *words, "rounds=3", "--out", "short", cwd=tmp_path).code == 0
@@ -355,12 +356,12 @@ def test_what_is_not_there_is_said_so(quick: Quick, run: Path) -> None:
 
 
 # -- a full disk -----------------------------------------------------------------------------------
-LIMITS: dict[str, tuple[tuple[str, ...], int]] = {
-    "metrics": (("local_only", "evaluate.every=1"), 18_000),
-    "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp"), 20_000),
-    "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk"), 200_000),
-    "picture": (("fedavg", "evaluate.every=10", "checkpoint.curves=true"), 20_000),
-    "partition": (("fedavg",), 5_000),
+LIMITS: dict[str, tuple[tuple[str, ...], int]] = {  # each as long as it takes to reach the limit
+    "metrics": (("local_only", "evaluate.every=1", "rounds=40"), 18_000),
+    "checkpoint": (("local_only", "evaluate.every=50", "model.kind=mlp", "rounds=4"), 20_000),
+    "rows": (("local_only", "evaluate.every=50", "model.kind=mlp", "engine.store=disk", "rounds=40"), 200_000),
+    "picture": (("fedavg", "evaluate.every=2", "checkpoint.curves=true", "rounds=6"), 20_000),
+    "partition": (("fedavg", "rounds=4"), 5_000),
 }
 
 
@@ -369,7 +370,7 @@ LIMITS: dict[str, tuple[tuple[str, ...], int]] = {
 def test_a_full_disk_stops_the_run_and_what_was_saved_stays(quick: Quick, tmp_path: Path, what: str) -> None:
     """A limit on the size of files stands for the disk: each case is full at another file."""
     (kind, *more), limit = LIMITS[what]
-    words = (*SERVER, f"algorithm.kind={kind}", *more, "rounds=40", "checkpoint.every=1")
+    words = (*SERVER, f"algorithm.kind={kind}", *more, "checkpoint.every=1")
     done = fedloom("run", *words, "--out", "r", cwd=tmp_path, largest_file=limit)
     assert done.code == 4, (done.code, done.err)
     assert "Traceback" not in done.err

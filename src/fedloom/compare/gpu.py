@@ -33,7 +33,7 @@ def shared(jobs: int) -> Iterator[Mapping[str, str]]:
         prefix="fedloom-mps-", ignore_cleanup_errors=True
     ) as folder:  # short: it contains sockets
         keeper = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve_until_parent_ends as serve; serve()"],
+            [sys.executable, "-P", __file__],  # this file alone: the package would import torch first
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **_places(folder)},
@@ -62,3 +62,7 @@ def serve_until_parent_ends() -> None:
     sys.stdin.read()
     subprocess.run([_CONTROL], input=b"quit\n", stdout=subprocess.DEVNULL, check=False)
     shutil.rmtree(os.environ[_PIPES], ignore_errors=True)  # for a comparison that was killed
+
+
+if __name__ == "__main__":
+    serve_until_parent_ends()
