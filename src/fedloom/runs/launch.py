@@ -185,12 +185,16 @@ def _watched(processes: list[subprocess.Popen[bytes]]) -> int | None:
     failed, until = None, float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if failed is None:
-            failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+            failed = _first_failed(processes)
             until = until if failed is None else time.monotonic() + _GRACE
         time.sleep(_LOOK)
-    if failed is None:
-        failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
-    return failed
+    return _first_failed(processes) if failed is None else failed
+
+
+def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """A rank that has failed: if several have, one that was killed, since the others fail when they lose it."""
+    codes = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+    return min(codes, key=lambda rank: (codes[rank] > 0, rank), default=None)
 
 
 @contextmanager
