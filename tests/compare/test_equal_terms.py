@@ -70,7 +70,7 @@ def test_a_budget_of_ones_own(tmp_path: Path) -> None:
     done = run(base, tmp_path / "c", jobs=1)
     notes = " ".join(table_notes.notes(done.question, done.rows))
     assert "Equal gradients: each method trains for as many rounds as 100 gradients" in notes
-    assert "fedavg came to 90% of that: one more round would be more than that." in notes
+    assert "fedavg spent 90% of the budget: one more round would exceed it." in notes
     unequal = plan(SMALL | {"compare": {"algorithms": THREE}})
     assert equalised(unequal, tmp_path) is unequal
 

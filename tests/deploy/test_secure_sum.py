@@ -100,7 +100,7 @@ def test_forged_boxes_certificates_and_shares_are_noticed(seals: Any) -> None:
     vectors = {k: each[k].masked(np.ones(3), {j: sealed[j].boxes[k] for j in sealed if j != k}) for k in (1, 2, 3)}
     given = {k: each[k].shares_of([1, 2, 3]) for k in vectors}
     given[2] = {member: bytes(16) for member in given[2]}
-    with pytest.raises(MessageError, match="somebody has sent a wrong one"):
+    with pytest.raises(MessageError, match="a node has sent a wrong one"):
         unmasked(each[0].parties, vectors, sealed, given)
 
 

@@ -172,7 +172,7 @@ def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) ->
 
 
 def test_a_meeting_place_without_a_secret_is_refused_before_anybody_is_met(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"FEDLOOM_MEETING: the secret of the ranks cannot be read there: No such"):
+    with pytest.raises(ConfigError, match=r"FEDLOOM_MEETING: the secret of the ranks cannot be read: No such"):
         joined({"RANK": "0", "WORLD_SIZE": "2", "FEDLOOM_MEETING": str(tmp_path)})
     assert not list(tmp_path.iterdir())
 

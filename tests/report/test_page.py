@@ -202,7 +202,7 @@ def test_changed_numbers_are_told(compared: Path, tmp_path: Path) -> None:
     (cell / "metrics.jsonl").write_text(lines.replace('"round": 1,', '"round":  1,'))
     assert "metrics.jsonl: is damaged" in Quick()("show", "c", cwd=tmp_path).err  # the checkpoint knows
     shutil.rmtree(cell / "checkpoints")
-    told = "metrics.jsonl is not what the run wrote: its SHA-256 is not that in manifest.json."
+    told = "metrics.jsonl has changed since the run wrote it: its SHA-256 differs from manifest.json."
     for shown in ("c", str(cell), "."):
         done = Quick()("show", shown, cwd=tmp_path)
         assert (done.code, done.out.count(told)) == (1, 1), done.out + done.err

@@ -250,7 +250,7 @@ def test_the_run_folder_says_what_a_message_is_made_of() -> None:
 def test_data_that_was_handed_over_is_handed_over_again(desk: Path) -> None:
     data = blobs()
     fedloom.run("fedavg", data=data, rounds=2, out="r", **SMALL)
-    with pytest.raises(CheckpointError, match=r"its data came from Python.*fedloom\.resume\(run_dir, data="):
+    with pytest.raises(CheckpointError, match=r"its data was passed in Python.*fedloom\.resume\(run_dir, data="):
         fedloom.resume("r", rounds=3)
     with pytest.raises(CheckpointError, match="the data has changed since this run began"):
         fedloom.resume("r", data=blobs(seed=1), rounds=3)

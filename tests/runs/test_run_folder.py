@@ -276,7 +276,7 @@ def test_a_file_that_the_run_did_not_write_is_refused(quick: Quick, run: Path, n
     before = contents(run)
     done = quick("resume", "r", "--rounds", "7", cwd=run.parent)
     assert done.code == 2
-    assert f"r/{name}: is not what the run wrote" in done.err
+    assert f"r/{name}: has changed since the run wrote it" in done.err
     assert contents(run) == before
     path.unlink()
     gone = quick("resume", "r", "--rounds", "7", cwd=run.parent)

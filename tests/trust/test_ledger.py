@@ -193,7 +193,7 @@ def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     resumed(tmp_path / "copy", at=3)
     assert contents(tmp_path / "copy") == contents(tmp_path / "run")
     (tmp_path / "copy" / "noise.key").write_text(noise.as_text(noise.fresh_key()))
-    with pytest.raises(CheckpointError, match=r"noise\.key: is not what the run wrote"):
+    with pytest.raises(CheckpointError, match=r"noise\.key: has changed since the run wrote it"):
         resumed(tmp_path / "copy", at=3)
     (tmp_path / "copy" / "manifest.json").unlink()  # which knows the key that was drawn
     resumed(tmp_path / "copy", at=3)
@@ -312,7 +312,7 @@ def test_privacy_cannot_be_left_out_or_added_later(tmp_path: Path) -> None:
     path = tmp_path / "private" / "config.toml"
     head, _, rest = path.read_text().partition("[privacy]")
     path.write_text(head + rest.partition("\n\n")[2])
-    with pytest.raises(ConfigError, match=r"privacy\.clip: was 1\.0 when this private run began, and is unset now"):
+    with pytest.raises(ConfigError, match=r"privacy\.clip: was 1\.0 when this private run began, now it is unset"):
         resumed(tmp_path / "private", rounds=4)
     started(tmp_path / "open", 2, privacy={})
     path = tmp_path / "open" / "config.toml"
@@ -338,7 +338,7 @@ def test_rounds_cannot_be_edited_where_noise_was_calibrated_for_them(tmp_path: P
     started(tmp_path / "run", 2, privacy={"clip": 1.0, "epsilon": 8.0})
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     edited(tmp_path / "run", "rounds = 2", "rounds = 1")
-    with pytest.raises(ConfigError, match="rounds: was 2 when this private run began, and is 1 now"):
+    with pytest.raises(ConfigError, match="rounds: was 2 when this private run began, now it is 1"):
         resumed(tmp_path / "run")
 
 
@@ -422,7 +422,7 @@ def test_an_edited_file_is_one_error_of_the_command_line(quick: Quick, tmp_path:
     done = quick("resume", "run", "--rounds", "4", cwd=tmp_path)
     assert done.code == 2
     assert done.err.count("error:") == 1
-    assert "privacy.noise: was 0.2 when this private run began, and is 20.0 now" in done.err
+    assert "privacy.noise: was 0.2 when this private run began, now it is 20.0" in done.err
     assert "Traceback" not in done.err
 
 
@@ -444,8 +444,8 @@ def _no_number(path: Path) -> None:
 def test_a_lost_key_is_reported(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     started(tmp_path / "run", 2)
     spoil(tmp_path / "run" / "noise.key")
-    for found in ("gone|not what the run wrote", "missing|damaged"):
-        with pytest.raises(CheckpointError, match=rf"noise\.key: is ({found})") as caught:
+    for found in ("is missing|has changed since the run wrote it", "is (missing|damaged)"):
+        with pytest.raises(CheckpointError, match=rf"noise\.key: ({found})") as caught:
             resumed(tmp_path / "run", rounds=4)
         assert "perhaps another secret" not in str(caught.value)
         (tmp_path / "run" / "manifest.json").unlink(missing_ok=True)

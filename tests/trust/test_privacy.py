@@ -464,7 +464,7 @@ def test_a_client_that_is_left_out_would_be_reported(world: Any) -> None:
     arrays = blobs(SIZES)
     arrays.x[arrays.client == 2] = 1e38  # with such a rate, this client's work will not be finite
     exp = world(arrays=arrays, algorithm=UNIFORM, local={"batch": 0, "lr": 100.0}, privacy={"clip": 1.0, "noise": 1.0})
-    with pytest.raises(DivergedError, match=r"client 2 is not finite; .* epsilon would no longer hold"):
+    with pytest.raises(DivergedError, match=r"client 2 are not finite; .* epsilon would no longer hold"):
         advance(exp, begin(exp), RamStore(6))
 
 

@@ -95,7 +95,7 @@ def compare(
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
     if seeds is not None and seed:
-        raise ConfigError([Fault("--seed", "cannot be set beside --seeds", "leave one of them out")])
+        raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}

@@ -177,7 +177,7 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     presets: ClassVar[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {}
-    # setting -> value -> the settings that this value stands for, unless they are written
+    # setting -> value -> the settings that this value implies, unless they are written
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -389,7 +389,7 @@ def module_names(package: str) -> tuple[str, ...]:
 
 
 def defined_in(thing: Any, base: type[Any], module: ModuleType) -> bool:
-    """Whether ``thing`` is a subclass of ``base`` written in ``module`` (not merely imported there)."""
+    """Whether ``thing`` is a subclass of ``base`` defined in ``module``, not only imported."""
     return (
         inspect.isclass(thing)
         and issubclass(thing, base)

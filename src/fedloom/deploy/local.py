@@ -1,4 +1,4 @@
-"""A whole federation on one machine: a server and nodes as processes of their own, with real keys and certificates."""
+"""A whole federation on one machine: a server and nodes as separate processes, with real keys and certificates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_local(
     names = [f"Node {number + 1}" for number in range(count)]
     listens = Listens(host="127.0.0.1", bind="127.0.0.1", port=flower.free_port())
     slugs = initialise(config, names, listens, out, root, secure_sum=secure_sum)
-    say(f"{out}: a server and {count} nodes, each a process with a key of its own")
+    say(f"{out}: a server and {count} nodes, each a process with its own key")
     with until_stopped() as stop:
         processes: list[subprocess.Popen[bytes]] = []
         try:

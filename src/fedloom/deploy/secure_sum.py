@@ -163,7 +163,7 @@ def unmasked(
             raise MessageError(f"{len(shares)} shares of node {member} came, and {parties.threshold} are needed")
         seed = Shamir.combine(shares[: parties.threshold], ssss=False)
         if _commitment(seed) != seals.commitments[member not in vectors]:
-            raise MessageError(f"the shares of node {member} do not fit together: somebody has sent a wrong one")
+            raise MessageError(f"the shares of node {member} do not fit together: a node has sent a wrong one")
         if member in vectors:
             total = total - _stream(seed, len(total))
             continue

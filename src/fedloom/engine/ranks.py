@@ -224,7 +224,7 @@ def _secret_of(folder: Path) -> bytes:
     try:
         return (folder / SECRET).read_bytes()
     except OSError as error:
-        what = f"the secret of the ranks cannot be read there: {error.strerror} (got '{folder}')"
+        what = f"the secret of the ranks cannot be read: {error.strerror} (got '{folder}')"
         raise ConfigError([Fault(MEETING, what, "start ranks with --ranks, or unset it")]) from error
 
 

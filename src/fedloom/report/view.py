@@ -112,9 +112,11 @@ def runs_shown(view: AnyView) -> tuple[RunView, ...]:
 
 def changes_shown(view: AnyView) -> tuple[str, ...]:
     """A sentence for each file of these runs that has changed since the run wrote it."""
-    why = "its SHA-256 is not that in manifest.json"
+    why = "its SHA-256 differs from manifest.json"
     return tuple(
-        f"{run.name}: {file} is not what the run wrote: {why}." for run in runs_shown(view) for file in run.changed
+        f"{run.name}: {file} has changed since the run wrote it: {why}."
+        for run in runs_shown(view)
+        for file in run.changed
     )
 
 

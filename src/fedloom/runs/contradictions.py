@@ -32,7 +32,7 @@ Table = Mapping[str, Any]
 
 
 def contradictions(table: Table, chosen: Mapping[str, Any]) -> list[Fault]:
-    """What is wrong between the sections of an experiment; None stands for a section that could not be read."""
+    """What is wrong between the sections of an experiment; None is a section that could not be read."""
     known = {"table": table} | {section: spec for section, spec in chosen.items() if spec is not None}
     return [fault for rule in RULES for fault in _asked(rule, known)]
 

@@ -374,7 +374,7 @@ def verify(path: Path, names: Iterable[str]) -> None:
             raise CheckpointError(f"{path / name}: is missing (restore it, or start a new run)")
         found = disk.digest(path / name)
         if found != known[name]:
-            what = f"is not what the run wrote (sha256 {found[:12]}, manifest.json says {known[name][:12]})"
+            what = f"has changed since the run wrote it (sha256 {found[:12]}, manifest.json says {known[name][:12]})"
             raise CheckpointError(f"{path / name}: {what}")
 
 

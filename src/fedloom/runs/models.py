@@ -132,7 +132,7 @@ def save_personal(path: Path, exp: Experiment, parts: Iterator[ClientModels], no
 
 
 def _neighbours(ids: Tensor) -> Iterator[tuple[int, int]]:
-    """Where runs of consecutive numbers begin and end in ``ids``: their rows lie side by side in a file."""
+    """Where runs of consecutive numbers begin and end in ``ids``: their rows are contiguous in a file."""
     cuts = (ids.diff() != 1).nonzero().squeeze(1).add(1).tolist()
     return pairwise([0, *cuts, len(ids)] if len(ids) else [])
 

@@ -152,9 +152,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     bad = config.corruption.bad(found.clients, seed)
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     if arrays.clients and not isinstance(partition, Natural):
-        lacks.append(
-            "the data names its clients, whose rows are split anew; partition.kind=natural keeps them together"
-        )
+        lacks.append("the data names its clients, but their rows are split; partition.kind=natural keeps them together")
     if not (config.evaluate.metrics or config.task.class_weights != "none"):
         lacks += one_class(arrays)
     return Shared(

@@ -101,7 +101,9 @@ def _resumed_config(
         _check_rounds(path, table, rounds, at)
         table["rounds"] = rounds
     if not is_handed_over(handed[0]) and table.get("data", {}).get("source") == InMemory.kind:
-        raise CheckpointError(f"{path}: its data came from Python; resume it there: fedloom.resume(run_dir, data=...)")
+        raise CheckpointError(
+            f"{path}: its data was passed in Python; resume it in Python: fedloom.resume(run_dir, data=...)"
+        )
     return parse(table, notes)
 
 

@@ -235,9 +235,7 @@ class LawAFL(
     shrink: Annotated[PositiveFloat, _SHRINKS] = Field(
         1.0, description="of FedLAW: gamma at the start of a round; param = fixed keeps it"
     )
-    shrink_rule: Annotated[ShrinkRule, _TRAINS] = Field(
-        "law", description="of FedLAW: where gamma comes from, see there"
-    )
+    shrink_rule: Annotated[ShrinkRule, _TRAINS] = Field("law", description="of FedLAW: how gamma is set, see fedlaw")
     shrink_min: Annotated[PositiveFloat, _BOUNDED] = Field(OF_MODELS.low, description="of FedLAW: lower bound of gamma")
     shrink_max: Annotated[PositiveFloat, _GROWS] = Field(OF_MODELS.high, description="of FedLAW: upper bound of gamma")
     head_shrink_min: Annotated[PositiveFloat, _STEPS] = Field(OF_HEADS.low, description="the least gamma of statistics")

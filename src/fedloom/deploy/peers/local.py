@@ -1,4 +1,4 @@
-"""A whole network on one machine: every node a process of its own, with its own key."""
+"""A whole network on one machine: every node is a separate process, with its own key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_peers(config: Config, count: int, out: Path, root: Path, say: Callable[[
     names = [f"Node {number + 1}" for number in range(count)]
     hosts = [f"127.0.0.1:{port}" for port in _free_ports(count)]
     slugs = initialise_peers(config, names, hosts, out, root)
-    say(f"{out}: {count} nodes, each a process with a key of its own")
+    say(f"{out}: {count} nodes, each a process with its own key")
     with until_stopped() as stop:
         processes: dict[str, subprocess.Popen[bytes]] = {}
         try:

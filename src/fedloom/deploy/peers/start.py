@@ -246,7 +246,9 @@ class PeerProcess:
             out.write(json.dumps(line).encode() + b"\n")
             out.flush()
             os.fsync(out.fileno())
-        parts = [f"round {round_} of {self._rounds}: received from {', '.join(up) or 'nobody'} in {seconds:.1f} s"]
+        parts = [
+            f"round {round_} of {self._rounds}: received from {', '.join(up) or 'no neighbour'} in {seconds:.1f} s"
+        ]
         parts += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
         self._say("; ".join(parts))
 

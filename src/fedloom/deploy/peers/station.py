@@ -133,7 +133,7 @@ class Station:
     def accompanied(self, seconds: float) -> None:
         """Wait until a neighbour is connected: a node that trains alone would only drift away.
 
-        A node that was started again, and has met nobody since, does not wait for long where no neighbour is at work:
+        A node that was restarted, and has met no neighbour since, does not wait for long if no neighbour is running:
         all others may have done their rounds without it.
         """
         neighbours, grace = self.identity.neighbours, min(self.edges.patience.grace, seconds)

@@ -18,7 +18,9 @@ def notes(question: Question, table: Sequence[Row]) -> list[str]:
     if question.equal != "rounds":
         out += [_terms(question), *_off(question, table)]
     if any(row.diverged or row.failed for row in table):
-        out.append("A method that did not finish with every seed is not ranked; its values are of the other seeds.")
+        out.append(
+            "A method that did not finish with every seed is not ranked; its values are those of the other seeds."
+        )
     if question.paper:
         out.append("paper: the value that the paper reports, not one that was measured here.")
     out += gain_note(question)
@@ -83,19 +85,19 @@ def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
             continue
         spent = getattr(row.spent, question.equal).mean
         if spent == 0:
-            yield f"{row.method} spends none of it, and has the rounds of the experiment."
+            yield f"{row.method} spends none of it, and keeps the rounds of the experiment."
         elif abs(spent / budget - 1) > 0.05:
             where = f" ({question.title(row.place)})" if row.place else ""
-            yield f"{row.method}{where} came to {spent / budget:.0%} of that: {_why_off(spent, budget, row.spent)}."
+            yield f"{row.method}{where} spent {spent / budget:.0%} of the budget: {_why_off(spent, budget, row.spent)}."
 
 
 def _why_off(amount: float, budget: float, spent: Cost) -> str:
     """Why a method missed its budget: it trains for whole rounds, or only training shows how much it spends."""
     rounds = spent.rounds.mean
     if amount > budget and rounds <= 1:
-        return "one round is more than that"
+        return "one round already exceeds it"
     if amount < budget < amount * (1 + 1 / max(rounds, 1)):
-        return "one more round would be more than that"
+        return "one more round would exceed it"
     return "how much it trains is known only after training"
 
 

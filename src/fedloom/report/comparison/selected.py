@@ -106,7 +106,7 @@ def selection_notes(selection: Selection) -> list[str]:
     """How the choice was made."""
     names = " / ".join(dict.fromkeys(selection.metrics.values()))
     what = f"chosen: for each method the {', '.join(selection.over)} with the best {names}"
-    how = "the mean of its last evaluations, ten at most, over all seeds; the test rows have no part in the choice"
+    how = "the mean of its last evaluations, ten at most, over all seeds; the test rows are not used for the choice"
     lost = [m for m in selection.question.methods for p in selection.question.places if (p, m) not in selection.choices]
     none = f"{', '.join(dict.fromkeys(lost))}: nothing to choose from, since no grid point finished with every seed."
     return [f"{what} ({how}).", *([none] if lost else [])]

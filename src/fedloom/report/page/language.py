@@ -217,7 +217,7 @@ _CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端
 
 # Notes below tables and names of differences, as comparisons write them; {} is what differs from one to the other.
 _CHINESE_SENTENCES = {
-    "{}: {} is not what the run wrote: its SHA-256 is not that in manifest.json.": (
+    "{}: {} has changed since the run wrote it: its SHA-256 differs from manifest.json.": (
         "{}：{} 不是运行时写入的内容：其 SHA-256 与 manifest.json 中的不一致。"
     ),
     "{}: mean ± sample standard deviation over {} seeds; rank by the mean of the last ten evaluations.": (
@@ -264,13 +264,13 @@ _CHINESE_SENTENCES = {
     "Equal {}: each method trains for as many rounds as {} MB through the busiest end allow; {}": (
         "等量对比（{}）：每个方法训练的轮数由最繁忙一端的通信量 {} MB 决定；表中的轮数、梯度次数和 MB 为实际花费。"
     ),
-    "{} spends none of it, and has the rounds of the experiment.": "{} 不消耗该资源，轮数与实验设置相同。",
-    "{} came to {} of that: how much it trains is known only after training.": (
+    "{} spends none of it, and keeps the rounds of the experiment.": "{} 不消耗该资源，轮数与实验设置相同。",
+    "{} spent {} of the budget: how much it trains is known only after training.": (
         "{} 实际花费为预算的 {}：训练量在训练之后才知道。"
     ),
-    "{} came to {} of that: one round is more than that.": "{} 实际花费为预算的 {}：一轮就已超出预算。",
-    "{} came to {} of that: one more round would be more than that.": "{} 实际花费为预算的 {}：再多一轮就会超出预算。",
-    "A method that did not finish with every seed is not ranked; its values are of the other seeds.": (
+    "{} spent {} of the budget: one round already exceeds it.": "{} 实际花费为预算的 {}：一轮就已超出预算。",
+    "{} spent {} of the budget: one more round would exceed it.": "{} 实际花费为预算的 {}：再多一轮就会超出预算。",
+    "A method that did not finish with every seed is not ranked; its values are those of the other seeds.": (
         "有种子未完成的方法不参与排名；其数值来自其余种子。"
     ),
     "paper: the value that the paper reports, not one that was measured here.": "paper：论文报告的数值，并非本次测得。",
@@ -284,7 +284,7 @@ _CHINESE_SENTENCES = {
     ),
     (
         "chosen: for each method the {} with the best {} (the mean of its last evaluations, ten at most, over all "
-        "seeds; the test rows have no part in the choice)."
+        "seeds; the test rows are not used for the choice)."
     ): "选择方式：对每个方法，取 {} 中 {} 最优者（所有种子上最后至多十次评估的均值）；测试样本不参与选择。",
     "{}: nothing to choose from, since no grid point finished with every seed.": (
         "{}：没有任何设置在所有种子上完成，无从选择。"
