@@ -153,7 +153,7 @@ def test_a_law_can_be_broken(cls: type[Algorithm], law) -> None:
 
 @pytest.mark.slow
 def test_a_setting_that_says_when_it_has_an_effect_obeys() -> None:
-    assert "'damping' has no effect beside mode = plain" in laws.verdict(beside_everything, Forgets)
+    assert "'damping' has no effect with mode = plain" in laws.verdict(beside_everything, Forgets)
     assert laws.verdict(laws.settings_have_an_effect, Declares) == ""
 
 
