@@ -16,7 +16,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.engine.ranks import ALONE, Ranks, is_rank, joined, ranks_by_cost, take_device
 from fedloom.runs.find import algorithms
 from fedloom.runs.launch import _what_is_left, count, meeting, rank_environment, without_ranks
-from support import crew
+from support import crew, warm
 
 KINDS = algorithms(own=False)
 LOOP, LANES = {"executor": "loop"}, {"executor": "lanes"}
@@ -140,16 +140,6 @@ def test_ranks_share_a_secret_key(tmp_path: Path) -> None:
 
 
 # -- strangers -------------------------------------------------------------------------------------
-_JOIN = """
-from fedloom.engine.ranks import joined
-from fedloom.core.errors import LostRankError
-try:
-    print(joined().broadcast("hello"))
-except LostRankError as error:
-    print(error)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("knows", [True, False], ids=["a friend", "a stranger"])
 def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) -> None:
@@ -160,8 +150,11 @@ def test_who_does_not_know_the_secret_is_not_met(tmp_path: Path, knows: bool) ->
     (theirs / "store").symlink_to(ours / "store")
     (theirs / "secret").write_bytes((ours / "secret").read_bytes() if knows else b"guessed")
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _JOIN], env=rank_environment(rank, 2, folder), stdout=subprocess.PIPE, text=True
+        warm.Popen(
+            [sys.executable, "-m", "support.join"],
+            env=rank_environment(rank, 2, folder),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank, folder in enumerate((ours, theirs))
     ]
@@ -241,7 +234,7 @@ def test_how_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count("3", cpu, clients=3) == 3
     with pytest.raises(ConfigError, match="there are only 2 clients"):
         count("3", cpu, clients=2)
-    with pytest.raises(ConfigError, match="this machine has 8 cores"):
+    with pytest.raises(ConfigError, match="this machine has only 8 cores"):
         count("129", cpu)
     assert count("auto", cpu) == 8
     assert count("auto", cpu, cohort=5) == 5

@@ -9,6 +9,7 @@ the launcher is started with ``parent=True``, and forks what it starts itself.
 from __future__ import annotations
 
 import array
+import atexit
 import gc
 import json
 import os
@@ -303,6 +304,7 @@ def _outcome(job: dict[str, Any]) -> int:
     """Do what ``python words...`` does, in a process that was just forked; the exit code."""
     import numpy as np
 
+    atexit._clear()  # what is to be done when the server ends
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()  # no two processes draw the same by accident
@@ -335,6 +337,7 @@ def _outcome(job: dict[str, Any]) -> int:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
