@@ -6,6 +6,7 @@ minutes. Here the rounds reach the nodes' processes directly; ``test_flower.py``
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import shutil
@@ -19,7 +20,7 @@ from fedloom.core.errors import StorageError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
-from fedloom.deploy.site import SERVER_TOML, read_state
+from fedloom.deploy.site import NODES, SERVER_TOML, read_state
 from support.apart import Apart
 from support.federation import Here, Tamper, a_site, config_of, here, same, weights
 
@@ -104,9 +105,13 @@ def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
 
 def test_disks_that_are_full_at_a_node_and_then_at_the_server_lose_nothing(tmp_path: Path) -> None:
     """The node refuses in words, and is back in the next round; the run ends with an error, and goes on later."""
+    pytest.importorskip("flwr")
+    from fedloom.deploy.serve import resume_run
+
     home = a_site(tmp_path / "site", config_of("scaffold", **QUIET))
     with_rules(home, quorum=0.6)
     shutil.copytree(tmp_path / "site", tmp_path / "again")
+    (home / NODES).write_text(json.dumps(dict.fromkeys(read_contract(home).nodes, "0")))  # as if all were registered
     nodes, usual = Apart(home), resource.getrlimit(resource.RLIMIT_FSIZE)
     nodes.start(*range(3))
 
@@ -123,6 +128,9 @@ def test_disks_that_are_full_at_a_node_and_then_at_the_server_lose_nothing(tmp_p
     try:
         with pytest.raises(StorageError, match=rf"File too large.*make room, then fedloom deploy resume {home.parent}"):
             conduct(home, Filled([]), 1, print)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, usual[1]))
+        with pytest.raises(StorageError, match="what was saved before is intact: make room, then try again"):
+            resume_run(home.parent)
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
         assert read_state(home)["state"] == "failed"
         assert conduct(home, nodes, 1, print) is not None

@@ -117,7 +117,12 @@ def assert_as_simulated(site: Path, folder: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_federation_on_one_machine_computes_what_the_simulation_does(tmp_path: Path) -> None:
+def test_a_federation_on_one_machine_computes_what_the_simulation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an organisation has a proxy, which does not lead to other processes of the same machine."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     site = tmp_path / "site"
     words = ("local", experiment(tmp_path, "fedala", rounds=1), "--nodes", 2, "--out", site, "--json")
     found = json.loads(said(*words).splitlines()[0])

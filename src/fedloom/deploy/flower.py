@@ -50,7 +50,10 @@ def refuse_missing() -> None:
 def world(home: Path) -> dict[str, str]:
     """The environment of Flower's programs."""
     here = str(Path(sys.executable).parent)
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1,localhost"]))
     own = {
+        "NO_PROXY": direct,  # on one machine they talk to each other without the proxy of the organisation
+        "no_proxy": direct,
         "FLWR_HOME": str(home.absolute() / "flwr"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -25,6 +25,7 @@ from fedloom.deploy.site import (
     with_clients,
     write_bundle,
 )
+from fedloom.deploy.waits import writing
 
 
 def add_node(site: Path, name: str) -> str:
@@ -61,8 +62,9 @@ def renew_server(site: Path) -> None:
     authority, certificate = _authority(site)
     hosts = dict.fromkeys([read_listens(home).host, "localhost", "127.0.0.1"])
     pair = keys.new_server(list(hosts), authority, certificate)
-    disk.write_bytes(home / "server.key", pair.private)
-    disk.write_bytes(home / "server.pem", pair.public)
+    with writing(home, "try again"):
+        disk.write_bytes(home / "server.key", pair.private)
+        disk.write_bytes(home / "server.pem", pair.public)
 
 
 def renew_node(site: Path, name: str) -> str:
@@ -77,11 +79,12 @@ def renew_node(site: Path, name: str) -> str:
     if not revoked_key(home, name):
         revoke(site, name)
     pair, seal = keys.new_node(), keys.new_seal(name, authority, certificate)
-    disk.make_folder(site / slug)
-    for file, data in (("node.key", pair.private), ("seal.key", seal.private), ("seal.crt", seal.public)):
-        disk.write_bytes(site / slug / file, data)
-    disk.write_bytes(home / f"{slug}.pub", pair.public)
-    register(home, outline.nodes)
+    with writing(home, "try again"):
+        disk.make_folder(site / slug)
+        for file, data in (("node.key", pair.private), ("seal.key", seal.private), ("seal.crt", seal.public)):
+            disk.write_bytes(site / slug / file, data)
+        disk.write_bytes(home / f"{slug}.pub", pair.public)
+        register(home, outline.nodes)
     return slug
 
 

@@ -114,7 +114,8 @@ def register(home: Path, names: tuple[str, ...]) -> None:
     paths = [str(home.absolute() / f"{folder_name(name)}.pub") for name in new]
     answers = flower.calls(home, *(("supernode", "register", path) for path in paths)) if new else []
     known |= {name: str(flower.unrefused(answer)["node-id"]) for name, answer in zip(new, answers, strict=True)}
-    disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+    if new or not (home / NODES).exists():
+        disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -171,13 +172,13 @@ def _refuse_revoked(home: Path, names: tuple[str, ...]) -> None:
 def _begun(home: Path, run: int) -> int:
     names = read_outline(home).nodes
     _refuse_revoked(home, names)
-    register(home, names)
     with writing(home, "try again"):
+        register(home, names)
         disk.make_folder(home / RUNS)
         (home / STOP).unlink(missing_ok=True)
         write_state(home, run, "starting")
-    number = flower.run_app(home, run)
-    disk.write_bytes(home / _FLOWER, json.dumps({"run": run, "id": number}).encode())
+        number = flower.run_app(home, run)
+        disk.write_bytes(home / _FLOWER, json.dumps({"run": run, "id": number}).encode())
     return run
 
 
@@ -190,7 +191,8 @@ def stop_run(site: Path, *, now: bool = False) -> None:
     if now:
         _end_run(home)
     else:
-        disk.write_bytes(home / STOP, b"")
+        with writing(home, "try again"):
+            disk.write_bytes(home / STOP, b"")
 
 
 def _end_run(home: Path) -> None:
@@ -212,8 +214,9 @@ def revoke(site: Path, name: str) -> None:
     if name not in known:
         raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(known) or 'none'}")])
     flower.call(home, "supernode", "unregister", known.pop(name))
-    disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
-    (home / f"{folder_name(name)}.pub").unlink(missing_ok=True)  # Flower refuses it for ever
+    (home / f"{folder_name(name)}.pub").unlink(missing_ok=True)  # first, so that no later server registers it
+    with writing(home, "try again"):
+        disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
 
 
 def _flower_id(home: Path) -> str:

@@ -52,7 +52,7 @@ class NodeIdentity(Spec):
 
     name: str = Field(description="its name in the contract")
     server: str = Field(description="host:port of the server")
-    data: str = Field("", description="its file of data; empty: its part of the experiment's own data")
+    data: str = Field("", description="its file of data; 'experiment': its part of the experiment's own data")
 
 
 class NodeSettings(NamedTuple):
