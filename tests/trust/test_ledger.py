@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     "checkpoint": {"every": 1, "curves": False},
 }
 PRIVATE = {"clip": 1.0, "noise": 2.0}
+PRIVATE_WORDS = ("privacy.clip=1", "algorithm.weighting=uniform", "model=logistic", "checkpoint.curves=false")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_who_takes_part_is_a_secret_where_epsilon_counts_on_it(world: Any) -> No
 
 
 def test_the_key_lies_in_the_run_folder_and_nowhere_else(quick: Quick, tmp_path: Path) -> None:
-    words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=2", "model=logistic")
+    words = (*PRIVATE_WORDS, "privacy.noise=1", "rounds=2")
     done = quick("run", *words, "--out", "run", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     key = (tmp_path / "run" / "noise.key").read_text().strip()
@@ -243,7 +244,7 @@ def test_epsilon_does_not_fall_when_a_run_goes_back(tmp_path: Path, mechanism: s
 
 @pytest.mark.parametrize("place", ["config.toml.part", "checkpoints/.00000003.part"])
 def test_epsilon_does_not_fall_after_a_kill_on_the_way_back(quick: Quick, tmp_path: Path, place: str) -> None:
-    words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=4", "model=logistic")
+    words = (*PRIVATE_WORDS, "privacy.noise=1", "rounds=4")
     assert quick("run", *words, "checkpoint.every=2", "--out", "run", cwd=tmp_path).code == 0
     whole = spent(tmp_path / "run")
     back = ("resume", "run", "--from", "2", "--rounds", "3")
@@ -416,7 +417,7 @@ def test_other_weights_are_refused_whatever_is_accepted(tmp_path: Path) -> None:
 
 
 def test_an_edited_file_is_one_error_of_the_command_line(quick: Quick, tmp_path: Path) -> None:
-    words = ("privacy.clip=1", "privacy.noise=0.2", "algorithm.weighting=uniform", "rounds=2", "model=logistic")
+    words = (*PRIVATE_WORDS, "privacy.noise=0.2", "rounds=2")
     assert quick("run", *words, "--out", "run", cwd=tmp_path).code == 0
     edited(tmp_path / "run", "noise = 0.2", "noise = 20.0")
     done = quick("resume", "run", "--rounds", "4", cwd=tmp_path)
@@ -468,7 +469,7 @@ def test_a_key_that_came_with_a_folder_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("touch", [1, 2, 3])
 def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, tmp_path: Path, touch: int) -> None:
-    words = ("privacy.clip=1", "privacy.noise=1", "algorithm.weighting=uniform", "rounds=1", "model=logistic")
+    words = (*PRIVATE_WORDS, "privacy.noise=1", "rounds=1")
     done = quick("run", *words, "--out", "run", cwd=tmp_path, crash_at=touch, place="noise.key")
     assert done.code == -9
     assert quick("resume", "run", cwd=tmp_path).code == 0
