@@ -197,7 +197,7 @@ def test_good_clients_alone_decide_if_the_bad_ones_do_not_count(world: Any, exec
 @pytest.mark.parametrize(
     ("kind", "algorithm", "message"),
     [
-        ("model_sign_flip", "dpsgd", r"corruption\.kind: changes what is sent to a server, and DPSGD has none"),
+        ("model_sign_flip", "dpsgd", r"corruption\.kind: changes what is sent to a server, but DPSGD has none"),
         ("model_sign_flip", "apple", r"corruption\.kind: changes the part 'dw' .* sends \['core', 'client'\]"),
         ("stat_scale", "fedavg", r"corruption\.kind: changes the part 'rows' .* sends \['dw'\]"),
         ("quality_forge", "fedavg", r"corruption\.kind: changes the part 'accuracy'"),
