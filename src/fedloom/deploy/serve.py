@@ -78,7 +78,7 @@ def _locked(home: Path) -> int:
 
 
 def _superlink(home: Path, port: int) -> list[str]:
-    """It keeps messages in memory: no upload stays on its disk, and a round of a large model takes half as long."""
+    """It keeps messages in memory: no upload stays on its disk, and large ones take half of the processor time."""
     at = home.absolute()
     return [
         *("flower-superlink", "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"),
