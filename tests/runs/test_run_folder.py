@@ -357,7 +357,7 @@ def test_a_cell_that_was_changed_is_not_in_the_table(quick: Quick, tmp_path: Pat
     (name, why), *others = done.json["failures"].items()
     assert others == []
     assert re.match(r"(fedavg|fedprox) · seed 0", name)
-    assert f"c/cells/{cell.name}/metrics.jsonl: is " in why
+    assert f"c/cells/{cell.name}/metrics.jsonl: {'has changed since' if sealed else 'is '}" in why
     assert f"delete c/cells/{cell.name} and repeat the command to rerun it" in why
     assert done.json["failed"] == 1
     shutil.rmtree(cell)
