@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -19,8 +20,10 @@ import pytest
 from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
+from fedloom.core import usercode
 from fedloom.runs.folder import read_metrics
-from support.comparisons import GRID, SMALL, TABLES, THREE, contents, table
+from fedloom.runs.settings import as_table
+from support.comparisons import GRID, HELD, SMALL, TABLES, THREE, contents, table
 from support.terminal import fedloom, started
 
 
@@ -90,23 +93,6 @@ def test_two_labels_of_one_config_are_computed_once(tmp_path: Path) -> None:
 
 LONG = ("compare", "held.py", "fedopt", "--seeds", "2", "--jobs", "2", "--out", "out")
 LONG_SETTINGS = ("rounds=10", "partition.clients=6", "cohort.size=3", "checkpoint.every=2", "model=logistic")
-HELD = """
-import time
-from pathlib import Path
-
-from fedloom import FedAvg
-
-rounds = 0
-
-
-class Held(FedAvg):
-    def update(self, server, inbox):
-        global rounds
-        rounds += 1
-        while rounds > 4 and Path("hold").exists():
-            time.sleep(0.01)
-        return super().update(server, inbox)
-"""
 
 
 def lines_in(folder: Path) -> int:
@@ -146,7 +132,7 @@ def test_killed_and_repeated_is_never_killed(tmp_path: Path) -> None:
         wait_for(lambda goal=goal: lines_in(tmp_path / "out") > goal, process)
         workers = children(process.pid)
         assert workers
-        if goal == 5:
+        if goal == 12:
             os.kill(workers[0], signal.SIGKILL)
         process.kill()
         process.communicate()
@@ -176,6 +162,32 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     begun = [file.parent for file in (tmp_path / "out").glob("cells/*/metrics.jsonl") if file.read_bytes()]
     assert begun  # a cell that was interrupted before its first round has nothing to save
     assert all(list((home / "checkpoints").iterdir()) for home in begun)
+
+
+def test_a_worker_that_is_asked_to_stop_in_the_last_round_of_a_cell_ends(tmp_path: Path) -> None:
+    """It waited for another cell, and the comparison for its end."""
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    settings = table()["compare"] | {"algorithms": [str(tmp_path / "held.py")], "seeds": 1}
+    asked = SMALL | {"rounds": 5, "compare": settings}
+    usercode.vouch(asked)
+    (cell,) = plan(asked).cells
+    folder = tmp_path / "cells" / cell.hash
+    words = [sys.executable, "-P", "-m", "fedloom.compare.worker"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, **pipes) as worker:
+        assert worker.stdin is not None
+        job = {"config": as_table(cell.config), "folder": str(folder), "root": str(tmp_path)}
+        worker.stdin.write(json.dumps(job) + "\n")
+        worker.stdin.flush()
+        wait_for(lambda: lines_in(tmp_path) == 5, worker)  # the fifth round is held
+        worker.terminate()
+        (tmp_path / "hold").unlink()
+        try:
+            assert worker.wait(600) == 130
+        finally:
+            worker.kill()
+    assert (folder / "summary.json").is_file()
 
 
 class Impatient(Unwatched):

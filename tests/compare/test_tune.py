@@ -14,6 +14,7 @@ from fedloom.compare.ranges import is_range, ranges_of
 from fedloom.compare.tune import Search, checked_search
 from fedloom.core.errors import ConfigError
 from fedloom.runs.settings import as_table, parse, read_toml
+from support.comparisons import HELD
 from support.terminal import HANG, SMALL, fedloom, started
 
 FIXED = (*SMALL, "rounds=2", "evaluate.validation=0.3")
@@ -71,12 +72,18 @@ def _settings(home: Path) -> tuple[str, str]:
 
 
 def test_after_ctrl_c_the_same_command_continues(tmp_path: Path) -> None:
-    words = ("tune", *FIXED, "local.lr=0.01..1", "--trials", 4, "--jobs", 1, "--out", "s")
+    """Its third trial waits until Ctrl-C was pressed."""
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    words = ("tune", "algorithm=held.py", *FIXED, "local.lr=0.01..1", "--trials", 4, "--jobs", 1, "--out", "s")
     with started(*words, cwd=tmp_path) as process:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("trials 1/4"):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
+        while "finishing" not in process.stdout.readline():
+            assert process.poll() is None
+        (tmp_path / "hold").unlink()
         out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err) == (130, "")
     assert "trials done; repeat the command to continue" in out

@@ -18,6 +18,25 @@ GRID = {"partition.alpha": [0.1, 1.0]}
 TABLES = ("compare.toml", "table.csv", "table.md", "table.tex", "cells.csv", "summary.json")
 TABLES += ("curves.csv", "curves.png", "curves.svg", "curves.pdf")
 
+# A method that waits in its fifth round in a process, as long as there is a file ``hold``.
+HELD = """
+import time
+from pathlib import Path
+
+from fedloom import FedAvg
+
+rounds = 0
+
+
+class Held(FedAvg):
+    def update(self, server, inbox):
+        global rounds
+        rounds += 1
+        while rounds > 4 and Path("hold").exists():
+            time.sleep(0.01)
+        return super().update(server, inbox)
+"""
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in TABLES}

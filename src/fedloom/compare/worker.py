@@ -26,6 +26,7 @@ class Reporter(SilentListener):
 
     def __init__(self, answers: IO[str]) -> None:
         self._answers, self._reported = answers, 0.0
+        self.asked_to_stop = False
         self.failures: list[str] = []  # of trackers of this cell
 
     def started(self, prepared: Any, folder: Path | None, done: int) -> None:  # noqa: ARG002
@@ -39,6 +40,9 @@ class Reporter(SilentListener):
             self._reported = now
             self.send({"round": progress.round})
 
+    def stopping(self) -> None:
+        self.asked_to_stop = True
+
     def send(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
@@ -51,8 +55,9 @@ def work() -> None:
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     reporter = Reporter(answers)
-    while True:
+    while not reporter.asked_to_stop:  # a cell that was in its last round has ended: the parent waits for this process
         reporter.send(_outcome(jobs.get(), reporter))
+    os._exit(130)
 
 
 def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
