@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fedloom
-from support.browser import NEEDS_CHROMIUM, launched
+from support.browser import NEEDS_CHROMIUM, launched, opened
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_pages_open_light_and_dark_and_can_be_searched(address: str) -> None:
     complaints, requests = [], []
     with launched() as browser:
         for scheme in ("light", "dark"):
-            page = browser.new_page(color_scheme=scheme)
+            page = opened(browser, color_scheme=scheme)
             page.on("console", lambda message: complaints.append(message.text))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("request", lambda request: requests.append(request.url))

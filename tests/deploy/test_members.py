@@ -147,7 +147,7 @@ def test_a_run_is_stopped_at_once(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         stop_run(home.parent, now=True)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(600) == -signal.SIGKILL
     assert read_state(home) == {"run": 1, "state": "stopped", "why": "stopped in a round, which is lost"}
     with pytest.raises(CheckpointError, match="no run is under way"):
         stop_run(home.parent, now=True)

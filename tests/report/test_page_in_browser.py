@@ -10,7 +10,7 @@ import pytest
 
 from fedloom.compare.look import look_at
 from fedloom.report.page.render import page as rendered_page
-from support.browser import NEEDS_CHROMIUM, launched
+from support.browser import NEEDS_CHROMIUM, launched, opened
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 
@@ -25,7 +25,7 @@ class Seen:
     """A page that was opened, and everything that it complained about or asked for."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
-        self.page = browser.new_page(offline=True, **options)
+        self.page = opened(browser, offline=True, **options)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))

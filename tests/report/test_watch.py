@@ -13,7 +13,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 from test_page_in_browser import browser  # noqa: F401  the fixture
 
-from support.browser import NEEDS_CHROMIUM
+from support.browser import NEEDS_CHROMIUM, opened
 from support.terminal import Quick, started
 
 pytestmark = pytest.mark.slow
@@ -78,18 +78,18 @@ def test_curves_grow_while_the_run_goes_on(
     unfinished: Path,
     hostile_run: Path,
 ) -> None:
-    page, complaints = browser.new_page(), []
+    page, complaints = opened(browser), []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text))
     page.goto(address)
     points = """(count) => echarts.getInstanceByDom(document.getElementById("curve"))
         .getOption().series[0].data.length === count"""
-    page.wait_for_function(points, arg=2, timeout=600_000)
+    page.wait_for_function(points, arg=2)
     page.get_by_label("Metric").select_option("loss")
     for name in ("clients.csv", "metrics.jsonl", "timings.jsonl", "summary.json"):
         shutil.copy(hostile_run / name, unfinished / name)
-    page.wait_for_function(points, arg=4, timeout=600_000)
-    page.wait_for_function("""() => document.querySelector("#results .card.done") !== null""", timeout=600_000)
+    page.wait_for_function(points, arg=4)
+    page.wait_for_function("""() => document.querySelector("#results .card.done") !== null""")
     assert page.get_by_label("Metric").input_value() == "loss"  # what was chosen stays
     page.close()
     assert complaints == []

@@ -5,6 +5,7 @@ python -m support.apart FOLDER CLIENT SOCKET serves one node, as ``fedloom deplo
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,12 +23,14 @@ from fedloom.deploy.node import Node, Place
 from fedloom.deploy.site import folder_name, read_node
 from fedloom.runs.prepare import share
 from support import warm
+from support.terminal import HANG
 
 
 class Apart:
-    """A transport to nodes that can be killed, stopped and started again.
+    """A transport to nodes that can be killed, frozen and started again.
 
-    ``sent``: called with the number of the message and the nodes that it went to, while they work.
+    ``sent``: called with the number of the message and the nodes that it went to, while they work. Only nodes that are
+    ``frozen`` are ever late: how long the others take says how busy the machine is.
     """
 
     def __init__(self, home: Path) -> None:
@@ -35,6 +38,7 @@ class Apart:
         self._sockets = Path(tempfile.mkdtemp(prefix="apart"))
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.count, self.starts = 0, 0
+        self.frozen: set[int] = set()
         self.sent: Callable[[int, list[int]], None] = lambda _count, _ids: None
 
     def start(self, *clients: int, **fault: Any) -> None:
@@ -53,19 +57,26 @@ class Apart:
             self.processes[client].kill()
             self.processes[client].wait()
 
+    def freeze(self, client: int) -> None:
+        self.processes[client].send_signal(signal.SIGSTOP)
+        self.frozen.add(client)
+
+    def thaw(self, client: int) -> None:
+        self.processes[client].send_signal(signal.SIGCONT)
+        self.frozen.discard(client)
+
     def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
         self.count += 1
         for client in ids:
             while not (self._sockets / str(client)).exists() and self.processes[client].poll() is None:
                 time.sleep(0.01)
         found: dict[int, bytes | Failed] = {}
-        threads = [threading.Thread(target=self._asked, args=(found, k, data), daemon=True) for k in ids]
-        for thread in threads:
+        threads = {k: threading.Thread(target=self._asked, args=(found, k, data), daemon=True) for k in ids}
+        for thread in threads.values():
             thread.start()
         self.sent(self.count, ids)
-        until = time.monotonic() + seconds
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        for client, thread in threads.items():
+            thread.join(seconds if client in self.frozen else HANG)
         late = Failed(f"is late (no answer in {seconds:g} s)", late=True)
         return {client: found.get(client, late) for client in ids}
 

@@ -42,6 +42,13 @@ class TestedPeer(Peer):
         with _one_at_a_time:
             return super().train()
 
+    def advance(self, rounds: int = 1, **more: Any) -> None:
+        """A round that is skipped, because the others are further, is not trained: its hook is not forgotten."""
+        before = self.state.round
+        super().advance(rounds, **more)
+        for skipped in range(before, self.state.round):
+            _hooks.pop((self._place.folder, skipped), lambda: None)()
+
     def evaluated(self) -> dict[str, float]:
         with _one_at_a_time:
             return super().evaluated()
