@@ -25,7 +25,7 @@ from fedloom.algorithm import Configures, Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.schema import when
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import Gam, Product, RhoSchedule, Rule, cost, gam
+from fedloom.maths.sharpness import Gam, InnerDecay, Product, RhoSchedule, Rule, cost, gam
 
 _BY_DIFFERENCES = when(rule=("gam_fd", "gam_repo")) | when(rule="paper", hvp=("fd", "central"))
 _GAM = when(rule=("gam_exact", "gam_fd"))
@@ -34,12 +34,8 @@ _REPO = when(rule="gam_repo")
 
 class DFedGAM(DFedAvg, Configures):
     rho: NonNegativeFloat = Field(0.2, description="radius in which a step looks for the longest gradient")
-    rho_schedule: RhoSchedule = Field(
-        "const", description="over rounds: rho is constant, or decays with the learning rate"
-    )
-    wd_inside: NonNegativeFloat = Field(
-        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
-    )
+    rho_schedule: RhoSchedule = "const"
+    wd_inside: InnerDecay = 0.0
     rule: Rule = Field(
         "paper", description="the step: the paper's, GAM's (exact or by differences), or that of GAM's authors' code"
     )

@@ -15,17 +15,13 @@ from torch import Tensor
 from fedloom.algorithm import Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import RhoSchedule, sam
+from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam
 
 
 class DFedSAM(DFedAvg):
     rho: NonNegativeFloat = Field(0.1, description="radius in which a step looks for the worst loss")
-    rho_schedule: RhoSchedule = Field(
-        "const", description="over rounds: rho is constant, or decays with the learning rate"
-    )
-    wd_inside: NonNegativeFloat = Field(
-        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
-    )
+    rho_schedule: RhoSchedule = "const"
+    wd_inside: InnerDecay = 0.0
 
     @property
     def traits(self) -> Traits:

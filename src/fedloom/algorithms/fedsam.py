@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.algorithm import Inbox, Model, Nothing, Traits, Update, Work, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import RhoSchedule, sam
+from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam
 
 
 class Moving(NamedTuple):
@@ -42,12 +42,8 @@ class FedSAM(FedAvg):
     fedavg_when = {"rho": 0.0}
 
     rho: NonNegativeFloat = Field(0.1, description="radius in which a step looks for the worst loss")
-    rho_schedule: RhoSchedule = Field(
-        "const", description="over rounds: rho is constant, or decays with the learning rate"
-    )
-    wd_inside: NonNegativeFloat = Field(
-        0.0, description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"
-    )
+    rho_schedule: RhoSchedule = "const"
+    wd_inside: InnerDecay = 0.0
     beta: float = Field(1.0, gt=0, le=1, description="weight of the client's own direction; below 1: MoFedSAM")
 
     @property

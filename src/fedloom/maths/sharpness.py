@@ -14,9 +14,10 @@ The flatness of a minimum is measured by the same quantities (DFedGAM, eq. 4 and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import torch
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedloom.core import rng
@@ -24,7 +25,14 @@ from fedloom.core.task import Batch, Task
 
 Rule: TypeAlias = Literal["paper", "gam_exact", "gam_fd", "gam_repo"]
 Product: TypeAlias = Literal["fd", "central", "exact"]
-RhoSchedule: TypeAlias = Literal["const", "prop_lr"]
+RhoSchedule: TypeAlias = Annotated[
+    Literal["const", "prop_lr"],
+    Field(description="over rounds: rho is constant, or decays with the learning rate"),
+]
+InnerDecay: TypeAlias = Annotated[
+    NonNegativeFloat,
+    Field(description="weight decay as a part of the loss, in every gradient; local.weight_decay acts after them"),
+]
 
 _NOTHING = 1e-12  # a gradient no longer than this has no direction
 _CLIMBS = 10  # steps of the search for a largest value
