@@ -59,7 +59,7 @@ def test_capabilities_share_no_name_with_the_contract_nor_with_each_other() -> N
 
 
 @pytest.mark.parametrize("name", sorted(set(MEMBERS) - {"sizes", "first_lr", "seed"}))
-def test_a_class_with_an_old_name_is_told_the_new_one(name: str) -> None:
+def test_a_class_with_an_old_name_gets_an_error_with_the_new_one(name: str) -> None:
     for body in ({name: False}, {name: lambda self: None}, {name: property(lambda self: None)}):
         with pytest.raises(TypeError, match=f"Own defines '{name}'.*{re.escape(MEMBERS[name])}"):
             type("Own", (FedAvg,), {"__module__": __name__, **body})

@@ -246,7 +246,7 @@ TWINS = {"kind": "pathological", "clients": 10, "holdout": 0.25}  # 0 and 1 hold
 
 
 @pytest.mark.slow
-def test_it_learns_whom_to_listen_to() -> None:
+def test_it_learns_which_clients_to_weigh() -> None:
     """Of two clients with the same classes the second has more data, and both come to take most of its core."""
     table = {"data": "digits", "algorithm": "apple", "partition": TWINS, "cohort": {"sampling": "all"}}
     exp = prepare(parse(table), Path()).experiment

@@ -231,7 +231,7 @@ def test_strangers_are_refused_in_the_handshake_and_named(tmp_path: Path) -> Non
     ada.station.close()
 
 
-def test_a_node_that_has_agreed_to_something_else_is_told_what_differs(tmp_path: Path) -> None:
+def test_a_node_that_has_agreed_to_something_else_gets_an_error_that_says_what_differs(tmp_path: Path) -> None:
     network = Network(tmp_path / "site", network_of("dfedavg"))
 
     def other(bundle: Any) -> Any:

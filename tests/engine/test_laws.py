@@ -228,5 +228,5 @@ def test_the_fix_for_random_numbers_works() -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_is_no_fedavg_is_told_what_it_inherits() -> None:
+def test_a_class_that_is_not_fedavg_gets_an_error_that_names_what_it_inherits() -> None:
     assert "it inherits fedavg_when: set fedavg_when = None" in laws.verdict(laws.neutral_is_fedavg, Keyed)

@@ -193,7 +193,7 @@ def test_bad_input_is_one_clear_error(hostile_run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_changed_numbers_are_told(compared: Path, tmp_path: Path) -> None:
+def test_changed_numbers_are_reported(compared: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(compared, tmp_path / "c"))
     assert Quick()("show", "c", cwd=tmp_path).code == 0
     cell = sorted((folder / "cells").iterdir())[0]

@@ -276,7 +276,7 @@ def test_what_is_not_covered_is_refused(table: dict[str, Any], message: str) -> 
         ("fedmgda", "use an algorithm that only sums uploads"),  # it reads each of them, hidden or not
     ],
 )
-def test_who_sets_clip_in_vain_is_told_what_to_set(kind: str, advice: str) -> None:
+def test_a_clip_without_effect_gets_an_error_that_says_what_to_set(kind: str, advice: str) -> None:
     """feature_clip, but only where it can hide what clients send; and no mechanism that is refused as well."""
     base = {"partition": {"kind": "natural", "holdout": 0.2}, "algorithm": kind}
 

@@ -32,9 +32,9 @@ def own_line(error: BaseException) -> str:
 
 def remedy(error: BaseException) -> str:
     """What an error of torch means in code that is mapped over clients, with the line and the fix; or empty."""
-    for sign, told in _REMEDIES.items():
+    for sign, fix in _REMEDIES.items():
         if sign in str(error) and (line := own_line(error)):
-            return f"{line}\n{told}"
+            return f"{line}\n{fix}"
     return ""
 
 

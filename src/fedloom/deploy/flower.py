@@ -29,7 +29,7 @@ CONNECTION = "fedloom"  # the name of the SuperLink in Flower's configuration
 _TAIL = 1 << 16  # bytes at the end of a log that are looked at
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PATIENCE = 600.0  # seconds until a program must be there; a busy machine is no fault
-_POLL = "0.2"  # seconds until Flower begins with a message that has arrived; 1 unless it is told
+_POLL = "0.2"  # seconds until Flower begins with a message that has arrived; Flower's own default is 1
 
 
 class FlowerError(FedloomError):
@@ -39,7 +39,7 @@ class FlowerError(FedloomError):
 
 
 def refuse_missing() -> None:
-    """Refuse to go on where the optional packages of a deployment are not installed."""
+    """Raise an error if the optional packages of a deployment are not installed."""
     try:
         import flwr  # noqa: F401
     except ImportError:

@@ -136,7 +136,7 @@ def start_run(site: Path) -> int:
     last = last_run(home)
     _refuse_running(home, site)
     if last and not is_done(home, last):
-        raise CheckpointError(f"{home / RUNS / str(last)}: has not ended; go on with: fedloom deploy resume {site}")
+        raise CheckpointError(f"{home / RUNS / str(last)}: has not ended; continue with: fedloom deploy resume {site}")
     return _begun(home, last + 1)
 
 

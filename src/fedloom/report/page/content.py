@@ -332,9 +332,9 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
 def _validated(row: Mapping[str, Any], say: Say) -> PageCell:
     """The value on validation rows, with the settings that were chosen by it, or whether this point was."""
     chosen = row.get("chosen")
-    told = ", ".join(f"{k} = {v}" for k, v in chosen.items()) if isinstance(chosen, Mapping) else say("chosen")
+    tag = ", ".join(f"{k} = {v}" for k, v in chosen.items()) if isinstance(chosen, Mapping) else say("chosen")
     found = with_spread(row.get("validation"), row.get("validation_std"), str(row.get("chosen_by")))
-    return found._replace(tag=told if chosen else "")
+    return found._replace(tag=tag if chosen else "")
 
 
 def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ...]:
