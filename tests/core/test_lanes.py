@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -154,6 +155,69 @@ def test_pooling_first_is_the_same_function() -> None:
         x = torch.randn(LANES, IMAGES, 2, 9, 9, dtype=torch.float64)
         expected, found = (vmap(grad(loss(a)))(w, x) for a in (plain, ours))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the choice of kernels asks a GPU for; its file is here."""
+    monkeypatch.setattr(ops, "find_spec", lambda _: True)
+    monkeypatch.setattr(ops, "_store", lambda: tmp_path / "cache" / "choices.json")
+    monkeypatch.setattr(ops, "_CHOSEN", {})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return tmp_path / "cache" / "choices.json"
+
+
+def test_a_choice_is_measured_once_and_remembered_by_later_runs(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, how = torch.randn(2, 3, 8, 8, 4), torch.randn(2, 5, 3, 3, 4), Geometry((3, 3), (1, 1), (0, 0), True)
+    measured: list[str] = []
+
+    def measure(what: str, *_: Any) -> str:
+        measured.append(what)
+        return "grouped"
+
+    monkeypatch.setattr(ops, "_measured", measure)
+    for content in (None, None, "{ damaged"):  # the same run, a later one, one whose file is damaged
+        for _ in range(2):
+            torch.testing.assert_close(ops._fastest("forward", (x, w), how, 5, ())(x, w), ops.grouped(x, w, how))
+        assert ops.chosen_kernels() == {"forward fp32 2x3x8x8x4 2x5x3x3x4 stride 1x1 padding 0x0": "grouped"}
+        assert json.loads(gpu.read_text()) == ops.chosen_kernels()
+        ops._CHOSEN.clear()
+        if content is not None:
+            gpu.write_text(content)
+    assert measured == ["forward"]
+    ops._fastest("forward", (x, w), how, 5, ())
+    assert measured == ["forward"] * 2
+    assert json.loads(gpu.read_text()) == ops.chosen_kernels()
+
+
+def test_other_shapes_strides_and_precisions_are_choices_of_their_own() -> None:
+    x, w, plain = torch.randn(2, 3, 8, 8, 4), torch.randn(2, 5, 3, 3, 4), Geometry((3, 3), (1, 1), (0, 0), True)
+    others = [plain._replace(exact=False), plain._replace(stride=(2, 2)), plain._replace(padding=(1, 1))]
+    keys = [ops._key("forward", x, w, how) for how in (plain, *others)]
+    keys += [ops._key("forward", x[:, :2], w, plain), ops._key("forward", x.bfloat16(), w.bfloat16(), plain)]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_that_fails_or_computes_something_else_is_not_chosen() -> None:
+    def fails(*_: Tensor) -> Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    runs: dict[str, ops.Run] = {"right": torch.mul, "rounded": lambda a, b: 1.001 * a * b, "wrong": torch.add}
+    runs |= {"fails": fails, "not a number": lambda a, b: a * b * torch.nan}
+    assert list(ops._right(runs, a * b, a, b)) == ["right", "rounded"]
+
+
+def test_without_triton_nothing_is_measured_or_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "find_spec", lambda _: None)
+    monkeypatch.setattr(ops, "_store", lambda: pytest.fail("its file is named after Triton's version"))
+    x, w, how = torch.randn(2, 3, 8, 8, 4), torch.randn(2, 5, 3, 3, 4), Geometry((3, 3), (1, 1), (0, 0), True)
+    assert ops._tiles("forward", x, w, how, 5) == []
+    ops._remember("key", "grouped")
+    assert ops._remembered() == {}
+    with ops._alone():
+        pass
 
 
 def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float]]:

@@ -21,6 +21,7 @@ from fedloom.algorithms.qfedavg import QFedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError
+from fedloom.core.lanes.conv import LaneConv2d
 from fedloom.core.optim import Local
 from fedloom.core.task import Capture
 from fedloom.engine import cuda_graphs
@@ -145,6 +146,26 @@ def test_replayed_rounds_are_those_of_plain_lanes() -> None:
     for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
         assert a.gradients == b.gradients
+
+
+@pytest.mark.slow
+def test_replayed_convolutions_do_what_each_client_does_alone() -> None:
+    """Their operators, in lanes that are packed and replayed, against plain convolutions of one client at a time."""
+    ends = []
+    for executor, capture in (("lanes", "graph"), ("loop", "eager")):
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 4, (1, 3), padding=(0, 1)), nn.ReLU(), nn.MaxPool2d((1, 2)),
+            nn.Conv2d(4, 6, 1, 2), nn.Flatten(), nn.Linear(6, 3),
+        )  # fmt: skip
+        exp = experiment(
+            federation(SIZES), net, Scaffold(), executor=executor, capture=capture, local=Local(batch=4, lr=0.1)
+        )  # type: ignore[arg-type]
+        ends.append((in_a_row(exp)[-1][0].server, sum(isinstance(m, LaneConv2d) for m in exp.task._train.modules())))
+    (lanes, converted), (alone, plain) = ends
+    assert (converted, plain) == (2, 0)
+    for a, b in zip(tree.leaves(lanes), tree.leaves(alone), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
