@@ -181,6 +181,17 @@ def test_a_key_that_takes_a_list_says_of_what() -> None:
     assert "evaluate.metrics.0: should be 'balanced_accuracy', 'f1_macro'," in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "widths"), [("64", (64,)), ("32,16", (32, 16)), ("[32]", (32,))])
+def test_a_list_of_numbers_needs_no_brackets(text: str, widths: tuple[int, ...]) -> None:
+    found = parse(override({"model": {"kind": "mlp"}}, [f"model.widths={text}"])[0])
+    assert found.model.widths == widths
+
+
+def test_a_word_in_a_list_of_numbers_is_named_as_it_was_written() -> None:
+    with pytest.raises(ConfigError, match=r"model\.widths\.1: should be a valid integer \(got 'x'\)"):
+        parse(override({"model": {"kind": "mlp"}}, ["model.widths=32,x"])[0])
+
+
 def test_a_list_of_words_needs_no_quotes_which_a_shell_takes_away() -> None:
     given = read_pairs(["evaluate.diagnostics=[updates, weights]", "a=[1, b]", 'b=["x", y]', "c=[]"])
     assert list(given.values()) == [["updates", "weights"], [1, "b"], ["x", "y"], []]

@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -310,24 +310,42 @@ def overridden_presets(cls: type[Spec], written: Mapping[str, Any]) -> dict[str,
 
 
 def as_python_has_it(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert lists and comma-separated words of TOML to tuples, and NumPy's numbers to Python's; nothing else is
+    """Convert lists and comma-separated values of TOML to tuples, and NumPy's numbers to Python's; nothing else is
     converted."""
     tuples = _tuples(cls)
-    return {key: _plain(value, key in tuples) for key, value in given.items()}
+    return {key: _plain(value, tuples.get(key)) for key, value in given.items()}
 
 
 @functools.cache
-def _tuples(cls: type[BaseModel]) -> frozenset[str]:
-    """The settings that are tuples."""
-    return frozenset(name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple)
+def _tuples(cls: type[BaseModel]) -> Mapping[str, type]:
+    """The settings that are tuples: what is read from a text between commas."""
+    annotations = {name: field.annotation for name, field in cls.model_fields.items()}
+    return {name: _element(get_args(of)[0]) for name, of in annotations.items() if get_origin(of) is tuple}
 
 
-def _plain(value: Any, as_tuple: bool) -> Any:
-    if as_tuple and isinstance(value, list):
+def _element(annotation: Any) -> type:
+    """int, float, or str for all that is not a number: ``Annotated[int, Gt(0)]`` is int."""
+    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return bare if bare in (int, float) else str
+
+
+def _plain(value: Any, of: type | None) -> Any:
+    """``of``: what a tuple is made of; None if the setting is none."""
+    if of is not None and isinstance(value, list):
         return tuple(value)
-    if as_tuple and isinstance(value, str):  # words need no brackets, which a shell would interpret
-        return tuple(word.strip() for word in value.split(","))
+    if of is not None and isinstance(value, str):  # lists need no brackets, which a shell would interpret
+        return tuple(_read_as(word.strip(), of) for word in value.split(","))
+    if of in (int, float) and type(value) in (int, float):
+        return (value,)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _read_as(word: str, kind: type) -> Any:
+    """The number that a word spells, or the word itself, which the setting's validator then reports."""
+    try:
+        return kind(word)
+    except ValueError:
+        return word
 
 
 class Kind(Spec):
