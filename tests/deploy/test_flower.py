@@ -10,12 +10,14 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import reduce
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from fedloom.core.disk import write_bytes
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.fleet import Failed, read_rounds
 from fedloom.runs.settings import parse, read_toml
 from fedloom.runs.start import start
 from support import warm
-from support.federation import here, table_of, weights
+from support.federation import a_site, config_of, here, table_of, weights
 from support.ports import free_ports
 from support.way import Way
 
@@ -162,6 +165,10 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
             assert first.returncode == 5
         programs.stop("hospital-b")
         wait_until(lambda: _has_ended(run), a)
+        before = state.read_bytes()
+        assert f"the server does not run; start it with: fedloom deploy server {site}" in said("resume", site, code=5)
+        assert state.read_bytes() == before  # that there was no such run is not how the last one ended
+        wait_until(lambda: "cannot be reached; trying again" in programs.log("hospital-a").read_text(), a)
         server = programs.start("server", "server", site)
         wait_until(lambda: "ready for nodes" in programs.log("server").read_text(), server)
         old = (site / "hospital-b" / "node.key").read_bytes()
@@ -183,6 +190,7 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
         assert (found["state"], found["round"], found["server"]) == ("completed", 2, "running")
         assert found["nodes"] == {"Hospital A": "online", "Hospital B": "online"}
         assert "round 2 of 2" in said("logs", site)
+        assert programs.log("hospital-a").read_text().count(f"connected to 127.0.0.1:{port}") >= 2
     lines = [(line["round"], line["answered"]) for line in read_rounds(site / "server") if line["kind"] == "train"]
     assert lines == [(0, ["Hospital A", "Hospital B"]), (1, ["Hospital A", "Hospital B"])]  # none of them twice
     assert_as_simulated(site, tmp_path / "lab")
@@ -192,23 +200,25 @@ def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path
     """All its processes are killed once it has sealed its seeds, so that the others must take its masks away.
 
     Nobody waits for it until the deadline, since its key is revoked. The clock of another node is two minutes slow.
+    The run is started while the server still registers keys, and nodes come through a proxy that has the server's port.
     """
-    site, (port,), quorum = tmp_path / "site", free_ports(1), ("quorum = 1.0", "quorum = 0.6")
-    said("init", experiment(tmp_path, "scaffold", rounds=1), "--nodes", "Ada, Bea, Cem", "--port", port, "--out", site)
-    shutil.copytree(site, tmp_path / "plain")
-    rules = site / "server" / "server.toml"
-    more = ("secure_sum = false", "secure_sum = true")
-    rules.write_text(reduce(lambda text, change: text.replace(*change), [quorum, more], rules.read_text()))
+    site, (inner,), quorum = tmp_path / "site", free_ports(1), ("quorum = 1.0", "quorum = 0.6")
     slow = {**os.environ, **_clock(tmp_path, -120)}
-    with Running(tmp_path) as programs:
+    with Way(inner) as proxy, Running(tmp_path) as programs:
+        named = ("--nodes", "Ada, Bea, Cem", "--port", proxy.port, "--out", site)
+        said("init", experiment(tmp_path, "scaffold", rounds=1), *named)
+        shutil.copytree(site, tmp_path / "plain")
+        rules = site / "server" / "server.toml"
+        more = [("secure_sum = false", "secure_sum = true"), ("proxied = 0", f"proxied = {inner}")]
+        rules.write_text(reduce(lambda text, change: text.replace(*change), [quorum, *more], rules.read_text()))
         server = programs.start("server", "server", site)
-        wait_until(lambda: listens(port), server)
+        wait_until((site / "server" / "flwr" / "config.toml").exists, server)
+        said("start", site)
         ada, bea = (
             programs.start(name, "node", site / name, "data=experiment", env=world)
             for name, world in (("ada", slow), ("bea", os.environ))
         )
         cem = fedloom("node", site / "cem", "data=experiment", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        said("start", site)
         log = site / "cem" / "supernode.log"
         wait_until(lambda: log.exists() and log.read_text().count("Sent successfully") == 2, server, cem, ada, bea)
         for pid in (*_descendants(cem.pid), cem.pid):
@@ -323,16 +333,92 @@ def test_a_certificate_that_has_ended_is_refused_by_the_server_and_by_nodes(tmp_
     (home / "server.key").write_bytes(ended.private)
     time.sleep(1.1)  # until it has ended
     assert f"fedloom deploy renew {site}" in said("server", site, code=2)
-    words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home), "127.0.0.1", str(port), "1"]
-    gate = flower.started(words, home, tmp_path / "gate.log")
-    try:
-        flower.wait_for_port(port, gate, tmp_path / "gate.log")
-        with pytest.raises(flower.FlowerError, match="certificate is not the federation's, or has expired"):
+
+    def refused(why: str) -> None:
+        with a_gate(home, port, upstream=1), pytest.raises(flower.FlowerError, match=why):
             take_part(site / "ada", "experiment", tmp_path, print)
-    finally:
-        flower.ended([gate])
+
+    refused(r"certificate has expired \(at the coordinator: fedloom deploy renew\), or this machine's clock is fast")
     assert "start the server again" in said("renew", site)
     assert keys.valid_until((home / "server.pem").read_bytes()) > keys.valid_until(ended.public)
+    settings = site / "ada" / "node.toml"
+    settings.write_text(settings.read_text().replace("127.0.0.1", "127.0.0.2"))
+    refused(r"127\.0\.0\.2:.* certificate is for another name; set server in node\.toml")
+    strange = keys.new_authority("another")[0].public
+    (site / "ada" / "ca.crt").write_bytes(strange)
+    refused("certificate is not the federation's")
+
+
+@contextmanager
+def a_gate(home: Path, port: int, upstream: int) -> Iterator[None]:
+    """The gate of a server alone."""
+    from fedloom.deploy import flower
+
+    words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home), "0.0.0.0", str(port), str(upstream)]
+    gate = flower.started(words, home, home / "gate.log")
+    try:
+        flower.wait_for_port(port, gate, home / "gate.log")
+        yield
+    finally:
+        flower.ended([gate])
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said("init", experiment(tmp_path, "fedavg"), "--nodes", "Ada, Bea", "--port", port, "--out", tmp_path / "site")
+        told = said("server", tmp_path / "site", code=2)
+    assert f"server.toml, server: cannot listen on port {port} of 127.0.0.1: Address already in use" in told
+    assert not (tmp_path / "site" / "server" / "superlink.log").exists()
+    proxy = (tmp_path / "site" / "server" / "nginx.conf").read_text()
+    assert f"listen {port} ssl" in proxy
+    assert f"proxy_pass https://127.0.0.1:{port + 1};" in proxy  # both cannot listen on one port
+    assert f"proxied = {port + 1}" in proxy
+
+
+def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path) -> None:
+    """Flower stores the pieces of a message as they come, however many there are."""
+    home, (port,), piece = a_site(tmp_path / "site", config_of("fedavg")), free_ports(1), 30 << 20
+    received: list[int] = []
+
+    class Stored(BaseHTTPRequestHandler):
+        """In the place of the SuperLink."""
+
+        def do_POST(self) -> None:
+            received.append(len(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(401 if self.headers["flwr-public-key"] == "Zm9yZ2Vk" else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(home / "server.pem", home / "server.key")
+    trusting = ssl.create_default_context(cafile=str(home / "ca.crt"))
+
+    def sent(key: str, path: str = "push-object", size: int = piece) -> int:
+        """The status of the answer."""
+        asked = urllib.request.Request(f"https://127.0.0.1:{port}/v1/fleet/{path}", data=bytes(size))
+        asked.add_header("flwr-public-key", key)
+        try:
+            with urllib.request.urlopen(asked, context=trusting) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refused:
+            return refused.code
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stored) as superlink:
+        superlink.socket = own.wrap_socket(superlink.socket, server_side=True)
+        threading.Thread(target=superlink.serve_forever, daemon=True).start()
+        with a_gate(home, port, superlink.server_address[1]):
+            (home / "allowance").write_text(str(1 << 20))  # as for a message whose answer has so many bytes at most
+            assert [sent("Zm9yZ2Vk") for _ in range(3)] == [401] * 3  # does not count: its key is another one's
+            assert [sent("QWRh") for _ in range(4)] == [200, 200, 413, 413]
+            assert (sent("QWRh", "pull-messages", 1), sent("QmVh")) == (200, 200)
+            assert sum(received) == 6 * piece + 1  # nothing that was refused
+            write_bytes(home / "allowance", str(1 << 20).encode())  # the next message
+            assert sent("QWRh") == 200
+            assert sent("QWRh", size=65 << 20) == 413
+        superlink.shutdown()
 
 
 def _assert_closed_to_strangers(site: Path, port: int) -> None:

@@ -25,7 +25,16 @@ from fedloom.core.schema import Spec
 from fedloom.deploy.contract import Contract
 from fedloom.deploy.ends import Population, population_of
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed
-from fedloom.deploy.talk import expected, inquiry_tensors, order_tensors, outcome_of, verdicts_of, whole
+from fedloom.deploy.talk import (
+    expected,
+    inquiry_tensors,
+    order_tensors,
+    outcome_limit,
+    outcome_of,
+    verdicts_of,
+    whole,
+)
+from fedloom.deploy.wire import ALLOWANCE
 from fedloom.engine.fleet import Inquiry, Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment
@@ -85,6 +94,7 @@ class RemoteNodes:
     def __init__(self, contract: Contract, transport: Transport, folder: Path, rules: Rules) -> None:
         self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
         self.population = Population((), ())
+        self._most = HEADER  # bytes that an answer may have
         self._met: set[int] = set()  # nodes that have agreed to the contract in this process
         self.run = 0
         self._evaluated: tuple[tuple[int, tuple[int, ...]], Verdicts] | None = None
@@ -155,6 +165,7 @@ class RemoteNodes:
         }
         replies = Replies({}, {}, 0.0)
         if len(there) >= needed:
+            self._most = max(self._most, self._limit(exp, order))
             replies = self._uploads(exp, order, there, needed, facts)
         replies = replies._replace(failed=replies.failed | away)
         self._log("train", order.round, ids, replies)
@@ -166,6 +177,10 @@ class RemoteNodes:
     def _needed(self, count: int) -> int:
         """How many of this many nodes must answer."""
         return max(1, math.ceil(count * self._rules.quorum))
+
+    def _limit(self, exp: Experiment, order: Order) -> int:
+        """How many bytes an answer to an order may have."""
+        return outcome_limit(exp, order)
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
         """The replies to an order to these nodes, of which ``needed`` must answer."""
@@ -214,6 +229,7 @@ class RemoteNodes:
     def _ask(
         self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0
     ) -> Replies:
+        disk.write_bytes(self._folder / ALLOWANCE, str(self._most).encode())
         began = time.monotonic()
         good: dict[int, T] = {}
         failed: dict[int, Failed] = {}

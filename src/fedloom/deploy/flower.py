@@ -160,7 +160,7 @@ def write_connection(home: Path, port: int) -> None:
 def call(home: Path, *words: str) -> dict[str, Any]:
     """What Flower's command line answers; an error where it refuses."""
     (found,) = calls(home, words)
-    return unrefused(found)
+    return unrefused(home, found)
 
 
 def calls(home: Path, *commands: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -177,15 +177,19 @@ def calls(home: Path, *commands: tuple[str, ...]) -> list[dict[str, Any]]:
     except ValueError as error:
         details = " / ".join(line.strip() for line in (said.stdout + said.stderr).splitlines()[-3:])
         raise FlowerError(
-            f"the server does not answer ({details[:500]}); is it running? fedloom deploy server"
+            f"the server does not answer ({details[:500]}); is it running? fedloom deploy server {home.parent}"
         ) from error
 
 
-def unrefused(answer: dict[str, Any]) -> dict[str, Any]:
+def unrefused(home: Path, answer: dict[str, Any]) -> dict[str, Any]:
     """An answer that is no refusal."""
-    if not answer.get("success"):
-        raise FlowerError(f"Flower refuses: {str(answer.get('error-message', answer))[:500]}")
-    return answer
+    if answer.get("success"):
+        return answer
+    why = str(answer.get("error-message", answer))
+    if "SuperLink is unavailable" in why:
+        raise FlowerError(f"the server does not run; start it with: fedloom deploy server {home.parent}")
+    said = [line.strip() for line in why.splitlines() if line.strip() and not line.startswith("Using SuperLink")]
+    raise FlowerError(f"Flower refuses: {' / '.join(said)[:500]}")
 
 
 def log_of(home: Path, run_id: str) -> str:
@@ -203,7 +207,13 @@ def _said(home: Path, command: list[str], asked: str = "") -> subprocess.Complet
 
 # -- the app --------------------------------------------------------------------------------------
 _APP = {
-    "project": {"name": "federation", "version": "1.0.0", "license": "Apache-2.0", "dependencies": []},
+    "project": {
+        "name": "federation",
+        "version": "1.0.0",
+        "description": "a federation of fedloom",  # Flower warns without one
+        "license": "Apache-2.0",
+        "dependencies": [],
+    },
     "tool": {
         "flwr": {
             "app": {

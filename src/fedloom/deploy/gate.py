@@ -4,16 +4,21 @@ The SuperLink serves three interfaces on one port and requires a key only from n
 could start code at every node. So the SuperLink listens on the loopback interface, and this gate, with the server's
 certificate, forwards only requests for ``/v1/fleet/...``, up to a size.
 
+What nodes send stays in the SuperLink's memory until the server asks for it. So the gate also counts what each node has
+sent since the server's last message, and refuses more than an answer can have.
+
 python -m fedloom.deploy.gate HOME BIND PORT UPSTREAM_PORT
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import ssl
 import sys
 import time
+from base64 import b64decode
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPSConnection
@@ -22,12 +27,17 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
+from fedloom.deploy.wire import ALLOWANCE
+
 _ALLOWED = re.compile(r"/v1/fleet/[a-z-]+")
+_SENDING = ("/v1/fleet/push-messages", "/v1/fleet/push-object")
 _MOST = 64 << 20  # bytes of one request; arrays are sent in pieces of 5 MB
 _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"host", b"content-length"}
 _FRESH = 2.0  # seconds for which a connection may be idle: the SuperLink closes it after five
 _AT_ONCE = 32  # requests that are under way at the SuperLink
 _PATIENCE = 600.0  # seconds that it has for an answer
+_KEY = b"flwr-public-key"  # the header that says whose request it is; the SuperLink verifies it
+_TIMES = 4  # a message may have to be sent again after a broken connection
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -79,11 +89,36 @@ class SuperLink:
         return HTTPSConnection("127.0.0.1", self._port, timeout=_PATIENCE, context=self._context)
 
 
+class Allowance:
+    """How many bytes each node may still send as an answer to the last message of the server."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, (0, 0)
+        self._most, self._sent = 0, dict[bytes, int]()
+
+    def allows(self, key: bytes, size: int) -> bool:
+        self._renew()
+        return self._sent.get(key, 0) + size <= _TIMES * self._most + _MOST
+
+    def count(self, key: bytes, size: int) -> None:
+        self._sent[key] = self._sent.get(key, 0) + size
+
+    def _renew(self) -> None:
+        """Begin again with each message of the server, for which it replaces the file."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:  # before the first message
+            return
+        if self._seen != (found.st_mtime_ns, found.st_ino):
+            self._seen, self._sent = (found.st_mtime_ns, found.st_ino), {}
+            self._most = int(self._path.read_bytes())
+
+
 class Gate:
     """An ASGI application."""
 
-    def __init__(self, upstream: SuperLink) -> None:
-        self._upstream, self._threads = upstream, ThreadPoolExecutor(_AT_ONCE)
+    def __init__(self, upstream: SuperLink, allowance: Allowance) -> None:
+        self._upstream, self._allowance, self._threads = upstream, allowance, ThreadPoolExecutor(_AT_ONCE)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -107,13 +142,27 @@ class Gate:
         await self._forward(Request(scope["method"], path, headers, body), send)
 
     async def _forward(self, request: Request, send: Any) -> None:
+        key = _key_of(request.headers) if request.path in _SENDING else b""
+        if key and not self._allowance.allows(key, len(request.body)):
+            await _answer(send, 413, b"more than an answer to the server can have")
+            return
         try:
             loop = asyncio.get_running_loop()
             status, headers, body = await loop.run_in_executor(self._threads, self._upstream.answer, request)
         except (OSError, HTTPException, ValueError):
             await _answer(send, 502, b"the SuperLink does not answer")
             return
+        if key and status < 400:  # the key is that of a node
+            self._allowance.count(key, len(request.body))
         await _answer(send, status, body, [(k, v) for k, v in headers if k not in _HOP])
+
+
+def _key_of(headers: Headers) -> bytes:
+    """The public key in the headers of a request; empty if there is none, and the SuperLink refuses it."""
+    try:
+        return b64decode(next(value for name, value in headers if name.lower() == _KEY), validate=True)
+    except (StopIteration, ValueError):
+        return b""
 
 
 async def _answer(send: Any, status: int, body: bytes, headers: Any = ()) -> None:
@@ -126,7 +175,7 @@ def serve_gate(home: Path, bind: str, port: int, upstream: int) -> None:
     """Serve until the process is ended."""
     context = ssl.create_default_context(cafile=str(home / "ca.crt"))
     uvicorn.run(
-        Gate(SuperLink(upstream, context)),
+        Gate(SuperLink(upstream, context), Allowance(home / ALLOWANCE)),
         host=bind,
         port=port,
         ssl_certfile=str(home / "server.pem"),

@@ -11,7 +11,7 @@ from fedloom.deploy.contract import Contract
 from fedloom.deploy.fleet import LostNodesError, RemoteNodes, Replies, Rules, Transport
 from fedloom.deploy.messages import Envelope, MessageError, packed
 from fedloom.deploy.secure_sum import Parties, Sealed, unmasked
-from fedloom.deploy.secure_talk import boxes_of_all, masked_of, outcomes_of, sealed_of, shares_of
+from fedloom.deploy.secure_talk import boxes_of_all, masked_of, outcomes_of, sealed_of, secure_limit, shares_of
 from fedloom.deploy.talk import order_tensors
 from fedloom.engine.fleet import Order
 from fedloom.engine.state import Experiment
@@ -33,6 +33,9 @@ class SecureNodes(RemoteNodes):
     def _needed(self, count: int) -> int:
         """More than half must be left: otherwise some could be asked for one seed of a node, and some for the other."""
         return max(super()._needed(count), count // 2 + 1, 2)
+
+    def _limit(self, exp: Experiment, order: Order) -> int:
+        return secure_limit(exp, order, len(self._contract.nodes))
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
         attempt = secrets.token_hex(16)

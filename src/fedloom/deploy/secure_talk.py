@@ -83,13 +83,23 @@ def packed_masked(
 
 def masked_of(exp: Experiment, order: Order, data: bytes) -> tuple[Masked, dict[str, Any]]:
     like = example_outcome(exp, order)
-    size = sum(leaf.numel() for leaf in tree.leaves((like.uploads, exp.travelling(order.buffers)))) + 1
+    size = _numbers(exp, order, like)
     message = expected(data, "masked", most_bytes() + 8 * size)
     words = message.tensors.get("masked")
     if words is None or words.shape != (size,) or words.dtype != torch.int64:
         raise MessageError(f"'masked' should be [{size}] int64")
     steps, gradients = tree_of((like.steps, like.gradients), "work", message.tensors)
     return Masked(words.numpy().view(np.uint64), steps, gradients), message.facts
+
+
+def _numbers(exp: Experiment, order: Order, like: Outcome) -> int:
+    """How many numbers a node masks: its upload, its statistics, and their weight."""
+    return sum(leaf.numel() for leaf in tree.leaves((like.uploads, exp.travelling(order.buffers)))) + 1
+
+
+def secure_limit(exp: Experiment, order: Order, members: int) -> int:
+    """How many bytes any answer of a node in a secure sum may have."""
+    return most_bytes() + 8 * _numbers(exp, order, example_outcome(exp, order)) + members * BOX
 
 
 def outcomes_of(

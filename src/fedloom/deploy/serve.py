@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,18 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
     processes: list[subprocess.Popen[bytes]] = []
     with until_stopped() as stop, writing(home, f"fedloom deploy server {site}"):
         try:
+            _refuse_taken(home, *listens.place)
             log = home / "superlink.log"
             processes.append(flower.started(_superlink(home, inner), home, log))
             flower.wait_for_port(inner, processes[0], log)
-            flower.write_connection(home, inner)
             (home / NODES).unlink(missing_ok=True)  # what another SuperLink knew
+            flower.write_connection(home, inner)  # from here on `start` may register keys too
             register(home, contract.nodes)
-            words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home.absolute()), listens.bind]
-            processes.append(flower.started([*words, str(listens.port), str(inner)], home, home / "gate.log"))
-            reached = "127.0.0.1" if listens.bind == "0.0.0.0" else listens.bind
-            flower.wait_for_port(listens.port, processes[1], home / "gate.log", reached)
+            bind, port = listens.place
+            words = [sys.executable, "-P", "-m", "fedloom.deploy.gate", str(home.absolute()), bind]
+            processes.append(flower.started([*words, str(port), str(inner)], home, home / "gate.log"))
+            reached = "127.0.0.1" if bind == "0.0.0.0" else bind
+            flower.wait_for_port(port, processes[1], home / "gate.log", reached)
             say(f"ready for nodes on {listens.host}:{listens.port}; start a run: fedloom deploy start {site}")
             while not stop.wait(0.5):
                 for process, log in zip(processes, (home / "superlink.log", home / "gate.log"), strict=True):
@@ -96,6 +100,18 @@ def _refuse_expired(home: Path) -> None:
         raise ConfigError([Fault(str(home / "server.pem"), what, f"fedloom deploy renew {home.parent}")])
 
 
+def _refuse_taken(home: Path, bind: str, port: int) -> None:
+    """Refuse an address on which the gate cannot listen, before anything is started."""
+    try:
+        socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET).close()
+    except (OSError, UnicodeError) as error:
+        what = f"cannot listen on port {port} of {bind}: {getattr(error, 'strerror', None) or error}"
+        fix = "end what listens there, or choose another port, also in node.toml of the nodes"
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            fix = "bind is an address of this machine, and ports below 1024 are for root"
+        raise ConfigError([Fault(f"{home / SERVER_TOML}, server", what, fix)]) from error
+
+
 def registered(home: Path) -> dict[str, str]:
     """Flower's number of each node whose key is registered, by name."""
     path = home / NODES
@@ -109,13 +125,26 @@ def revoked_key(home: Path, name: str) -> bool:
 
 def register(home: Path, names: tuple[str, ...]) -> None:
     """Let the SuperLink know the keys of nodes that it does not know yet; one that was revoked is not there."""
-    known = registered(home)
-    new = [name for name in names if name not in known and not revoked_key(home, name)]
-    paths = [str(home.absolute() / f"{folder_name(name)}.pub") for name in new]
-    answers = flower.calls(home, *(("supernode", "register", path) for path in paths)) if new else []
-    known |= {name: str(flower.unrefused(answer)["node-id"]) for name, answer in zip(new, answers, strict=True)}
-    if new or not (home / NODES).exists():
-        disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+    with _registering(home):
+        known = registered(home)
+        new = [name for name in names if name not in known and not revoked_key(home, name)]
+        paths = [str(home.absolute() / f"{folder_name(name)}.pub") for name in new]
+        answers = flower.calls(home, *(("supernode", "register", path) for path in paths)) if new else []
+        ids = (str(flower.unrefused(home, answer)["node-id"]) for answer in answers)
+        known |= dict(zip(new, ids, strict=True))
+        if new or not (home / NODES).exists():
+            disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
+
+
+@contextmanager
+def _registering(home: Path) -> Iterator[None]:
+    """One process at a time: the SuperLink refuses a key that it already has, and a server that starts has to register
+    the same keys as a run that is started meanwhile."""
+    lock = disk.lock(home / ".keys.lock", wait=True)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -176,8 +205,13 @@ def _begun(home: Path, run: int) -> int:
         register(home, names)
         disk.make_folder(home / RUNS)
         (home / STOP).unlink(missing_ok=True)
+        before = read_state(home)
         write_state(home, run, "starting")
-        number = flower.run_app(home, run)
+        try:
+            number = flower.run_app(home, run)
+        except flower.FlowerError:  # there is no such run, so the last one is still that of before
+            write_state(home, int(before.pop("run", 0)), before.pop("state", "idle"), **before)
+            raise
         disk.write_bytes(home / _FLOWER, json.dumps({"run": run, "id": number}).encode())
     return run
 
@@ -210,12 +244,14 @@ def _end_run(home: Path) -> None:
 
 def revoke(site: Path, name: str) -> None:
     """Let a node's key open nothing any more; the key can never be registered again."""
-    home, known = site / SERVER, registered(site / SERVER)
-    if name not in known:
-        raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(known) or 'none'}")])
-    flower.call(home, "supernode", "unregister", known.pop(name))
-    (home / f"{folder_name(name)}.pub").unlink(missing_ok=True)  # first, so that no later server registers it
-    with writing(home, "try again"):
+    home = site / SERVER
+    read_outline(home)
+    with _registering(home), writing(home, "try again"):
+        known = registered(home)
+        if name not in known:
+            raise ConfigError([Fault("NAME", f"no node is called '{name}'", f"nodes: {', '.join(known) or 'none'}")])
+        flower.call(home, "supernode", "unregister", known.pop(name))
+        (home / f"{folder_name(name)}.pub").unlink(missing_ok=True)  # first, so that no later server registers it
         disk.write_bytes(home / NODES, json.dumps(known, indent=1).encode())
 
 
@@ -246,7 +282,7 @@ def status_of(site: Path) -> dict[str, Any]:
     try:
         about_run = [("list", "--run-id", number)] if number else []
         listed, *more = flower.calls(home, ("supernode", "list"), *about_run)
-        by_id = {str(node["node-id"]): str(node["status"]) for node in flower.unrefused(listed)["nodes"]}
+        by_id = {str(node["node-id"]): str(node["status"]) for node in flower.unrefused(home, listed)["nodes"]}
         known = registered(home)
         found["nodes"] = {name: by_id.get(known.get(name, ""), "no key") for name in contract.nodes}
         flower_run = next((run for answer in more for run in answer.get("runs", [])), {})  # of this SuperLink

@@ -27,6 +27,7 @@ WantedBy=multi-user.target
 """
 
 _COMPOSE = """# An image with `pip install 'fedloom[deploy]'` is yours to build; here it is called fedloom.
+# Mount the experiment's data as well, at the path that experiment.toml names.
 services:
   server:
     image: fedloom
@@ -36,8 +37,8 @@ services:
     restart: always
 """
 
-_PROXY = """# Instead of fedloom's own gate: nodes reach the Fleet API, and nothing else of the SuperLink.
-# Bind fedloom's gate to 127.0.0.1 (server.toml) and let nginx face the nodes.
+_PROXY = """# In front of fedloom's own gate: nodes reach the Fleet API, and nothing else of the SuperLink.
+# Set proxied = {inner} in [server] of server.toml, so that the gate leaves port {port} to nginx.
 server {{
     listen {port} ssl;
     server_name {host};
@@ -45,7 +46,7 @@ server {{
     ssl_certificate_key {home}/server.key;
     client_max_body_size 64m;
     location /v1/fleet/ {{
-        proxy_pass https://127.0.0.1:{port};
+        proxy_pass https://127.0.0.1:{inner};
         proxy_ssl_trusted_certificate {home}/ca.crt;
         proxy_ssl_verify on;
         proxy_ssl_name localhost;
@@ -59,10 +60,11 @@ server {{
 def server_files(home: Path, host: str, port: int) -> dict[str, bytes]:
     """The files for a server's services, by name."""
     unit = _UNIT.format(what="server", folder=home.parent, command=f"deploy server {home.parent}")
+    inner = port + 1 if port < 65535 else port - 1
     return {
         "fedloom-server.service": unit.encode(),
         "compose.yaml": _COMPOSE.format(port=port).encode(),
-        "nginx.conf": _PROXY.format(port=port, host=host, home=home).encode(),
+        "nginx.conf": _PROXY.format(port=port, inner=inner, host=host, home=home).encode(),
     }
 
 

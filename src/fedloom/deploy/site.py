@@ -45,6 +45,14 @@ class Listens(Spec):
     host: str = Field("127.0.0.1", description="the name or address under which nodes reach the server")
     bind: str = Field("0.0.0.0", description="the address that the server listens on")
     port: int = Field(9443, ge=1, le=65535, description="the port that nodes connect to")
+    proxied: int = Field(
+        0, ge=0, le=65535, description="the port on 127.0.0.1 to which your reverse proxy forwards; 0: there is none"
+    )
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Address and port of the gate: behind a reverse proxy, which has the port of the nodes, it needs another."""
+        return ("127.0.0.1", self.proxied) if self.proxied else (self.bind, self.port)
 
 
 class NodeIdentity(Spec):

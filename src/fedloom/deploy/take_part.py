@@ -22,8 +22,19 @@ from fedloom.deploy.waits import until_stopped, writing
 from fedloom.engine.local import release_memory
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
-_ACCEPTED = 30.0  # seconds after which a SuperNode that has not ended was not refused
 _REFUSED = 120.0  # seconds for which the server may refuse a key: up to a minute after a crash
+_CERTIFICATES = {  # what OpenSSL says, and what it means here
+    "mismatch": "is for another name; set server in node.toml to the --host of `fedloom deploy init`",
+    "not yet valid": "is not valid yet: is this machine's clock slow?",
+    "has expired": "has expired (at the coordinator: fedloom deploy renew), or this machine's clock is fast",
+    "CERTIFICATE_EXPIRED": "has expired (at the coordinator: fedloom deploy renew), or this machine's clock is fast",
+}
+_ENDS = {  # what a SuperNode says at its end, and what it means here
+    "Failed to activate SuperNode": "this key is in use (for up to a minute after a crash, or by another process), "
+    "was revoked or is not known",
+    "terminated gracefully": "the server refuses this node; its key was revoked, or this machine's clock is wrong",
+}
+_OTHER = "is not the federation's: another server or a proxy that inspects TLS answers there"
 
 
 def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *, trust: bool = False) -> None:
@@ -65,18 +76,22 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
         while not stop.is_set():
             began, written = time.monotonic(), log.stat().st_size if log.exists() else 0
             process = flower.started(_supernode(folder, settings, path, port), folder, log)
+            accepted, told = False, None  # whether the server has let it in; whether it is reached, as far as was said
             try:
                 while process.poll() is None and not _has_given_up(log, written) and not stop.wait(0.5):
-                    pass
+                    accepted, reached = accepted or _is_accepted(log, written), _reaches(log, written)
+                    if reached not in (None, told):
+                        told, server = reached, settings.identity.server
+                        say(f"connected to {server}" if reached else f"{server} cannot be reached; trying again")
                 stop.wait(_AGAIN)  # it may end by itself, with the reason at the end of its log
             finally:
                 flower.ended([process])
             if stop.is_set():
                 break
-            accepted = time.monotonic() - began > _ACCEPTED
-            refused = 0.0 if accepted else refused or began
+            welcome = accepted or _is_accepted(log, written) or not _is_refused(log, written)
+            refused = 0.0 if welcome else refused or began
             _raise_if_permanent(settings, log, written, time.monotonic() - refused if refused else 0.0)
-            say(f"the connection has ended ({flower.last_words(log, 1)}); trying again")
+            say(f"the connection has ended: {_reason(log, written)}; trying again")
     listener.close()
 
 
@@ -84,6 +99,32 @@ def _has_given_up(log: Path, since: int) -> bool:
     """Whether a SuperNode keeps running without a connection: one that broke while connecting is not tried again."""
     words = flower.last_words(log, 100, since)
     return "Giving up reconnection" in words or "handshake error" in words
+
+
+def _is_accepted(log: Path, since: int) -> bool:
+    """Whether the server has let a SuperNode in, which it says once."""
+    return "SuperNode ID" in flower.last_words(log, 100, since)
+
+
+def _is_refused(log: Path, since: int) -> bool:
+    """Whether a SuperNode says that the server does not let it in; otherwise the network may be to blame."""
+    words = flower.last_words(log, 30, since)
+    return any(sign in words for sign in _ENDS)
+
+
+def _reason(log: Path, since: int) -> str:
+    """Why a SuperNode has ended, as far as its log tells."""
+    words = flower.last_words(log, 30, since)
+    lines = [line for line in words.split(" / ") if not line.startswith(("INFO", "For more information"))]
+    return next((said for sign, said in _ENDS.items() if sign in words), lines[-1] if lines else f"see {log}")
+
+
+def _reaches(log: Path, since: int) -> bool | None:
+    """Whether a SuperNode reaches the server, by what it said last about that; None if it said nothing."""
+    words = flower.last_words(log, 100, since)
+    failed, there = words.rfind("Connection attempt failed"), words.rfind("Connection successful")
+    there = max(there, words.rfind("SuperNode ID"))
+    return None if failed == there else there > failed
 
 
 def _answer_all(listener: object, node: Node) -> None:
@@ -99,8 +140,8 @@ def _raise_if_permanent(settings: NodeSettings, log: Path, since: int, seconds: 
     """An error that says what to do, if trying again does not help."""
     words = flower.last_words(log, 30, since)
     if "CERTIFICATE_VERIFY_FAILED" in words or "CERTIFICATE_EXPIRED" in words:
-        what = "the server's certificate is not the federation's, or has expired"
-        raise flower.FlowerError(f"{settings.identity.server}: {what}; see {log}")
+        what = next((said for sign, said in _CERTIFICATES.items() if sign in words), _OTHER)
+        raise flower.FlowerError(f"{settings.identity.server}: the server's certificate {what}; see {log}")
     if seconds > _REFUSED:
         what = "the server refuses this node: its key is not registered, was revoked or is in use elsewhere,"
         what += " or this machine's clock is wrong"

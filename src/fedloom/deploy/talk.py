@@ -83,8 +83,7 @@ def packed_outcome(exp: Experiment, outcome: Outcome, facts: dict[str, Any]) -> 
 def outcome_of(exp: Experiment, order: Order, data: bytes) -> tuple[Outcome, dict[str, Any]]:
     """The outcome that a node sent, as [1, ...], and its other facts."""
     like = example_outcome(exp, order)
-    travelling = exp.travelling(order.buffers)
-    form = (like.uploads, like.weights.double(), travelling, like.steps, like.gradients)
+    form = _sent_form(exp, order, like)
     message = expected(data, "trained", most_bytes(form))
     if message.facts.get("fine") is not True:
         raise MessageError("its numbers are not finite")
@@ -97,6 +96,15 @@ def outcome_of(exp: Experiment, order: Order, data: bytes) -> tuple[Outcome, dic
     buffers = buffers if isinstance(buffers, Tensor) else order.buffers
     row = Outcome(uploads, torch.zeros(()), weight.to(like.weights), buffers, steps, (), (), (), gradients)
     return tree.tmap(lambda x: x[None], row), message.facts
+
+
+def _sent_form(exp: Experiment, order: Order, like: Outcome) -> Any:
+    return like.uploads, like.weights.double(), exp.travelling(order.buffers), like.steps, like.gradients
+
+
+def outcome_limit(exp: Experiment, order: Order) -> int:
+    """How many bytes the answer of a node to an order may have."""
+    return most_bytes(_sent_form(exp, order, example_outcome(exp, order)))
 
 
 def packed_verdicts(found: Verdicts, facts: dict[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import IO
 
 RECORD = "fedloom"  # the name of what Flower carries
+ALLOWANCE = "allowance"  # the server's file with the bytes that an answer may have, replaced for each of its messages
 SOCKET = "socket"  # where a node listens, in the configuration of its SuperNode
 _LENGTH = 8  # bytes
 
