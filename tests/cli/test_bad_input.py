@@ -72,6 +72,50 @@ def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: li
     assert files(tmp_path) == before
 
 
+NAMED = [  # every place of the command line, and of a configuration, that takes a path
+    ("show", LONG),
+    ("report", LONG),
+    ("watch", LONG),
+    ("predict", LONG, "rows.csv"),
+    ("export", LONG),
+    ("compare", LONG),
+    ("compare", "fedavg", "--seeds", "1", "--out", LONG),
+    ("compare", "fedavg", "--seeds", "1", "--kept", LONG),
+    ("compare", "fedavg", "--seeds", "1", f"compare.cells={LONG}"),
+    ("collect", LONG),
+    ("tune", LONG),
+    ("check", f"{LONG}.py"),
+    ("describe", f"{LONG}.py:Net"),
+    ("describe", "topology", "--out", f"{LONG}.pdf"),
+    ("data", "import", "mnist", LONG),
+    ("deploy", "init", LONG),
+    ("run", f"algorithm={LONG}.py"),
+    ("run", f"task.loss={LONG}.py:loss"),
+    ("run", "data=mnist", "--data-root", LONG),
+    ("run", "algorithm=loop/own.py"),
+    ("predict", "loop", "loop"),
+]
+
+
+@pytest.mark.parametrize("words", NAMED, ids=lambda words: " ".join(words).replace(LONG, "LONG"))
+def test_a_path_that_no_file_can_have_is_one_error(quick: Quick, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = quick(*words, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert LONG in done.err or "loop" in done.err
+    assert len(done.err) < 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['data = "a\\u0000.py:load"', 'algorithm = "a\\u0000.py"', '[compare]\ncells = "\\u0000"', '"a\\u0000" = 1'],
+)
+def test_a_zero_byte_in_a_configuration_is_one_error(quick: Quick, tmp_path: Path, text: str) -> None:
+    (tmp_path / "zero.toml").write_text(text)
+    done = quick("compare", "zero.toml", "fedavg", "--seeds", "1", cwd=tmp_path)
+    assert (done.code, "zero.toml: not readable as TOML: a text has no zero bytes" in done.err) == (2, True), done.err
+
+
 @pytest.mark.parametrize("words", [["compare.seeds=" + 19 * "9"], ["--seeds", 19 * "9"], ["compare.seeds=1000000000"]])
 def test_more_seeds_than_anybody_waits_for_are_refused(quick: Quick, tmp_path: Path, words: list[str]) -> None:
     done = quick("compare", "fedavg", *words, cwd=tmp_path)

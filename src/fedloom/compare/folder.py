@@ -32,6 +32,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        disk.refuse_long_name(error, folder)
         raise StorageError(f"writing below {folder} failed: {error.strerror or error}") from error
 
 

@@ -148,7 +148,7 @@ def load_code(reference: str, at: str) -> Any:
 
 def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType:
     """The module of a .py file, which a setting names as ``called``. It may import its neighbours."""
-    path = Path(place).resolve()
+    path = Path(os.path.realpath(place))  # which a link to itself does not upset
     if not path.is_file():
         raise ConfigError([Fault(at, f"no such file: {place}", f"looked in {path.parent}")])
     _consented(called, at, path, name)

@@ -46,7 +46,7 @@ def default_root() -> Path:
     """The folder of all data: $FEDLOOM_DATA, else fedloom/data below the user's cache folder."""
     chosen = os.environ.get("FEDLOOM_DATA")
     if chosen:
-        return Path(chosen).expanduser()
+        return place_of(chosen)
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "fedloom" / "data"
 
