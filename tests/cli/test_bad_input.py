@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from fedloom.cli.console import plain_console
 from fedloom.core.errors import DataError
 from fedloom.data.files import read_npz
-from fedloom.data.sources import Parquet, from_arrays
+from fedloom.data.sources import Csv, Parquet, from_arrays
 from fedloom.data.table import ColumnChoice, read_csv, read_parquet
 from support.terminal import Quick, files
 
@@ -217,6 +218,24 @@ def test_labels_that_differ_stay_apart(tmp_path: Path) -> None:
         read_csv(tmp_path / "z.csv", columns)
     with pytest.raises(DataError, match="row 1: the label ends in a zero byte"):
         from_arrays(ROWS[:2], ["a", "a\0"])
+
+
+@pytest.mark.parametrize(("one", "other"), [("01", "1"), ("1_0", "10"), ("+1", "1"), ("1e1", "10")])
+@pytest.mark.parametrize("column", ["label", "client"])
+def test_two_words_for_one_number_are_not_taken_for_one_thing(
+    tmp_path: Path, column: str, one: str, other: str
+) -> None:
+    lines = [
+        {"a": str(i), "label": str(i % 2), "client": str(i % 3)} | {column: (one, other, "2")[i % 3]} for i in range(9)
+    ]
+    (tmp_path / "d.csv").write_text("a,label,client\n" + "".join(",".join(line.values()) + "\n" for line in lines))
+    with pytest.raises(DataError, match=rf"line \d: the {column} .*'{re.escape(one)}'.* the same number \(write it in"):
+        Csv(path=str(tmp_path / "d.csv"), client="client").load(tmp_path, 0)
+
+
+def test_whole_numbers_with_and_without_a_point_are_the_same_label(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{('0', '0.0', '1.', '1')[i % 4]}\n" for i in range(8)))
+    assert Csv(path=str(tmp_path / "d.csv")).load(tmp_path, 0).y.tolist() == [0, 0, 1, 1] * 2
 
 
 def test_a_label_beyond_the_named_classes_is_reported_as_it_is(tmp_path: Path) -> None:
