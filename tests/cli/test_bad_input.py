@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from fedloom.cli.console import plain_console
 from fedloom.core.errors import DataError
 from fedloom.data.files import read_npz
-from fedloom.data.sources import Parquet, from_arrays
+from fedloom.data.sources import Csv, Parquet, from_arrays
 from fedloom.data.table import ColumnChoice, read_csv, read_parquet
 from support.terminal import Quick, files
 
@@ -70,6 +71,50 @@ def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: li
     assert told in done.err
     assert len(done.err) < 2000
     assert files(tmp_path) == before
+
+
+NAMED = [  # every place of the command line, and of a configuration, that takes a path
+    ("show", LONG),
+    ("report", LONG),
+    ("watch", LONG),
+    ("predict", LONG, "rows.csv"),
+    ("export", LONG),
+    ("compare", LONG),
+    ("compare", "fedavg", "--seeds", "1", "--out", LONG),
+    ("compare", "fedavg", "--seeds", "1", "--kept", LONG),
+    ("compare", "fedavg", "--seeds", "1", f"compare.cells={LONG}"),
+    ("collect", LONG),
+    ("tune", LONG),
+    ("check", f"{LONG}.py"),
+    ("describe", f"{LONG}.py:Net"),
+    ("describe", "topology", "--out", f"{LONG}.pdf"),
+    ("data", "import", "mnist", LONG),
+    ("deploy", "init", LONG),
+    ("run", f"algorithm={LONG}.py"),
+    ("run", f"task.loss={LONG}.py:loss"),
+    ("run", "data=mnist", "--data-root", LONG),
+    ("run", "algorithm=loop/own.py"),
+    ("predict", "loop", "loop"),
+]
+
+
+@pytest.mark.parametrize("words", NAMED, ids=lambda words: " ".join(words).replace(LONG, "LONG"))
+def test_a_path_that_no_file_can_have_is_one_error(quick: Quick, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = quick(*words, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert LONG in done.err or "loop" in done.err
+    assert len(done.err) < 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['data = "a\\u0000.py:load"', 'algorithm = "a\\u0000.py"', '[compare]\ncells = "\\u0000"', '"a\\u0000" = 1'],
+)
+def test_a_zero_byte_in_a_configuration_is_one_error(quick: Quick, tmp_path: Path, text: str) -> None:
+    (tmp_path / "zero.toml").write_text(text)
+    done = quick("compare", "zero.toml", "fedavg", "--seeds", "1", cwd=tmp_path)
+    assert (done.code, "zero.toml: not readable as TOML: a text has no zero bytes" in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize("words", [["compare.seeds=" + 19 * "9"], ["--seeds", 19 * "9"], ["compare.seeds=1000000000"]])
@@ -173,6 +218,24 @@ def test_labels_that_differ_stay_apart(tmp_path: Path) -> None:
         read_csv(tmp_path / "z.csv", columns)
     with pytest.raises(DataError, match="row 1: the label ends in a zero byte"):
         from_arrays(ROWS[:2], ["a", "a\0"])
+
+
+@pytest.mark.parametrize(("one", "other"), [("01", "1"), ("1_0", "10"), ("+1", "1"), ("1e1", "10")])
+@pytest.mark.parametrize("column", ["label", "client"])
+def test_two_words_for_one_number_are_not_taken_for_one_thing(
+    tmp_path: Path, column: str, one: str, other: str
+) -> None:
+    lines = [
+        {"a": str(i), "label": str(i % 2), "client": str(i % 3)} | {column: (one, other, "2")[i % 3]} for i in range(9)
+    ]
+    (tmp_path / "d.csv").write_text("a,label,client\n" + "".join(",".join(line.values()) + "\n" for line in lines))
+    with pytest.raises(DataError, match=rf"line \d: the {column} .*'{re.escape(one)}'.* the same number \(write it in"):
+        Csv(path=str(tmp_path / "d.csv"), client="client").load(tmp_path, 0)
+
+
+def test_whole_numbers_with_and_without_a_point_are_the_same_label(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{('0', '0.0', '1.', '1')[i % 4]}\n" for i in range(8)))
+    assert Csv(path=str(tmp_path / "d.csv")).load(tmp_path, 0).y.tolist() == [0, 0, 1, 1] * 2
 
 
 def test_a_label_beyond_the_named_classes_is_reported_as_it_is(tmp_path: Path) -> None:

@@ -576,6 +576,22 @@ def test_any_run_folder_is_resumed_or_refused(finished: Path, data: st.DataObjec
         accepted_or_refused(done, [victims, how_to])
 
 
+@cases(20)
+@given(st.data())
+def test_any_run_folder_is_shown_or_refused(finished: Path, data: st.DataObject) -> None:
+    """Whoever looks at a run of somebody else sees it, or reads which file is not what a run writes."""
+    draw = data.draw
+    with folder() as place:
+        shutil.copytree(finished, place, dirs_exist_ok=True)
+        victims = [spoil(draw, place / "run", (".lock",)) for _ in range(draw(st.integers(1, 2)))]
+        if draw(st.booleans()):
+            (place / "run" / "manifest.json").unlink(missing_ok=True)
+        for words in (("show", "run"), ("report", "run", "--out", "page.html")):
+            done = fedloom(*words)
+            if not (words[0] == "show" and done.code == 1 and "has changed since the run wrote it" in done.out):
+                accepted_or_refused(done, [victims, words])
+
+
 # -- folders of comparisons ------------------------------------------------------------------------
 COMPARED = (
     *("compare", "fedavg", "fedprox", "--seeds", "1", "--out", "both", "data=rows.npz", "rounds=2"),

@@ -92,6 +92,15 @@ def test_comparisons_that_share_their_cells_compute_them_once(tmp_path: Path, mo
         assert again["compare"]["cells"] == "runs/mine"
 
 
+def test_a_folder_of_other_things_takes_no_cells(tmp_path: Path) -> None:
+    """A recipe of others may name any folder of the user's."""
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "to mother.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"compare.cells: .*letters is not a folder of cells \(it contains to mother"):
+        run(table(cells=str(tmp_path / "letters")), tmp_path / "c")
+    assert [p.name for p in (tmp_path / "letters").iterdir()] == ["to mother.txt"]
+
+
 def test_shared_cells_are_used_by_one_comparison_at_a_time(tmp_path: Path) -> None:
     shared = tmp_path / "cells"
     with (

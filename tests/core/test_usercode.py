@@ -386,6 +386,41 @@ def test_changed_code_is_refused_until_the_change_is_accepted(
     assert quick("resume", "r", "--rounds", "3", cwd=desk, env=world_outside).code == 0  # asked once
 
 
+def test_what_a_function_imports_only_when_it_is_called_is_known_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "parcel").mkdir()
+    texts = {
+        "late.py": "def load():\n    import lately\n    from parcel import inner\n    import json.tool\n",
+        "lately.py": "import latest\n",
+        "latest.py": "",
+        "parcel/__init__.py": "",
+        "parcel/inner.py": "def f():\n    from . import outer\n    from .missing import g\n",
+        "parcel/outer.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    usercode.vouch("late.py:load", lasting=False)
+    usercode.load_code("late.py:load", "data")
+    monkeypatch.delitem(sys.modules, "fedloom_user_late")
+    assert "lately" not in sys.modules
+    assert usercode.files(["late.py:load"]) == {name: digest(tmp_path / name) for name in texts}
+
+
+def test_a_folder_whose_code_was_refused_is_not_searched_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    (tmp_path / "theirs.py").write_text("")
+    with pytest.raises(ConfigError, match=r"'theirs:Net' is code in .*theirs\.py that you have not run before"):
+        usercode.load_code("theirs:Net", "model.kind")
+    assert str(tmp_path) not in sys.path
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [

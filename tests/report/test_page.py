@@ -228,7 +228,15 @@ def test_a_page_is_not_written_through_a_link(hostile_run: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("metrics.jsonl", "{}\n"), ("partition.json", "[1]"), ("clients.csv", "a\n1\n")]
+    ("name", "text"),
+    [
+        ("metrics.jsonl", "{}\n"),
+        ("partition.json", "[1]"),
+        ("partition.json", '{"labels": 5}'),
+        ("partition.json", '{"clients": []}'),
+        ("topology.json", '{"nodes": 3, "first_round": 5}'),
+        ("clients.csv", "a\n1\n"),
+    ],
 )
 def test_a_damaged_folder_is_refused_by_name(hostile_run: Path, tmp_path: Path, name: str, text: str) -> None:
     for file in hostile_run.iterdir():

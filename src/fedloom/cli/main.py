@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -114,6 +115,9 @@ def _unexpected(error: Exception) -> int:
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
         print(f"error: there is not enough memory ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
+    if said := _unusable_path(error):
+        print(harmless(f"error: {said}"), file=sys.stderr)
+        return 2
     if said := remedy(error):
         print(harmless(f"error: {said}"), file=sys.stderr)
         return 2
@@ -131,6 +135,16 @@ _NO_MEMORY = (
     "Cannot allocate memory",
     "Storage size calculation overflowed",
 )
+
+
+_UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
+
+
+def _unusable_path(error: Exception) -> str:
+    """Which path the system does not accept, and why; empty for other errors, and for those of the user's code."""
+    if not isinstance(error, OSError) or error.errno not in _UNUSABLE or not error.filename or own_line(error):
+        return ""
+    return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}"
 
 
 def _advice(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +41,7 @@ def predict(
     are copied to the front.
     """
     refuse_user_code(no_user_code)
-    if out.resolve() == data.resolve():
+    if os.path.realpath(out) == os.path.realpath(data):  # which a link to itself does not upset
         raise ConfigError([Fault("--out", f"{out} is the file to predict", "choose another")])
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from fedloom.runs.prepare import data_fingerprint
 from fedloom.runs.settings import read_toml
 
 _ASIDE = "replaced"  # the old versions of cells that were run again
+_CELL = re.compile(r"[0-9a-f]{16}")  # the name of a cell
 _STATES = {"done": "summary.json", "diverged": "diverged.json"}
 
 
@@ -32,6 +34,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        disk.refuse_long_name(error, folder)
         raise StorageError(f"writing below {folder} failed: {error.strerror or error}") from error
 
 
@@ -52,8 +55,17 @@ def cells_of(planned: ComparisonPlan, folder: Path) -> Iterator[Path]:
         yield folder / "cells"
         return
     shared = Path(planned.spec.cells)
+    _refuse_other_files(shared)
     with alone(shared, "compare.cells"):
         yield shared
+
+
+def _refuse_other_files(shared: Path) -> None:
+    """Refuse a folder that is not one of cells: a recipe of others may name any folder of the user's."""
+    for inside in sorted(shared.iterdir()) if shared.is_dir() else ():
+        if not _CELL.fullmatch(inside.name) and not inside.name.startswith("."):
+            what = f"{shared} is not a folder of cells (it contains {inside.name})"
+            raise ConfigError([Fault("compare.cells", what, "choose another")])
 
 
 @contextmanager

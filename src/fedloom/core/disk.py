@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedloom.core.errors import CheckpointError, StorageError
+from fedloom.core.errors import CheckpointError, ConfigError, Fault, StorageError
 
 _FILE, _FOLDER = 0o600, 0o700  # of new files and folders
 
@@ -70,7 +70,15 @@ def result_at(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        refuse_long_name(error, path)
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def refuse_long_name(error: OSError, path: Path) -> None:
+    """One error for a name that no file can have: the disk is not at fault, and another name is."""
+    if error.errno == errno.ENAMETOOLONG:
+        where = str(error.filename or path)
+        raise ConfigError([Fault(where, "a name in this path is too long", "choose a shorter one")]) from error
 
 
 def new_part(path: Path) -> Path:

@@ -148,7 +148,7 @@ def load_code(reference: str, at: str) -> Any:
 
 def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType:
     """The module of a .py file, which a setting names as ``called``. It may import its neighbours."""
-    path = Path(place).resolve()
+    path = Path(os.path.realpath(place))  # which a link to itself does not upset
     if not path.is_file():
         raise ConfigError([Fault(at, f"no such file: {place}", f"looked in {path.parent}")])
     _consented(called, at, path, name)
@@ -175,10 +175,12 @@ def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
     """The module ``package.module``: an installed one, or else one of the working folder."""
     top, _, rest = place.partition(".")
     file, here = _found(top), Path.cwd()
-    if file is None and (spec := PathFinder.find_spec(top, [str(here)])) is not None:
+    spec = PathFinder.find_spec(top, [str(here)]) if file is None else None
+    if spec is not None:
         file = _origin(spec)
-        _extend_path(here)
     _consented(called, at, file, f"{rest}.{name}" if rest else name)
+    if spec is not None:  # not before: whatever this process imports later would be searched for here, too
+        _extend_path(here)
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -268,19 +270,34 @@ def changes(then: Mapping[str, str]) -> dict[str, str]:
 
 
 def _sources(module: ModuleType) -> dict[str, str]:
-    """The file of a module, and those of the modules that it imports unless they are installed, with their hashes."""
+    """The file of a module, and those of the modules that it imports unless they are installed, with their hashes.
+
+    Also those that a function imports, which are not loaded before it is called.
+    """
     found: dict[str, str] = {}
-    waiting = [module]
+    waiting = [first := _of_loaded(module)]
     while waiting:
-        one = waiting.pop()
-        path = Path(getattr(one, "__file__", None) or "").absolute()
-        if _short(path) in found or not path.is_file() or (one is not module and _is_installed(path)):
+        path, package = waiting.pop()
+        if _short(path) in found or not path.is_file() or (path != first[0] and _is_installed(path)):
             continue
         found[_short(path)] = digest(path)
         if path.suffix == ".py":
-            names = _imported(path.read_bytes(), one.__package__ or "")
-            waiting += [sys.modules[name] for name in names if name in sys.modules]
+            root = path.parents[package.count(".") + 1] if package else path.parent
+            waiting += [place for name in _imported(path.read_bytes(), package) for place in _places(name, root)]
     return found
+
+
+def _of_loaded(module: ModuleType) -> tuple[Path, str]:
+    """The file of a module, and the package from which its relative imports start."""
+    return Path(getattr(module, "__file__", None) or "").absolute(), module.__package__ or ""
+
+
+def _places(name: str, root: Path) -> list[tuple[Path, str]]:
+    """Where a module is: it is loaded, or it may be in one of two files below ``root``, each with its package."""
+    if name in sys.modules:
+        return [_of_loaded(sys.modules[name])]
+    place = root.joinpath(*name.split("."))
+    return [(place.with_name(f"{place.name}.py"), name.rpartition(".")[0]), (place / "__init__.py", name)]
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import math
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from fedloom.data.arrays import Ints
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Place: TypeAlias = Callable[[int], str]  # the place of a row, in words
+_WHOLE_PART = re.compile(r"\.0*$")  # what comes after the whole part of a number that is whole
 
 
 class Rows(NamedTuple):
@@ -46,7 +48,7 @@ def default_root() -> Path:
     """The folder of all data: $FEDLOOM_DATA, else fedloom/data below the user's cache folder."""
     chosen = os.environ.get("FEDLOOM_DATA")
     if chosen:
-        return Path(chosen).expanduser()
+        return place_of(chosen)
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "fedloom" / "data"
 
@@ -416,12 +418,26 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
             if not isinstance(number, int):
                 row = int(np.argmax(codes == index))
                 raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got '{distinct[index]}')")
+        _refuse_two_spellings(distinct.tolist(), numbers, what, lambda index: where(int(np.argmax(codes == index))))
         values = sorted({number for number in numbers if isinstance(number, int)})
         rank = {value: index for index, value in enumerate(values)}
         ranks = np.array([rank[number] for number in numbers if isinstance(number, int)], np.int64)
         return ranks[codes.reshape(-1)], tuple(str(value) for value in values)
     distinct, codes = np.unique(_whole_numbers(column, what, where), return_inverse=True)
     return codes.reshape(-1).astype(np.int64), tuple(str(int(value)) for value in distinct.tolist())
+
+
+def _refuse_two_spellings(words: Sequence[str], numbers: Sequence[Any], what: str, at: Place) -> None:
+    """Refuse different words that spell one number, such as 01 and 1: they may be codes of two things.
+
+    1 and 1.0 are the same: tables with missing values write whole numbers in both ways.
+    """
+    known: dict[Any, str] = {}
+    for index, (word, number) in enumerate(zip(words, numbers, strict=True)):
+        other = known.setdefault(number, word)
+        if _WHOLE_PART.sub("", other) != _WHOLE_PART.sub("", word):
+            fix = "write it in one way, or with a letter before it if they are two things"
+            raise DataError(f"{at(index)}: the {what} '{word}' is '{other}' elsewhere, the same number ({fix})")
 
 
 def coded_as(column: NDArray[Any], labels: Sequence[str], what: str, where: Place) -> Ints:

@@ -15,7 +15,6 @@ is deleted before, and written again after.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import math
@@ -432,9 +431,8 @@ def storage(path: Path | None) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        if error.errno == errno.ENAMETOOLONG:
-            raise ConfigError([Fault(str(path), "a name in this path is too long", "choose a shorter one")]) from error
-        where = path or "a temporary folder"
+        where = path or Path("a temporary folder")
+        disk.refuse_long_name(error, where)
         raise StorageError(f"writing below {where} failed: {error.strerror}{intact(path)}") from error
 
 

@@ -23,6 +23,11 @@ from fedloom.runs.settings import read_toml
 
 _ENDED: dict[str, RunStatus] = {"summary.json": "done", "diverged.json": "diverged"}
 _GROWING = ("metrics.jsonl", "timings.jsonl")
+_KINDS: dict[str, dict[str, type]] = {  # what is shown of these files, and of which type it is
+    "partition.json": {"labels": list, "notes": list, "clients": int},
+    "topology.json": {"first_round": list},
+}
+_MOST = (1 << 24, 1 << 16)  # clients and classes that a page can be asked to count
 _SHOWN = ("metrics.jsonl", "partition.json", "privacy.json", "clients.csv", "confusion.json")
 
 
@@ -37,7 +42,7 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
     records = json_lines(folder / "metrics.jsonl")
     refuse_cut_metrics(folder)
-    partition, counts = json_file(folder / "partition.json"), _counts(folder / "partition.safetensors")
+    partition, counts = _facts(folder / "partition.json"), _counts(folder / "partition.safetensors")
     return RunView(
         name=name or folder.name,
         folder=str(folder),
@@ -49,7 +54,7 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         partition=partition,
         counts=counts,
         clients=csv_lines(folder / "clients.csv", ("client", "rows")) or _unmeasured(counts, partition),
-        topology=json_file(folder / "topology.json"),
+        topology=_facts(folder / "topology.json"),
         privacy=json_file(folder / "privacy.json"),
         confusion=json_file(folder / "confusion.json"),
         written=max(filter(None, (_written(folder / file) for file in _GROWING)), default=None),
@@ -95,6 +100,15 @@ def json_file(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: was not written by fedloom (it is not a JSON object)")
+    return found
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """The same for a file of which parts are shown: each of them has its type."""
+    found = json_file(path)
+    wrong = [key for key, kind in _KINDS[path.name].items() if key in found and not isinstance(found[key], kind)]
+    if wrong:
+        raise CheckpointError(f"{path}: was not written by fedloom (see '{wrong[0]}')")
     return found
 
 
@@ -146,7 +160,11 @@ def _counts(path: Path) -> Ints | None:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     least = (0, -1, 0)  # a server of a deployment does not know the classes of its nodes
     if found is not None and (
-        found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind != "i" or (found < least).any()
+        found.ndim != 2
+        or found.shape[1] != 3
+        or found.dtype.kind != "i"
+        or (found < least).any()
+        or (found[:, :2] >= _MOST).any()
     ):
         raise CheckpointError(f"{path}: was not written by fedloom (see 'counts')")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
@@ -37,7 +38,9 @@ def learned_from(run: Path, data: Path) -> bool:
     """Whether this is the file that a run learned from."""
     home = Path(str(read_environment(run).get("folder", "")))
     named = _data_of(run).get("path")
-    return isinstance(named, str) and (home / Path(named).expanduser()).resolve() == data.resolve()
+    if not isinstance(named, str) or "\0" in f"{home}{named}":
+        return False
+    return os.path.realpath(home / os.path.expanduser(named)) == os.path.realpath(data)
 
 
 def root_of(run: Path, given: str | Path | None) -> Path:

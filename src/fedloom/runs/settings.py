@@ -150,17 +150,20 @@ def toml_of(text: str) -> dict[str, Any]:
     """The table in a TOML text; ValueError if it is invalid or out of bounds."""
     try:
         table = tomllib.loads(text)
-        _refuse_long_numbers(table)
+        _refuse_odd_values(table)
     except RecursionError:
         raise ValueError("its tables or lists are nested too deeply") from None
     return table
 
 
-def _refuse_long_numbers(value: Any) -> None:
+def _refuse_odd_values(value: Any) -> None:
+    """Refuse what TOML can write and no setting can be: it would be found out where it is used, or not at all."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"an integer has at most 64 bits (got one of {value.bit_length()})")
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _refuse_long_numbers(each)
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"a text has no zero bytes (got {value[:200]!r})")
+    for each in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_odd_values(each)
 
 
 # -- from a table to settings --------------------------------------------------------------------
