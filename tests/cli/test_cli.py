@@ -162,6 +162,7 @@ def test_a_private_run_is_not_advised_to_go_on(quick: Quick, tmp_path: Path, pri
     assert done.out.partition("\nnext:\n")[2].splitlines() == [
         *further,
         "  fedloom run r/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
+        "  fedloom report r    curves, clients and settings on one page",
         "  fedloom describe fedavg",
     ]
 

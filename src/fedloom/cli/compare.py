@@ -96,6 +96,8 @@ def compare(
     refuse_user_code(no_user_code)
     if seeds is not None and seed:
         raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
+    if select is not None and select.startswith("-"):  # the option after it, taken for its value
+        raise ConfigError([Fault("--select", f"should be a metric (got '{select}')", "as in --select accuracy")])
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}

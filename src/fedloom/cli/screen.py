@@ -298,6 +298,7 @@ def _next(history: History) -> list[str]:
         *(further if not (run / "privacy.json").exists() else []),  # noise may be calibrated for these rounds
         f"  fedloom run {run}/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
         *([f"  fedloom predict {run} NEW.csv"] if (run / "columns.json").exists() else []),
+        f"  fedloom report {run}    curves, clients and settings on one page",
         f"  fedloom describe {history.algorithm}",
     ]
 
