@@ -272,7 +272,7 @@ BAD = [
     # files
     (["missing.toml"], r"missing\.toml: no such experiment file"),
     (["broken.toml"], r"broken\.toml: not readable as TOML: .*line 1"),
-    (["folder"], "folder: not readable as TOML"),
+    (["folder"], "folder: is a folder, not an experiment file"),
     (["one.toml", "two.toml"], r"two\.toml: a second experiment file"),
     (["=3"], "=3: is not of the form key=value"),
     (["data.source=./none.npz"], r"none\.npz: no such file"),

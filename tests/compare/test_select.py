@@ -113,6 +113,12 @@ def test_what_cannot_be_chosen_is_refused_before_anything_runs(
         plan(table(grid=grid, select=select) | {"evaluate": {"validation": validation}})
 
 
+def test_several_values_of_a_setting_are_a_grid(tmp_path: Path) -> None:
+    done = Quick()("compare", "fedavg", "local.lr=0.1,0.2", cwd=tmp_path)
+    assert done.code == 2
+    assert "(got '0.1,0.2') (to try each of them: --grid local.lr=0.1,0.2)" in done.err
+
+
 def test_the_next_option_is_not_taken_for_a_metric(tmp_path: Path) -> None:
     done = Quick()("compare", "fedavg", "--select", "--out", "chosen", cwd=tmp_path)
     assert done.code == 2

@@ -496,6 +496,7 @@ BAD_CSV = [
     ("a,label\n1,\n2,x\n", "line 2: the label (column 'label') is empty (fill it in, or remove such rows)"),
     ("a,label\n1,x\n2,\n3,\n", "line 3: the label (column 'label') is empty, and in 1 more (fill"),
     ("a,labels\n1,x\n", "has no column 'label' (did you mean 'labels'?)"),
+    ("a,LABEL\n1,x\n", "has no column 'label' (did you mean 'LABEL'?)"),
     ("a,a,label\n1,2,x\n", "column 'a' occurs twice"),
     ("label\nx\n", "has no column of features"),
     (",a,label\n0,1,x\n", "column 1 has no name"),

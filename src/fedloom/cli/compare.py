@@ -105,7 +105,10 @@ def compare(
     if _are_results(words, given, grid, out, jobs, kept, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
-    planned = plan(table)
+    try:
+        planned = plan(table)
+    except ConfigError as error:
+        raise ConfigError(_with_grid(error.faults, words)) from error
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
@@ -115,6 +118,17 @@ def compare(
         print(json.dumps(done.as_json()))
     if done.failures:
         raise typer.Exit(1)
+
+
+def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
+    """The faults, with advice where several values were given to a setting that takes one."""
+    several = {word.partition("=")[0]: word for word in words if "," in word.partition("=")[2]}
+    return [
+        fault._replace(fix=f"to try each of them: --grid {several[fault.where]}")
+        if fault.where in several and not fault.fix
+        else fault
+        for fault in faults
+    ]
 
 
 def _are_results(words: list[str], *options: object) -> bool:

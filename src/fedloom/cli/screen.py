@@ -129,7 +129,7 @@ class RunScreen:
         for line in _columns(prepared):
             self.say(line)
         for note in shared.notes:
-            self.say(f"partition: {note}")
+            self.say(f"note: {note}")
         if shared.bad:
             self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.corruption})")
         if exp.guard is not None:
