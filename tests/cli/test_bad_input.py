@@ -54,6 +54,8 @@ REFUSED = {
     "many brackets": (["seed=" + 3000 * "["], "seed: should be a valid integer"),
     "many digits": (["seed=" + 5000 * "9"], "seed: should be a valid integer"),
     "many digits in base 16": (["seed=0x" + 5000 * "f"], "seed: should be a valid integer"),
+    "a folder": (["somewhere"], "somewhere: is a folder, not an experiment file"),
+    "a run folder": (["earlier"], "earlier: is a folder, not an experiment file (did you mean earlier/config.toml?)"),
     "a file of brackets": (["deep.toml"], "deep.toml: not readable as TOML"),
     "a file of digits": (["digits.toml"], "digits.toml: not readable as TOML"),
     "a file of digits in base 16": (["hex.toml"], "hex.toml: not readable as TOML: an integer has at most 64 bits"),
@@ -65,6 +67,9 @@ def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: li
     (tmp_path / "deep.toml").write_text("a = " + 3000 * "[" + 3000 * "]")
     (tmp_path / "digits.toml").write_text("seed = " + 5000 * "9")
     (tmp_path / "hex.toml").write_text("seed = 0x" + 5000 * "f")
+    (tmp_path / "somewhere").mkdir()
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "config.toml").write_text("rounds = 1")
     before = files(tmp_path)
     done = quick("run", "rounds=1", "model.kind=logistic", *words, cwd=tmp_path)
     assert (done.code, done.err.startswith("error: ")) == (2, True), done.err

@@ -162,6 +162,7 @@ def test_a_private_run_is_not_advised_to_go_on(quick: Quick, tmp_path: Path, pri
     assert done.out.partition("\nnext:\n")[2].splitlines() == [
         *further,
         "  fedloom run r/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
+        "  fedloom report r    curves, clients and settings on one page",
         "  fedloom describe fedavg",
     ]
 
@@ -271,7 +272,7 @@ BAD = [
     # files
     (["missing.toml"], r"missing\.toml: no such experiment file"),
     (["broken.toml"], r"broken\.toml: not readable as TOML: .*line 1"),
-    (["folder"], "folder: not readable as TOML"),
+    (["folder"], "folder: is a folder, not an experiment file"),
     (["one.toml", "two.toml"], r"two\.toml: a second experiment file"),
     (["=3"], "=3: is not of the form key=value"),
     (["data.source=./none.npz"], r"none\.npz: no such file"),

@@ -68,3 +68,15 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     told = quick("predict", "r", "new.csv", "--out", "new.csv/p.csv", cwd=tmp_path)
     assert (told.code, told.err.count("\n")) == (4, 1)
     assert "cannot write new.csv/p.csv" in told.err
+
+
+def test_a_rare_class_is_a_note_and_no_repair(quick: Quick, tmp_path: Path) -> None:
+    rows = [f"{k},{'yes' if k % 10 == 0 else 'no'}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,ill", *rows]) + "\n")
+    words = ("data=t.csv", "data.label=ill", "partition.clients=2")
+    done = quick("partition", *words, "--out", "t.png", cwd=tmp_path)
+    assert "note: 90% of the rows are 'no', so accuracy hides the rest" in done.out
+    run = quick("run", *words, "rounds=1", "model=logistic", "--out", "r", cwd=tmp_path)
+    assert "note: 90% of the rows are 'no', so accuracy hides the rest" in run.out
+    exported = quick("export", "r", "--out", "r.pt2", cwd=tmp_path)
+    assert "input: float32 [rows, 1]: a\n" in exported.out

@@ -17,6 +17,7 @@ from fedloom.report.comparison.question import Result
 from fedloom.report.comparison.selected import chosen_sections, select
 from fedloom.report.page.content import content_of
 from support.comparisons import question, table
+from support.terminal import Quick
 
 LR = {"local.lr": [0.01, 0.1], "partition.alpha": [0.1, 1.0]}
 
@@ -110,3 +111,15 @@ def test_what_cannot_be_chosen_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ConfigError, match=fault):
         plan(table(grid=grid, select=select) | {"evaluate": {"validation": validation}})
+
+
+def test_several_values_of_a_setting_are_a_grid(tmp_path: Path) -> None:
+    done = Quick()("compare", "fedavg", "local.lr=0.1,0.2", cwd=tmp_path)
+    assert done.code == 2
+    assert "(got '0.1,0.2') (to try each of them: --grid local.lr=0.1,0.2)" in done.err
+
+
+def test_the_next_option_is_not_taken_for_a_metric(tmp_path: Path) -> None:
+    done = Quick()("compare", "fedavg", "--select", "--out", "chosen", cwd=tmp_path)
+    assert done.code == 2
+    assert "--select: should be a metric (got '--out') (as in --select accuracy)" in done.err

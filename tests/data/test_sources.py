@@ -57,6 +57,7 @@ from fedloom.data.sources import (
     pixel_scale,
     source_for_path,
 )
+from fedloom.data.targets import numbers_in
 
 RNG = np.random.default_rng(0)
 
@@ -492,8 +493,10 @@ BAD_CSV = [
     ("a,label\n1,x\n\n1e40,y\n", "line 4: is not a finite number (got 1e+40)"),
     ("a,label\n1,x\n1,y,z\n", "line 3: has 3 cells where the header has 2"),
     ("a,label\n1,0.5\n2,1\n", "line 2: the label (column 'label') must be a whole number or a word (got '0.5')"),
-    ("a,label\n1,\n2,x\n", "line 2: the label (column 'label') is empty"),
+    ("a,label\n1,\n2,x\n", "line 2: the label (column 'label') is empty (fill it in, or remove such rows)"),
+    ("a,label\n1,x\n2,\n3,\n", "line 3: the label (column 'label') is empty, and in 1 more (fill"),
     ("a,labels\n1,x\n", "has no column 'label' (did you mean 'labels'?)"),
+    ("a,LABEL\n1,x\n", "has no column 'label' (did you mean 'LABEL'?)"),
     ("a,a,label\n1,2,x\n", "column 'a' occurs twice"),
     ("label\nx\n", "has no column of features"),
     (",a,label\n0,1,x\n", "column 1 has no name"),
@@ -507,6 +510,11 @@ def test_bad_csv_is_refused(tmp_path: Path, text: str, told: str) -> None:
     message = refusal(Csv(path=str(tmp_path / "t.csv")))
     assert told.replace("{path}", str(tmp_path / "t.csv")) in message
     assert str(tmp_path / "t.csv") in message
+
+
+def test_an_empty_target_is_refused_with_the_number_of_its_rows() -> None:
+    with pytest.raises(DataError, match=r"row 1: the target is empty, and in 2 more \(fill it in, or remove such rows"):
+        numbers_in(np.array(["1.5", "", "", "2", ""]), "target", lambda row: f"row {row}")
 
 
 def test_a_csv_that_is_no_text_is_refused(tmp_path: Path) -> None:

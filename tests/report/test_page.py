@@ -9,16 +9,24 @@ import shutil
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import EVIL
 from fedloom.compare.look import look_at
 from fedloom.core.errors import CheckpointError, ConfigError
+from fedloom.data.arrays import Arrays
+from fedloom.engine.topology.facts import facts
+from fedloom.engine.topology.kinds import Ring
 from fedloom.report.comparison import notes, statistics
 from fedloom.report.comparison.question import Versus
 from fedloom.report.page import language
+from fedloom.report.page.content import content_of
 from fedloom.report.page.render import page
+from fedloom.report.view import FolderView, RunView
+from fedloom.runs.prepare import one_class
 from support.comparisons import question, result
 from support.terminal import Quick
 
@@ -245,3 +253,74 @@ def test_a_damaged_folder_is_refused_by_name(hostile_run: Path, tmp_path: Path, 
     (tmp_path / name).write_text(text)
     with pytest.raises((CheckpointError, ConfigError), match=re.escape(name)):
         look_at([tmp_path])
+
+
+# -- what a reader sees at first -------------------------------------------------------------------
+def seen_run(name: str = "first", rounds: int = 3, **settings: Any) -> RunView:
+    """A run of this many evaluations, as read from a folder."""
+    end = "r2" if settings.get("task.kind") == "regression" else "accuracy"
+    names = ("global/test/mae", "personal/pre_fit/test/mae") if end == "r2" else ()
+    lines = [
+        {"round": k, "bytes/up": 10 * k, "bytes/down": 0, f"global/test/{end}": k / 100, **dict.fromkeys(names, 2.0)}
+        for k in range(rounds + 1)
+    ]
+    known = {"algorithm.kind": "ditto", "model.kind": "mlp", "partition.kind": "natural", "rounds": rounds}
+    clients = [
+        {"client": "0", "rows": "5", "classes": "2", "largest_class": "x", "largest_share": "0.5", end: "0.5"}
+    ] * 2
+    partition = {"clients": 2, "rows": 10, "classes": 2, "size_min": 5, "size_max": 5, "size_median": 5.0}
+    return RunView(name, name, "done", known | settings, lines, partition=partition, clients=clients)
+
+
+def test_a_run_names_its_method_and_its_file() -> None:
+    found = content_of(seen_run(**{"data.source": "csv", "data.path": "/data/patients.csv"}), "en")
+    assert found.facts[:2] == ("algorithm: ditto", "data: patients.csv")
+    assert content_of(seen_run(**{"data.source": "digits"}), "en").facts[1] == "data: digits"
+
+
+@pytest.mark.parametrize(("rounds", "said"), [(3, "mean of all 3"), (10, "mean of the last ten")])
+def test_a_mean_of_few_evaluations_is_called_so(rounds: int, said: str) -> None:
+    found = content_of(seen_run(rounds=rounds), "en")
+    assert found.results[0].columns[-1].label == said
+    assert said in found.cards[1].hint
+
+
+def test_a_regression_has_bins_and_no_classes() -> None:
+    run = seen_run(**{"task.kind": "regression"})
+    for said in ("classes", "largest class"):
+        assert f">{said}<" not in page(run)
+        assert f">{said}<" in page(seen_run())
+    assert "colours are bins of the target" in page(run)
+    assert "colours are classes" in page(seen_run())
+    assert "5 to 5, median 5" in page(run)
+
+
+def test_errors_of_all_models_are_in_one_chart() -> None:
+    """As accuracies are: a choice of one line each would compare nothing."""
+    lines = content_of(seen_run(**{"task.kind": "regression"}), "en").lines
+    assert [line["name"] for line in lines if line["choice"] == "mae"] == [
+        "global/test/mae",
+        "personal/pre_fit/test/mae",
+    ]
+
+
+def test_one_chart_does_not_mix_units() -> None:
+    """Runs of a folder are drawn together where they measured the same."""
+    runs = (seen_run("a"), seen_run("b", **{"task.kind": "regression"}))
+    lines = content_of(FolderView("runs", runs, ()), "en").lines
+    together = {line["choice"]: line["share"] for line in lines if line["name"].endswith(")")}
+    assert together == {"accuracy": True, "r2": False}
+
+
+def test_a_network_downloads_nothing() -> None:
+    said = [card.label for card in content_of(seen_run()._replace(topology=facts(Ring(), 2)._asdict()), "en").cards]
+    assert "sent by nodes" in said
+    assert "uploaded" not in said
+    assert "uploaded" in [card.label for card in content_of(seen_run(), "en").cards]
+
+
+def test_a_note_on_rare_classes_is_said_in_chinese() -> None:
+    y, test = np.array([0] * 9 + [1]), np.zeros(10, bool)
+    [note] = one_class(Arrays("t", np.zeros((10, 1), np.float32), y, test, ("no", "yes"), recipe="a table"))
+    assert "no" in language.sentence_in("zh", note)
+    assert "accuracy hides" not in language.sentence_in("zh", note)

@@ -443,3 +443,8 @@ def test_a_comparison_from_python(desk: Path) -> None:
     assert repr(done).startswith("<Comparison in c>\n\n| algorithm | last")
     with pytest.raises(ConfigError, match=r"numpy\.savez"):
         fedloom.compare("fedavg", data=(x, y))
+
+
+def test_methods_of_a_comparison_are_not_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"separate arguments, not a list .*fedloom\.compare\('fedavg', 'fedprox'\)"):
+        fedloom.compare(["fedavg", "fedprox"], rounds=1)  # type: ignore[arg-type]

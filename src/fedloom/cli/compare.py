@@ -96,6 +96,8 @@ def compare(
     refuse_user_code(no_user_code)
     if seeds is not None and seed:
         raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
+    if select is not None and select.startswith("-"):  # the option after it, taken for its value
+        raise ConfigError([Fault("--select", f"should be a metric (got '{select}')", "as in --select accuracy")])
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
@@ -103,7 +105,10 @@ def compare(
     if _are_results(words, given, grid, out, jobs, kept, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
-    planned = plan(table)
+    try:
+        planned = plan(table)
+    except ConfigError as error:
+        raise ConfigError(_with_grid(error.faults, words)) from error
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
@@ -113,6 +118,17 @@ def compare(
         print(json.dumps(done.as_json()))
     if done.failures:
         raise typer.Exit(1)
+
+
+def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
+    """The faults, with advice where several values were given to a setting that takes one."""
+    several = {word.partition("=")[0]: word for word in words if "," in word.partition("=")[2]}
+    return [
+        fault._replace(fix=f"to try each of them: --grid {several[fault.where]}")
+        if fault.where in several and not fault.fix
+        else fault
+        for fault in faults
+    ]
 
 
 def _are_results(words: list[str], *options: object) -> bool:

@@ -36,7 +36,8 @@ def export(
     path = out or run / f"model.{format_}"
     with disk.result_at(path):
         apart = write(models, path, format_)
-    takes = f"{len(models.inputs)} numbers: {', '.join(models.inputs)}" if models.inputs else f"{models.record.shape}"
+    shape = ", ".join(["rows", *map(str, models.record.shape)])
+    takes = f"[{shape}]" + (f": {', '.join(models.inputs)}" if models.inputs else "")
     outputs = harmless(", ".join(models.labels)) or "the number"
-    print(f"{path}\ninput: float32 [rows, ...] of {takes}\noutputs: {outputs}")
+    print(f"{path}\ninput: float32 {takes}\noutputs: {outputs}")
     print(f"loaded again, its outputs differ from the original's by {apart:.2g} at most")

@@ -48,6 +48,6 @@ def partition(
     console = plain_console()
     console.print(table)
     for note in shared.notes:
-        console.print(f"repair: {note}", highlight=False, markup=False)
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"fingerprint {described['sha256'][:16]}", highlight=False)
     console.print(f"drawn in {picture}", highlight=False, markup=False)

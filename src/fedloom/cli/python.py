@@ -157,6 +157,9 @@ def compare(
     from fedloom.runs.in_memory import is_handed_over
     from fedloom.runs.start import handed_net
 
+    if any(isinstance(each, list | tuple) for each in algorithms):
+        fix = "as in fedloom.compare('fedavg', 'fedprox')"
+        raise ConfigError([Fault("algorithms", f"are separate arguments, not a list (got {algorithms!r})", fix)])
     if is_handed_over(settings.get("data")):
         what = "a comparison starts its own processes, which cannot be passed data"
         raise ConfigError([Fault("data", what, "save it, as with numpy.savez, and give the path")])

@@ -129,7 +129,7 @@ class RunScreen:
         for line in _columns(prepared):
             self.say(line)
         for note in shared.notes:
-            self.say(f"partition: {note}")
+            self.say(f"note: {note}")
         if shared.bad:
             self.say(f"bad clients: {len(shared.bad):,} of {shared.clients:,} ({shared.corruption})")
         if exp.guard is not None:
@@ -298,6 +298,7 @@ def _next(history: History) -> list[str]:
         *(further if not (run / "privacy.json").exists() else []),  # noise may be calibrated for these rounds
         f"  fedloom run {run}/config.toml algorithm.kind=NAME    another method: fedloom list algorithms",
         *([f"  fedloom predict {run} NEW.csv"] if (run / "columns.json").exists() else []),
+        f"  fedloom report {run}    curves, clients and settings on one page",
         f"  fedloom describe {history.algorithm}",
     ]
 

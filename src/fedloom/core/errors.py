@@ -91,7 +91,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest valid word, or all of them when none is close."""
     names = sorted(known)
     meant = SYNONYMS.get(word, word)
-    close = [meant] if meant in names else difflib.get_close_matches(word, names, 1, cutoff=0.65)
+    same = [name for name in names if name.lower() == word.lower()]
+    close = [meant] if meant in names else same or difflib.get_close_matches(word, names, 1, cutoff=0.65)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "none is known"

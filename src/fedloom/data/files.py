@@ -404,13 +404,20 @@ def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
         return np.ascontiguousarray(x, dtype=np.float32)
 
 
+def refuse_empty(words: NDArray[Any], what: str, where: Place) -> None:
+    """An error that names the first empty cell, and says how many there are."""
+    rows = np.flatnonzero(words == "")
+    if len(rows):
+        more = f", and in {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise DataError(f"{where(int(rows[0]))}: the {what} is empty{more} (fill it in, or remove such rows)")
+
+
 def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[str, ...]]:
     """The rank of each value among the sorted distinct ones (numbers by size, words by spelling), and their names."""
     if column.dtype.kind in "US":
         words = column if column.dtype.kind == "U" else _decoded(column, what, where)
         distinct, codes = np.unique(words, return_inverse=True)
-        if "" in distinct:
-            raise DataError(f"{where(int(np.argmax(words == '')))}: the {what} is empty")
+        refuse_empty(words, what, where)
         numbers = [number_of(word) for word in distinct.tolist()]
         if any(number is None for number in numbers):
             return codes.reshape(-1).astype(np.int64), tuple(distinct.tolist())

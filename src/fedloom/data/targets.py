@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays, Ints
-from fedloom.data.files import Place, number_of
+from fedloom.data.files import Place, number_of, refuse_empty
 
 _BINS = 10
 _MANY = 20  # more distinct integers than this, with few rows each, are probably not classes
@@ -21,7 +21,9 @@ def numbers_in(column: NDArray[Any], what: str, where: Place) -> NDArray[np.floa
     if column.dtype.kind in "biuf":
         values = column.astype(np.float64)
     else:
-        found = [number_of(str(word)) for word in column.tolist()]
+        words = [str(word) for word in column.tolist()]
+        refuse_empty(np.array(words), what, where)
+        found = [number_of(word) for word in words]
         odd = next((row for row, number in enumerate(found) if number is None), None)
         if odd is not None:
             got = str(column[odd])

@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from fedloom.core.vocabulary import is_diagnostic, is_extra, leaf
 from fedloom.report.figure import COLOURS, as_file, write
 
-_PANELS = 6  # at most, of measures and of diagnostics
+_PANELS = 9  # at most, of measures and of diagnostics
+_ACROSS = 3  # at most: more would be too small to read on a screen
 
 
 class _Panel(NamedTuple):
@@ -29,16 +30,17 @@ def draw(records: list[dict[str, Any]], *, title: str, path: Path | None = None)
     Diagnostics have panels in separate rows below.
     """
     measures, diagnostics = _measures(records), _diagnostics(records)
-    across = len(measures)
-    down = 1 + -(-len(diagnostics) // across)
+    across = min(_ACROSS, len(measures))
+    upper, lower = (-(-len(panels) // across) for panels in (measures, diagnostics))
+    down = upper + lower
     figure = Figure(figsize=(4.6 * across, 3.8 * down), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(down, across, squeeze=False).ravel().tolist()
-    panels = [*measures, *diagnostics]
-    for axis, panel in zip(axes, panels, strict=False):
-        _fill(axis, panel, records)
-    for unused in axes[len(panels) :]:
-        unused.set_axis_off()
+    for panels, own in ((measures, axes[: upper * across]), (diagnostics, axes[upper * across :])):
+        for axis, panel in zip(own, panels, strict=False):
+            _fill(axis, panel, records)
+        for unused in own[len(panels) :]:
+            unused.set_axis_off()
     figure.suptitle(title, fontsize=11)
     if path is not None:
         write(path, as_file(figure, path.suffix or ".png"))
@@ -58,7 +60,7 @@ def _fill(axis: Axes, panel: _Panel, records: list[dict[str, Any]]) -> None:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     if panel.lines:
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(fontsize=7, framealpha=0.7, edgecolor="none")
     if panel.label == "accuracy":
         axis.set_ylim(0, 1.02)
     elif panel.label == "loss":

@@ -142,6 +142,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return toml_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError([Fault(str(path), "no such experiment file")]) from error
+    except IsADirectoryError as error:
+        own = path / "config.toml"
+        fix = f"did you mean {own}?" if own.is_file() else ""
+        raise ConfigError([Fault(str(path), "is a folder, not an experiment file", fix)]) from error
     except (ValueError, OSError) as error:
         raise ConfigError([Fault(str(path), f"not readable as TOML: {error}")]) from error
 

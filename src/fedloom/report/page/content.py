@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedloom.report import topology
@@ -79,6 +80,7 @@ class Content(NamedTuple):
     confusion: tuple[tuple[str, PageTable], ...]
     topology: PageTable | None
     links: dict[str, Any]
+    colours: str  # what the colours of the partition are
     costs: PageTable
     privacy: PageTable | None
     settings_differ: PageTable | None
@@ -127,7 +129,7 @@ def _run(run: RunView, words: _Spoken) -> Content:
         facts=_facts([run], words),
         cards=_cards(run, metric, words),
         results=results,
-        notes=tuple(str(note) for note in _list(run.partition.get("notes"))),
+        notes=tuple(map(words.sentence, _list(run.partition.get("notes")))),
         progress=_run_progress(run, words),
         log=_log(run) if run.state == "unfinished" else (),
     )
@@ -135,10 +137,14 @@ def _run(run: RunView, words: _Spoken) -> Content:
 
 def _facts(runs: Sequence[RunView], words: _Spoken) -> tuple[str, ...]:
     """What the runs have in common, in a few words."""
-    one, say = runs[0], words.say
-    keys = {"data.source": "data", "model.kind": "model", "partition.kind": "partition"}
-    same = [(label, key) for key, label in keys.items() if len({str(r.settings.get(key)) for r in runs}) == 1]
-    found = [f"{say(label)}: {one.settings[key]}" for label, key in same if key in one.settings]
+    say = words.say
+    known = {
+        "algorithm": [run.algorithm for run in runs],
+        "data": [_data_of(run) for run in runs],
+        "model": [str(run.settings.get("model.kind", "?")) for run in runs],
+        "partition": [str(run.settings.get("partition.kind", "?")) for run in runs],
+    }
+    found = [f"{say(label)}: {values[0]}" for label, values in known.items() if len(set(values)) == 1]
     clients = {r.partition.get("clients") for r in runs if r.partition}
     if len(clients) == 1 and None not in clients:
         found.append(f"{say('clients')}: {clients.pop():,}")
@@ -146,24 +152,34 @@ def _facts(runs: Sequence[RunView], words: _Spoken) -> tuple[str, ...]:
     return (*found, f"{say('rounds')}: {rounds.pop():,}") if len(rounds) == 1 else tuple(found)
 
 
+def _data_of(run: RunView) -> str:
+    """The name of a run's data: of a file its name, not its kind."""
+    path = str(run.settings.get("data.path") or "")
+    return PurePath(path).name or str(run.settings.get("data.source", "?"))
+
+
 def _cards(run: RunView, metric: str, words: _Spoken) -> tuple[Card, ...]:
     say, found = words.say, [Card(words.say("state"), words.say(run.state), mark=run.state)]
     of = summary_of_run(run, metric) if metric else None
     if of is not None:
-        hint = (
-            f"{say('best')} {shown(of.best, metric)} · {say('mean of the last ten')} {shown(of.mean_last_10, metric)}"
-        )
+        mean = f"{_mean_of(run, words)} {shown(of.mean_last_10, metric)}"
+        hint = f"{say('best')} {shown(of.best, metric)} · {mean}"
         found.append(Card(metric, shown(of.last, metric), hint, "main"))
     column, clients = ranked_clients(run)
     if len(clients) > 1:
-        for label, each in (("Worst client", clients[0]), ("Best client", clients[-1])):
-            hint = f"{column} · {say('rows')}: {each.line['rows']} · {say('classes')}: {each.line.get('classes', '?')}"
+        kinds = say(_KINDS[_is_regression(run)].several)
+        for label, each in (("worst client", clients[0]), ("best client", clients[-1])):
+            hint = f"{say(column)} · {say('rows')}: {each.line['rows']} · {kinds}: {each.line.get('classes', '?')}"
             found.append(Card(say(label), f"{each.client}: {shown(each.value, column)}", hint))
     if run.last:
         up, down = (float(run.last.get(f"bytes/{way}", 0)) for way in ("up", "down"))
-        found.append(Card(say("Uploaded"), as_bytes(up), f"{say('Downloaded')} {as_bytes(down)}"))
+        found.append(
+            Card(say("sent by nodes"), as_bytes(up))
+            if run.topology
+            else Card(say("uploaded"), as_bytes(up), f"{say('downloaded')} {as_bytes(down)}")
+        )
     if run.timings:
-        found.append(Card(say("Time"), span(run.seconds), f"{run.round:,} {say('rounds')}"))
+        found.append(Card(say("time"), span(run.seconds), f"{say('rounds')}: {run.round:,}"))
     return tuple(found)
 
 
@@ -174,8 +190,14 @@ def _metrics(run: RunView, words: _Spoken) -> PageTable:
         of = summary_of_run(run, name)
         if of is not None and not name.startswith(("bytes/", "work/", "time/")):
             lines.append(PageLine((PageCell(name), *(number(value, name) for value in of))))
-    heads = [PageColumn(words.say(head), True) for head in ("last", "best", "mean of the last ten")]
+    heads = [PageColumn(head, True) for head in (words.say("last"), words.say("best"), _mean_of(run, words))]
     return PageTable((PageColumn(words.say("metric")), *heads), tuple(lines))
+
+
+def _mean_of(run: RunView, words: _Spoken) -> str:
+    """What the mean of the last evaluations is of: of fewer than ten, it is that of all."""
+    count = sum(line["round"] > 0 for line in run.evaluations)
+    return words.say("mean of the last ten") if count >= 10 else words.say("mean of all {}").format(max(1, count))
 
 
 def _run_progress(run: RunView, words: _Spoken) -> tuple[Card, ...]:
@@ -322,11 +344,22 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
         cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
         cells += [_validated(row, say)] if validated else []
         cells += [signed(row.get(key), metric) for key in more if key == "difference"]
-        cells += [number(row.get(key), metric * (key == "paper"), 2) for key in more if key != "difference"]
+        cells += [
+            _p_value(row.get(key)) if key == "p" else number(row.get(key), metric * (key == "paper"), 2)
+            for key in more
+            if key != "difference"
+        ]
         lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
         cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
         lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
     return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
+
+
+def _p_value(value: Any) -> PageCell:
+    cell = number(value)
+    if cell.value is None:
+        return cell
+    return cell._replace(text="<0.001" if cell.value < 0.001 else f"{cell.value:.3f}")
 
 
 def _validated(row: Mapping[str, Any], say: Say) -> PageCell:
@@ -377,7 +410,7 @@ def _listed(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     for run in runs:
         own = metric if metric in run.last else standing_for([run])
         of = summary_of_run(run, own) if own else None
-        cells = [PageCell(run.name), PageCell(run.algorithm), PageCell(str(run.settings.get("data.source", "?")))]
+        cells = [PageCell(run.name), PageCell(run.algorithm), PageCell(_data_of(run))]
         cells += [PageCell(say(run.state), mark=run.state), number(run.seed), number(run.round), PageCell(own or "–")]
         lines.append(PageLine((*cells, *(number(value, own) for value in of or (None,) * 3))))
     return PageTable(tuple(heads), tuple(lines), sortable=True)
@@ -426,6 +459,7 @@ def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> 
         if first
         else None,
         links=first_links(first) if first else {},
+        colours=words.say(_KINDS[bool(runs) and all(map(_is_regression, runs))].colours),
         costs=_costs(runs, words),
         privacy=_privacy(private, words) if private else None,
         settings_differ=_differ([(r, r.settings) for r in runs], differing(runs), words),
@@ -458,11 +492,12 @@ def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     place = {each.line["client"]: k for k, each in enumerate(ranked)}
     own = [{line["client"]: line for line in run.clients} for run in runs]
     low = max(1, len(ranked) // 10) if len(ranked) > 1 else 0
+    kinds = _KINDS[_is_regression(first)]
     heads = [
         PageColumn(say("client")),
         PageColumn(say("rows"), True),
-        PageColumn(say("classes"), True),
-        PageColumn(say("largest class")),
+        PageColumn(say(kinds.several), True),
+        PageColumn(say(kinds.largest)),
     ]
     heads += [PageColumn(run.method or say(column), True) for run in runs] if column else []
     heads += (
@@ -496,12 +531,31 @@ def _float(text: str | None) -> float | None:
         return None
 
 
+class _Kinds(NamedTuple):
+    """What the classes of a partition are called."""
+
+    several: str
+    largest: str
+    colours: str
+
+
+# A regression has no classes: its partition counts rows in bins of the target.
+_KINDS = {
+    False: _Kinds("classes", "largest class", "Each bar is a client; colours are classes."),
+    True: _Kinds("bins", "largest bin", "Each bar is a client; colours are bins of the target."),
+}
+
+
+def _is_regression(run: RunView) -> bool:
+    return run.settings.get("task.kind") == "regression"
+
+
 _PARTITION = {
     "clients": "{clients:,}",
     "rows": "{rows:,}",
-    "rows per client": "{size_min:,} – {size_max:,} ({size_median:g})",
+    "rows per client": "{size_min:,} to {size_max:,}, median {size_median:g}",
     "inequality of sizes (Gini)": "{size_gini:.2f}",
-    "classes per client": "{classes_min} – {classes_max} / {classes} ({classes_mean:.1f})",
+    "classes per client": "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}",
     "effective classes per client": "{effective_classes:.2f}",
     "share of the largest class": "{top_share:.0%}",
     "heterogeneity (0 to 1)": "{heterogeneity:.2f}",
@@ -518,8 +572,10 @@ def _partition(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
     if not seen:
         return None
     chosen = list(seen.values())[:_MOST_SPLITS]
+    binned = all(map(_is_regression, runs))
+    said = {k: words.say(k.replace("classes", "bins").replace("class", "bin") if binned else k) for k in _PARTITION}
     lines = [
-        PageLine((PageCell(words.say(k)), *(PageCell(_formatted(form, p)) for _, p in chosen)))
+        PageLine((PageCell(said[k]), *(PageCell(_formatted(words.say(form), p)) for _, p in chosen)))
         for k, form in _PARTITION.items()
     ]
     return PageTable(

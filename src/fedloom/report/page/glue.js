@@ -19,6 +19,13 @@
     return share ? `${(100 * value).toFixed(2)} %` : String(Number(value.toPrecision(5)));
   };
 
+  // A long name may break after a slash.
+  const broken = (name) => {
+    const out = element("span", "");
+    out.append(...name.split(/(?<=\/)/).flatMap((part, k) => (k ? [document.createElement("wbr"), part] : [part])));
+    return out;
+  };
+
   const options = (select, values, labels = values) => {
     const before = select.value;
     select.replaceChildren(...values.map((value, k) => element("option", labels[k], { value })));
@@ -142,7 +149,7 @@
       box.addEventListener("change", () => { box.checked ? hidden.delete(name) : hidden.add(name); curves(); });
       const swatch = element("span", "", { className: "swatch" });
       swatch.style.background = look(line).color;
-      label.append(box, swatch, element("span", line.runs > 1 ? `${name} (${data.words["{} seeds"].replace("{}", line.runs)})` : name));
+      label.append(box, swatch, broken(line.runs > 1 ? `${name} (${data.words["{} seeds"].replace("{}", line.runs)})` : name));
       return label;
     });
     $("lines").replaceChildren(...boxes);
@@ -186,7 +193,7 @@
       legend: { show: many <= 30, type: "scroll", top: 0, textStyle: { color: colour("--ink") }, pageTextStyle: { color: colour("--ink") },
         pageIconColor: colour("--accent"), pageIconInactiveColor: colour("--line") },
       xAxis: axis(data.words.client, { type: "category", data: split.clients, nameGap: 28 }),
-      yAxis: axis("", {}),
+      yAxis: axis(data.words.rows, { nameLocation: "end", nameTextStyle: { color: colour("--soft"), align: "right" } }),
       tooltip: tooltip({ trigger: "item" }),
       series: split.labels.map((label, k) => ({
         type: "bar", stack: "rows", name: label, data: split.rows[k], itemStyle: { color: paint(k) }, barCategoryGap: "14%",
@@ -226,6 +233,7 @@
     const key = (row) => row.children[index].dataset.value ?? row.children[index].textContent;
     const order = (a, b) => {
       const [x, y] = [key(a), key(b)], [m, n] = [Number(x), Number(y)];
+      if ((x === "–") !== (y === "–")) return x === "–" ? 1 : -1;  // without a value: last, whichever way
       const by = Number.isNaN(m) || Number.isNaN(n) ? x.localeCompare(y, undefined, { numeric: true }) : m - n;
       return up ? by : -by;
     };

@@ -59,6 +59,7 @@ _CHINESE = {
     "last": "最终值",
     "best": "最优值",
     "mean of the last ten": "最后十次均值",
+    "mean of all {}": "全部 {} 次均值",
     "rank": "排名",
     "difference": "与基线之差",
     "p-value": "p 值",
@@ -84,10 +85,13 @@ _CHINESE = {
     "lowest tenth": "最差 10%",
     "accuracy": "准确率",
     "loss": "损失",
-    "Worst client": "表现最差的客户端",
-    "Best client": "表现最好的客户端",
-    "Uploaded": "上传总量",
-    "Downloaded": "下发总量",
+    "bins": "分箱数",
+    "largest bin": "最多的分箱",
+    "worst client": "表现最差的客户端",
+    "best client": "表现最好的客户端",
+    "uploaded": "上传总量",
+    "downloaded": "下发总量",
+    "sent by nodes": "节点发送总量",
     "sent": "上传",
     "received": "下发",
     "busiest end": "最繁忙节点",
@@ -96,7 +100,7 @@ _CHINESE = {
     "training": "训练耗时",
     "evaluation": "评估耗时",
     "recording": "写入耗时",
-    "Time": "总耗时",
+    "time": "总耗时",
     "setting": "参数",
     "value": "取值",
     "property": "属性",
@@ -135,7 +139,11 @@ _CHINESE = {
     "Only the first 24 splits are listed.": "此处只列出前 24 种划分。",
     "Only 100 of the clients are drawn, evenly spaced.": "图中均匀选取了 100 个客户端。",
     "Each bar is a client; colours are classes.": "每根柱子代表一个客户端，颜色代表类别。",
-    "Rows are true classes, columns are predictions.": "行为真实类别，列为预测类别。",
+    "Each bar is a client; colours are bins of the target.": "每根柱子代表一个客户端，颜色代表目标值的分箱。",
+    (
+        "The common model on the common test set: rows are true classes, columns are predictions, shading is the share "
+        "of the row."
+    ): "公共模型在公共测试集上的结果：行为真实类别，列为预测类别，颜色深浅表示占该行的比例。",
     "true": "真实",
     "predicted": "预测",
     "link": "连接",
@@ -154,8 +162,15 @@ _CHINESE = {
     # partition and topology
     "rows per client": "每个客户端的样本数",
     "inequality of sizes (Gini)": "样本数不均衡度（基尼系数）",
+    "{size_min:,} to {size_max:,}, median {size_median:g}": "{size_min:,} 至 {size_max:,}，中位数 {size_median:g}",
     "classes per client": "每个客户端的类别数",
+    "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}": (
+        "{classes_min} 至 {classes_max}（共 {classes} 个），平均 {classes_mean:.1f}"
+    ),
     "effective classes per client": "每个客户端的有效类别数",
+    "bins per client": "每个客户端的分箱数",
+    "effective bins per client": "每个客户端的有效分箱数",
+    "share of the largest bin": "最多分箱所占比例",
     "share of the largest class": "最多类别所占比例",
     "heterogeneity (0 to 1)": "异质性（0 到 1）",
     "nodes": "节点数",
@@ -217,6 +232,13 @@ _CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端
 
 # Notes below tables and names of differences, as comparisons write them; {} is what differs from one to the other.
 _CHINESE_SENTENCES = {
+    (
+        "{} of the rows are {}, so accuracy hides the rest: measure evaluate.metrics=balanced_accuracy,auc, and weigh "
+        "classes with task.class_weights=balanced"
+    ): (
+        "{} 的样本属于类别 {}，准确率会掩盖其余类别的表现：请用 evaluate.metrics=balanced_accuracy,auc 评估，"
+        "并用 task.class_weights=balanced 为各类别加权。"
+    ),
     "{}: {} has changed since the run wrote it: its SHA-256 differs from manifest.json.": (
         "{}：{} 不是运行时写入的内容：其 SHA-256 与 manifest.json 中的不一致。"
     ),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.core.vocabulary import is_share
+from fedloom.core.vocabulary import is_extra, is_share, leaf
 from fedloom.report.comparison.statistics import along
 from fedloom.report.partition import shown_clients
 from fedloom.report.topology import places
@@ -16,7 +16,6 @@ from fedloom.report.view import ComparisonView, RunView, recorded_metrics, stand
 
 MOST_POINTS = 400  # of one line
 _MOST_LINKS = 2000
-_OWN = "accuracy"  # the metric that represents each run
 _SPREAD = ("_mean", "_std")  # in curves.csv, not in the charts
 _AXES = {"round": "rounds", "bytes": "bytes", "seconds": "seconds", "gradients": "gradients"}
 
@@ -38,8 +37,9 @@ def of_run(run: RunView) -> list[Curve]:
     for metric in recorded_metrics([run]):
         place, _, end = metric.rpartition("/")
         if not end.endswith(_SPREAD):
-            base = end.removesuffix("_worst10")
-            choice = base if end in ("accuracy", "loss") or end != base or end.startswith("auc") else metric
+            base = metric.removesuffix("_worst10")
+            together = leaf(base) in ("accuracy", "loss") or is_extra(base)
+            choice = leaf(base) if together else metric
             found.append(Curve("bytes" if place == "bytes" else choice, "", metric, metric, [run]))
     return found
 
@@ -52,8 +52,11 @@ def of_runs(runs: Sequence[RunView]) -> list[Curve]:
     found = [Curve(name, "", run.name, name, [run]) for name in names for run in runs]
     if len(set(own.values())) < 2:
         return found
+    # what represents each run, together with those of the other runs that are in the same unit
     return [
-        Curve(_OWN, "", f"{run.name} ({own[run.name]})", own[run.name], [run]) for run in runs if run.records
+        Curve(leaf(metric), "", f"{run.name} ({metric})", metric, [run])
+        for run in runs
+        if (metric := own.get(run.name))
     ] + found
 
 
