@@ -207,7 +207,35 @@ def test_text_of_others_gives_no_commands_to_the_terminal(quick: Quick, tmp_path
 def test_a_file_in_the_way_of_all_runs_is_reported(quick: Quick, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a folder")
     done = quick("run", "rounds=1", "model.kind=logistic", cwd=tmp_path)
-    assert (done.code, "writing below runs/" in done.err) == (4, True), done.err
+    assert (done.code, "runs is a file, not a folder (" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "rounds=1", "model=logistic", "--out"),
+        ("compare", "fedavg", "--seeds", "1", "rounds=1", "model=logistic", "--out"),
+        ("describe", "topology", "--out"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("file/a/b.pdf", "file is a file, not a folder (choose another path, or rename it)"),
+        ("loop/b.pdf", "loop is a link that leads to no folder (choose another path, or rename it)"),
+    ],
+)
+def test_a_file_or_a_link_to_itself_in_the_path_of_a_result_is_bad_input(
+    quick: Quick, tmp_path: Path, words: tuple[str, ...], out: str, told: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    done = quick(*words, out, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert f"{Path(out).parent}" in done.err
+    assert told in done.err
+    assert files(tmp_path) == {"file", "loop"}
 
 
 @pytest.mark.parametrize(
