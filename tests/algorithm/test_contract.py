@@ -169,3 +169,8 @@ def test_facts_of_a_class_are_short() -> None:
     assert {cls.family for cls in found.values()} == {"server", "personal", "closed_form", "gossip"}
     for cls in found.values():
         assert isinstance(cls().traits, Traits)
+
+
+def test_methods_say_whether_they_have_the_setting_that_errors_name() -> None:
+    named = {name for name, cls in algorithms(own=False).items() if "weighting" in cls.model_fields}
+    assert {name for name, cls in algorithms(own=False).items() if cls().traits.has_weighting} == named

@@ -78,6 +78,75 @@ def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: li
     assert files(tmp_path) == before
 
 
+NETS = """
+from torch import nn
+
+class Head(nn.Module):
+    def __init__(self, inputs=64, outputs=10):
+        super().__init__()
+        self.head = nn.Linear(inputs, outputs)
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+class Pair(Head):
+    def forward(self, x):
+        return super().forward(x), x
+
+class Helped(Pair):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.head(x.flatten(1))
+
+class Choice(Head):
+    def forward(self, x):
+        return super().forward(x).argmax(1, keepdim=True).expand(-1, 10)
+
+class Broken(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.head = nn.Linear(shape[3], 10)
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.LazyConv1d(10, 3)
+    def forward(self, x):
+        return self.head(x)
+"""
+GIVEN = r"for inputs of shape \[2, 1, 8, 8\]"
+WRONG_NETS = {
+    "of another width": (
+        ["model=nets.py:Head", "model.inputs=99"],
+        rf"model: the net fails {GIVEN}: RuntimeError: mat1 .* \(2x64 and 99x10\), at .*nets.py, line 9, in forward: ",
+    ),
+    "of too few outputs": (["model=nets.py:Head", "model.outputs=7"], rf"model: the net returns \[2, 7\] {GIVEN} \("),
+    "of too many outputs": (["model=nets.py:Head", "model.outputs=11"], rf"the net returns \[2, 11\] {GIVEN} \("),
+    "that returns a pair": (["model=nets.py:Pair"], rf"returns a tuple of \[2, 10\], \[2, 1, 8, 8\] {GIVEN} \("),
+    "that returns a pair in training": (["model=nets.py:Helped"], rf"returns a tuple of .* in training {GIVEN} \("),
+    "that returns integers": (["model=nets.py:Choice"], rf"the net returns \[2, 10\] of torch.int64 {GIVEN} \("),
+    "that returns its inputs": (["model=torch.nn:Identity"], rf"model: the net returns \[2, 1, 8, 8\] {GIVEN} \("),
+    "without a size, on images": (["model=nets.py:Lazy"], rf"model: the net fails {GIVEN}: "),
+    "with an error in its constructor": (
+        ["model=nets.py:Broken"],
+        r"model.kind: 'nets.py:Broken' cannot be made for inputs of shape \[1, 8, 8\] and 10 outputs: IndexError: "
+        r"tuple index out of range, at .*nets.py, line 26, in __init__: ",
+    ),
+    "of other arguments": (["model=torch.nn:LSTM"], r"model.kind: 'torch.nn:LSTM' cannot be made .* argument 'shape'"),
+}
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG_NETS.values(), ids=list(WRONG_NETS))
+def test_a_net_that_does_not_fit_the_data_is_one_error(
+    quick: Quick, tmp_path: Path, words: list[str], told: str
+) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    done = quick("run", "rounds=1", *words, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert re.search(told, done.err), done.err
+    if "the net returns" in told:
+        assert "(it should return [batch, 10], one output for each of the 10 classes)" in done.err
+    assert files(tmp_path) == {"nets.py"}
+
+
 NAMED = [  # every place of the command line, and of a configuration, that takes a path
     ("show", LONG),
     ("report", LONG),
@@ -143,7 +212,35 @@ def test_text_of_others_gives_no_commands_to_the_terminal(quick: Quick, tmp_path
 def test_a_file_in_the_way_of_all_runs_is_reported(quick: Quick, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a folder")
     done = quick("run", "rounds=1", "model.kind=logistic", cwd=tmp_path)
-    assert (done.code, "writing below runs/" in done.err) == (4, True), done.err
+    assert (done.code, "runs is a file, not a folder (" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "rounds=1", "model=logistic", "--out"),
+        ("compare", "fedavg", "--seeds", "1", "rounds=1", "model=logistic", "--out"),
+        ("describe", "topology", "--out"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("file/a/b.pdf", "file is a file, not a folder (choose another path, or rename it)"),
+        ("loop/b.pdf", "loop is a link that leads to no folder (choose another path, or rename it)"),
+    ],
+)
+def test_a_file_or_a_link_to_itself_in_the_path_of_a_result_is_bad_input(
+    quick: Quick, tmp_path: Path, words: tuple[str, ...], out: str, told: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    done = quick(*words, out, cwd=tmp_path)
+    assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
+    assert f"{Path(out).parent}" in done.err
+    assert told in done.err
+    assert files(tmp_path) == {"file", "loop"}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import json
 import re
 import shutil
 import tomllib
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from conftest import EVIL
 from fedloom.compare.look import look_at
@@ -253,6 +255,18 @@ def test_a_damaged_folder_is_refused_by_name(hostile_run: Path, tmp_path: Path, 
     (tmp_path / name).write_text(text)
     with pytest.raises((CheckpointError, ConfigError), match=re.escape(name)):
         look_at([tmp_path])
+
+
+@pytest.mark.parametrize(("cell", "fits"), [((7, 1, 5), True), ((1 << 24, 1, 5), False), ((7, 1 << 16, 5), False)])
+def test_counts_of_more_clients_or_classes_than_a_page_can_have_are_refused(
+    hostile_run: Path, tmp_path: Path, cell: tuple[int, int, int], fits: bool
+) -> None:
+    """A page would make a line for each number up to them: memory for as many as a stranger's file asks for."""
+    shutil.copytree(hostile_run, tmp_path / "run")
+    (tmp_path / "run" / "clients.csv").unlink(missing_ok=True)
+    save_file({"counts": np.array([cell])}, tmp_path / "run" / "partition.safetensors")
+    with nullcontext() if fits else pytest.raises(CheckpointError, match=r"partition\.safetensors.*see 'counts'"):
+        look_at([tmp_path / "run"])
 
 
 # -- what a reader sees at first -------------------------------------------------------------------

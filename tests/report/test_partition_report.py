@@ -73,9 +73,9 @@ def test_another_suffix_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     y, owner, labels = dealt(5, 2)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "a.png").mkdir()
     with pytest.raises(StorageError, match="cannot write"):
-        draw(y, owner, 5, labels, tmp_path / "file" / "a.png")
+        draw(y, owner, 5, labels, tmp_path / "a.png")
 
 
 def test_the_table_names_every_number_and_lines_align_it() -> None:

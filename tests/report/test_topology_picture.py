@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
-from fedloom.core.errors import ConfigError, StorageError
+from fedloom.core.errors import ConfigError
 from fedloom.engine.topology.facts import facts
 from fedloom.engine.topology.kinds import Exponential, Full, Matching, Random, Ring, Torus
 from fedloom.engine.topology.network import Topology
@@ -56,7 +56,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
         draw(Ring().edges(3), 3, tmp_path / "a.jpg")
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(ConfigError, match="file is a file, not a folder"):
         draw(Ring().edges(3), 3, tmp_path / "file" / "a.png")
 
 

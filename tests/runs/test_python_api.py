@@ -23,6 +23,9 @@ from fedloom.algorithms.fedopt import FedOpt
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.handed import from_anything
 from fedloom.data.sources import Digits, from_arrays
+from fedloom.runs.in_memory import GivenNet, as_arrays
+from fedloom.runs.prepare import prepare
+from fedloom.runs.settings import parse
 from support.terminal import environment, files
 
 SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}
@@ -392,10 +395,48 @@ def test_a_net_is_handed_over() -> None:
     assert torch.equal(found.layers[0].weight, done.model.layers[0].weight)
     longer = fedloom.resume("runs/net", data=few["data"], model=net, rounds=3)
     assert longer.rounds == 3
-    with pytest.raises(ConfigError, match="the data needs 3"):
+    with pytest.raises(ConfigError, match=r"returns \[2, 5\] for inputs of shape \[2, 4\] .*return \[batch, 3\]"):
         fedloom.run(model=TwoLayers(5), **few)
-    with pytest.raises(ConfigError, match="does not take inputs of shape"):
+    with pytest.raises(ConfigError, match=r"fails for inputs of shape \[2, 4\]: RuntimeError: "):
         fedloom.run(model=nn.Linear(7, 3), **few)
+    lazy = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))  # which learns its sizes from the data
+    trained = fedloom.run(model=lazy, **few).model
+    assert isinstance(trained, nn.Sequential)
+    assert trained[0].weight.shape == (6, 4)
+
+
+def test_a_net_for_numbers_has_one_output() -> None:
+    x, _ = blobs()
+    few = {"data": (x, x.sum(1)), "task": "regression", "partition": {"clients": 4}, "rounds": 1}
+    fedloom.run(model=TwoLayers(1), **few)
+    with pytest.raises(ConfigError, match=r"returns \[2, 3\] .*return \[batch, 1\], one number for each row"):
+        fedloom.run(model=TwoLayers(3), **few)
+
+
+class Counting(nn.Module):
+    """A net that changes whenever it is called: its statistics, its count, and torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers, self.calls = nn.BatchNorm1d(4), TwoLayers(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layers(self.norm(x + 0 * torch.rand(())))
+        return out
+
+
+def test_trying_a_net_changes_neither_the_net_nor_random_numbers(tmp_path: Path) -> None:
+    net, data = Counting(), as_arrays(blobs(), 0)
+    before = torch.random.get_rng_state()
+    task = prepare(parse({"data": {"source": "in-memory"}, "model": GivenNet.of(net)}), tmp_path, data).experiment.task
+    assert torch.equal(torch.random.get_rng_state(), before)
+    start = task.module(task.w0, task.buffers0)
+    assert isinstance(start, Counting)
+    assert (start.calls, net.calls) == (0, 0)
+    assert start.norm.num_batches_tracked == 0
+    assert torch.equal(start.norm.running_mean, torch.zeros(4))
+    assert torch.equal(start.norm.running_var, torch.ones(4))
 
 
 def test_functions_are_called_on_the_way() -> None:

@@ -38,6 +38,7 @@ class Traits(NamedTuple):
             ``work/gradients`` counts and what a step takes in simulated time. A gradient on a part of a batch counts as
             that part. Steps of other phases than the main one take one gradient each, or none if they cost nothing.
         sends_to_all: the server sends its model to every client, not only to those that will train.
+        has_weighting: the method has a setting ``weighting``, of which ``uniform`` is a value.
         equal_if_private: weights are numbers of examples, which privacy may replace by 1; else it refuses.
         unit_uploads: no upload is longer than 1, at any clipping bound.
         tolerates_noise: the method reads every upload, and accepts noised ones.
@@ -49,6 +50,7 @@ class Traits(NamedTuple):
     # -- what the server does with uploads
     each_upload: bool = False
     weighs_examples: bool = True
+    has_weighting: bool = False
     server_lr: float = 1.0
     relaxation: float = 0.0
     synchronous: bool = True
@@ -78,4 +80,6 @@ class Traits(NamedTuple):
 
     def weighted_by(self, weighting: str, **others: Any) -> Traits:
         """These traits, for a method whose setting ``weighting`` decides the weights of clients."""
-        return self._replace(weighs_examples=weighting != "uniform", equal_if_private=False, **others)
+        return self._replace(
+            has_weighting=True, weighs_examples=weighting != "uniform", equal_if_private=False, **others
+        )

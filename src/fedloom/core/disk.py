@@ -22,8 +22,20 @@ _FILE, _FOLDER = 0o600, 0o700  # of new files and folders
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
     """Make a folder that only its owner can open; parent folders are made as usual, an existing one is not changed."""
+    _refuse_blocked(path if exist_ok else path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER, exist_ok=exist_ok)
+
+
+def _refuse_blocked(folder: Path) -> None:
+    """One error for a folder that cannot be made, since a part of its path is a file or a link that leads nowhere."""
+    for part in (folder, *folder.parents):
+        with suppress(OSError):
+            mode = os.lstat(part).st_mode
+            if not os.path.isdir(part):
+                what = "is a link that leads to no folder" if stat.S_ISLNK(mode) else "is a file, not a folder"
+                raise ConfigError([Fault(str(folder), f"{part} {what}", "choose another path, or rename it")])
+            return
 
 
 def state_home() -> Path:
@@ -67,6 +79,7 @@ def result_at(path: Path) -> Iterator[None]:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        _refuse_blocked(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:

@@ -30,6 +30,13 @@ def own_line(error: BaseException) -> str:
     return f"{last.filename}, line {last.lineno}, in {last.name}: {last.line}"
 
 
+def said(error: BaseException) -> str:
+    """The first line of an error in the user's code, and the line that raised it."""
+    first = (str(error).splitlines() or [""])[0]
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{what}, at {line}" if (line := own_line(error)) else what
+
+
 def remedy(error: BaseException) -> str:
     """What an error of torch means in code that is mapped over clients, with the line and the fix; or empty."""
     for sign, fix in _REMEDIES.items():

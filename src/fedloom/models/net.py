@@ -6,17 +6,22 @@ as in PyTorch, except that the convolutions of the deep nets follow He et al. (2
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.own_line import said
 from fedloom.core.schema import GIVEN, Kind, when
-from fedloom.core.task import Task
+from fedloom.core.task import Batch, Task
+
+_TRIED = 2  # rows of the batch that a net is tried on: BatchNorm refuses one alone
 
 
 class Net(nn.Module):
@@ -52,7 +57,7 @@ class NetSpec(Kind):
     def net(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """The net that is trained: the result of ``build``, with the projection head and the weights of the
         settings."""
-        net = self._projected(self.build(shape, classes), classes)
+        net = self._projected(materialised(self.build(shape, classes), shape), classes)
         if self.weights:
             start_from(net, self.weights, headless=self.weights_part == "body")
         return net
@@ -183,21 +188,53 @@ def _size(x: Tensor) -> str:
     return "x".join(map(str, x.shape)) or "a number"
 
 
-def with_outputs(net: nn.Module, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The net, if it takes inputs of this shape and has an output for each class; else one fault."""
-    training = net.training
-    try:
+def materialised(net: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """The net; where layers wait for their first input, as LazyLinear does, they have seen one of this shape."""
+    if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
+        training, x = net.training, torch.zeros(_TRIED, *shape)
         with torch.no_grad():
-            found = tuple(net.eval()(torch.zeros(2, *shape)).shape)
-    except (RuntimeError, ValueError, IndexError) as error:
-        what = f"the net does not take inputs of shape {list(shape)}: {str(error).splitlines()[0]}"
-        raise ConfigError([Fault("model", what)]) from error
-    finally:
+            _tried(lambda: net.eval()(x), f" for inputs of shape {list(x.shape)}", "")
         net.train(training)
-    if found != (2, classes):
-        what = f"the net gives outputs of shape {list(found[1:])} for each input, but the data needs {classes}"
-        raise ConfigError([Fault("model", what, f"give its last layer {classes} outputs")])
     return net
+
+
+def refuse_misfit(task: Task, shape: tuple[int, ...], outputs: int) -> None:
+    """One fault for a net that fails on inputs of this shape, or does not return ``[B, outputs]`` for them.
+
+    It is tried in evaluation and in training. Pass a task of its own: what the user's code changes in the net stays.
+    """
+    device = task.w0.device
+    x, one = torch.zeros(_TRIED, *shape, device=device), torch.ones((), device=device)
+    batch = Batch(x, one, one, one.long(), one, one, task.buffers0)
+    passes: dict[str, Callable[[], Any]] = {
+        "": lambda: task.apply(task.w0, x, task.buffers0),
+        " in training": lambda: task.logits(task.w0, batch),
+    }
+    each = "one number for each row" if task.criterion.regression else f"one output for each of the {outputs} classes"
+    fix = f"it should return [batch, {outputs}], {each}"
+    # Where the user's code draws random numbers, those of the run stay what they are.
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for mode, forward in passes.items():
+            given = f"{mode} for inputs of shape {list(x.shape)}"
+            found = _tried(forward, given, fix)
+            if not isinstance(found, Tensor) or found.shape != (_TRIED, outputs) or not found.is_floating_point():
+                raise ConfigError([Fault("model", f"the net returns {_described(found)}{given}", fix)])
+
+
+def _tried(forward: Callable[[], Any], given: str, fix: str) -> Any:
+    """What a forward pass returns; one fault if it fails."""
+    try:
+        return forward()
+    except Exception as error:  # whatever the user's own net does
+        raise ConfigError([Fault("model", f"the net fails{given}: {said(error)}", fix)]) from error
+
+
+def _described(found: Any) -> str:
+    """What a net returned, in words."""
+    if isinstance(found, Tensor):
+        return f"{list(found.shape)}" + ("" if found.is_floating_point() else f" of {found.dtype}")
+    inside = f" of {', '.join(map(_described, found))}" if isinstance(found, tuple | list) else ""
+    return f"a {type(found).__name__}{inside}"
 
 
 def parameters(net: nn.Module) -> int:

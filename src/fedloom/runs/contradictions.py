@@ -87,7 +87,7 @@ def data_counts_once(algorithm: AnyAlgorithm, cohort: Cohort) -> Iterator[Fault]
     traits = algorithm.traits
     if cohort.sampling == "proportional" and traits.weighs_examples and not traits.distinct:
         why = f"counts a client's data twice: once in the draw, once in the mean of {_called(algorithm)}"
-        fix = "set algorithm.weighting=uniform" if hasattr(algorithm, "weighting") else "use uniform or all"
+        fix = "set algorithm.weighting=uniform" if traits.has_weighting else "use uniform or all"
         yield Fault("cohort.sampling", f"'proportional' {why}", fix)
 
 

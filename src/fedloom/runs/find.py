@@ -18,7 +18,8 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
-from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.errors import ConfigError, Fault, FedloomError, nearest
+from fedloom.core.own_line import said
 from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import is_folder
@@ -133,7 +134,14 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
 
         def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
             offered = {"shape": shape, "classes": classes}
-            net: nn.Module = _call(thing, dict(self.__pydantic_extra__ or {}), offered, "model")
+            try:
+                net: nn.Module = _call(thing, dict(self.__pydantic_extra__ or {}), offered, "model")
+            except FedloomError:
+                raise
+            except Exception as error:  # whatever its constructor does
+                what = f"'{name}' cannot be made for inputs of shape {list(shape)} and {classes} outputs: {said(error)}"
+                fix = "it is given the settings of this section, and shape and classes if it accepts them"
+                raise ConfigError([Fault("model.kind", what, fix)]) from error
             return net
 
     return Own
@@ -203,6 +211,11 @@ CHOOSE: dict[str, Callable[[str, str], Any]] = {
     "algorithm": find_algorithm,
     "topology": _finder(*_HOMES["topology"], "topology", None),
 }
+
+
+def is_packaged(section: str, thing: Any) -> bool:
+    """Whether a thing is of one of fedloom's own kinds of this section, and not of the user's."""
+    return type(thing) in kinds(*_HOMES[section]).values()
 
 
 def kinds_with(section: str, setting: str) -> list[str]:

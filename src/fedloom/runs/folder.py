@@ -315,12 +315,9 @@ def unused(path: Path) -> Path:
     """A new folder ``path``, or ``path-2`` and so on; two processes never get the same."""
     for count in itertools.count(1):
         new = path if count == 1 else path.with_name(f"{path.name}-{count}")
-        try:
+        with suppress(FileExistsError):
             disk.make_folder(new, exist_ok=False)
             break
-        except FileExistsError:
-            if not path.parent.is_dir():  # a file has the name of a parent folder
-                raise
     return new
 
 

@@ -33,7 +33,8 @@ from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.topology.facts import faults as topology_faults
 from fedloom.engine.uploads import example_upload
-from fedloom.models.net import Net, NetSpec
+from fedloom.models.net import Net, NetSpec, refuse_misfit
+from fedloom.runs.find import is_packaged
 from fedloom.runs.guard import guard_of, noise_of
 from fedloom.runs.settings import Config, config_hash
 from fedloom.trust import corruption, noise, robust
@@ -278,6 +279,8 @@ def _world(config: Config, shared: Shared, federation: Federation) -> World:
     arrays = shared.arrays
     loss = criterion_of(config.task, shared.labels, arrays.outputs, arrays.unit[1])
     task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
+    if not is_packaged("model", config.model):  # fedloom's own nets fit all data that they are built for
+        refuse_misfit(task.to(federation.x.device, lanes=False), arrays.shape, arrays.outputs)
     held = _held(shared.proxy, federation)
     if not has_fixed_features(task, federation):
         return World(task, federation, held, [])

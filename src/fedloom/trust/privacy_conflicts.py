@@ -62,7 +62,7 @@ def _of_uploads(how: Privacy, alg: Any) -> list[Fault]:
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", "choose another algorithm"))
     if alg.traits.weighs_examples and not alg.traits.equal_if_private:
         what = f"{name} weights clients by their data, which the weights would reveal"
-        fix = "set algorithm.weighting=uniform" if hasattr(alg, "weighting") else "let it weight clients equally"
+        fix = "set algorithm.weighting=uniform" if alg.traits.has_weighting else "let it weight clients equally"
         faults.append(Fault("privacy.clip", f"{what} (got {how.clip:g})", fix))
     if alg.traits.unit_uploads and how.clip != 1:
         what = f"uploads of {name} are no longer than 1, since it clips updates by its own rule"
