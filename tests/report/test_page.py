@@ -263,7 +263,6 @@ def test_counts_of_more_clients_or_classes_than_a_page_can_have_are_refused(
 ) -> None:
     """A page would make a line for each number up to them: memory for as many as a stranger's file asks for."""
     shutil.copytree(hostile_run, tmp_path / "run")
-    (tmp_path / "run" / "clients.csv").unlink(missing_ok=True)
     save_file({"counts": np.array([cell])}, tmp_path / "run" / "partition.safetensors")
     with nullcontext() if fits else pytest.raises(CheckpointError, match=r"partition\.safetensors.*see 'counts'"):
         look_at([tmp_path / "run"])
