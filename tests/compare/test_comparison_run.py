@@ -12,15 +12,19 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedloom.compare.cells import Cell
 from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched
+from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core import usercode
+from fedloom.core.signals import handling
 from fedloom.runs.folder import read_metrics
 from fedloom.runs.settings import as_table
 from support.comparisons import GRID, HELD, SMALL, TABLES, THREE, contents, table
@@ -209,6 +213,26 @@ def test_tables_are_there_after_an_interruption_and_say_what_is_missing(tmp_path
     run(both, tmp_path / "c", jobs=1)
     assert "missing" not in (tmp_path / "c" / "table.md").read_text()
     assert not list((tmp_path / "c" / "cells").glob("*/curves.png"))  # unless it is asked for
+
+
+class Pressed(tuple[Cell, ...]):
+    """Cells during whose reading somebody presses Ctrl-C."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Cell]:
+        signal.raise_signal(signal.SIGINT)
+        yield from super().__iter__()
+        Pressed.read += 1
+
+
+def test_ctrl_c_while_the_tables_are_written_waits_for_them(tmp_path: Path) -> None:
+    """Interrupted within the first import of Matplotlib, they could not be written later either."""
+    planned = plan(table())
+    tables = TablesAsCellsEnd(planned._replace(cells=Pressed(planned.cells)), tmp_path, tmp_path, Unwatched())
+    with handling(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        tables.write()
+    assert Pressed.read == 2  # those that have ended, and all
 
 
 def test_a_changed_loss_of_one_s_own_runs_cells_again_and_each_keeps_its_copy(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_a_search_finds_the_best_on_validation_rows_and_goes_on_where_it_ended(t
     study = optuna.load_study(study_name="fedloom", storage=f"sqlite:///{folder / 'study.db'}")
     assert [trial.state.is_finished() for trial in study.trials] == [True] * 4
 
+    shown = fedloom("show", "s", "--json", cwd=tmp_path).json["runs"]
+    names = [f"trial {trial['trial']}, seed {seed}" for trial in found for seed in (0, 1)]
+    assert [run["name"] for run in shown] == [name for name in names if name in {run["name"] for run in shown}]
+    assert names[:2] == [run["name"] for run in shown[:2]]  # a later trial may share the runs of an earlier one
+    assert len(shown) == len(list((folder / "cells").iterdir()))
+
     before = written(folder)
     assert fedloom(*words, "--trials", 4, "--json", cwd=tmp_path).json == done.json  # nothing is left to do
     assert written(folder) == before

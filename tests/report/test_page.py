@@ -27,7 +27,7 @@ from fedloom.report.comparison.question import Versus
 from fedloom.report.page import language
 from fedloom.report.page.content import content_of
 from fedloom.report.page.render import page
-from fedloom.report.view import FolderView, RunView
+from fedloom.report.view import ComparisonView, FolderView, RunView
 from fedloom.runs.prepare import one_class
 from support.comparisons import question, result
 from support.terminal import Quick
@@ -296,6 +296,29 @@ def test_a_mean_of_few_evaluations_is_called_so(rounds: int, said: str) -> None:
     found = content_of(seen_run(rounds=rounds), "en")
     assert found.results[0].columns[-1].label == said
     assert said in found.cards[1].hint
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [((3, 3), "mean of all 3"), ((3, 4), "mean of at most ten"), ((10, 12), "mean of the last ten")],
+)
+def test_a_mean_of_few_evaluations_is_called_so_for_several_runs(rounds: tuple[int, int], said: str) -> None:
+    runs = tuple(seen_run(str(k), count) for k, count in enumerate(rounds))
+    table = [{"algorithm": "ditto", "metric": "global/test/accuracy", "rank": 1, "mean_last_10": 0.02}]
+    for view in (FolderView("runs", runs, ()), ComparisonView("both", "both", (), runs, 2, {"table": table})):
+        assert said in [column.label for column in content_of(view, "en").results[0].columns]
+    assert said in content_of(view, "en").cards[0].hint
+
+
+def test_the_page_says_how_it_marks_a_choice() -> None:
+    """A star marks it in the tables of files; the page has a tag."""
+    rows = [{"algorithm": "ditto", "metric": "global/test/accuracy", "validation": 0.5, "chosen": True}]
+    summary = {"table": rows, "notes": [notes.STARRED]}
+    found = content_of(ComparisonView("both", "both", (), (seen_run(),), 1, summary), "en")
+    assert found.notes == (notes.TAGGED,)
+    assert "chosen" in [cell.tag for cell in found.results[0].lines[0].cells]
+    assert '"chosen" marks the choice' in notes.TAGGED
+    assert "“选定”" in language.sentence_in("zh", notes.TAGGED)
 
 
 def test_a_regression_has_bins_and_no_classes() -> None:

@@ -340,6 +340,8 @@ def test_data_in_every_form_that_people_have() -> None:
         assert same.clients == by_list.clients == ("0", "1", "2")
         assert np.array_equal(same.x, by_list.x)
         assert np.array_equal(same.test, by_list.test)
+    for given in ((x, y), {"x": x, "y": y}):  # what a loader of this name returned, or what was passed in Python
+        assert [from_anything(given, name=name).name for name in ("mine.py:load", "data")] == ["mine.py:load", "arrays"]
     train, test = parts(2)
     split = from_anything((as_set(train), as_set(test)))
     assert split.test.tolist() == [False] * 40 + [True] * 50

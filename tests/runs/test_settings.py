@@ -181,6 +181,11 @@ def test_a_key_that_takes_a_list_says_of_what() -> None:
     assert "evaluate.metrics.0: should be 'balanced_accuracy', 'f1_macro'," in str(error.value)
 
 
+def test_a_confusion_matrix_need_not_be_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.metrics: .* is always written, to confusion\.json: leave it out"):
+        parse(override({}, ["evaluate.metrics=auc,confusion"])[0])
+
+
 @pytest.mark.parametrize(("text", "widths"), [("64", (64,)), ("32,16", (32, 16)), ("[32]", (32,))])
 def test_a_list_of_numbers_needs_no_brackets(text: str, widths: tuple[int, ...]) -> None:
     found = parse(override({"model": {"kind": "mlp"}}, [f"model.widths={text}"])[0])

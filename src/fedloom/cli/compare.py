@@ -94,10 +94,7 @@ def compare(
         why = "a comparison starts its own processes"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
-    if seeds is not None and seed:
-        raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
-    if select is not None and select.startswith("-"):  # the option after it, taken for its value
-        raise ConfigError([Fault("--select", f"should be a metric (got '{select}')", "as in --select accuracy")])
+    _refuse_options(seeds, seed, select)
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
@@ -129,6 +126,14 @@ def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
         else fault
         for fault in faults
     ]
+
+
+def _refuse_options(seeds: int | None, seed: list[int] | None, select: str | None) -> None:
+    """Refuse options that contradict each other, or that lack their value."""
+    if seeds is not None and seed:
+        raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
+    if select is not None and select.startswith("-"):  # the option after it, taken for its value
+        raise ConfigError([Fault("--select", f"should be a metric (got '{select}')", "as in --select accuracy")])
 
 
 def _are_results(words: list[str], *options: object) -> bool:

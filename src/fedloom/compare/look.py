@@ -30,33 +30,45 @@ def look_at(folders: Iterable[Path]) -> AnyView:
     if not found:
         where = ", ".join(map(str, given))
         raise ConfigError([Fault(where, "contains neither a run nor a comparison", "start one with: fedloom run")])
-    if len(found) == 1:
-        return _one(found[0], found[0].resolve().name)
-    names = _names(found)
-    views = [_one(folder, name) for folder, name in zip(found, names, strict=True)]
+    names = _names([parts for _, parts in found])
+    views = [_one(folder, name) for (folder, _), name in zip(found, names, strict=True)]
+    if len(views) == 1:
+        return views[0]
     runs = tuple(view for view in views if isinstance(view, RunView))
     comparisons = tuple(view for view in views if isinstance(view, ComparisonView))
     return FolderView(given[0].resolve().name if len(given) == 1 else "", runs, comparisons)
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
-    """The runs and comparisons in a folder, by name; cells belong to their comparison."""
+def _below(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The runs and comparisons in a folder, and the parts of their names; cells belong to their comparison."""
     if is_run(folder) or is_comparison(folder):
-        yield folder
+        yield folder, folder.resolve().parts
+    elif (folder / "tune.toml").is_file():
+        yield from _trials(folder)
     elif depth:
         for inner in sorted(folder.iterdir()):
             if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
                 yield from _below(inner, depth - 1)
 
 
-def _names(folders: list[Path]) -> list[str]:
+def _trials(folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The runs of a search, trial by trial; an earlier version listed none, and folders name them."""
+    lines = csv_lines(folder / "cells.csv", ("trial", "seed", "folder"))
+    several = len({line["seed"] for line in lines}) > 1
+    known = {line["folder"]: f"trial {line['trial']}" + several * f", seed {line['seed']}" for line in lines}
+    homes = [*known, *(f"cells/{home.name}" for home in _unlisted(folder, set(known)))]
+    for home in homes:
+        if is_run(folder / home):
+            yield folder / home, (*folder.resolve().parts, known.get(home, home))
+
+
+def _names(paths: list[tuple[str, ...]]) -> list[str]:
     """The shortest ends of the paths that distinguish all of them."""
-    paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
         if len(set(names)) == len(names):
             return names
-    raise ConfigError([Fault(str(folders[0]), "is named twice")])
+    raise ConfigError([Fault(str(Path(*paths[0])), "is named twice")])
 
 
 def _one(folder: Path, name: str) -> RunView | ComparisonView:

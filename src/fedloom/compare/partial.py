@@ -12,6 +12,7 @@ from fedloom.compare.plan import ComparisonPlan
 from fedloom.compare.read import as_result, result_of
 from fedloom.compare.write import drawn, write_tables
 from fedloom.core.errors import FedloomError
+from fedloom.core.signals import deferred
 
 _SHARE = 20  # of the time is left for other things than tables
 
@@ -37,7 +38,7 @@ class TablesAsCellsEnd:
     def write(self) -> None:
         """Write the tables of the finished cells; errors are reported when all cells have ended."""
         began = time.monotonic()
-        with suppress(FedloomError):
+        with deferred(), suppress(FedloomError):  # half an import of Matplotlib cannot be repeated
             write_so_far(self._planned, self._folder, self._cells)
         self._due = time.monotonic() + _SHARE * (time.monotonic() - began)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -31,13 +31,14 @@ from fedloom.report.comparison.selected import validation_metric
 from fedloom.report.comparison.statistics import Mean, mean_of, recorded, summary_of
 from fedloom.report.tables import csv_text
 from fedloom.runs.folder import as_json, write_text
+from fedloom.runs.look import csv_lines
 from fedloom.runs.overrides import assign, without_idle
 from fedloom.runs.settings import Config, as_toml, parse, read_toml
 
 if TYPE_CHECKING:
     import optuna
 
-_RECORD, _STUDY = "tune.toml", "study.db"
+_RECORD, _STUDY, _CELLS = "tune.toml", "study.db", "cells.csv"
 
 
 class Search(NamedTuple):
@@ -202,6 +203,7 @@ class _Trials:
         self._search, self._folder, self._study, self._watcher = search, folder, study, watcher
         self._waiting: dict[int, set[str]] = {}  # the cells that a trial waits for, by their hash
         self._said: list[str] = []
+        self._listed = {line["folder"]: line for line in csv_lines(folder / _CELLS, ("trial", "seed", "folder"))}
         self._began, self._done_before = time.perf_counter(), self.done
 
     @property
@@ -252,6 +254,7 @@ class _Trials:
     def _missing(self, trial: optuna.trial.FrozenTrial) -> list[Cell]:
         """The cells of a trial that are not running yet; it is reported at once if all of them have ended."""
         cells = {cell.hash: cell for cell in self._cells(trial)}
+        self._list(trial.number, cells.values())
         under_way = {name for hashes in self._waiting.values() for name in hashes}
         waits = {name for name in cells if not state_of(self._home(cells[name]))}
         if not waits:
@@ -259,6 +262,13 @@ class _Trials:
             return []
         self._waiting[trial.number] = waits
         return [cells[name] for name in cells if name in waits - under_way]
+
+    def _list(self, trial: int, cells: Iterable[Cell]) -> None:
+        """Write down which trial a run belongs to, before it begins; the first one if several share it."""
+        for cell in cells:
+            home = f"cells/{cell.hash}"
+            self._listed.setdefault(home, {"trial": str(trial), "seed": str(cell.seed), "folder": home})
+        write_text(self._folder / _CELLS, csv_text(list(self._listed.values())))
 
     def _home(self, cell: Cell) -> Path:
         return self._folder / "cells" / cell.hash

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,3 +18,16 @@ def handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block, for code that must not be left halfway, such as an import."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
+        yield
+        return
+    seen: list[int] = []
+    with handling(lambda number, _frame: seen.append(number)):
+        yield
+    if seen:
+        signal.raise_signal(seen[0])

@@ -76,8 +76,7 @@ def _from_tuple(data: tuple[Any, ...], name: str, seed: int, numbers: bool) -> A
     if len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         return _joined({"train": data[0], "test": data[1]}, name, seed, numbers, split=True)
     x, y, *client = data
-    called = "arrays" if name == "data" else name
-    return from_arrays(x, y, client=client[0] if client else None, name=called, seed=seed, numbers=numbers)
+    return from_arrays(x, y, client=client[0] if client else None, name=_called(name), seed=seed, numbers=numbers)
 
 
 def _from_frame(given: dict[str, Any], seed: int, numbers: bool) -> Arrays:
@@ -97,7 +96,12 @@ def _from_keywords(given: dict[str, Any], name: str, seed: int) -> Arrays:
     strangers = [key for key in given if key not in known]
     if strangers:
         raise DataError(f"data '{name}': unknown key '{strangers[0]}' (known: {', '.join(known)})")
-    return from_arrays(**{"seed": seed, **given})
+    return from_arrays(**{"seed": seed, "name": _called(name), **given})
+
+
+def _called(name: str) -> str:
+    """The name of arrays: that of their loader, if they have one."""
+    return "arrays" if name == "data" else name
 
 
 def _joined(parts: Mapping[str, Any], name: str, seed: int, numbers: bool, *, split: bool) -> Arrays:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from fedloom.core.metrics import Auc
 from fedloom.core.quality import AnyMeasure
@@ -65,6 +65,14 @@ class Evaluate(Spec):
         False,
         description="also evaluate the clients of a round on their own rows, just before and just after training",
     )
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _a_matrix_is_no_metric(cls, names: Any) -> Any:
+        if isinstance(names, list | tuple) and "confusion" in names:
+            why = "the confusion matrix of the common model is always written, to confusion.json: leave it out"
+            raise ValueError(why)
+        return names
 
     def due(self, round_: int, rounds: int) -> bool:
         """Whether the run is evaluated after this round."""

@@ -7,12 +7,18 @@ from collections.abc import Collection, Iterator, Sequence
 from fedloom.report.comparison.question import Caveat, Equal, PrivacyCost, Question, Result
 from fedloom.report.comparison.statistics import Cost, Row
 
+# What the choice by validation rows looks like: in the tables of files and of the terminal, and on the page.
+STARRED, TAGGED = (
+    f"validation: on rows used neither for training nor for the test; {mark} marks the choice."
+    for mark in ("*", '"chosen"')
+)
+
 
 def notes(question: Question, table: Sequence[Row]) -> list[str]:
     """Notes that explain the table."""
     out = _about_statistics(question) + _about_short(table) + _about_metrics(question)
     if question.selected_by:
-        out.append("validation: on rows used neither for training nor for the test; * marks the choice.")
+        out.append(STARRED)
     if question.target is not None:
         out.append('Until the target: at the first evaluation that reaches it; "-" where some seeds never do.')
     if question.equal != "rounds":

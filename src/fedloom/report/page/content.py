@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedloom.report import topology
+from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
 from fedloom.report.page.paper_table import paper_tables
 from fedloom.report.page.parts import (
@@ -162,7 +163,7 @@ def _cards(run: RunView, metric: str, words: _Spoken) -> tuple[Card, ...]:
     say, found = words.say, [Card(words.say("state"), words.say(run.state), mark=run.state)]
     of = summary_of_run(run, metric) if metric else None
     if of is not None:
-        mean = f"{_mean_of(run, words)} {shown(of.mean_last_10, metric)}"
+        mean = f"{_mean_of([run], words)} {shown(of.mean_last_10, metric)}"
         hint = f"{say('best')} {shown(of.best, metric)} · {mean}"
         found.append(Card(metric, shown(of.last, metric), hint, "main"))
     column, clients = ranked_clients(run)
@@ -190,14 +191,15 @@ def _metrics(run: RunView, words: _Spoken) -> PageTable:
         of = summary_of_run(run, name)
         if of is not None and not name.startswith(("bytes/", "work/", "time/")):
             lines.append(PageLine((PageCell(name), *(number(value, name) for value in of))))
-    heads = [PageColumn(head, True) for head in (words.say("last"), words.say("best"), _mean_of(run, words))]
-    return PageTable((PageColumn(words.say("metric")), *heads), tuple(lines))
+    return PageTable((PageColumn(words.say("metric")), *_means([run], words)), tuple(lines))
 
 
-def _mean_of(run: RunView, words: _Spoken) -> str:
+def _mean_of(runs: Sequence[RunView], words: _Spoken) -> str:
     """What the mean of the last evaluations is of: of fewer than ten, it is that of all."""
-    count = sum(line["round"] > 0 for line in run.evaluations)
-    return words.say("mean of the last ten") if count >= 10 else words.say("mean of all {}").format(max(1, count))
+    counts = {min(10, sum(line["round"] > 0 for line in run.evaluations)) for run in runs if run.evaluations} or {10}
+    if len(counts) > 1:
+        return words.say("mean of at most ten")
+    return words.say("mean of the last ten") if 10 in counts else words.say("mean of all {}").format(max(1, *counts))
 
 
 def _run_progress(run: RunView, words: _Spoken) -> tuple[Card, ...]:
@@ -237,7 +239,7 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
         cards=_comparison_cards(view, metric, decided, words),
         claims=_claims(decided, metric, words) if decided else None,
         results=(*paper_tables(view, say), *_selected(view, words), *_results(view, words)),
-        notes=tuple(map(words.sentence, written)),
+        notes=tuple(words.sentence(TAGGED if note == STARRED else note) for note in written),
         progress=_comparison_progress(view, words),
         log=tuple(line for cell in view.cells if cell.state == "unfinished" for line in _log(cell, 5)),
     )
@@ -254,7 +256,7 @@ def _comparison_cards(
         known = {**row, **chosen} if isinstance(chosen, Mapping) else row
         where = ", ".join(f"{axis} = {known.get(axis)}" for axis in view.axes)
         value = with_spread(row.get("mean_last_10"), row.get("mean_last_10_std"), str(row.get("metric"))).text
-        hint = " · ".join(part for part in (f"{say('mean of the last ten')} {value}", where) if part)
+        hint = " · ".join(part for part in (f"{_mean_of(view.cells, words)} {value}", where) if part)
         found.append(Card(f"{say('rank')} 1", str(row.get("algorithm")), hint, "main"))
     for verdict, mark in _MARKS.items():
         count = sum(each.get("verdict") == verdict for each in decided)
@@ -292,7 +294,7 @@ def _difference(gap: Mapping[str, Any], metric: str, words: _Spoken) -> str:
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
     """A table for each point of the grid."""
     groups = _by_place(_list(view.summary.get("table")), view.axes)
-    return tuple(_result(view, _caption(view.axes, place), rows, words.say) for place, rows in groups.items())
+    return tuple(_result(view, _caption(view.axes, place), rows, words) for place, rows in groups.items())
 
 
 def _choice(view: ComparisonView) -> Mapping[str, Any]:
@@ -307,7 +309,7 @@ def _selected(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
     axes = [axis for axis in view.axes if axis not in over]
     groups, title = _by_place(_list(_choice(view).get("table")), axes), words.say("chosen by validation")
     captions = {place: ", ".join(part for part in (title, _caption(axes, place)) if part) for place in groups}
-    return tuple(_result(view, captions[place], rows, words.say) for place, rows in groups.items())
+    return tuple(_result(view, captions[place], rows, words) for place, rows in groups.items())
 
 
 def _by_place(rows: Sequence[Any], axes: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
@@ -322,16 +324,22 @@ def _caption(axes: Sequence[str], place: Sequence[str]) -> str:
     return ", ".join(f"{axis} = {value}" for axis, value in zip(axes, place, strict=True))
 
 
-_MEANS = {"last": "last", "best": "best", "mean_last_10": "mean of the last ten"}
+_MEANS = ("last", "best", "mean_last_10")
 _OPTIONAL = {"difference": "difference", "p": "p-value", "paper": "paper", "rounds_to_target": "rounds to target"}
 
 
-def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]], say: Say) -> PageTable:
+def _means(runs: Sequence[RunView], words: _Spoken) -> list[PageColumn]:
+    """The heads of the columns of ``_MEANS``."""
+    return [PageColumn(head, True) for head in (words.say("last"), words.say("best"), _mean_of(runs, words))]
+
+
+def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
+    say = words.say
     more = [key for key in _OPTIONAL if any(isinstance(row.get(key), int | float) for row in rows)]
     columns = [
         PageColumn(say("method")),
         PageColumn(say("rank"), True),
-        *(PageColumn(say(head), True) for head in _MEANS.values()),
+        *_means(view.cells, words),
     ]
     validated = any(isinstance(row.get("validation"), int | float) for row in rows)
     columns += [PageColumn(say("validation"), True)] if validated else []
@@ -405,7 +413,7 @@ def _listed(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     metric, say = standing_for(runs), words.say
     heads = [PageColumn(say("name")), PageColumn(say("algorithm")), PageColumn(say("data")), PageColumn(say("state"))]
     heads += [PageColumn(say("seed"), True), PageColumn(say("rounds"), True), PageColumn(say("metric"))]
-    heads += [PageColumn(say(head), True) for head in _MEANS.values()]
+    heads += _means(runs, words)
     lines = []
     for run in runs:
         own = metric if metric in run.last else standing_for([run])

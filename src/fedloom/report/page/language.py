@@ -59,6 +59,7 @@ _CHINESE = {
     "last": "最终值",
     "best": "最优值",
     "mean of the last ten": "最后十次均值",
+    "mean of at most ten": "最后至多十次均值",
     "mean of all {}": "全部 {} 次均值",
     "rank": "排名",
     "difference": "与基线之差",
@@ -273,6 +274,9 @@ _CHINESE_SENTENCES = {
     ),
     "validation: on rows used neither for training nor for the test; * marks the choice.": (
         "validation：在既未用于训练、也不在测试集中的样本上；* 为据此选出的设置。"
+    ),
+    'validation: on rows used neither for training nor for the test; "chosen" marks the choice.': (
+        "验证集：既未用于训练、也不在测试集中的样本；标有“选定”的是据此选出的设置。"
     ),
     'Until the target: at the first evaluation that reaches it; "-" where some seeds never do.': (
         "达到目标：首次达到目标的评估；“-”表示有种子始终未达到。"
