@@ -14,12 +14,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tomli_w
@@ -376,8 +378,12 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
     assert f"proxied = {port + 1}" in proxy
 
 
-def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path) -> None:
+def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower stores the pieces of a message as they come, however many there are."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)  # as in a ServerApp, which sends messages
     home, (port,), piece = a_site(tmp_path / "site", config_of("fedavg")), free_ports(1), 30 << 20
     received: list[int] = []
 
@@ -418,7 +424,39 @@ def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path) -> None:
             write_bytes(home / "allowance", str(1 << 20).encode())  # the next message
             assert sent("QWRh") == 200
             assert sent("QWRh", size=65 << 20) == 413
+            _assert_named(home, sent)
         superlink.shutdown()
+
+
+def _assert_named(home: Path, sent: Callable[[str], int]) -> None:
+    """A node that was cut off is named as such: all that Flower knows is that parts of its answer never came."""
+    from fedloom.deploy.keys import as_sent
+    from fedloom.deploy.server_app import FlowerTransport, cut_off
+
+    key, there = b64encode(as_sent((home / "bea.pub").read_bytes()).encode()).decode(), [12]
+
+    class Halting:
+        """A grid on which Bea's answer is cut off."""
+
+        def get_node_ids(self) -> list[int]:
+            return there
+
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            return [str(message.metadata.dst_node_id) for message in messages]
+
+        def pull_messages(self, names: list[str]) -> list[Any]:
+            assert names == ["12"]
+            assert [sent(key) for _ in range(3)] == [200, 200, 413]
+            about = SimpleNamespace(reply_to_message_id="12")
+            error = SimpleNamespace(code=6, reason="objects are unavailable")
+            return [SimpleNamespace(metadata=about, has_error=lambda: True, error=error)]
+
+    names, too_much = ("Ada", "Bea", "Cem"), Failed("sent more than its answer can have, and was cut off")
+    assert cut_off(home, names) == set()  # the keys of before are of no node
+    transport = FlowerTransport(cast(Any, Halting()), lambda: {1: 12}, lambda: cut_off(home, names))
+    assert transport.exchange(b"asked", [1], PATIENCE, 1) == {1: too_much}
+    there.clear()
+    assert transport.exchange(b"asked", [1], PATIENCE, 1) == {1: too_much}
 
 
 def _assert_closed_to_strangers(site: Path, port: int) -> None:

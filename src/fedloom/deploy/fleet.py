@@ -34,7 +34,7 @@ from fedloom.deploy.talk import (
     verdicts_of,
     whole,
 )
-from fedloom.deploy.wire import ALLOWANCE
+from fedloom.deploy.wire import ALLOWANCE, CUT_OFF
 from fedloom.engine.fleet import Inquiry, Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment
@@ -229,6 +229,7 @@ class RemoteNodes:
     def _ask(
         self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0
     ) -> Replies:
+        (self._folder / CUT_OFF).unlink(missing_ok=True)  # of the last message
         disk.write_bytes(self._folder / ALLOWANCE, str(self._most).encode())
         began = time.monotonic()
         good: dict[int, T] = {}
