@@ -15,6 +15,7 @@ from safetensors.torch import load
 
 import fedloom
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
+from fedloom.deploy.audit import read_audit
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract, write_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
@@ -317,3 +318,22 @@ def test_status_names_a_folder_and_a_checkpoint_only_where_there_are_any(tmp_pat
     assert conduct(home, here(home), 1, print) is not None
     assert killed_now()["why"] == f"{gone}its last checkpoint stays: fedloom deploy resume"
     assert killed_now()["run_dir"] == str(home / "runs" / "1")
+
+
+def test_logs_are_readable_after_a_line_that_did_not_fit_on_the_disk(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=2))
+    logs = [home / "rounds.jsonl", home.parent / "ada" / "audit.jsonl"]
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes:
+        if (count, client) == (1, 0):
+            for path in logs:
+                with path.open("ab") as log:
+                    log.write(b'{"kind": "train", "answered": ["' + b"A" * 5000)  # longer than a block
+        return answer
+
+    broken = here(home)
+    broken.tamper = tamper
+    conduct(home, broken, 1, print)
+    assert [line["round"] for line in read_rounds(home) if line["kind"] == "train"] == [0, 1]
+    sent = [line["sent"] for line in read_audit(home.parent / "ada")]
+    assert [kind for kind in sent if kind != "evaluated"] == ["welcome", "trained", "trained", "finished"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -268,11 +267,7 @@ class RemoteNodes:
             "failed": failed,
             "seconds": round(replies.seconds, 3),
         }
-        file = disk.open_own(self._folder / ROUNDS, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(file, "ab") as out:
-            out.write(json.dumps(line).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
+        disk.append_line(self._folder / ROUNDS, json.dumps(line).encode())
         for name, why in [*((name, "is late") for name in late), *failed.items()]:
             self.say(f"{kind}, round {round_ + (kind == 'train')}: {name}: {why}")
 
