@@ -14,12 +14,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tomli_w
@@ -138,9 +140,9 @@ def test_a_federation_on_one_machine_computes_what_the_simulation_does(
 
 
 def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path: Path) -> None:
-    """The SuperLink is killed between two rounds, and with it the run; a node comes back with other keys.
+    """The SuperLink is killed in the second round, and with it the run, which loses what a node has trained.
 
-    Its network stalls and breaks.
+    The other node comes back with other keys; its network stalls and breaks.
     """
     site, (port,) = tmp_path / "site", free_ports(1)
     named = ("--nodes", "Hospital A, Hospital B", "--port", port, "--out", site)
@@ -148,19 +150,21 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
     state, saved = site / "server" / "state.json", site / "server" / "runs" / "1" / "checkpoints" / "00000001"
     with Way(port) as network, Running(tmp_path) as programs:
 
-        def node(name: str) -> subprocess.Popen[str]:
-            return programs.start(name, "node", site / name, "data=experiment")
+        def node(name: str, **more: Any) -> subprocess.Popen[str]:
+            return programs.start(name, "node", site / name, "data=experiment", **more)
 
         settings = site / "hospital-b" / "node.toml"
         settings.write_text(settings.read_text().replace(str(port), str(network.port)))
         with fedloom("server", site) as first:
             wait_until(lambda: listens(port), first)
             _assert_closed_to_strangers(site, port)
-            a, b = node("hospital-a"), node("hospital-b")
+            a, b = node("hospital-a", **_stops_in_round(2, site / "hospital-a")), node("hospital-b")
             assert "run 1 has started" in said("start", site)
-            wait_until(saved.exists, first, a, b)
+            wait_until(lambda: _is_stopped(a), first, a, b)
+            assert saved.exists()
             run = json.loads(state.read_text())["process"]
             os.kill(_descendant(first.pid, "flower-superlink"), signal.SIGKILL)
+            a.send_signal(signal.SIGCONT)
             assert "superlink has ended" in first.communicate(timeout=PATIENCE)[1]
             assert first.returncode == 5
         programs.stop("hospital-b")
@@ -197,7 +201,7 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
 
 
 def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path) -> None:
-    """All its processes are killed once it has sealed its seeds, so that the others must take its masks away.
+    """All its processes are killed once it has sealed its seeds and trained: the others must take its masks away.
 
     Nobody waits for it until the deadline, since its key is revoked. The clock of another node is two minutes slow.
     The run is started while the server still registers keys, and nodes come through a proxy that has the server's port.
@@ -218,9 +222,9 @@ def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path
             programs.start(name, "node", site / name, "data=experiment", env=world)
             for name, world in (("ada", slow), ("bea", os.environ))
         )
-        cem = fedloom("node", site / "cem", "data=experiment", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        log = site / "cem" / "supernode.log"
-        wait_until(lambda: log.exists() and log.read_text().count("Sent successfully") == 2, server, cem, ada, bea)
+        nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        cem = fedloom("node", site / "cem", "data=experiment", **nowhere, **_stops_in_round(1, site / "cem"))
+        wait_until(lambda: _is_stopped(cem), server, cem, ada, bea)
         for pid in (*_descendants(cem.pid), cem.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -294,6 +298,18 @@ def _clock(folder: Path, seconds: int) -> dict[str, str]:
     words = ["cc", "-shared", "-fPIC", f"-DOFFSET={seconds}", "-o", str(folder / "clock.so"), str(folder / "clock.c")]
     subprocess.run([*words, "-ldl"], check=True)
     return {"LD_PRELOAD": str(folder / "clock.so")}
+
+
+def _stops_in_round(number: int, folder: Path) -> dict[str, Any]:
+    """What lets a node stop once it has trained a round, before it saves its state and answers.
+
+    It reads the file of its states once, and each round removes, opens and renames a part of it.
+    """
+    return {"crash_at": 3 * number - 1, "crash_by": signal.SIGSTOP, "place": str(folder / "runs" / "1" / "states.json")}
+
+
+def _is_stopped(process: subprocess.Popen[str]) -> bool:
+    return "State:\tT" in Path(f"/proc/{process.pid}/status").read_text()
 
 
 def _has_ended(pid: int) -> bool:
@@ -376,8 +392,12 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
     assert f"proxied = {port + 1}" in proxy
 
 
-def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path) -> None:
+def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower stores the pieces of a message as they come, however many there are."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)  # as in a ServerApp, which sends messages
     home, (port,), piece = a_site(tmp_path / "site", config_of("fedavg")), free_ports(1), 30 << 20
     received: list[int] = []
 
@@ -418,7 +438,39 @@ def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path) -> None:
             write_bytes(home / "allowance", str(1 << 20).encode())  # the next message
             assert sent("QWRh") == 200
             assert sent("QWRh", size=65 << 20) == 413
+            _assert_named(home, sent)
         superlink.shutdown()
+
+
+def _assert_named(home: Path, sent: Callable[[str], int]) -> None:
+    """A node that was cut off is named as such: all that Flower knows is that parts of its answer never came."""
+    from fedloom.deploy.keys import as_sent
+    from fedloom.deploy.server_app import FlowerTransport, cut_off
+
+    key, there = b64encode(as_sent((home / "bea.pub").read_bytes()).encode()).decode(), [12]
+
+    class Halting:
+        """A grid on which Bea's answer is cut off."""
+
+        def get_node_ids(self) -> list[int]:
+            return there
+
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            return [str(message.metadata.dst_node_id) for message in messages]
+
+        def pull_messages(self, names: list[str]) -> list[Any]:
+            assert names == ["12"]
+            assert [sent(key) for _ in range(3)] == [200, 200, 413]
+            about = SimpleNamespace(reply_to_message_id="12")
+            error = SimpleNamespace(code=6, reason="objects are unavailable")
+            return [SimpleNamespace(metadata=about, has_error=lambda: True, error=error)]
+
+    names, too_much = ("Ada", "Bea", "Cem"), Failed("sent more than its answer can have, and was cut off")
+    assert cut_off(home, names) == set()  # the keys of before are of no node
+    transport = FlowerTransport(cast(Any, Halting()), lambda: {1: 12}, lambda: cut_off(home, names))
+    assert transport.exchange(b"asked", [1], PATIENCE, 1) == {1: too_much}
+    there.clear()
+    assert transport.exchange(b"asked", [1], PATIENCE, 1) == {1: too_much}
 
 
 def _assert_closed_to_strangers(site: Path, port: int) -> None:

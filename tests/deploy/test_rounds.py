@@ -15,12 +15,14 @@ from safetensors.torch import load
 
 import fedloom
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
+from fedloom.deploy.audit import read_audit
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract, write_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Node, Policy
 from fedloom.deploy.own_data import own_rows
+from fedloom.deploy.site import write_state
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
 from fedloom.runs.folder import write_key
@@ -291,3 +293,47 @@ def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
     assert conduct(home, here(home), 1, print) is not None
     start(read_contract(home).config, out=tmp_path / "lab", root=Path())
     assert same(weights(home / "runs" / "1"), weights(tmp_path / "lab"))
+
+
+def test_status_names_a_folder_and_a_checkpoint_only_where_there_are_any(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from fedloom.deploy.serve import status_of
+
+    home = a_site(tmp_path / "site", config_of("fedavg"))
+    incomplete = here(home)
+    incomplete.tamper = lambda _count, client, answer: Failed("is not connected") if client == 1 else answer
+    with pytest.raises(LostNodesError):
+        conduct(home, incomplete, 1, print)
+    found = status_of(home.parent)
+    assert (found["state"], found["round"]) == ("failed", 0)
+    assert "is not connected" in found["why"]
+    assert "run_dir" not in found
+
+    def killed_now() -> dict[str, Any]:
+        write_state(home, 1, "running")  # what a run that was killed leaves: nobody holds its lock
+        return status_of(home.parent)
+
+    gone = "the process of the run is gone; "
+    assert killed_now()["why"] == f"{gone}nothing was saved before: fedloom deploy resume"
+    assert conduct(home, here(home), 1, print) is not None
+    assert killed_now()["why"] == f"{gone}its last checkpoint stays: fedloom deploy resume"
+    assert killed_now()["run_dir"] == str(home / "runs" / "1")
+
+
+def test_logs_are_readable_after_a_line_that_did_not_fit_on_the_disk(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=2))
+    logs = [home / "rounds.jsonl", home.parent / "ada" / "audit.jsonl"]
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes:
+        if (count, client) == (1, 0):
+            for path in logs:
+                with path.open("ab") as log:
+                    log.write(b'{"kind": "train", "answered": ["' + b"A" * 5000)  # longer than a block
+        return answer
+
+    broken = here(home)
+    broken.tamper = tamper
+    conduct(home, broken, 1, print)
+    assert [line["round"] for line in read_rounds(home) if line["kind"] == "train"] == [0, 1]
+    sent = [line["sent"] for line in read_audit(home.parent / "ada")]
+    assert [kind for kind in sent if kind != "evaluated"] == ["welcome", "trained", "trained", "finished"]

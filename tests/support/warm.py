@@ -48,6 +48,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         args: Any,
         *rest: Any,
         crash_at: int = 0,
+        crash_by: int = signal.SIGKILL,
         place: str = "",
         largest_file: int = 0,
         parent: bool = False,
@@ -55,10 +56,12 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     ) -> None:
         """With ``crash_at``, killed just before it touches a file below ``place`` for that time.
 
+        ``crash_by=SIGSTOP``: it stops there instead, for as long as a test needs, and is not killed.
         ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``parent``: the processes
         that it starts are its own children.
         """
-        self._job = {"crash_at": crash_at, "place": place, "largest_file": largest_file, "parent": parent}
+        crash = {"crash_at": crash_at, "crash_by": int(crash_by), "place": place}
+        self._job = {**crash, "largest_file": largest_file, "parent": parent}
         super().__init__(args, *rest, **more)
 
     def _execute_child(  # type: ignore[no-untyped-def]
@@ -326,7 +329,7 @@ def _outcome(job: dict[str, Any]) -> int:
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     if job["crash_at"]:
-        _crash_at(job["crash_at"], job["place"])
+        _crash_at(job["crash_at"], job["crash_by"], job["place"])
     code = 1
     try:
         sys.argv = words[1:]
@@ -344,8 +347,8 @@ def _outcome(job: dict[str, Any]) -> int:
     return code
 
 
-def _crash_at(number: int, place: str) -> None:
-    """Die like a power cut just before this process touches a file below ``place`` for the given time."""
+def _crash_at(number: int, by: int, place: str) -> None:
+    """Die like a power cut, or stop, just before this process touches a file below ``place`` for the given time."""
     touched = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -355,7 +358,7 @@ def _crash_at(number: int, place: str) -> None:
         ):
             touched += 1
             if touched == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), by)
 
     sys.addaudithook(hook)
 

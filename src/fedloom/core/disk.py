@@ -14,10 +14,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from fedloom.core.errors import CheckpointError, ConfigError, Fault, StorageError
 
 _FILE, _FOLDER = 0o600, 0o700  # of new files and folders
+_BLOCK = 4096  # bytes that are searched at once for the end of a line
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
@@ -71,6 +73,29 @@ def write_bytes(path: Path, data: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(part, path)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append to a file of lines; what a crash or a full disk has left of an unfinished last line is removed first."""
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as out:
+        out.seek(_end_of_lines(out))
+        out.truncate()
+        out.write(line + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Where the last complete line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
 
 
 @contextmanager

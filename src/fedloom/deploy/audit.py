@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more
         "arrays": arrays,
         **more,
     }
-    file = disk.open_own(folder / AUDIT, os.O_WRONLY | os.O_APPEND)
-    with os.fdopen(file, "ab") as out:
-        out.write(json.dumps(line).encode() + b"\n")
+    disk.append_line(folder / AUDIT, json.dumps(line).encode())
 
 
 def read_audit(folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,7 +33,7 @@ from fedloom.deploy.talk import (
     verdicts_of,
     whole,
 )
-from fedloom.deploy.wire import ALLOWANCE
+from fedloom.deploy.wire import ALLOWANCE, CUT_OFF
 from fedloom.engine.fleet import Inquiry, Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.state import Experiment
@@ -229,6 +228,7 @@ class RemoteNodes:
     def _ask(
         self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0
     ) -> Replies:
+        (self._folder / CUT_OFF).unlink(missing_ok=True)  # of the last message
         disk.write_bytes(self._folder / ALLOWANCE, str(self._most).encode())
         began = time.monotonic()
         good: dict[int, T] = {}
@@ -267,11 +267,7 @@ class RemoteNodes:
             "failed": failed,
             "seconds": round(replies.seconds, 3),
         }
-        file = disk.open_own(self._folder / ROUNDS, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(file, "ab") as out:
-            out.write(json.dumps(line).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
+        disk.append_line(self._folder / ROUNDS, json.dumps(line).encode())
         for name, why in [*((name, "is late") for name in late), *failed.items()]:
             self.say(f"{kind}, round {round_ + (kind == 'train')}: {name}: {why}")
 

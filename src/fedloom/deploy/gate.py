@@ -5,7 +5,8 @@ could start code at every node. So the SuperLink listens on the loopback interfa
 certificate, forwards only requests for ``/v1/fleet/...``, up to a size.
 
 What nodes send stays in the SuperLink's memory until the server asks for it. So the gate also counts what each node has
-sent since the server's last message, and refuses more than an answer can have.
+sent since the server's last message, and refuses more than an answer can have. It writes down which nodes were cut off,
+since their answers never arrive.
 
 python -m fedloom.deploy.gate HOME BIND PORT UPSTREAM_PORT
 """
@@ -13,6 +14,7 @@ python -m fedloom.deploy.gate HOME BIND PORT UPSTREAM_PORT
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import ssl
@@ -27,7 +29,8 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from fedloom.deploy.wire import ALLOWANCE
+from fedloom.core import disk
+from fedloom.deploy.wire import ALLOWANCE, CUT_OFF
 
 _ALLOWED = re.compile(r"/v1/fleet/[a-z-]+")
 _SENDING = ("/v1/fleet/push-messages", "/v1/fleet/push-object")
@@ -92,13 +95,23 @@ class SuperLink:
 class Allowance:
     """How many bytes each node may still send as an answer to the last message of the server."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._seen = path, (0, 0)
-        self._most, self._sent = 0, dict[bytes, int]()
+    def __init__(self, home: Path) -> None:
+        self._home, self._seen = home, (0, 0)
+        self._most, self._sent, self._cut_off = 0, dict[bytes, int](), set[str]()
 
     def allows(self, key: bytes, size: int) -> bool:
+        """Whether a node may send so much more; if not, the server is told.
+
+        No one else can have a node cut off: even the largest request is refused only if the SuperLink has accepted
+        more from this key than the answer, sent ``_TIMES`` times, would have.
+        """
         self._renew()
-        return self._sent.get(key, 0) + size <= _TIMES * self._most + _MOST
+        if self._sent.get(key, 0) + size <= _TIMES * self._most + _MOST:
+            return True
+        if (name := key.decode("latin-1")) not in self._cut_off:
+            self._cut_off.add(name)
+            disk.write_bytes(self._home / CUT_OFF, json.dumps(sorted(self._cut_off)).encode())
+        return False
 
     def count(self, key: bytes, size: int) -> None:
         self._sent[key] = self._sent.get(key, 0) + size
@@ -106,12 +119,12 @@ class Allowance:
     def _renew(self) -> None:
         """Begin again with each message of the server, for which it replaces the file."""
         try:
-            found = os.stat(self._path)
+            found = os.stat(self._home / ALLOWANCE)
         except FileNotFoundError:  # before the first message
             return
         if self._seen != (found.st_mtime_ns, found.st_ino):
-            self._seen, self._sent = (found.st_mtime_ns, found.st_ino), {}
-            self._most = int(self._path.read_bytes())
+            self._seen, self._sent, self._cut_off = (found.st_mtime_ns, found.st_ino), {}, set()
+            self._most = int((self._home / ALLOWANCE).read_bytes())
 
 
 class Gate:
@@ -175,7 +188,7 @@ def serve_gate(home: Path, bind: str, port: int, upstream: int) -> None:
     """Serve until the process is ended."""
     context = ssl.create_default_context(cafile=str(home / "ca.crt"))
     uvicorn.run(
-        Gate(SuperLink(upstream, context), Allowance(home / ALLOWANCE)),
+        Gate(SuperLink(upstream, context), Allowance(home)),
         host=bind,
         port=port,
         ssl_certfile=str(home / "server.pem"),

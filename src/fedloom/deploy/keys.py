@@ -69,6 +69,13 @@ def new_node() -> Pair:
     return Pair(private, public + b"\n")
 
 
+def as_sent(public: bytes) -> str:
+    """A node's public key in the form in which its SuperNode sends it."""
+    key: Any = serialization.load_ssh_public_key(public)
+    found: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return found.decode()
+
+
 def new_seal(name: str, authority: Any, certificate: Any) -> Pair:
     """A node's key for secure sums, and the authority's certificate for it."""
     key = X25519PrivateKey.generate()

@@ -36,6 +36,7 @@ from fedloom.deploy.site import (
     write_state,
 )
 from fedloom.deploy.waits import until_stopped, writing
+from fedloom.engine.checkpoint import readable
 
 ENDED = ("completed", "failed", "stopped")  # states of a run
 _PATIENCE = 60.0  # seconds until a process that was killed must be gone
@@ -290,7 +291,8 @@ def status_of(site: Path) -> dict[str, Any]:
         found |= {"server": "not running", "why": str(error)}
     conducted = is_conducted(home)  # asked first: a run writes down how it ended before it lets go
     recorded = read_state(home)
-    state, why = _state_of_run(recorded, conducted, flower_run)
+    folder = home / RUNS / str(recorded.get("run"))
+    state, why = _state_of_run(recorded, conducted, flower_run, saved=bool(readable(folder / "checkpoints")))
     lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
@@ -300,19 +302,25 @@ def status_of(site: Path) -> dict[str, Any]:
         found["why"] = why
     if done:
         found["last_round"] = {key: rounds[done][key] for key in ("answered", "late", "failed", "seconds")}
-    if recorded.get("run"):
-        found["run_dir"] = str(home / RUNS / str(recorded["run"]))
+    if folder.is_dir():  # a run that failed before its first round has none
+        found["run_dir"] = str(folder)
     return found
 
 
-def _state_of_run(recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any]) -> tuple[str, str]:
-    """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says."""
+def _state_of_run(
+    recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any], *, saved: bool
+) -> tuple[str, str]:
+    """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says.
+
+    ``saved``: whether it has a checkpoint.
+    """
     own, flowers, details = (
         recorded.get("state", "idle"),
         flower_run.get("status", ""),
         flower_run.get("status-details", ""),
     )
-    found, why = "failed", "the process of the run is gone; its last checkpoint stays: fedloom deploy resume"
+    left = "its last checkpoint stays" if saved else "nothing was saved before"
+    found, why = "failed", f"the process of the run is gone; {left}: fedloom deploy resume"
     if own in ENDED or own == "idle":
         found, why = own, str(recorded.get("why", ""))
     elif conducted:

@@ -15,13 +15,15 @@ from flwr.serverapp import Grid, ServerApp
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.fleet import Failed
-from fedloom.deploy.site import NODES
+from fedloom.deploy.keys import as_sent
+from fedloom.deploy.site import NODES, folder_name
 from fedloom.deploy.waits import end_with_parent
-from fedloom.deploy.wire import RECORD
+from fedloom.deploy.wire import CUT_OFF, RECORD
 from fedloom.engine.local import release_at_once
 
 _LOOK = 0.5  # seconds between two checks for answers
 _UNAVAILABLE = 5  # Flower's code for a node that has left
+_TOO_MUCH = Failed("sent more than its answer can have, and was cut off")
 
 app = ServerApp()
 
@@ -34,7 +36,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     home = Path(str(config["home"]))
     # The code of the contract may run: `fedloom deploy server` has asked.
-    transport = FlowerTransport(grid, partial(_registered, home, read_contract(home, trust=True).nodes))
+    names = read_contract(home, trust=True).nodes
+    transport = FlowerTransport(grid, partial(_registered, home, names), partial(cut_off, home, names))
     conduct(home, transport, int(config["run"]), partial(print, flush=True))  # into the log of the run
 
 
@@ -44,11 +47,26 @@ def _registered(home: Path, names: tuple[str, ...]) -> dict[int, int]:
     return {k: int(known[name]) for k, name in enumerate(names) if name in known}
 
 
-class FlowerTransport:
-    """Messages through a SuperLink; ``registered``: Flower's current number of each node."""
+def cut_off(home: Path, names: tuple[str, ...]) -> set[int]:
+    """The nodes whose answer to the last message the gate has refused for its size."""
+    try:
+        keys = set(json.loads((home / CUT_OFF).read_bytes()))
+    except FileNotFoundError:
+        return set()
+    paths = {k: home / f"{folder_name(name)}.pub" for k, name in enumerate(names)}
+    return {k for k, path in paths.items() if path.is_file() and as_sent(path.read_bytes()) in keys}
 
-    def __init__(self, grid: Grid, registered: Callable[[], dict[int, int]]) -> None:
+
+class FlowerTransport:
+    """Messages through a SuperLink.
+
+    ``registered``: Flower's current number of each node. ``excessive``: the nodes that have sent too much, which the
+    gate has refused, so that no answer of theirs arrives.
+    """
+
+    def __init__(self, grid: Grid, registered: Callable[[], dict[int, int]], excessive: Callable[[], set[int]]) -> None:
         self._grid, self._registered, self._ids = grid, registered, registered()
+        self._excessive = excessive
 
     def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
         """Send to every node as soon as it is connected, and wait until all have answered or the time is over.
@@ -60,8 +78,10 @@ class FlowerTransport:
         found: dict[int, bytes | Failed] = {}
         sent: dict[str, int] = {}
         while waiting and time.monotonic() < until:
-            for client in self._revoked(waiting):
-                found[client] = Failed("its key has been revoked", revoked=True)
+            lost = dict.fromkeys(self._excessive(), _TOO_MUCH)
+            lost |= {k: Failed("its key has been revoked", revoked=True) for k in self._revoked(waiting)}
+            for client in lost.keys() & waiting:
+                found[client] = lost[client]
                 waiting.discard(client)
                 sent = {name: other for name, other in sent.items() if other != client}
             there = set(self._grid.get_node_ids())
@@ -70,7 +90,9 @@ class FlowerTransport:
             for name, answer in self._answers(sent):
                 client = sent.pop(name)
                 if answer is not None:
-                    found[client] = answer
+                    # Flower only knows that parts of the answer are missing.
+                    cut = isinstance(answer, Failed) and client in self._excessive()
+                    found[client] = _TOO_MUCH if cut else answer
                     waiting.discard(client)
             if not sent and sum(isinstance(x, bytes) for x in found.values()) >= needed:
                 break

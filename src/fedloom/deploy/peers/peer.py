@@ -31,7 +31,7 @@ from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.runs.models import record_of
 
-_CHECKPOINTS = "checkpoints"
+CHECKPOINTS = "checkpoints"
 
 
 class PeerPlace(NamedTuple):
@@ -112,11 +112,11 @@ class Peer:
         order = sorted(self._doubts)
         state = self.state._replace(under_way=tuple(self._doubts[key] for key in order))
         lengths = {"links": links, "corrections": order}
-        checkpoint.save(self._place.folder / _CHECKPOINTS, state, self._store, lengths)
+        checkpoint.save(self._place.folder / CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
         """Go back to the newest checkpoint, and return the memory of its links; None if there is none."""
-        folder = self._place.folder / _CHECKPOINTS
+        folder = self._place.folder / CHECKPOINTS
         if not folder.is_dir() or not checkpoint.saved_rounds(folder):
             return None
         newest = max(checkpoint.saved_rounds(folder))

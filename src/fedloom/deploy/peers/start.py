@@ -241,11 +241,7 @@ class PeerProcess:
         line |= {"refused": refused, "finite": work.sent is not None, "seconds": round(seconds, 3)}
         if peer.exp.evaluate.due(round_, self._rounds):
             line |= self.station.meanwhile(peer.evaluated)
-        file = disk.open_own(self._bundle.folder / NODE_ROUNDS, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(file, "ab") as out:
-            out.write(json.dumps(line).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
+        disk.append_line(self._bundle.folder / NODE_ROUNDS, json.dumps(line).encode())
         parts = [
             f"round {round_} of {self._rounds}: received from {', '.join(up) or 'no neighbour'} in {seconds:.1f} s"
         ]

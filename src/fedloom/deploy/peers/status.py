@@ -12,8 +12,10 @@ from fedloom.core import disk
 from fedloom.core.errors import DataError
 from fedloom.deploy.contract import read_outline
 from fedloom.deploy.peers.bundles import Seat
+from fedloom.deploy.peers.peer import CHECKPOINTS
 from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, read_node_state
 from fedloom.deploy.site import NODE_TOML, read_section
+from fedloom.engine.checkpoint import readable
 
 _AT_WORK = ("joining", "running", "waiting")
 
@@ -32,7 +34,8 @@ def status_of_peer(folder: Path) -> dict[str, Any]:
     recorded, lines = read_node_state(folder), list(read_node_rounds(folder))
     state, why = recorded.get("state", "idle"), recorded.get("why", "")
     if state in _AT_WORK and not _lives(folder):
-        state, why = "failed", f"its process is gone; its last checkpoint stays: fedloom peers start {folder}"
+        left = "its last checkpoint stays" if readable(folder / CHECKPOINTS) else "nothing was saved before"
+        state, why = "failed", f"its process is gone; {left}: fedloom peers start {folder}"
     done = lines[-1]["round"] if lines else 0
     found: dict[str, Any] = {
         "node": seat.name,
