@@ -182,7 +182,7 @@ def test_a_key_that_takes_a_list_says_of_what() -> None:
 
 
 def test_a_confusion_matrix_need_not_be_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\.metrics: .* is always written, to confusion\.json: leave it out"):
+    with pytest.raises(ConfigError, match=r"evaluate\.metrics: .* needs no setting: it is written to confusion\.json"):
         parse(override({}, ["evaluate.metrics=auc,confusion"])[0])
 
 
