@@ -70,7 +70,7 @@ class Evaluate(Spec):
     @classmethod
     def _a_matrix_is_no_metric(cls, names: Any) -> Any:
         if isinstance(names, list | tuple) and "confusion" in names:
-            why = "the confusion matrix of the common model needs no setting: it is written to confusion.json; leave this out"
+            why = "the confusion matrix of the common model needs no setting: it is written to confusion.json"
             raise ValueError(why)
         return names
 
