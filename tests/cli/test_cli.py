@@ -40,7 +40,7 @@ def test_the_first_run_that_anybody_makes(tmp_path: Path) -> None:
     )
     assert partition.startswith("digits: 1,438 rows on 20 clients")
     assert any(re.match(r"round 50/50 +loss \d\.\d+ +accuracy 0\.9\d+ +.* clients/s", line) for line in lines)
-    assert sum(line.startswith("  fedloom ") for line in lines) == 3  # what to do next
+    assert sum(line.startswith("  fedloom ") for line in lines) == 4  # what to do next
     assert "\x1b" not in done.out  # no colours or bars where nobody sees them
     run = tmp_path / "runs" / "fedavg-digits-seed0"
     assert {p.name for p in run.iterdir()} == {
@@ -232,7 +232,7 @@ BAD = [
     (["local.lr=fast"], r"local\.lr: .*number.*got 'fast'"),
     (["rounds=2.5"], "rounds: .*integer.*got 2.5"),
     (["local=3"], r"local: should be a table of settings \(got 3\)"),
-    (["model.widths=64"], r"model\.widths: .*got 64"),
+    (["model.widths=wide"], r"model\.widths\.0: should be a valid integer \(got 'wide'\)"),
     (["local.lr=0"], r"local\.lr: .*greater than 0.*got 0"),
     (["local.lr=nan"], r"local\.lr: .*finite"),
     (["local.momentum=1"], r"local\.momentum: .*less than 1"),

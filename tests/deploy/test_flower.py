@@ -444,10 +444,10 @@ def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path, monkeypatch
 
 def _assert_named(home: Path, sent: Callable[[str], int]) -> None:
     """A node that was cut off is named as such: all that Flower knows is that parts of its answer never came."""
-    from fedloom.deploy.keys import as_sent
+    from fedloom.deploy.keys import pem_of
     from fedloom.deploy.server_app import FlowerTransport, cut_off
 
-    key, there = b64encode(as_sent((home / "bea.pub").read_bytes()).encode()).decode(), [12]
+    key, there = b64encode(pem_of((home / "bea.pub").read_bytes()).encode()).decode(), [12]
 
     class Halting:
         """A grid on which Bea's answer is cut off."""

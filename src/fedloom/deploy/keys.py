@@ -69,7 +69,7 @@ def new_node() -> Pair:
     return Pair(private, public + b"\n")
 
 
-def as_sent(public: bytes) -> str:
+def pem_of(public: bytes) -> str:
     """A node's public key in the form in which its SuperNode sends it."""
     key: Any = serialization.load_ssh_public_key(public)
     found: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.fleet import Failed
-from fedloom.deploy.keys import as_sent
+from fedloom.deploy.keys import pem_of
 from fedloom.deploy.site import NODES, folder_name
 from fedloom.deploy.waits import end_with_parent
 from fedloom.deploy.wire import CUT_OFF, RECORD
@@ -54,7 +54,7 @@ def cut_off(home: Path, names: tuple[str, ...]) -> set[int]:
     except FileNotFoundError:
         return set()
     paths = {k: home / f"{folder_name(name)}.pub" for k, name in enumerate(names)}
-    return {k for k, path in paths.items() if path.is_file() and as_sent(path.read_bytes()) in keys}
+    return {k for k, path in paths.items() if path.is_file() and pem_of(path.read_bytes()) in keys}
 
 
 class FlowerTransport:
