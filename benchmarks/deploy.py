@@ -5,8 +5,8 @@
 small    many nodes and a softmax regression of 650 numbers: what a round costs by itself
 large    two nodes and a net of 99 MB: what bytes cost
 
-Flower runs its own FedAvg on the same net, over TLS, without node keys. Its clients take the same step in PyTorch, as
-in Flower's examples (``benchmarks/drivers/plain_flower.py``). fedloom has TLS, keys and its gate, checks what
+Flower runs its own FedAvg on arrays of the same size, over TLS, without node keys, with clients that take a step in
+NumPy (``benchmarks/drivers/plain_flower.py``). fedloom has TLS, keys and its gate, steps in PyTorch, checks what
 arrives, and saves a checkpoint after every round. Both run in turns, Flower first. A round is counted from the end of
 the one before. Processor time and memory (PSS) are those of all processes together, looked at every half second;
 processor time depends less on what else the machine does.
@@ -77,14 +77,13 @@ def _note(ends: list[float], home: Path) -> None:
 
 
 # -- Flower ---------------------------------------------------------------------------------------
-def flower_rounds(nodes: int, rounds: int, size: int, hidden: tuple[int, ...], folder: Path) -> list[float]:
+def flower_rounds(nodes: int, rounds: int, size: int, folder: Path) -> list[float]:
     """When each round of Flower's FedAvg ended."""
     os.environ["PYTHONPATH"] = str(ROOT)  # where the programs find the driver
     port, ends = flower.free_port(), folder / "ends"
     x, y = load_digits(return_X_y=True)
     np.savez(folder / "rows.npz", x=(x / 16).astype(np.float32), y=y)
-    work = {"nodes": nodes, "rounds": rounds, "size": size, "hidden": " ".join(map(str, hidden))}
-    _write_app(folder, port, ends=str(ends), rows=str(folder / "rows.npz"), **work)
+    _write_app(folder, port, nodes=nodes, rounds=rounds, size=size, ends=str(ends), rows=str(folder / "rows.npz"))
     at = ["--host", "127.0.0.1", "--port"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -190,7 +189,7 @@ def compared(nodes: int, rounds: int, turns: int, size: int, hidden: tuple[int, 
     config = config_of(rounds, hidden)
     took: dict[str, list[dict[str, Any]]] = {"flower": [], "fedloom": []}
     for _ in range(turns):
-        took["flower"].append(measured(lambda folder: flower_rounds(nodes, rounds, size, hidden, folder)))
+        took["flower"].append(measured(lambda folder: flower_rounds(nodes, rounds, size, folder)))
         took["fedloom"].append(measured(lambda folder: fedloom_rounds(nodes, config, folder)))
         print(json.dumps(took), flush=True)
     found: dict[str, Any] = {"nodes": nodes, "rounds": rounds, "turns": turns, "parameters": size}
