@@ -1,7 +1,7 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
     python -m benchmarks.lanes [--work fedalr ragged pfl pfedala resnet lenet cohorts algorithms gossip] [--turns 7]
-    python -m benchmarks.lanes --work --profile FOLDER    # only where the time of some rounds goes, kernel by kernel
+    python -m benchmarks.lanes --work --profile FOLDER [--kinds pfl qfedavg]    # only where the time of rounds goes
 
 There are two floors, each one net, its step recorded as a CUDA graph, the data on the GPU, as many examples in a batch
 as all clients of a round together have in theirs: ``central`` is eager PyTorch, as most users have it; ``best`` is the
@@ -24,7 +24,7 @@ on what it means.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -208,7 +208,7 @@ PFL = {
     "model": f"{__file__}:PflCNN",
 }
 RESNET = {"partition": {"kind": "iid", "clients": 10, "holdout": 0.0}, "model": "resnet18"}
-SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+PFEDALA_SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
 def fedalr(turns: int) -> dict[str, Any]:
@@ -225,14 +225,15 @@ def pfl(turns: int) -> dict[str, Any]:
 
 def pfedala(turns: int) -> dict[str, Any]:
     found = {}
-    for name, shape in SHAPES.items():
+    for name, shape in PFEDALA_SHAPES.items():
         for clients in (10, 210):
             arrays = images(STEPS * 10 * clients, shape)
-            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **_pfedala(clients))
+            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **pfedala_round(clients))
     return found
 
 
-def _pfedala(clients: int) -> dict[str, Any]:
+def pfedala_round(clients: int) -> dict[str, Any]:
+    """The settings of the pFedALA paper's round."""
     all_ = {"partition": {"kind": "iid", "clients": clients, "holdout": 0.0}, "model": "cnn_fedavg"}
     return all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
 
@@ -252,8 +253,13 @@ def cohorts(turns: int) -> dict[str, Any]:
 
 
 def algorithms(turns: int) -> dict[str, Any]:
+    return algorithms_of(SERVED, turns)
+
+
+def algorithms_of(kinds: Sequence[str], turns: int) -> dict[str, Any]:
+    """A round of each of these, by turns, against FedAvg."""
     arrays = images(50_000)
-    work = {a: rounds_of(experiment(arrays, algorithm=a, engine={"compile": "on"}, **EVEN)) for a in SERVED}
+    work = {a: rounds_of(experiment(arrays, algorithm=a, engine={"compile": "on"}, **EVEN)) for a in kinds}
     seconds = measured(work, turns)
     return {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg")}
 
@@ -268,22 +274,23 @@ def gossip(turns: int) -> dict[str, Any]:
     return {"seconds": seconds, "over_dfedavg": _over(seconds, "dfedavg")}
 
 
-def profiles(folder: Path) -> None:
-    """A profile of each kind of round, compiled."""
-    many, small = images(50_000), {name: images(STEPS * 100, shape) for name, shape in SHAPES.items()}
+def profiles(folder: Path, kinds: list[str]) -> None:
+    """A profile of rounds of these kinds, compiled; of every kind if none is named."""
+    many, small = images(50_000), {name: images(STEPS * 100, shape) for name, shape in PFEDALA_SHAPES.items()}
     rounds: dict[str, tuple[Arrays, str, dict[str, Any]]] = {
         "fedalr": (many, "tf32", EVEN | {"algorithm": "fedalr"}),
         "ragged": (many, "tf32", UNEQUAL),
         "pfl": (many, "tf32", PFL),
         "pfl-bf16": (many, "bf16", PFL),
-        "pfedala-mnist": (small["mnist"], "tf32", _pfedala(10)),
-        "pfedala-cifar10": (small["cifar10"], "tf32", _pfedala(10)),
+        "pfedala-mnist": (small["mnist"], "tf32", pfedala_round(10)),
+        "pfedala-cifar10": (small["cifar10"], "tf32", pfedala_round(10)),
         "resnet": (images(6_400), "tf32", RESNET),
         "resnet-bf16": (images(6_400), "bf16", RESNET),
         **{kind: (many, "tf32", EVEN | {"algorithm": kind}) for kind in ("moon", "fedmgda", "qfedavg")},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (arrays, precision, settings) in rounds.items():
+    for name in kinds or rounds:
+        arrays, precision, settings = rounds[name]
         exp = experiment(arrays, engine={"compile": "on", "precision": precision}, **settings)
         profiled(exp, folder / f"{name}.txt")
 
@@ -296,11 +303,16 @@ def main() -> None:
     parser.add_argument("--work", nargs="*", choices=list(WORK), default=list(WORK))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--profile", type=Path, help="also write where the time of rounds goes into this folder")
+    parser.add_argument("--algorithms", nargs="+", choices=SERVED, help="only print what these cost against FedAvg")
+    parser.add_argument("--kinds", nargs="*", default=[], help="of the profiles, such as pfl-bf16; all if not given")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
+    if chosen.algorithms:
+        print(algorithms_of(("fedavg", *chosen.algorithms), chosen.turns))
+        return
     if chosen.profile:
-        profiles(chosen.profile)
+        profiles(chosen.profile, chosen.kinds)
     for name in chosen.work:
         found = WORK[name](chosen.turns)
         print(name, found, flush=True)

@@ -9,8 +9,10 @@ import torch
 
 from fedloom.algorithm import Setup, Update
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.fedmgda import FedMGDA, Server, common_direction, gap, products
+from fedloom.algorithms.fedmgda import FedMGDA, Server, products
 from fedloom.core.optim import sgd
+from fedloom.maths import common_direction
+from fedloom.maths.common_direction import gap
 from support.quadratic import Bowl, Quadratic, after, bowls, hear, optimum, play, vec, visit, work
 
 
@@ -34,7 +36,7 @@ def problem(K, P, seed):
 
 
 def solve(P, share, epsilon):
-    return torch.from_numpy(common_direction(P.numpy(), share.numpy(), epsilon, 1e-8, 5000))
+    return torch.from_numpy(common_direction.least_norm(P.numpy(), share.numpy(), epsilon, 1e-8, 5000))
 
 
 def box(share, epsilon):
@@ -175,6 +177,12 @@ def test_nobody_moved_is_no_round() -> None:
     after_ = alg.update(before, hear(Update(torch.zeros(2, 2).double()), vec(1, 1)))
     assert torch.equal(after_.w, before.w)
     assert after_.t == 3
+
+
+def test_an_update_that_is_not_finite_is_left_to_the_check_after_the_round() -> None:
+    """A round on a GPU is checked only when the next one has been started."""
+    assert step(torch.stack([vec(1, 0), vec(torch.nan, 1)])).isnan().any()
+    assert step(torch.stack([vec(1, 0), vec(torch.inf, 1)])).isnan().any()
 
 
 def test_a_client_alone_is_followed_by_a_unit_step() -> None:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedloom.core.lanes import ops
 from fedloom.core.lanes.conv import LaneConv2d, in_lanes
 from fedloom.core.lanes.ops import Geometry
+from fedloom.engine.compiling import compiled, has_cpp_compiler
 
 LANES, IMAGES = 3, 4
 # One channel, a side of 5, one image, strides, wide borders, sides that differ, more channels than a tile has columns.
@@ -130,6 +131,26 @@ def test_a_compiler_sees_the_operators_and_no_gradient_of_data() -> None:
         more = ([8, 8],) if op is ops.lane_conv_inputs else ()
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(op, (*given, [3, 3], [1, 1], [0, 0], True, *more), test_utils=checks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="there is no C++ compiler, which torch.compile needs on a CPU")
+def test_compiled_lanes_take_the_gradients_of_plain_convolutions() -> None:
+    """Compiled by torch's compiler in the way of a run; it must keep the operators as they are, with their layouts."""
+    names, w, x = list(weights()), tuple(weights().values()), images()
+    ours, theirs, found = converted(), net(), tuple(map(torch.zeros_like, w))
+
+    def gradients(net: nn.Module, w: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(vmap(grad(loss(net)))(dict(zip(names, w, strict=True)), x).values())
+
+    def step(w: tuple[Tensor, ...], x: Tensor, found: tuple[Tensor, ...]) -> None:
+        for to, g in zip(found, gradients(ours, w, x), strict=True):
+            to.copy_(g)
+
+    fused = compiled(step, (w, x, found), small=False)
+    for at in (x, x.sin()):  # the images that it was compiled for, and others
+        fused(w, at, found)
+        torch.testing.assert_close(found, gradients(theirs, w, at), rtol=1e-10, atol=1e-12)
 
 
 def test_only_what_the_kernels_compute_is_converted() -> None:

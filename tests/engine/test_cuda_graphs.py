@@ -325,6 +325,17 @@ def test_how_much_is_made_ready_depends_on_how_long_a_run_is() -> None:
     assert capture_for("on", gpu, False, 1e6) == capture_for("auto", cpu, True, 1e9) == "eager"
 
 
+def test_runs_that_use_the_same_code_compile_if_all_gain_what_compiling_once_and_loading_it_takes() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def least(alike: int) -> int:
+        return next(n for n in range(0, 9_000, 100) if capture_for("auto", gpu, True, n, alike) == "compiled")
+
+    assert [least(alike) for alike in (1, 3, 6, 1000)] == [8_000, 4_000, 3_000, 2_100]
+    assert capture_for("auto", cpu, True, 1e9, 1000) == "eager"
+    assert capture_for("off", gpu, True, 5_000, 10) == "eager"
+
+
 def test_a_cpu_compiles_on_request_and_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, found = torch.device("cpu"), "/usr/bin/g++"
     monkeypatch.setattr(shutil, "which", lambda name: found if name == "g++" else None)

@@ -8,23 +8,20 @@ Hu et al., Federated Learning Meets Multi-objective Optimization, IEEE TNSE 2022
                w <- w - eta decay^t sum_i lambda*_i uh_i
 
 epsilon = 0 is normalised averaging, epsilon = 1 is MGDA. A client with a zero update is left out: the
-least norm would give it all the weight. The quadratic program is solved in float64 by accelerated
-projected gradients, until the Frank-Wolfe gap, a certificate, is at most ``tolerance``.
+least norm would give it all the weight. If nobody moved, nor does the server. The quadratic program is
+solved in ``maths.common_direction``; no operation here waits for a GPU.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Nothing, Traits, Update, like
-
-Floats = NDArray[np.float64]
+from fedloom.maths.common_direction import Limits, least_norm_weights
 
 
 class Server(NamedTuple):
@@ -54,17 +51,10 @@ class FedMGDA(Algorithm[Server, Nothing, Update]):
         moves = inbox.uploads.dw
         norms = torch.linalg.vector_norm(moves, dim=1, dtype=torch.float64)
         unit = moves.double() / torch.where(norms > 0, norms + self.norm_eps, 1)[:, None]
-        # K numbers at a time: a CPU is faster than a GPU here. One copy, since each waits for the GPU.
-        known = torch.cat([products(unit), inbox.weights[:, None], norms[:, None]], dim=1).cpu().numpy()
-        P, share, moved = known[:, :-2], known[:, -2], known[:, -1] > 0
-        if not moved.any():
-            return server
-        weights = np.zeros(len(moved))
-        share = share[moved] / share[moved].sum()
-        weights[moved] = common_direction(P[moved][:, moved], share, self.epsilon, self.tolerance, self.max_iter)
-        d = torch.from_numpy(weights).to(unit.device) @ unit
+        limits = Limits(self.epsilon, self.tolerance, self.max_iter)
+        d = least_norm_weights(products(unit), inbox.weights, norms, limits) @ unit
         eta = self.eta * self.decay**server.t
-        return Server(server.w + like(eta * d, server.w), server.t + 1)
+        return Server(server.w + like(eta * d, server.w), server.t + (norms > 0).any())
 
 
 def products(rows: Tensor) -> Tensor:
@@ -76,46 +66,3 @@ def products(rows: Tensor) -> Tensor:
     each = rows.shape[1] // parts
     whole, rest = rows[:, : parts * each].view(-1, parts, each).transpose(0, 1), rows[:, parts * each :]
     return (whole @ whole.mT).sum(0) + rest @ rest.T
-
-
-def common_direction(P: Floats, share: Floats, epsilon: float, tolerance: float, max_iter: int) -> Floats:
-    """The weights of least ``lambda' P lambda`` in the box around ``share``, by FISTA.  ``[K]``"""
-    low, high = np.maximum(share - epsilon, 0), np.minimum(share + epsilon, 1)
-    # Weights that sum to one never move along the all-ones direction, so curvature along it must not shorten the step.
-    centred = P - P.mean(0) - P.mean(1, keepdims=True) + P.mean()
-    step = 1.0 / max(np.linalg.eigvalsh(centred)[-1], 1e-300)
-    x = y = share
-    t = 1.0
-    for turn in range(max_iter):
-        if turn % 10 == 0 and gap(P, x, low, high) <= tolerance:
-            break
-        after = project(y - step * (P @ y), low, high)
-        t_after = (1 + (1 + 4 * t * t) ** 0.5) / 2
-        y, x, t = after + (t - 1) / t_after * (after - x), after, t_after
-    return x
-
-
-def gap(P: Floats, x: Floats, low: Floats, high: Floats) -> float:
-    """The Frank-Wolfe gap, the largest decrease of the linearised objective in the box: 0 only at the optimum."""
-    slope = P @ x
-    order = slope.argsort()
-    room = (high - low)[order]
-    left = np.maximum(1 - low.sum() - (room.cumsum() - room), 0)  # fill the cheapest first
-    best = low @ slope + np.minimum(room, left) @ slope[order]
-    return float(x @ slope - best)
-
-
-def project(v: Floats, low: Floats, high: Floats) -> Floats:
-    """The nearest point of the box whose entries sum to one.
-
-    It is clip(v - s) for the shift s at which the sum is one; the sum falls along straight pieces between
-    the shifts at which an entry reaches its bound, so s is on the one piece that crosses one.
-    """
-    edges = np.sort(np.concatenate([v - low, v - high]))
-    sums = np.minimum(np.maximum(v - edges[:, None], low), high).sum(1)  # falling
-    after = min(max(int((sums > 1).sum()), 1), len(edges) - 1)
-    left, right = edges[after - 1], edges[after]
-    fall = max(sums[after - 1] - sums[after], 1e-300)
-    s = left + (right - left) * min(max((sums[after - 1] - 1) / fall, 0.0), 1.0)
-    inside: Floats = np.minimum(np.maximum(v - s, low), high)
-    return inside

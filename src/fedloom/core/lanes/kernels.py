@@ -5,6 +5,8 @@ A convolution is a matrix product over patches that are never stored (an implici
 Both the forward pass and the gradient of the inputs are sums over taps, so one kernel computes both. The gradient of
 the weights is a sum over pixels; it is split into parts, which are added in a fixed order, so that it is the same
 every time.
+
+In a kernel numbers are tensors, too: Triton would read ``int`` as one of 32 bits, which the size of a lane may exceed.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from fedloom.core.lanes.ops import Geometry, Tile
 
 @triton.jit
 def _taps(
-    x, w, y,  # x [L, B, H, W, C], w [L, N, KH, KW, C], y [L, B, YH, YW, N]
-    rows, H, W, RH, RW, YH, YW,
-    x_lane, w_lane, y_lane,
+    x: tl.tensor, w: tl.tensor, y: tl.tensor,  # [L, B, H, W, C], [L, N, KH, KW, C], [L, B, YH, YW, N]
+    rows: tl.tensor, H: tl.tensor, W: tl.tensor, RH: tl.tensor, RW: tl.tensor, YH: tl.tensor, YW: tl.tensor,
+    x_lane: tl.tensor, w_lane: tl.tensor, y_lane: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     TH: tl.constexpr, TW: tl.constexpr, FIRST_H: tl.constexpr, FIRST_W: tl.constexpr,
     HOP_H: tl.constexpr, HOP_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, SIGN: tl.constexpr, OFF_H: tl.constexpr, OFF_W: tl.constexpr,
     OUT_H: tl.constexpr, OUT_W: tl.constexpr, AT_H: tl.constexpr, AT_W: tl.constexpr,
     BORDERS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """y[b, r, c, n] = sum over taps t of x[b, r * STRIDE + SIGN * t + OFF, ...] . w[n, FIRST + HOP * t, ...].
 
     The taps are TH x TW of the kernel's KH x KW; row r of the product is written to row r * OUT + AT of y.
@@ -95,13 +97,14 @@ def _taps(
 
 @triton.jit
 def _pixels(
-    x, g, out,  # x [L, B, H, W, C], g [L, B, RH, RW, N], out [PARTS, L, N, KH * KW * C]
-    rows, H, W, RH, RW, x_lane, g_lane, out_lane, out_part,
+    x: tl.tensor, g: tl.tensor, out: tl.tensor,  # [L, B, H, W, C], [L, B, RH, RW, N], [PARTS, L, N, KH * KW * C]
+    rows: tl.tensor, H: tl.tensor, W: tl.tensor, RH: tl.tensor, RW: tl.tensor,
+    x_lane: tl.tensor, g_lane: tl.tensor, out_lane: tl.tensor, out_part: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BORDERS: tl.constexpr, PRECISION: tl.constexpr, STEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """out[n, tap, c] = sum over pixels of g[pixel, n] * x[pixel at tap, c]; BM of n, BN of (tap, c), BK of pixels."""
     DEPTH: tl.constexpr = KH * KW * C
     tiles: tl.constexpr = (DEPTH + BN - 1) // BN
