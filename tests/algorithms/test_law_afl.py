@@ -334,7 +334,7 @@ def test_clients_of_all_classes_train_everything(laid_out) -> None:
 def test_a_ridge_from_the_grid_is_the_best_on_the_proxy_set(laid_out) -> None:
     found = {ridge: rounds(laid_out({**PLAIN, "ridge": ridge, "gate": False})) for ridge in ("grid", 1e-6, 1e-2, 1.0)}
     exp = laid_out(PLAIN)
-    x, y = exp.algorithm.head_solver.features(exp.task.w0)
+    x, y = exp.algorithm.tools.head.features(exp.task.w0)
 
     def error(state) -> float:
         head = head_of(exp.task, state.server.w, bias=False) / 10
@@ -402,12 +402,14 @@ class Shallow(LawAFL):
     schedule: str = "warmup_then_analytic"
     warmup: int = 2
     depth: str = "entropy"
+    head_steps: int = 5
     server_epochs: int = 1
 
 
 class Fresh(LawAFL):
     schedule: str = "per_round"
     fresh: bool = True
+    head_steps: int = 5
     server_epochs: int = 1
 
 
@@ -445,8 +447,8 @@ DIGITS = {
 
 @pytest.mark.slow
 def test_half_of_the_clients_flip_their_labels() -> None:
-    """On three seeds LAW-AFL is far above AFL and FedAvg, and the mass on bad clients falls to less than a third."""
-    for seed in (0, 1, 2):
+    """On two seeds LAW-AFL is far above AFL and FedAvg, and the mass on bad clients falls to less than a third."""
+    for seed in (0, 1):
         table = {**DIGITS, "seed": seed, "corruption": {"share": 0.5}}
         exp, state, learned = ran("law_afl", **table)
         _, _, afl = ran("analytic", **table)
@@ -463,7 +465,7 @@ def test_half_of_the_clients_flip_their_labels() -> None:
 @pytest.mark.slow
 def test_clean_clients_lose_no_more_than_noise() -> None:
     gaps = []
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         table = {**DIGITS, "seed": seed}
         gaps.append(ran("law_afl", **table)[2] - ran("analytic", **table)[2])
     assert np.mean(gaps) > -0.005

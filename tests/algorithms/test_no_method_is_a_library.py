@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import fedloom.algorithms
+from fedloom.algorithm import Algorithm
+from fedloom.runs.find import algorithms
 
 FILES = sorted(Path(fedloom.algorithms.__file__).parent.glob("**/*.py"))
 
@@ -28,3 +30,13 @@ def test_only_base_classes_are_imported(path: Path) -> None:
             names = {alias.name for alias in node.names}
             assert node.module.startswith(here) or names & bases, f"{path.name} uses {names} of {node.module}"
             assert all(name[0].isupper() or node.module.startswith(here) for name in names), names
+
+
+DEEP = {"relaxation": ["FedProx", "FedAvg"]}  # docs/adr/0020 says why
+
+
+@pytest.mark.parametrize("name", sorted(algorithms(own=False)))
+def test_a_method_extends_at_most_one_other(name: str) -> None:
+    found = [c.__name__ for c in algorithms(own=False)[name].__mro__[1:] if issubclass(c, Algorithm)]
+    others = [each for each in found if "[" not in each and each != "Algorithm"]
+    assert len(others) <= 1 or others == DEEP[name]

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from fedloom.maths import learned_heads
 from fedloom.maths.learned_heads import (
     HeadClients,
     HeadFree,
@@ -19,18 +20,22 @@ from fedloom.maths.learned_heads import (
     cross_validated_head,
     head_cross_entropy,
     head_gradient,
+    held_out_losses,
     kl,
     learn_head,
+    learn_heads,
     strongest_best,
+    system_of,
     two_folds,
 )
 from fedloom.maths.learned_weights import (
+    Bounds,
     learn_weights,
     remembered,
     stacked,
 )
-from fedloom.maths.ridge import default_ridge, normalised, solve, to_rows, with_bias
-from fedloom.maths.weighted_ridge import weighted_head
+from fedloom.maths.ridge import default_ridge, from_rows, normalised, solve, to_rows, with_bias
+from fedloom.maths.weighted_ridge import halves, one_part, weighted_head
 from support.ridge import (
     C,
     dirichlet,
@@ -59,10 +64,15 @@ def test_l3_the_gradient_with_its_prior(beta, spread, loss) -> None:
     start = torch.linspace(-1, 1, 7, dtype=torch.float64)
     at = HeadFree(start, *(torch.tensor(v, dtype=torch.float64) for v in (0.2, 1.0)))
 
-    def value(a, b, c):
-        return head_gradient(clients, proxy, HeadFree(a, b, c), beta, chosen)[0]
+    def of_one(*free):
+        at = HeadFree(*(v[None, None] for v in free))
+        loss, slope = head_gradient(system_of(clients), one_part(proxy), at, vec(beta), chosen)
+        return loss[0, 0], HeadFree(*(v[0, 0] for v in slope))
 
-    _, found = head_gradient(clients, proxy, at, beta, chosen)
+    def value(*free):
+        return of_one(*free)[0]
+
+    _, found = of_one(*at)
     h = 1e-5
     for i, x in enumerate(at):
         for j in range(x.numel()):
@@ -143,6 +153,73 @@ def test_a_proxy_loss_that_is_not_finite_takes_everything_back() -> None:
     assert found.reverted
     assert torch.equal(found.how.lam, clients.lam0)
     assert (float(found.how.shrink), float(found.temperature)) == (1.0, pytest.approx(10.0))
+
+
+# -- side by side ----------------------------------------------------------------------------------
+GRID = (0.0, 0.1, 1.0, math.inf)
+
+
+def learned_alone(clients, proxy, beta, chosen, offsets, steps):
+    """One head learned by autograd through a dense solve: what ``learn_heads`` computes for many at once."""
+    (x, y), (gram, cross) = proxy, from_rows(clients.rows, C)
+    zero = torch.zeros((), dtype=torch.float64)
+    free = HeadFree(clients.lam0.log() + offsets, zero, zero + math.log(chosen.temperature))
+    memory = chosen.optimizer.init(free)
+
+    def solved(a, b):
+        mu = b.exp() * (clients.lam0 if math.isinf(beta) else a.softmax(0))
+        system = torch.tensordot(mu, gram, 1) + clients.ridge * torch.eye(len(gram[0]), dtype=torch.float64)
+        return torch.linalg.solve(system, torch.tensordot(mu, cross, 1))
+
+    def loss(a, b, c):
+        lam = a.softmax(0)
+        prior = 0 if math.isinf(beta) else beta * kl(lam, clients.lam0) + chosen.spread * lam.square().sum()
+        return torch.nn.functional.cross_entropy(c.exp() * x @ solved(a, b), y) + prior
+
+    for _ in range(steps):
+        at = HeadFree(*(v.detach().requires_grad_() for v in free))
+        slope = torch.autograd.grad(loss(*at), at, materialize_grads=True)
+        free, memory = chosen.optimizer.update(HeadFree(*slope), memory, free, zero + chosen.lr)
+        low, high = (math.log(bound) for bound in chosen.bounds)
+        free = free._replace(b=free.b.clamp(low, high))
+    return free.c.exp() * solved(free.a, free.b)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_heads_learned_side_by_side_are_those_learned_alone(spread) -> None:
+    clients, (x, y) = clients_of_world()
+    proxy, offsets = (x[:49], y[:49]), torch.linspace(-0.5, 0.5, 7, dtype=torch.float64)
+    chosen, folds = HeadSettings(spread=spread, bounds=Bounds(0.8, 1.2)), two_folds(proxy[1], 3)
+    assert int(folds.sum()) == 25  # the other half is one shorter, and padded
+    many = learn_heads(clients, halves(proxy, folds), GRID, chosen, offsets, 30)
+    assert not many.reverted.any()
+    missed = []
+    for s, beta in enumerate(GRID):
+        for f, half in enumerate((folds, ~folds)):
+            alone = learned_alone(clients, (x[:49][half], y[:49][half]), beta, chosen, offsets, 30)
+            assert relative(many.head[f, s], alone) < 1e-9
+            missed.append(float(head_cross_entropy(alone, (x[:49][~half], y[:49][~half])) * (~half).sum()) / 49)
+    expected = [one + other for one, other in zip(missed[::2], missed[1::2], strict=True)]
+    found = held_out_losses(clients, proxy, folds, chosen._replace(cv_steps=30), offsets)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_how_many_are_solved_at_once_changes_nothing(monkeypatch) -> None:
+    clients, proxy = clients_of_world()
+    folds, few = two_folds(proxy[1], 3), HeadSettings(cv_steps=5)
+    together = held_out_losses(clients, proxy, folds, few)
+    monkeypatch.setattr(learned_heads, "_AT_ONCE", 1)
+    assert held_out_losses(clients, proxy, folds, few) == pytest.approx(together, rel=1e-12)
+
+
+def test_a_head_that_breaks_leaves_the_others_alone() -> None:
+    clients, proxy = clients_of_world()
+    parts = halves(proxy, two_folds(proxy[1], 3))
+    broken = parts._replace(x=parts.x * vec(1, math.nan)[:, None, None])
+    whole_ones, found = (learn_heads(clients, some, GRID, steps=10) for some in (parts, broken))
+    assert found.reverted.tolist() == [[False] * 4, [True] * 4]
+    torch.testing.assert_close(found.head[0], whole_ones.head[0])
+    assert torch.equal(found.how.lam[1], clients.lam0.expand(4, -1))
 
 
 # -- the strength of the prior ---------------------------------------------------------------------

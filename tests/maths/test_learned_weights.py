@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fedloom.core import tree
 from fedloom.core.optim import sgd
+from fedloom.maths import learned_weights
 from fedloom.maths.as_printed import printed_shrink
 from fedloom.maths.learned_weights import (
     OF_MODELS,
@@ -371,6 +372,13 @@ def test_a_loss_that_is_not_finite_takes_everything_back(kind, stage) -> None:
     assert float(found.how.shrink) == 0.9
     infinite = learn_weights(stacked(w), SIZES, full_batch(lambda v: (v.sum(), v * math.inf), 1))
     assert infinite.reverted
+
+
+def test_updates_too_large_to_be_kept_in_float64_give_the_same_weights(monkeypatch) -> None:
+    w, epochs = models(dtype=torch.float32), full_batch(grad_of(net_loss()), 20)
+    kept = learn_weights(stacked(w), SIZES, epochs)
+    monkeypatch.setattr(learned_weights, "_WIDE", 0)
+    torch.testing.assert_close(learn_weights(stacked(w), SIZES, epochs), kept, rtol=1e-12, atol=0)
 
 
 def test_l13_what_nobody_trains_is_never_shrunk() -> None:

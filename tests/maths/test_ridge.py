@@ -16,6 +16,7 @@ from fedloom.core import tree
 from fedloom.maths.ridge import (
     default_ridge,
     factor,
+    factors,
     features_in_upload,
     from_rows,
     no_statistics,
@@ -243,6 +244,29 @@ def test_what_is_far_from_definite_is_solved_with_its_positive_part() -> None:
     found = factor(q @ values.diag() @ q.T).solve(rhs)
     expected = q @ torch.tensor([0, 0, 1, 1 / 2, 1 / 3, 1 / 4], dtype=torch.float64).diag() @ q.T @ rhs
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3])
+def test_a_stack_is_solved_as_its_systems_one_by_one(ridge) -> None:
+    x = normal(2, 3, 40, 12)
+    x[0, 1, :, 4:] = 0  # G is singular
+    x[1, 2] *= 1e6  # too large for the ridge to matter
+    x[1, 2, :, 5] = x[1, 2, :, 6]
+    gram, rhs = x.mT @ x, normal(2, 3, 12, C)
+    found = factors(gram, ridge)
+    assert set(found.others) == ({1, 5} if ridge == 0 else {5})
+    expected = [[solve(g, b, ridge) for g, b in zip(*part, strict=True)] for part in zip(gram, rhs, strict=True)]
+    torch.testing.assert_close(
+        found.solve(rhs), torch.stack([torch.stack(part) for part in expected]), rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(factors(gram[0, 1], ridge).solve(rhs[0, 1]), expected[0][1], rtol=1e-9, atol=0)
+
+
+def test_a_stack_with_a_system_that_is_not_finite_is_refused() -> None:
+    gram = torch.eye(3, dtype=torch.float64).expand(2, -1, -1).clone()
+    gram[1, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        factors(gram, 0.1)
 
 
 def test_an_asymmetric_matrix_is_symmetrised_first() -> None:

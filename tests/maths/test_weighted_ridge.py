@@ -14,7 +14,16 @@ from fedloom.maths.ridge import (
     statistics,
     to_rows,
 )
-from fedloom.maths.weighted_ridge import projection, simplex_gradient, sketched, weighted_gradient, weighted_head
+from fedloom.maths.weighted_ridge import (
+    Sums,
+    WeightedGradient,
+    one_part,
+    projection,
+    simplex_gradient,
+    sketched,
+    weighted_gradient,
+    weighted_head,
+)
 from support.ridge import (
     PARTITIONS,
     C,
@@ -82,6 +91,14 @@ def test_a_sketch_is_the_statistics_of_projected_features() -> None:
     assert (long.norm(dim=1) - 1).abs().max() < 0.2
 
 
+def gradient_of_one(rows, lam, shrink, ridge, log_temperature, proxy, loss="ce"):
+    """The gradient of a single head on all proxy examples."""
+    lam, shrink, log_temperature = (v[None, None] for v in (lam, shrink, log_temperature))
+    sums = Sums(*from_rows(rows, C))
+    g = weighted_gradient(sums, lam, shrink, ridge, log_temperature, one_part(proxy), loss)
+    return WeightedGradient(*(v[0, 0] for v in g))
+
+
 def plain_loss(rows, a, b, c, ridge, proxy, loss):
     """The same function of its parameters, for autograd and differences."""
     x, y = proxy
@@ -99,7 +116,7 @@ def test_l3_adjoint_gradients(loss) -> None:
     rows, lam, proxy = weighted_world()
     at = [normal(len(lam)), *(torch.tensor(v, dtype=torch.float64) for v in (-0.3, 1.2, 0.05))]
     a, b, c, ridge = at
-    g = weighted_gradient(rows, a.softmax(0), b.exp(), float(ridge), c, proxy, C, loss)
+    g = gradient_of_one(rows, a.softmax(0), b.exp(), float(ridge), c, proxy, loss)
     assert float(g.loss) == pytest.approx(float(plain_loss(rows, *at, proxy, loss)), rel=1e-12)
     exact = torch.autograd.functional.jacobian(lambda *v: plain_loss(rows, *v, proxy, loss), tuple(at))
     for found, expected in zip((g.a, g.b, g.c, g.ridge), exact, strict=True):
@@ -121,6 +138,6 @@ def test_l9_identical_clients_have_nothing_to_choose() -> None:
     rows, lam, proxy = weighted_world()
     same = rows[:1].expand(len(lam), -1).contiguous()
     zero = torch.zeros((), dtype=torch.float64)
-    g = weighted_gradient(same, lam, zero.exp(), 0.01, zero + 2, proxy, C)
+    g = gradient_of_one(same, lam, zero.exp(), 0.01, zero + 2, proxy)
     assert g.a.abs().max() < 1e-15
     assert simplex_gradient(lam, torch.full_like(lam, 0.1)).abs().max() == 0

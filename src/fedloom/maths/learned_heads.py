@@ -20,8 +20,13 @@ from fedloom.core.optim import Optimizer
 from fedloom.maths.learned_weights import OF_HEADS, SERVER_ADAM, Bounds, Free, Weighing, bounded
 from fedloom.maths.proxy_set import ProxyFeatures
 from fedloom.maths.weighted_ridge import (
+    Examples,
+    Sums,
     cross_entropy,
+    halves,
+    one_part,
     simplex_gradient,
+    unpacked_sums,
     weighted_gradient,
     weighted_head,
 )
@@ -34,6 +39,21 @@ class HeadClients(NamedTuple):
     lam0: Tensor  # [K] their weights by size or quality; sums to 1
     ridge: float
     classes: int
+
+
+class WeightedSystem(NamedTuple):
+    """The same clients while their weights are learned: those that have any, unpacked once for all steps."""
+
+    sums: Sums
+    lam0: Tensor  # [K]
+    ridge: float
+
+
+def system_of(clients: HeadClients) -> WeightedSystem:
+    """The system of the clients with weight."""
+    some = clients.lam0 > 0
+    rows = clients.rows if bool(some.all()) else clients.rows[some]
+    return WeightedSystem(unpacked_sums(rows, clients.classes), clients.lam0[some], clients.ridge)
 
 
 class HeadSettings(NamedTuple):
@@ -54,11 +74,14 @@ AS_LAW_AFL = HeadSettings()
 
 
 class HeadFree(NamedTuple):
-    """What descends: mu = e^b softmax(a), and the temperature s = e^c of the logits."""
+    """What descends: mu = e^b softmax(a), and the temperature s = e^c of the logits.
 
-    a: Tensor  # [K]
-    b: Tensor  # []
-    c: Tensor  # []
+    Of F S heads at once: one for each part of the proxy examples and each strength of the prior.
+    """
+
+    a: Tensor  # [F, S, K]
+    b: Tensor  # [F, S]
+    c: Tensor  # [F, S]
 
 
 class LearnedHead(NamedTuple):
@@ -73,27 +96,75 @@ class LearnedHead(NamedTuple):
 
 
 def kl(lam: Tensor, lam0: Tensor) -> Tensor:
-    """KL(lambda || lambda0); both are 0 only together.  ``[]``"""
-    return (torch.xlogy(lam, lam) - torch.xlogy(lam, lam0)).sum()
+    """KL(lambda || lambda0); both are 0 only together.  ``[..., K] -> [...]``"""
+    return (torch.xlogy(lam, lam) - torch.xlogy(lam, lam0)).sum(-1)
 
 
 def head_gradient(
-    clients: HeadClients, proxy: ProxyFeatures, free: HeadFree, beta: float, settings: HeadSettings = AS_LAW_AFL
+    system: WeightedSystem, proxy: Examples, free: HeadFree, beta: Tensor, settings: HeadSettings = AS_LAW_AFL
 ) -> tuple[Tensor, HeadFree]:
-    """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient.
+    """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient; beta is ``[S]``.
 
     With beta = inf, lambda is lambda0 for any a. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
     reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a closed form.
     """
-    held = math.isinf(beta)
-    lam = clients.lam0 if held else free.a.softmax(0)
-    g = weighted_gradient(clients.rows, lam, free.b.exp(), clients.ridge, free.c, proxy, clients.classes, settings.loss)
-    if held:
-        return g.loss, HeadFree(torch.zeros_like(g.a), g.b, g.c)
+    sums, lam0, ridge = system
+    held = beta.isinf()
+    lam = torch.where(held[:, None], lam0, free.a.softmax(-1))
+    g = weighted_gradient(sums, lam, free.b.exp(), ridge, free.c, proxy, settings.loss)
     # The slope of the prior is beta (ln(lambda / lambda0) + 1); the 1 has no effect on the simplex.
-    prior = beta * (lam.log() - clients.lam0.log()) + 2 * settings.spread * lam
-    loss = g.loss + beta * kl(lam, clients.lam0) + settings.spread * lam.square().sum()
-    return loss, HeadFree(g.a + simplex_gradient(lam, prior), g.b, g.c)
+    slope = beta[:, None] * (lam.log() - lam0.log()) + 2 * settings.spread * lam
+    prior = beta * kl(lam, lam0) + settings.spread * lam.square().sum(-1)
+    along = torch.where(held[:, None], 0.0, g.a + simplex_gradient(lam, slope))
+    return g.loss + torch.where(held, 0.0, prior), HeadFree(along, g.b, g.c)
+
+
+class LearnedHeads(NamedTuple):
+    """Heads in closed form, one for each part of the proxy examples and each strength of the prior."""
+
+    head: Tensor  # [F, S, d, C] s W
+    how: Weighing  # of [F, S, K] and [F, S]
+    temperature: Tensor  # [F, S]
+    reverted: Tensor  # [F, S] whether a loss was not finite
+
+
+def learn_heads(
+    clients: HeadClients,
+    proxy: Examples,
+    betas: Sequence[float],
+    settings: HeadSettings = AS_LAW_AFL,
+    offsets: Tensor | None = None,
+    steps: int | None = None,
+) -> LearnedHeads:
+    """Learn lambda, gamma and the temperature through the solve, for all strengths and parts side by side.
+
+    ``offsets`` ``[K]`` is the initial a minus ln lambda0; ``steps``, if given, replaces that of the settings.
+    """
+    counts, some = clients.lam0 > 0, system_of(clients)
+    a = some.lam0.log() if offsets is None else some.lam0.log() + offsets[counts]
+    beta, lr = a.new_tensor(betas), a.new_tensor(settings.lr)
+    none = a.new_zeros(len(proxy.x), len(beta))
+    first = free = HeadFree(a.expand(*none.shape, -1), none, none + math.log(settings.temperature))
+    memory, finite = settings.optimizer.init(free), none == 0
+    for _ in range(settings.steps if steps is None else steps):
+        loss, along = head_gradient(some, proxy, free, beta, settings)
+        finite = finite & loss.isfinite()
+        moved, memory = settings.optimizer.update(along, memory, free, lr)
+        moved = HeadFree(*bounded("exp", Free(moved.a, moved.b), settings.bounds), moved.c)
+        free = _where(finite, moved, free)
+    finite = finite & free.a.isfinite().all(-1) & free.b.isfinite() & free.c.isfinite()
+    free = _where(finite, free, first)
+    learned = finite & ~beta.isinf() & (free.a != some.lam0.log()).any(-1)
+    found = torch.zeros_like(clients.lam0).expand(*none.shape, -1).masked_scatter(counts, free.a.softmax(-1))
+    how = Weighing(torch.where(learned[..., None], found, clients.lam0), free.b.exp())
+    head = weighted_head(clients.rows, how.shrink[..., None] * how.lam, clients.ridge, clients.classes).head
+    return LearnedHeads(free.c.exp()[..., None, None] * head, how, free.c.exp(), ~finite)
+
+
+def _where(here: Tensor, one: HeadFree, other: HeadFree) -> HeadFree:
+    """``one`` for the heads that are ``here`` ``[F, S]``, else ``other``."""
+    a = torch.where(here[..., None], one.a, other.a)
+    return HeadFree(a, torch.where(here, one.b, other.b), torch.where(here, one.c, other.c))
 
 
 def learn_head(
@@ -104,51 +175,35 @@ def learn_head(
     offsets: Tensor | None = None,
     steps: int | None = None,
 ) -> LearnedHead:
-    """Learn lambda, gamma and the temperature through the solve, all proxy examples at once.
+    """One head, learned from all proxy examples at once."""
+    many = learn_heads(clients, one_part(proxy), (beta,), settings, offsets, steps)
+    how = Weighing(many.how.lam[0, 0], many.how.shrink[0, 0])
+    return LearnedHead(many.head[0, 0], how, many.temperature[0, 0], beta, (), bool(many.reverted))
 
-    ``offsets`` ``[K]`` is the initial a minus ln lambda0; ``steps``, if given, replaces that of the settings.
-    """
-    counts = clients.lam0 > 0
-    some = clients if bool(counts.all()) else clients._replace(rows=clients.rows[counts], lam0=clients.lam0[counts])
-    a = some.lam0.log() if offsets is None else some.lam0.log() + offsets[counts]
-    first = free = HeadFree(a, torch.zeros_like(a[0]), torch.full_like(a[0], math.log(settings.temperature)))
-    memory = settings.optimizer.init(free)
-    finite = True
-    for _ in range(settings.steps if steps is None else steps):
-        loss, along = head_gradient(some, proxy, free, beta, settings)
-        finite = bool(loss.isfinite())
-        if not finite:
-            break
-        free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(settings.lr))
-        free = HeadFree(*bounded("exp", Free(free.a, free.b), settings.bounds), free.c)
-    finite = finite and all(bool(x.isfinite().all()) for x in free)
-    free = free if finite else first
-    learned = finite and not math.isinf(beta) and not torch.equal(free.a, some.lam0.log())
-    lam = clients.lam0.masked_scatter(counts, free.a.softmax(0)) if learned else clients.lam0
-    how = Weighing(lam, free.b.exp())
-    head = free.c.exp() * weighted_head(clients.rows, how.mu, clients.ridge, clients.classes).head
-    return LearnedHead(head, how, free.c.exp(), beta, (), not finite)
+
+_AT_ONCE = 1 << 24  # numbers in the systems that are solved side by side
 
 
 def held_out_losses(
     clients: HeadClients, proxy: ProxyFeatures, folds: Tensor, settings: HeadSettings, offsets: Tensor | None = None
 ) -> tuple[float, ...]:
     """For each strength of the prior, the cross-entropy of proxy examples under heads learned from the other half."""
-    x, y = proxy
-
-    def one(beta: float) -> float:
-        missed = x.new_zeros(())
-        for half in (folds, ~folds):
-            learned = learn_head(clients, (x[half], y[half]), beta, settings, offsets, settings.cv_steps)
-            missed = missed + head_cross_entropy(learned.head, (x[~half], y[~half])) * (~half).sum()
-        return float(missed / len(y))
-
-    return tuple(one(beta) for beta in settings.grid)
+    learned_on = halves(proxy, folds)
+    judged_on = Examples(*(part.flip(0) for part in learned_on))
+    several = max(1, _AT_ONCE // (2 * proxy[0].shape[1] ** 2))
+    found: list[Tensor] = []
+    for k in range(0, len(settings.grid), several):
+        betas = settings.grid[k : k + several]
+        heads = learn_heads(clients, learned_on, betas, settings, offsets, settings.cv_steps).head
+        losses = cross_entropy(heads, torch.zeros_like(heads[..., 0, 0]), judged_on).value
+        found.append(torch.stack([(~folds).sum(), folds.sum()]).double() @ losses / len(folds))
+    return tuple(torch.cat(found).tolist())
 
 
 def head_cross_entropy(head: Tensor, proxy: ProxyFeatures) -> Tensor:
-    """The cross-entropy of the logits X W.  ``[]``"""
-    return cross_entropy(head, torch.zeros_like(head[0, 0]), proxy).value
+    """The cross-entropy of the logits X W, of one head or of several.  ``[..., d, C] -> [...]``"""
+    heads = head.reshape(1, -1, *head.shape[-2:])
+    return cross_entropy(heads, torch.zeros_like(heads[..., 0, 0]), one_part(proxy)).value.view(head.shape[:-2])
 
 
 def strongest_best(grid: Sequence[float], losses: Sequence[float], tolerance: float = 1e-9) -> float:
@@ -203,7 +258,8 @@ def blended(
 
     LAW-AFL, Algorithm 3 sets the model twice, in lines 14 and 17; here the first sets the body, and this the head.
     """
-    tried = [(kappa, (1 - kappa) * aggregate + kappa * analytic) for kappa in sorted(grid)]
-    losses = [float(head_cross_entropy(head, proxy)) for _, head in tried]
-    best = min(range(len(tried)), key=lambda k: (not math.isfinite(losses[k]), losses[k]))
-    return Blend(tried[best][1], tried[best][0], losses[best])
+    kappas = sorted(grid)
+    heads = torch.stack([(1 - kappa) * aggregate + kappa * analytic for kappa in kappas])
+    losses = head_cross_entropy(heads, proxy).tolist()
+    best = min(range(len(kappas)), key=lambda k: (not math.isfinite(losses[k]), losses[k]))
+    return Blend(heads[best], kappas[best], losses[best])

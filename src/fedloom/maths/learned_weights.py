@@ -112,7 +112,7 @@ def bounded(kind: WeightForm, free: Free, bounds: Bounds = OF_MODELS, reach: flo
         u = free.a.abs()
         u = u.clamp(min=math.exp(-reach) * u.max()).copysign(free.a)
         return Free(u, free.b.clamp(math.sqrt(low), math.sqrt(high)))
-    centre = free.a.mean()
+    centre = free.a.mean(-1, keepdim=True)
     b = free.b if kind == "fixed" else free.b.clamp(math.log(low), math.log(high))
     return Free(free.a.clamp(centre - reach, centre + reach), b)
 
@@ -137,8 +137,14 @@ def aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None = None) -> Te
     ``shrinks`` ``[P]`` must be false for layers that no client trains: 0.95 in each of 120 rounds leaves 0.2 % of them.
     """
     counted = how.lam != 0  # an update without weight need not be finite
-    lam, moves = (how.lam, stack.moves) if bool(counted.all()) else (how.lam[counted], stack.moves[counted])
-    mean = stack.base + tree.mix(lam[None], moves)[0].to(stack.base.dtype)
+    if not bool(counted.all()):
+        stack, how = Stack(stack.base, stack.moves[counted]), how._replace(lam=how.lam[counted])
+    return _aggregated(stack, how, shrinks)
+
+
+def _aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None) -> Tensor:
+    """``aggregated`` of finite updates, whatever their weight."""
+    mean = stack.base + tree.mix(how.lam[None], stack.moves)[0].to(stack.base.dtype)
     return mean * _scale(how.shrink, shrinks, mean)
 
 
@@ -161,7 +167,7 @@ def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor |
 
     dL/da_i = gamma lambda_i (<g, w_i> - <g, sum_j lambda_j w_j>) and dL/db = gamma <g, sum_j lambda_j w_j>.
     """
-    w = aggregated(stack, how, shrinks)
+    w = _aggregated(stack, how, shrinks)
     loss, g = grad(w)
     shrinking = g if shrinks is None else g * shrinks
     return Lean(
@@ -214,7 +220,7 @@ def learn_weights(
     begin = Weighing(lam0, lam0.new_tensor(settings.shrink))
     if not bool(usable.any()):
         return LearnedWeights(begin, lam0.new_zeros(0), False)
-    some = stack if bool(usable.all()) else Stack(stack.base, stack.moves[usable])
+    some = _in_float64(stack if bool(usable.all()) else Stack(stack.base, stack.moves[usable]))
     first = initial(settings.kind, lam0[usable], settings.shrink)
     last, losses = _LEARNERS[settings.stage](some, first, epochs, settings, shrinks)
     if not all(bool(x.isfinite().all()) for x in (losses, *last)):
@@ -222,6 +228,14 @@ def learn_weights(
     found = weighing(settings.kind, last)
     lam = lam0 if torch.equal(last.a, first.a) else lam0.masked_scatter(usable, found.lam)
     return LearnedWeights(Weighing(lam, begin.shrink if torch.equal(last.b, first.b) else found.shrink), losses, False)
+
+
+_WIDE = 1 << 26  # numbers in updates that are kept in float64 as well: 0.5 GB
+
+
+def _in_float64(stack: Stack) -> Stack:
+    """The same stack, converted once instead of twice in every step, unless that takes too much memory."""
+    return stack if stack.moves.numel() > _WIDE else stack._replace(moves=stack.moves.double())
 
 
 def _jointly(
@@ -268,21 +282,23 @@ def _descent(
     of_a: bool = True,
     of_b: bool = True,
 ) -> _Way:
-    """Minimise over one or both parameters, with the learning rate of each epoch; stop if a loss is not finite."""
+    """Minimise over one or both parameters, with the learning rate of each epoch.
+
+    It goes on after a loss that is not finite, since to ask would stop a GPU in every step: the caller looks at all.
+    """
     memory = settings.optimizer.init(free)
     moves_a, moves_b = of_a and settings.learns_weights, of_b and settings.kind != "fixed"
     points, losses = [free], [free.a.new_zeros(0)]
-    for batches, lr in epochs:
+    for batches, rate in epochs:
+        lr = free.b.new_tensor(rate)
         for grad in batches:
             how = weighing(settings.kind, free)
             lean = lean_gradient(stack, how, grad, shrinks)
             losses.append(lean.loss[None])
-            if not bool(lean.loss.isfinite()):
-                return _Way(points, torch.cat(losses))
             along = pulled_back(settings.kind, free, how.lam, lean.lam, lean.log_shrink)
             still = tree.tmap(torch.zeros_like, along)
             along = Free(along.a if moves_a else still.a, along.b if moves_b else still.b)
-            free, memory = settings.optimizer.update(along, memory, free, free.b.new_tensor(lr))
+            free, memory = settings.optimizer.update(along, memory, free, lr)
             free = bounded(settings.kind, free, settings.bounds)
         points.append(free)
     return _Way(points, torch.cat(losses))

@@ -147,15 +147,53 @@ def factor(a: Tensor, *, regular: bool = True) -> Factor:
         lower, failed = torch.linalg.cholesky_ex(with_ridge(a, jitter))
         # Rounding may turn a pivot of 0 into a small positive one, and then Cholesky "succeeds".
         pivots = lower.diagonal().square()
-        if not bool(failed) and (regular or bool(pivots.min() > len(a) * eps * a.diagonal().max())):
+        if not bool(failed) and (regular or bool(pivots.min() > rounding(a))):
             return Factor(lower, jitter=jitter)
     values, vectors = torch.linalg.eigh(a)
     return Factor(vectors, inverted(values))
 
 
+class Factors(NamedTuple):
+    """Symmetric matrices that were factorised together."""
+
+    lower: Tensor  # [..., d, d] Cholesky factors
+    others: dict[int, Factor]  # those of the stack, counted along all its axes, for which Cholesky alone is not enough
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """A^-1 rhs of each.  ``[..., d, C]``"""
+        half = torch.linalg.solve_triangular(self.lower, rhs, upper=False)
+        found: Tensor = torch.linalg.solve_triangular(self.lower.mT, half, upper=True)
+        if not self.others:
+            return found
+        flat = rhs.reshape(-1, *rhs.shape[-2:])
+        each = enumerate(zip(found.reshape(flat.shape), flat, strict=True))
+        return torch.stack([self.others[k].solve(b) if k in self.others else x for k, (x, b) in each]).view(rhs.shape)
+
+
+def factors(gram: Tensor, ridge: Tensor | float) -> Factors:
+    """Factorise every G + rho I of a stack ``[..., d, d]`` of symmetric G, each as ``factor`` does.
+
+    Cholesky takes all at once, with a single question whether it has worked; only where it has not is ``factor`` asked.
+    """
+    a, regular = with_ridge(gram, ridge), ridge > rounding(gram)
+    lower, failed = torch.linalg.cholesky_ex(a)
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    sound = (failed == 0) & a.sum((-2, -1)).isfinite() & (regular | (pivots.amin(-1) > rounding(a)))
+    if bool(sound.all()):
+        return Factors(lower, {})
+    flat = a.reshape(-1, *a.shape[-2:])
+    left = (~sound).flatten().nonzero().flatten().tolist()
+    return Factors(lower, {k: factor(flat[k], regular=bool(regular.flatten()[k])) for k in left})
+
+
+def rounding(a: Tensor) -> Tensor:
+    """The rounding error of a zero eigenvalue of A.  ``[...]``"""
+    return a.shape[-1] * torch.finfo(a.dtype).eps * a.diagonal(dim1=-2, dim2=-1).amax(-1)
+
+
 def matters(ridge: Tensor | float, a: Tensor) -> bool:
     """Whether a ridge is larger than the rounding error of a zero eigenvalue of A."""
-    return float(ridge) > len(a) * torch.finfo(a.dtype).eps * float(a.diagonal().max())
+    return float(ridge) > float(rounding(a))
 
 
 def inverted(values: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Held, Inbox
+from fedloom.algorithms.law_afl.settings import LawAFLSettings
 from fedloom.algorithms.law_afl.state import LawAFLServer, LawAFLUpload, with_learned
 from fedloom.core.task import Task
 from fedloom.maths.learned_weights import (
-    ShrinkRule,
     Stack,
-    WeightSettings,
     aggregated,
     aggregated_by_depth,
     learn_weights,
@@ -30,24 +29,22 @@ class ModelAggregation(NamedTuple):
 
     task: Task
     proxy: Held
-    settings: WeightSettings
-    rule: ShrinkRule
-    epochs: int
-    batch: int
-    parts: Tensor | None  # [P] the part of the net that a parameter belongs to, if clients train to different depths
+    how: LawAFLSettings
+    parts: Tensor  # [P] the part of the net that a parameter belongs to; 1 is the head
 
     def update(self, server: LawAFLServer, inbox: Inbox[LawAFLUpload]) -> LawAFLServer:
         """FedLAW's round."""
         stack = Stack(server.w, inbox.uploads.dw)
-        epochs = proxy_gradients(self.task, self.proxy, self.epochs, self.batch, inbox.address)
-        how = learn_weights(stack, inbox.weights, epochs, settings_for(self.rule, self.settings)).how
+        rule, settings = self.how.shrink_rule, self.how.model_settings
+        epochs = proxy_gradients(self.task, self.proxy, self.how.server_epochs, self.how.proxy_batch, inbox.address)
+        weighing = learn_weights(stack, inbox.weights, epochs, settings_for(rule, settings)).how
         loss = partial(proxy_loss, self.task, self.proxy)
-        how = with_shrink(self.rule, how, stack, loss, self.settings, inbox.uploads.slope)
-        models = with_learned(server.models, inbox.clients, how, inbox.weights / inbox.weights.sum())
-        if self.parts is None:
-            w = aggregated(stack, how)
+        weighing = with_shrink(rule, weighing, stack, loss, settings, inbox.uploads.slope)
+        models = with_learned(server.models, inbox.clients, weighing, inbox.weights / inbox.weights.sum())
+        if self.how.depth == "all":
+            w = aggregated(stack, weighing)
         else:
-            w = aggregated_by_depth(stack, how, inbox.uploads.depth[:, 0], self.parts)
+            w = aggregated_by_depth(stack, weighing, inbox.uploads.depth[:, 0], self.parts)
         return server._replace(w=w, models=models)
 
 

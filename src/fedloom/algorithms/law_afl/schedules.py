@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.algorithm import Inbox
 from fedloom.algorithms.law_afl.head import HeadSolver
 from fedloom.algorithms.law_afl.models import ModelAggregation
+from fedloom.algorithms.law_afl.settings import LawAFLSettings
 from fedloom.algorithms.law_afl.state import (
     NO_LOSS,
     LawAFLServer,
@@ -35,7 +36,11 @@ class Tools(NamedTuple):
 
     models: ModelAggregation
     head: HeadSolver
-    gate: bool  # keep the previous head, or blend with it, if that is better
+
+    @property
+    def gate(self) -> bool:
+        """Whether to keep the previous head, or to blend with it, if that is better."""
+        return self.head.how.gate
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,15 @@ class Schedule:
     def both_at_once(self) -> bool:
         """Whether clients train and send statistics in the same round."""
         return False
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether a client sends statistics once, and the server keeps them."""
+        return True
+
+    def releases_in(self, round_: int) -> int:
+        """How many separately noised uploads a client makes in this round."""
+        return 1
 
     def body(self, task: Task, w: Tensor, t: Tensor | float) -> int:
         """Which body the statistics belong to."""
@@ -127,6 +141,13 @@ class PerRound(Schedule):
     def both_at_once(self) -> bool:
         return not self.fresh
 
+    @property
+    def keeps_statistics(self) -> bool:
+        return False
+
+    def releases_in(self, round_: int) -> int:
+        return int(self.trains_in(round_)) + self.asks_in(round_)
+
     def body(self, task: Task, w: Tensor, t: Tensor | float) -> int:
         return 0  # statistics are not kept
 
@@ -153,6 +174,13 @@ class PerRound(Schedule):
             found = solver.learn(server, solver.system(server.w, rows, counts, lam0), ids, inbox.address)
             after, solved = found.noted(after, ids), found.learned.head
         return _blended(tools, after, solved)
+
+
+def schedule_of(how: LawAFLSettings) -> Schedule:
+    """The schedule that is set."""
+    if how.schedule == "per_round":
+        return PerRound(how.fresh, how.share_lambda)
+    return WarmupThenAnalytic(how.warmup) if how.schedule == "warmup_then_analytic" else Frozen()
 
 
 def _with_shared_weights(
