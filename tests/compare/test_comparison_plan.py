@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedloom.compare.cells import counted_alike
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
@@ -136,7 +137,7 @@ def test_what_the_grid_overrides_and_who_is_not_paired_is_said() -> None:
 
 
 def test_policies_that_differ_by_definition_are_reported() -> None:
-    """FedALA's clients keep their optimisers' memory, others do not: with Adam that is half of a difference."""
+    """FedALA's clients keep their optimizers' memory, others do not: with Adam that is half of a difference."""
     table = {"compare": {"algorithms": ["fedavg", "fedala"], "seeds": 1}, "local": {"optimizer": "adam"}}
     said = "local.state differs by the methods' own definitions: reset for fedavg; persist for fedala"
     assert any(said in note for note in plan(table).notes)
@@ -192,3 +193,14 @@ def test_compiling_steps_makes_no_other_cell_and_another_precision_does() -> Non
 
     assert names(compile="on") == names(compile="off") == names()
     assert not set(names(precision="bf16")) & set(names())
+
+
+def test_cells_that_use_the_same_compiled_code_are_counted_together() -> None:
+    """Seeds and learning rates are not in the code; a method's settings and the shapes of batches are."""
+    grid = {"local.lr": [0.1, 0.2], "local.batch": [8, 16]}
+    planned = plan(table(algorithms=["fedavg", {"kind": "fedprox", "mu": 0.1}], seeds=3, grid=grid)).cells
+    cells = counted_alike(planned)
+    assert {cell.config.alike for cell in cells} == {6}
+    assert [cell.hash for cell in cells] == [cell.hash for cell in planned]
+    assert [cell.with_config(cell.config._replace(notes=())).hash for cell in cells] == [c.hash for c in planned]
+    assert [c.config.alike for c in counted_alike([*planned[:1], *planned[:1]])] == [1, 1]  # it is run once

@@ -18,15 +18,17 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare.cells import Cell
-from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched
+from fedloom.compare import worker
+from fedloom.compare.cells import Cell, counted_alike
+from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched, job_of
 from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core import usercode
 from fedloom.core.signals import handling
+from fedloom.engine.local import capture_for
+from fedloom.runs import prepare
 from fedloom.runs.folder import read_metrics
-from fedloom.runs.settings import as_table
 from support.comparisons import GRID, HELD, SMALL, TABLES, THREE, contents, table
 from support.terminal import fedloom, started
 
@@ -179,19 +181,35 @@ def test_a_worker_that_is_asked_to_stop_in_the_last_round_of_a_cell_ends(tmp_pat
     folder = tmp_path / "cells" / cell.hash
     words = [sys.executable, "-P", "-m", "fedloom.compare.worker"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, **pipes) as worker:
-        assert worker.stdin is not None
-        job = {"config": as_table(cell.config), "folder": str(folder), "root": str(tmp_path)}
-        worker.stdin.write(json.dumps(job) + "\n")
-        worker.stdin.flush()
-        wait_for(lambda: lines_in(tmp_path) == 5, worker)  # the fifth round is held
-        worker.terminate()
+    with subprocess.Popen(words, cwd=tmp_path, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job_of(cell, folder, tmp_path)) + "\n")
+        process.stdin.flush()
+        wait_for(lambda: lines_in(tmp_path) == 5, process)  # the fifth round is held
+        process.terminate()
         (tmp_path / "hold").unlink()
         try:
-            assert worker.wait(600) == 130
+            assert process.wait(600) == 130
         finally:
-            worker.kill()
+            process.kill()
     assert (folder / "summary.json").is_file()
+
+
+def test_a_cell_knows_how_many_use_its_code_when_it_starts_and_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[int] = []
+
+    def decide(*given: Any) -> Any:
+        known.append(given[-1])
+        return capture_for(*given)
+
+    monkeypatch.setattr(prepare, "capture_for", decide)
+    cell = counted_alike(plan(table(algorithms=["fedavg"], seeds=4)).cells)[0]
+    for _ in range(2):
+        ended = worker._outcome(job_of(cell, tmp_path / "c", tmp_path), worker.Reporter(io.StringIO()))
+        assert ended["state"] == "done"
+    assert known == [4, 4]
 
 
 class Impatient(Unwatched):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedloom.compare import memory
 from fedloom.compare.memory import cell_bytes, default_jobs
@@ -68,3 +69,15 @@ def test_jobs_follow_cores_threads_and_memory(monkeypatch: Any) -> None:
     large = parse({"model": {"kind": "mlp", "widths": [4000, 4000]}, "engine": {"device": "cpu"}})
     monkeypatch.setattr(memory, "_free_memory", lambda: 5e9)
     assert default_jobs([small, large]) == 2
+
+
+def test_cells_side_by_side_on_a_gpu_follow_its_free_memory_and_need_mps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(memory, "_free_memory", lambda: 100e9)
+    monkeypatch.setattr(memory, "pick_device", lambda _: torch.device("cuda"))
+    small = parse({"model": "logistic"})
+    for free, jobs in ((139e9, 4), (30e9, 2), (5e9, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 139e9))
+        for shares, expected in ((True, jobs), (False, 1)):
+            monkeypatch.setattr(memory, "can_share", lambda shares=shares: shares)
+            assert default_jobs([small]) == expected

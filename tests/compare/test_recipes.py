@@ -110,6 +110,12 @@ def of_use(table: Table) -> Table:
     return without_idle(table)[0]
 
 
+@functools.cache
+def parsed(path: Path) -> list[Config]:
+    """Every experiment of a recipe, but for its seeds, laid out without the planner: two tests look at them."""
+    return [parse(of_use(cell)) for cell in cells(*split(path))]
+
+
 def test_there_is_a_recipe_for_every_table_and_figure() -> None:
     assert {named(path) for path in FILES} >= {
         "fedalr/table1_cifar10", "fedalr/table1_cifar100", "fedalr/table2_settings", "fedalr/figure1_partitions",
@@ -144,13 +150,12 @@ def test_the_experiment_of_a_recipe_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("path", COMPARED, ids=named)
 def test_every_cell_of_a_recipe_is_valid(path: Path) -> None:
-    base, compare = split(path)
+    compare, configs = split(path)[1], parsed(path)
     assert set(compare) <= {
         *("algorithms", "seeds", "baseline", "metric", "target", "grid", "cells", "paper"),
         *("x", "layout", "notes", "caveats", "claims", "equal", "reference", "gain"),
     }
     assert len(set(compare["seeds"])) == len(compare["seeds"])
-    configs = [parse(of_use(cell)) for cell in cells(base, compare)]
     assert len(configs) == len(compare["algorithms"]) * np.prod([len(v) for v in compare["grid"].values()])
     for config in configs:
         assert not (compare["metric"].startswith("global/train") and not config.evaluate.train)
@@ -220,7 +225,7 @@ def test_the_figures_repeat_the_numbers_of_the_tables() -> None:
 
 
 def personalised(number: int) -> dict[tuple[str, ...], list[float]]:
-    """The numbers of one of pFedALA's tables, by optimiser, partition and data set."""
+    """The numbers of one of pFedALA's tables, by optimizer, partition and data set."""
     path = next((ROOT / "pfedala").glob(f"table{number}_*.toml"))
     found = {tuple(entry["where"].values()): entry["value"] for entry in split(path)[1]["paper"]}
     assert len(found) == 28
@@ -580,11 +585,10 @@ def test_an_extractor_is_trained_and_all_methods_train_heads_on_it(tmp_path: Pat
 
 @pytest.mark.parametrize("path", COMPARED, ids=named)
 def test_compare_plans_the_same_cells(path: Path) -> None:
-    base, compare = split(path)
-    found = planned(path)
+    compare, found = split(path)[1], planned(path)
     assert all("draws other clients" in note for note in found.notes)  # FedProx as its paper has it
-    assert len(found.cells) == len(compare["seeds"]) * sum(1 for _ in cells(base, compare))
-    assert {cell.config.algorithm for cell in found.cells} == {parse(of_use(c)).algorithm for c in cells(base, compare)}
+    assert len(found.cells) == len(compare["seeds"]) * len(parsed(path))
+    assert {cell.config.algorithm for cell in found.cells} == {config.algorithm for config in parsed(path)}
 
 
 def test_figures_and_tables_share_their_runs() -> None:

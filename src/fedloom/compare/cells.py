@@ -5,6 +5,7 @@ Cells are named by the hash of their configuration, so that no cell is ever comp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,6 +111,22 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
 def _cell(spot: _Spot, seed: int) -> Cell:
     config = spot.config._replace(basics=spot.config.basics.model_copy(update={"seed": seed}))
     return Cell(spot.method, spot.place, seed, config, _short(spot.hashed | {"seed": seed}))
+
+
+def counted_alike(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and for each how many use the same compiled code: seeds, rounds and learning rates are not in it."""
+    kinds = [_code(cell.config) for cell in cells]
+    counts = Counter(dict(zip((cell.hash for cell in cells), kinds, strict=True)).values())  # each hash is run once
+    return [
+        cell._replace(config=cell.config._replace(alike=counts[kind])) for cell, kind in zip(cells, kinds, strict=True)
+    ]
+
+
+def _code(config: Config) -> str:
+    """What compiled steps depend on, as far as settings say."""
+    local = config.local.model_copy(update={"lr": 1.0})
+    net = (config.data, config.partition, config.model, config.task, config.algorithm, config.topology)
+    return repr((net, local, config.cohort, config.system, config.corruption, config.privacy, config.engine))
 
 
 def single_cell(label: str, config: Config) -> Cell:

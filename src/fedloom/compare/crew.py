@@ -61,6 +61,11 @@ class InterruptedComparison(KeyboardInterrupt):
         self.folder, self.done, self.cells = folder, done, cells
 
 
+def job_of(cell: Cell, folder: Path, root: Path) -> dict[str, Any]:
+    """What a worker is told about a cell."""
+    return {"config": as_table(cell.config), "alike": cell.config.alike, "folder": str(folder), "root": str(root)}
+
+
 class Worker:
     """A process that runs one cell after another; it ends when this process ends, even if that is killed."""
 
@@ -90,10 +95,9 @@ class Worker:
 
     def give(self, cell: Cell, folder: Path, root: Path) -> None:
         self.cell, self.round = cell, 0
-        job = {"config": as_table(cell.config), "folder": str(folder), "root": str(root)}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # a dead worker is reported by its listener
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.write(json.dumps(job_of(cell, folder, root)).encode() + b"\n")
             self._process.stdin.flush()
 
     def exit_reason(self) -> str:

@@ -11,7 +11,7 @@ from fedloom.compare.table import Compare
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.metrics import Auc, measure_name
 from fedloom.core.quality import ClassMeasure
-from fedloom.core.vocabulary import as_validation, is_ours, is_test, leaf, matching
+from fedloom.core.vocabulary import SPREAD, as_validation, first_measure, is_ours, is_test, leaf, matching
 from fedloom.engine.diagnose import RECORDED
 from fedloom.runs.settings import Config
 
@@ -63,8 +63,7 @@ def _of_validation(measured: Mapping[str, list[str]], config: Config) -> dict[st
 
 def has_common_model(algorithm: AnyAlgorithm) -> bool:
     """Whether there is a model of the server to evaluate."""
-    traits = algorithm.traits
-    return algorithm.family != "gossip" and traits.communicates and traits.has_global_model
+    return algorithm.family != "gossip" and algorithm.traits.common_model
 
 
 def _of_clients(config: Config) -> dict[str, list[str]]:
@@ -73,7 +72,7 @@ def _of_clients(config: Config) -> dict[str, list[str]]:
     if not _may_have_own_rows(config):
         return {}
     measured = [*_plain(config), *_areas(config)]
-    spread = [f"{name}{end}" for name in measured for end in ("", "_mean", "_std", "_worst10")] + ["diverged"]
+    spread = [f"{name}{end}" for name in measured for end in ("", *SPREAD)] + ["diverged"]
     found = {f"personal/{config.algorithm.traits.served}/test": spread} if evaluate.personal else {}
     if evaluate.participants:
         found |= {"participants/pre_fit/test": spread, "participants/post_fit/test": spread}
@@ -81,7 +80,7 @@ def _of_clients(config: Config) -> dict[str, list[str]]:
 
 
 def _plain(config: Config) -> list[str]:
-    return ["mae" if config.task.is_regression else "accuracy", "loss"]
+    return [first_measure(config.task.is_regression), "loss"]
 
 
 def _areas(config: Config) -> list[str]:

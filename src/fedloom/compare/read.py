@@ -12,7 +12,7 @@ from fedloom.compare.cells import Cell
 from fedloom.compare.folder import state_of
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.core.errors import CheckpointError
-from fedloom.core.vocabulary import is_evaluation
+from fedloom.core.vocabulary import is_evaluation, is_privacy
 from fedloom.report.comparison.question import PrivacyCost, Result
 from fedloom.runs.folder import read_ended
 
@@ -100,7 +100,7 @@ def _spent(home: Path, records: Sequence[dict[str, Any]], data: str) -> PrivacyC
     if not stated:
         return None
     newest: dict[str, Any] = next((line for line in reversed(records) if is_evaluation(line)), {})
-    found = [value for name, value in newest.items() if name.startswith("privacy/epsilon")]
+    found = [value for name, value in newest.items() if is_privacy(name)]
     epsilon = found[0] if found else math.inf  # which JSON cannot express
     return PrivacyCost(
         data, stated["unit"], stated["relation"], epsilon, stated["delta"], str(stated.get("warning", ""))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.compare import gpu
+from fedloom.compare.cells import counted_alike
 from fedloom.compare.collect import kept_below
 from fedloom.compare.crew import Crew, InterruptedComparison, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
@@ -86,9 +87,10 @@ def _run_missing(
     left_out: Collection[str],
 ) -> dict[str, str]:
     """Run every cell that has not ended yet and is not left out; the failures by the name of their cell."""
-    # Two labels may have the same config.
-    by_hash = {cell.hash: cell for cell in reversed(planned.cells) if cell.hash not in left_out}
-    missing = [c for c in planned.cells if by_hash.get(c.hash) is c and not state_of(cells / c.hash)]
+    # Finished cells count, too: whether steps are compiled must not depend on when a comparison was interrupted.
+    wanted = counted_alike([cell for cell in planned.cells if cell.hash not in left_out])
+    by_hash = {cell.hash: cell for cell in reversed(wanted)}  # two labels may have the same config
+    missing = [c for c in wanted if by_hash[c.hash] is c and not state_of(cells / c.hash)]
     jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
     crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
     watcher.started(planned, folder, jobs, crew.standing())

@@ -26,7 +26,7 @@ from fedloom.compare.ranges import Range
 from fedloom.compare.read import result_of
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.vocabulary import accuracies, leaf, lower_is_better, matching
+from fedloom.core.vocabulary import accuracies, first_measure, leaf, lower_is_better, matching
 from fedloom.report.comparison.selected import validation_metric
 from fedloom.report.comparison.statistics import Mean, mean_of, recorded, summary_of
 from fedloom.report.tables import csv_text
@@ -121,7 +121,7 @@ def checked_search(search: Search) -> Search:
     if not config.evaluate.validation:
         fix = "set evaluate.validation=0.2: a fifth of each client's training rows"
         raise ConfigError([Fault("fedloom tune", "a search needs validation rows, but evaluate.validation is 0", fix)])
-    wanted = search.metric or ("mae" if config.task.is_regression else "accuracy")
+    wanted = search.metric or first_measure(config.task.is_regression)
     names = [name for name in metric_names(config) if "/validation/" in name]
     if not any(matching(wanted, [*names, *map(leaf, names)])):
         fix = nearest(wanted, names if "/" in wanted else dict.fromkeys(map(leaf, names)))

@@ -72,9 +72,9 @@ def _outcome(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     usercode.vouch(job["config"])  # the parent has loaded this code; the config.toml of a cell may name other code
     try:
         if (folder / "config.toml").is_file():
-            resume(folder, data_root=root, listener=reporter)
+            resume(folder, data_root=root, alike=job["alike"], listener=reporter)
         else:
-            start(parse(job["config"]), out=folder, root=root, listener=reporter)
+            start(parse(job["config"])._replace(alike=job["alike"]), out=folder, root=root, listener=reporter)
     except InterruptedRun:
         os._exit(130)
     except DivergedError as error:

@@ -32,7 +32,7 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     """``step``, a function of trees of tensors that writes into some of them, for trees like ``inputs``.
 
     ``small``: on a CPU, if the work is so short that starting a second thread would cost more, and so would calling
-    matrix libraries, or guards that check before each call whether the inputs have changed.
+    matrix libraries.
     """
 
     def flat(*tensors: Tensor) -> None:
@@ -41,14 +41,12 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     from torch._inductor import standalone_compile  # which takes longer to import than a short run
 
     leaves: list[Any] = tree.leaves(inputs)
+    how: Any = {"config_patches": {"cpp.threads": 1}} if small else None
     with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
-        if small:
-            traced = make_fx(flat, decomposition_table=_AS_LOOPS)(*leaves)
-            how: Any = {"config_patches": {"cpp.threads": 1}}
-            fused: Any = standalone_compile(traced, leaves, dynamic_shapes="from_example_inputs", options=how)
-        else:
-            fused = torch.compile(make_fx(flat)(*leaves), fullgraph=True, dynamic=False)
+        traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else None)(*leaves)
+        # Not torch.compile: it would trace what is traced already, and check before each call whether inputs changed.
+        fused: Any = standalone_compile(traced, leaves, dynamic_shapes="from_example_inputs", options=how)
         fused(*leaves)
     return lambda *given: fused(*tree.leaves(given))
 

@@ -199,9 +199,8 @@ def prepare(config: Config, root: Path, arrays: Arrays | None = None, key: Key |
     """Everything that the first round needs; ``key``: of secret noise, if it exists already."""
     device = run_device(config)
     shared = share(config, root, arrays)
-    augment = getattr(config.data, "augment", "none")
     dealt = (shared.arrays, shared.owner, shared.clients, shared.held_out)
-    federation = federate(*dealt, device=device, augment=augment, validation=shared.validation)
+    federation = federate(*dealt, device=device, augment=config.data.augment, validation=shared.validation)
     federation = _corrupted(federation, config.corruption, shared.bad, config.basics.seed)
     _check_fit(config, shared, federation)
     clients = shared.clients
@@ -294,7 +293,8 @@ def _placed(config: Config, world: World, device: torch.device, cohort: int) -> 
     engine = config.engine
     executor, reason = _executor(config, world.task, device, cohort)
     steps = amounts(config.local, world.federation.train.sizes).steps.double().mean()
-    capture = capture_for(engine.compile, device, executor == "lanes", config.basics.rounds * float(steps))
+    ticks = config.basics.rounds * float(steps)
+    capture = capture_for(engine.compile, device, executor == "lanes", ticks, config.alike)
     task = world.task.to(device, lanes=executor == "lanes", precision=engine.precision, capture=capture)
     in_vain = engine.compile == "on" and capture != "compiled"
     lacks = "clients train one by one" if executor == "loop" else "there is no C++ compiler (g++, clang++ or $CXX)"
@@ -391,7 +391,7 @@ def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
     elif config.topology is not None:
         sizes = np.bincount(shared.owner[shared.trains], minlength=shared.clients)
         faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)
-    if not len(federation.common) and config.algorithm.traits.communicates and config.algorithm.traits.has_global_model:
+    if not len(federation.common) and config.algorithm.traits.common_model:
         fix = "set partition.holdout=0.2, or data.test=0.2"
         faults.append(Fault("data", f"'{shared.arrays.name}' has no test rows, and no client holds any out", fix))
     if config.evaluate.validation and not len(federation.validation.rows):

@@ -44,6 +44,7 @@ def resume(
     repair: bool = False,
     trust: bool = False,
     accept_changes: bool = False,
+    alike: int = 1,
     listener: Listener | None = None,
 ) -> History:
     """Continue a run; ``fedloom.resume`` is this with a display, and explains what it is given."""
@@ -51,7 +52,7 @@ def resume(
     with from_its_folder(Path(run_dir)) as path, held(path, opened, ranks) as folder:
         with ranks.agreed():
             changed = changes_since(path, accept_changes)
-            config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)
+            config = _resumed_config(path, (data, model), at, rounds, forget, trust=trust)._replace(alike=alike)
             refuse_missing_trackers(config)
             refuse_other_noise(path, config)
             key = key_of(path, config)

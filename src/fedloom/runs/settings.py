@@ -118,6 +118,7 @@ class Config(NamedTuple):
     topology: Topology | None
     kinds: dict[str, str]  # the name by which each kind was chosen
     notes: tuple[str, ...] = ()  # notes on settings that were dropped
+    alike: int = 1  # how many runs of a comparison use the same compiled code, this one included
 
 
 SECTIONS: dict[str, type[Spec]] = {
@@ -281,7 +282,7 @@ def _resolved(chosen: Mapping[str, Any], name: str) -> Any:
 
 # What conditions of settings ask of an algorithm, in addition to its settings and its family.
 _FACTS: dict[str, Callable[[AnyAlgorithm], bool]] = {
-    "has_global_model": lambda alg: alg.traits.communicates and alg.traits.has_global_model,
+    "has_global_model": lambda alg: alg.traits.common_model,
     "communicates": lambda alg: alg.traits.communicates,
     "partial_work": lambda alg: alg.traits.partial_work,
     "reads_waiting_time": lambda alg: isinstance(alg, TrainsWhileWaiting) and alg.reads_waiting_time,
