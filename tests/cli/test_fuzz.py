@@ -34,7 +34,7 @@ from pydantic.fields import FieldInfo
 
 from fedloom.cli import main as cli
 from fedloom.compare import worker
-from fedloom.compare.crew import Crew
+from fedloom.compare.crew import Crew, job_of
 from fedloom.core import disk
 from fedloom.core.schema import kinds
 from fedloom.data.partition import Partition
@@ -50,7 +50,7 @@ from fedloom.runs import resume as resuming
 from fedloom.runs import start as starting
 from fedloom.runs.find import algorithms
 from fedloom.runs.result import History
-from fedloom.runs.settings import SECTIONS, Basics, as_table
+from fedloom.runs.settings import SECTIONS, Basics
 from support.terminal import Done, files
 
 BY_HAND = int(os.environ.get("FEDLOOM_FUZZ") or 0)
@@ -495,7 +495,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.code == 0, done.err
         kept = tmp_path_factory.mktemp("finished")
         shutil.copytree("run", kept / "run")
-        Path("rows.npz").rename(kept / "rows.npz")
+        shutil.copy("rows.npz", kept)
     return kept
 
 
@@ -606,8 +606,7 @@ class OneProcess(Crew):
     def work(self, jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
         with open(os.devnull, "w") as nowhere:
             for cell in self._waiting:
-                home = self._cells / cell.hash
-                job = {"config": as_table(cell.config), "folder": str(home), "root": str(self._root)}
+                job = job_of(cell, self._cells / cell.hash, self._root)
                 ended = worker._outcome(job, worker.Reporter(nowhere))
                 if ended["state"] == "failed":
                     self._failures[cell.name] = ended["message"]

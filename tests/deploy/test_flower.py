@@ -232,7 +232,8 @@ def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path
         done = site / "server" / "runs" / "1" / "summary.json"
         wait_until(lambda: done.exists() or _state(site) == "failed", server, ada, bea)
     (line,) = (line for line in read_rounds(site / "server") if line["kind"] == "train")
-    assert (line["answered"], line["failed"]) == (["Ada", "Bea"], {"Cem": "its key has been revoked"})
+    assert (line["answered"], *line["failed"]) == (["Ada", "Bea"], "Cem")
+    assert line["failed"]["Cem"] in ("its key has been revoked", "is not connected")  # as Flower may notice first
     plain = tmp_path / "plain" / "server"
     (plain / "server.toml").write_text((plain / "server.toml").read_text().replace(*quorum))
     other = here(plain)
@@ -254,10 +255,10 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _descendant(pid: int, name: str) -> int:
-    """The process below this one whose command has this name in it."""
+    """The process below this one that is this program."""
     for one in _descendants(pid):
         with suppress(OSError):  # it has ended meanwhile
-            if name in Path(f"/proc/{one}/cmdline").read_text():
+            if Path(f"/proc/{one}/comm").read_text().strip() == name[:15]:
                 return one
     raise AssertionError(f"no process below {pid} is {name}")
 

@@ -58,7 +58,7 @@ OWN = {
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """An experiment with a method, a net, a loss, an optimiser and weights of the user's own."""
+    """An experiment with a method, a net, a loss, an optimizer and weights of the user's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name, text in OWN.items():

@@ -17,7 +17,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from fedloom.deploy.peers.start import read_node_state
+from fedloom.deploy.site import read_state
 from fedloom.engine.evaluate import models_of
 from fedloom.runs.settings import parse, read_toml
 from support import warm
@@ -124,7 +124,7 @@ def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_g
     full = said(started("bea", "--trust", largest_file=200), 4)
     assert f"File too large; what was saved before is intact: make room, then fedloom peers start {site}/bea" in full
     assert "Traceback" not in full
-    wait_until(lambda: read_node_state(site / "ada").get("state") in ("joining", "running"))
+    wait_until(lambda: read_state(site / "ada").get("state") in ("joining", "running"))
     ada.send_signal(signal.SIGTERM)  # without Bea it cannot go on
     assert "continue with: fedloom peers start" in said(ada)
     assert json.loads(said(peers("status", site / "ada", "--json")))["state"] == "stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,13 @@ class _Harmless(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=harmless(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Whoever read this has gone (``| head``): print nothing more, instead of ending a run that nobody watches."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # where the interpreter flushes the rest at exit
+        os.close(nowhere)
 
 
 def plain_console(**options: Any) -> Console:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.nodes import OwnData, own_data, root_or_default, say
+from fedloom.cli.nodes import NewFolder, NodeCount, OwnData, own_data, root_or_default, say, settings_and_folder
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
 
 app = typer.Typer(
@@ -222,8 +222,8 @@ def audit(
 @app.command()
 def local(
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="The folder to make; by default a new one below runs/.")] = None,
+    nodes: NodeCount = 3,
+    out: NewFolder = None,
     secure_sum: SecureSum = False,
     json_: JsonResult = False,
     trust: Trust = False,
@@ -235,11 +235,8 @@ def local(
     """
     _ready()
     from fedloom.deploy.local import run_local
-    from fedloom.runs.folder import unused
-    from fedloom.runs.start import load_config
 
-    config = load_config(*file_and_overrides(settings or []), trust=trust)
-    folder = out or unused(Path("runs") / f"deploy-{config.kinds['algorithm']}")
+    config, folder = settings_and_folder(settings, out, of="deploy", trust=trust)
     found = run_local(config, nodes, folder, root_or_default(data_root), say, secure_sum=secure_sum)
     if json_:
         print(json.dumps(found))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.nodes import OwnData, own_data, root_or_default, say
+from fedloom.cli.nodes import NewFolder, NodeCount, OwnData, own_data, root_or_default, say, settings_and_folder
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
 from fedloom.core.errors import ConfigError, Fault
 
@@ -113,8 +113,8 @@ def _print_status(found: dict[str, Any]) -> None:
 @app.command()
 def local(
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="The folder to make; by default a new one below runs/.")] = None,
+    nodes: NodeCount = 3,
+    out: NewFolder = None,
     json_: JsonResult = False,
     trust: Trust = False,
     data_root: Root = None,
@@ -125,9 +125,6 @@ def local(
     """
     _ready()
     from fedloom.deploy.peers.local import run_peers
-    from fedloom.runs.folder import unused
-    from fedloom.runs.start import load_config
 
-    config = load_config(*file_and_overrides(settings or []), trust=trust)
-    folder = out or unused(Path("runs") / f"peers-{config.kinds['algorithm']}")
+    config, folder = settings_and_folder(settings, out, of="peers", trust=trust)
     _show(run_peers(config, nodes, folder, root_or_default(data_root), say), json_)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -97,28 +95,29 @@ class Bar:
         self._progress.stop()
 
 
-class RunScreen:
-    """Shows a run: a live bar on a terminal, plain lines elsewhere."""
+class _Screen:
+    """A live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Bar | None = None
-        self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
-        self._excluded, self._missed, self._idle = 0, 0, 0
-        self._unread = False
 
     def say(self, text: str) -> None:
-        self._show(text)
+        self._console.print(text, markup=False)
 
-    def _show(self, thing: RenderableType) -> None:
-        """Print, unless the pipe is closed: this must not end the run."""
-        if self._unread:
-            return
-        try:
-            self._console.print(thing, markup=False)
-        except BrokenPipeError:
-            self._unread = True
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class RunScreen(_Screen):
+    """Shows a run."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
+        self._excluded, self._missed, self._idle = 0, 0, 0
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:
         exp, shared = prepared.experiment, prepared.shared
@@ -185,11 +184,6 @@ class RunScreen:
     def stopping(self) -> None:
         self.say("finishing this round, then saving (again to stop at once)")
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
     def ended(self, history: History) -> None:
         table = _table("metric", "last", "best", _tail(history))
         for name, value in history.summary.items():
@@ -197,7 +191,7 @@ class RunScreen:
                 table.add_row(name, *(f"{v:.4f}" for v in value))
             elif is_diagnostic(name):
                 table.add_row(name, f"{value.last:.4g}", "-", f"{value.mean_last_10:.4g}")
-        self._show(table)
+        self._console.print(table)
         for line in (*_sketch(history), *self._losses(history), _spent(history), *_next(history)):
             self.say(line)
 
@@ -312,18 +306,14 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-class ComparisonScreen:
-    """Shows a comparison: a live bar on a terminal, plain lines elsewhere."""
+class ComparisonScreen(_Screen):
+    """Shows a comparison."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Bar | None = None
+        super().__init__(console)
         self._said = time.perf_counter()
         self._pace: float | None = None
         self._kind = "cells"  # what is counted
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
 
     def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None:
         methods, places, seeds = len(plan.methods), len(plan.places), len(plan.spec.seeds)
@@ -362,11 +352,6 @@ class ComparisonScreen:
 
     def stopping(self) -> None:
         self.say("finishing the current rounds, then saving (again to stop at once)")
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
     def ended(self, done: Comparison) -> None:
         from fedloom.report.comparison.claims import sentences

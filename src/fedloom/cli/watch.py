@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -87,6 +87,9 @@ def application(folder: Path, token: str, host: str, language: Literal["en", "zh
     return Starlette(routes=[Route("/{token}/", shown, methods=["GET"])], middleware=[guard])
 
 
+S = TypeVar("S")
+
+
 class Watched:
     """A screen that also serves the live page, in a separate process, as soon as there is a folder."""
 
@@ -111,13 +114,13 @@ class Watched:
 
 
 @contextmanager
-def watched(screen: Any, wanted: bool) -> Iterator[Any]:
+def watched(screen: S, wanted: bool) -> Iterator[S]:
     """The same screen, with the live page if requested."""
     if not wanted:
         yield screen
         return
     both = Watched(screen)
     try:
-        yield both
+        yield cast(S, both)  # it passes everything else on
     finally:
         both.end()

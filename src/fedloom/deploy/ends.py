@@ -68,7 +68,7 @@ def server_end(
     device, clients = run_device(config), len(population.train)
     arrays = _tests_of(shared.arrays)
     one = (np.zeros(1, np.int64), clients, np.zeros(1, np.bool_))
-    fed = federate(arrays, *one, device=device, augment=getattr(config.data, "augment", "none"))
+    fed = federate(arrays, *one, device=device, augment=config.data.augment)
     blank = torch.zeros(1, dtype=torch.int64)
     fed = fed._replace(train=counted(blank, None, population.train), test=counted(blank, None, population.test))
     known = Shared(arrays, *_dealt(population), clients, (), shared.proxy, elsewhere=True)
@@ -87,9 +87,7 @@ def node_end(config: Config, own: OwnRows, client: int, population: Population) 
     device, clients = run_device(config), len(population.train)
     owner = np.full(len(own.held_out), client)
     arrays = own.arrays._replace(test=np.zeros(len(owner), np.bool_))
-    fed: Federation = federate(
-        arrays, owner, clients, own.held_out, device=device, augment=getattr(config.data, "augment", "none")
-    )
+    fed: Federation = federate(arrays, owner, clients, own.held_out, device=device, augment=config.data.augment)
     fed = fed._replace(train=counted(fed.train.rows, client, population.train))
     known = Shared(
         arrays, *_dealt(population), clients, (), without(arrays, np.ones(len(owner), np.bool_)), elsewhere=True

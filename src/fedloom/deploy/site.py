@@ -187,7 +187,7 @@ def refuse_open_key(path: Path) -> None:
 
 
 def read_state(home: Path) -> dict[str, Any]:
-    """The state of the last run, from its own record; empty before the first."""
+    """What a run, or a node of a network, has last recorded about itself; empty before the first."""
     try:
         found: dict[str, Any] = json.loads((home / STATE).read_bytes())
     except (OSError, ValueError):
@@ -220,8 +220,4 @@ def conducted(home: Path) -> Iterator[None]:
 
 def is_conducted(home: Path) -> bool:
     """Whether a process conducts a run of this server now."""
-    try:
-        os.close(disk.lock(home / _LOCK))
-    except BlockingIOError:
-        return True
-    return False
+    return disk.is_locked(home / _LOCK)

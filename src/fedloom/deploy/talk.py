@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedloom.core import tree
 from fedloom.core.metrics import Verdicts
+from fedloom.core.vocabulary import first_measure
 from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of, unpacked
-from fedloom.engine.evaluate import first_measure
 from fedloom.engine.fleet import Inquiry, Order
 from fedloom.engine.local import Outcome
 from fedloom.engine.rounds import begin
@@ -123,7 +123,7 @@ def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
     if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
         raise MessageError(f"should have one number each of {', '.join(names)} (got {', '.join(sorted(tensors))})")
     rows, correct, loss, *areas = (tensors[name] for name in names)
-    first, most = first_measure(exp), float(rows)
+    first, most = first_measure(exp.task.criterion.regression), float(rows)
     if first != "accuracy":
         most = math.inf  # a sum of errors
     if not 0 <= float(correct) <= most or int(rows) != int(exp.federation.test.sizes[client]):

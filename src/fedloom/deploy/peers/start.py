@@ -24,11 +24,12 @@ from fedloom.deploy.peers.links import CurveKeys, CurveLinks
 from fedloom.deploy.peers.members import agreed_parts
 from fedloom.deploy.peers.peer import Peer, PeerPlace
 from fedloom.deploy.peers.station import Identity, Station, StoppedError
+from fedloom.deploy.site import STATE, read_state
 from fedloom.deploy.waits import until_stopped, writing
 from fedloom.engine.peer import OwnWork, links_of
 from fedloom.engine.topology.network import START
 
-LOCK, NODE_STATE, NODE_ROUNDS, POPULATION = ".node.lock", "state.json", "rounds.jsonl", "population.json"
+LOCK, NODE_ROUNDS, POPULATION = ".node.lock", "rounds.jsonl", "population.json"
 
 
 def start_peer(
@@ -38,7 +39,7 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
-    if (recorded := read_node_state(folder)).get("state") == "completed":
+    if (recorded := read_state(folder)).get("state") == "completed":
         say(f"all rounds are done: {folder}")
         return recorded
     bundle = read_bundle(folder, trust=trust)
@@ -55,15 +56,6 @@ def start_peer(
             return PeerProcess(bundle, place, secret, stop, say).run()
     finally:
         os.close(lock)
-
-
-def read_node_state(folder: Path) -> dict[str, Any]:
-    """The state that a node has recorded; empty before its first start."""
-    try:
-        found: dict[str, Any] = json.loads((folder / NODE_STATE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def refuse_by_policy(bundle: Bundle) -> None:
@@ -261,5 +253,5 @@ class PeerProcess:
             for j in self.station.identity.neighbours
         }
         found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
-        disk.write_bytes(self._bundle.folder / NODE_STATE, json.dumps(found).encode() + b"\n")
+        disk.write_bytes(self._bundle.folder / STATE, json.dumps(found).encode() + b"\n")
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from fedloom.core.errors import DataError
 from fedloom.deploy.contract import read_outline
 from fedloom.deploy.peers.bundles import Seat
 from fedloom.deploy.peers.peer import CHECKPOINTS
-from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS, read_node_state
-from fedloom.deploy.site import NODE_TOML, read_section
+from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS
+from fedloom.deploy.site import NODE_TOML, read_section, read_state
 from fedloom.engine.checkpoint import readable
 
 _AT_WORK = ("joining", "running", "waiting")
@@ -31,9 +30,9 @@ def bundles_in(folder: Path) -> list[Path]:
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """The state of one node."""
     seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
-    recorded, lines = read_node_state(folder), list(read_node_rounds(folder))
+    recorded, lines = read_state(folder), list(read_node_rounds(folder))
     state, why = recorded.get("state", "idle"), recorded.get("why", "")
-    if state in _AT_WORK and not _lives(folder):
+    if state in _AT_WORK and not disk.is_locked(folder / LOCK):
         left = "its last checkpoint stays" if readable(folder / CHECKPOINTS) else "nothing was saved before"
         state, why = "failed", f"its process is gone; {left}: fedloom peers start {folder}"
     done = lines[-1]["round"] if lines else 0
@@ -59,15 +58,6 @@ def _closed(lines: list[dict[str, Any]]) -> dict[str, int]:
     """In how many rounds the link to each neighbour was closed."""
     names = [name for line in lines for name in line["down"]]
     return {name: names.count(name) for name in sorted(set(names))}
-
-
-def _lives(folder: Path) -> bool:
-    """Whether a process of this node is running."""
-    try:
-        os.close(disk.lock(folder / LOCK))
-    except BlockingIOError:
-        return True
-    return False
 
 
 def read_node_rounds(folder: Path) -> Iterator[dict[str, Any]]:
