@@ -114,6 +114,7 @@ def upward(module: str, tree: ast.Module) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_imports_point_downwards() -> None:
     assert {name: found for name in SOURCES if (found := upward(name, parsed(name)))} == {}
 
@@ -183,6 +184,7 @@ def too_long(module: str, text: str) -> Iterator[str]:
             yield f"{module}.{node.name}: {size} lines, {ways} branches"
 
 
+@pytest.mark.slow
 def test_no_function_is_long_without_a_reason() -> None:
     found = [found for name, path in SOURCES.items() for found in too_long(name, path.read_text("utf-8"))]
     assert found == []
@@ -255,6 +257,38 @@ def test_banned_names_are_not_used() -> None:
     for module in SOURCES:
         for node in functions(parsed(module)):
             assert not node.name.startswith(("get_", "set_")), f"{module}.{node.name}"
+
+
+# -- state outside of values -----------------------------------------------------------------------
+CONTAINERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "WeakKeyDictionary"}
+
+
+def filled_later(tree: ast.Module) -> Iterator[str]:
+    """Names of a module that begin as an empty container, or that a function rebinds."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_empty(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (ast.unparse(target) for target in targets if ast.unparse(target) != "__all__")
+    yield from (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+
+
+def _is_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in CONTAINERS and not value.args
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+
+
+def test_module_state_has_its_reason_in_a_decision_record() -> None:
+    page = (ROOT.parents[1] / "docs" / "adr" / "0019-the-plan-of-the-modules.md").read_text(encoding="utf-8")
+    state = " ".join(page.partition("**Module state.**")[2].split())
+    found = {(name, SOURCES[m].relative_to(ROOT).as_posix()) for m in SOURCES for name in filled_later(parsed(m))}
+    homes = re.findall(r"((?:`_\w+`[^`]*)+)`(\w+/[\w/]+\.py)`", state)
+    assert found == {(name, home) for names, home in homes for name in re.findall(r"`(_\w+)`", names)}
+
+
+def test_module_state_is_found() -> None:
+    source = "a: dict[str, int] = {}\nb = WeakKeyDictionary()\nc = {1: 2}\ndef f():\n    global d\n    e = {}"
+    assert list(filled_later(ast.parse(source))) == ["a", "b", "d"]
 
 
 # -- who may do what -------------------------------------------------------------------------------

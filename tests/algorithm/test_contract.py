@@ -174,3 +174,9 @@ def test_facts_of_a_class_are_short() -> None:
 def test_methods_say_whether_they_have_the_setting_that_errors_name() -> None:
     named = {name for name, cls in algorithms(own=False).items() if "weighting" in cls.model_fields}
     assert {name for name, cls in algorithms(own=False).items() if cls().traits.has_weighting} == named
+
+
+def test_clients_have_a_model_in_common_if_they_send_and_share_a_whole_one() -> None:
+    assert Traits().common_model
+    assert not Traits(communicates=False).common_model
+    assert not Traits(has_global_model=False).common_model

@@ -35,3 +35,12 @@ def test_a_file_with_two_names_is_not_written_to(tmp_path: Path) -> None:
         disk.open_own(link, os.O_WRONLY)
     disk.write_bytes(link, b"ours")
     assert victim.read_text() == "mine"
+
+
+def test_a_lock_is_seen_while_it_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not disk.is_locked(path)
+    held = disk.lock(path)
+    assert disk.is_locked(path)
+    os.close(held)
+    assert not disk.is_locked(path)

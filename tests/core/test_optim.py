@@ -1,4 +1,4 @@
-"""The local optimisers against torch.optim, the settings that they have, and the schedules of the learning rate."""
+"""The local optimizers against torch.optim, the settings that they have, and the schedules of the learning rate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def sign(*, scale: float = 1.0) -> Optimizer:
-    """A user's own optimiser: x <- x - lr scale sign(mean of the gradients)."""
+    """A user's own optimizer: x <- x - lr scale sign(mean of the gradients)."""
 
     def update(g: Any, memory: Any, x: Any, lr: Tensor) -> tuple[Any, Any]:
         step, total = memory[0] + 1, tree.tmap(torch.add, memory[1], g)
@@ -73,7 +73,7 @@ precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 
 
 def rich(name: str) -> Optimizer:
-    """The optimiser with all that can be switched on."""
+    """The optimizer with all that can be switched on."""
     on = {"momentum": 0.9, "weight_decay": 0.1, "clip": 0.7, "t0": 2.0}
     return Local(
         optimizer=name, **{k: v for k, v in on.items() if k in takes(find_optimizer(name, ""))}
@@ -81,7 +81,7 @@ def rich(name: str) -> Optimizer:
 
 
 class Bowl(NamedTuple):
-    """Bent and ill-conditioned, seen through noise, so that every term of an optimiser matters."""
+    """Bent and ill-conditioned, seen through noise, so that every term of an optimizer matters."""
 
     scale: Tensor  # [K, P]
     best: Tensor  # [K, P]
@@ -115,7 +115,7 @@ def rate(name: str, step: int) -> float:
 
 
 def library(name: str, settings: dict[str, Any], x: Tensor, lr: float) -> torch.optim.Optimizer:
-    """The optimiser of torch under the same settings."""
+    """The optimizer of torch under the same settings."""
     rest = {k: v for k, v in settings.items() if k not in ("clip", "beta1", "beta2")}
     words = {WORDS.get(f"{name}.{k}", WORDS.get(k, k)): v for k, v in rest.items()}
     if name in ("adam", "radam"):
@@ -125,7 +125,7 @@ def library(name: str, settings: dict[str, Any], x: Tensor, lr: float) -> torch.
 
 
 def library_path(name: str, settings: dict[str, Any], at: Bowl, row: int, steps: int) -> list[Tensor]:
-    """Where torch's optimiser goes; halfway, the point is replaced and its memory is not, as between two rounds."""
+    """Where torch's optimizer goes; halfway, the point is replaced and its memory is not, as between two rounds."""
     path, x = [], at.start[row].clone().requires_grad_()
     theirs = library(name, settings, x, rate(name, 0))
     for step in range(steps):
@@ -360,7 +360,7 @@ def test_no_gradient_is_no_trouble(name: str) -> None:
 
 
 # -- the settings ----------------------------------------------------------------------------------
-def test_every_optimiser_is_found_by_its_name() -> None:
+def test_every_optimizer_is_found_by_its_name() -> None:
     assert list(optimizers()) == list(LIBRARY)
     assert all(make.__doc__ for make in optimizers().values())
 
@@ -390,7 +390,7 @@ def pair():
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a user's own optimisers in it, who means them to run."""
+    """A working folder with a user's own optimizers in it, who means them to run."""
     (tmp_path / "own_optimizers.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     names = ("lion", "lino", "number", "pair", "needy")

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from fedloom.core.vocabulary import accuracies, headline, is_evaluation, is_ours, is_share, matching, meaning
+from fedloom.core.vocabulary import (
+    accuracies,
+    bytes_exchanged,
+    headline,
+    is_cost,
+    is_evaluation,
+    is_ours,
+    is_privacy,
+    is_share,
+    matching,
+    meaning,
+)
 
 
 def test_what_stands_for_a_run_is_its_first_place_and_what_privacy_was_spent() -> None:
@@ -33,6 +44,14 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 def test_names_have_a_meaning_in_words(name: str, says: str) -> None:
     assert says in meaning(name)
     assert bool(meaning(name)) == is_ours(name)
+
+
+def test_what_a_run_has_spent() -> None:
+    names = ["global/test/loss", "bytes/up", "work/gradients", "time/simulated", "privacy/epsilon"]
+    assert [name for name in names if is_cost(name)] == names[1:4]
+    assert [name for name in names if is_privacy(name)] == names[4:]
+    assert bytes_exchanged({"bytes/up": 10, "bytes/down": 5}) == 15
+    assert bytes_exchanged({"bytes/up": 10}) == 10
 
 
 def test_shares_and_evaluations() -> None:

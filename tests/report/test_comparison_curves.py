@@ -44,3 +44,30 @@ def test_a_caption_counts_the_seeds_that_are_there() -> None:
     some = [result("fedavg", seed, [0.1, 0.2]) for seed in range(3)] + [result("fedprox", 0, [0.1, 0.2])]
     assert curves.caption(asked, some[:3], 0).startswith("mean over 3 seeds")
     assert curves.caption(asked, some, 0).startswith("mean over 1 to 3 seeds")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::UserWarning")  # which matplotlib gives if texts leave no room for the panels
+def test_a_comparison_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None:
+    methods = tuple(f"a method with a long name {i}" for i in range(11))
+    asked = question(methods, 1, axes=("local.lr",), places=(("0.1",), ("0.2",)))
+    runs = [result(methods[0], 0, [0.1, 0.5])._replace(place=("0.1",))]
+    curves.draw(asked, runs, tmp_path / "a.png")
+    texts = []
+    for place in asked.places:
+        axes = Figure().subplots()
+        curves.panel(asked, place, [r for r in runs if r.place == place], axes)
+        texts.append([text.get_text() for text in axes.texts])
+    assert texts == [["not finished: 10 of 11 methods", "50.0"], ["no results"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [3, 25, 60])
+def test_a_legend_stays_within_its_figure(length: int) -> None:
+    methods = tuple(f"{i} {'a method of many words ' * 3}"[:length] for i in range(8))
+    asked = question(methods, 1, axes=("local.lr",), places=(("0.1",), ("0.2",)))
+    runs = [result(m, 0, [0.1, 0.5])._replace(place=p) for m in methods for p in asked.places]
+    figure = curves.figure_of(asked, runs)
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert 0 <= legend.x0 <= legend.x1 <= figure.bbox.width

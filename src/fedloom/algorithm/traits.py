@@ -78,6 +78,11 @@ class Traits(NamedTuple):
     tolerates_noise: bool = False
     size_varies: bool = False
 
+    @property
+    def common_model(self) -> bool:
+        """Whether all clients have a model in common: the server's, or the average of a network's nodes."""
+        return self.communicates and self.has_global_model
+
     def weighted_by(self, weighting: str, **others: Any) -> Traits:
         """These traits, for a method whose setting ``weighting`` decides the weights of clients."""
         return self._replace(

@@ -37,5 +37,4 @@ class FedProx(FedAvg, Configures):
         return {"cohort": {"sampling": "proportional"}} if self.preset == "paper" else {}
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        g = self.task.grad(x, batch)
-        return g + self.mu * (x - down.w) if self.mu else g
+        return self.task.grad(x, batch) + self.mu * (x - down.w)

@@ -138,6 +138,15 @@ def lock(path: Path, *, wait: bool = False) -> int:
     return file
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this lock file."""
+    try:
+        os.close(lock(path))
+    except BlockingIOError:
+        return True
+    return False
+
+
 def refuse_links(folder: Path) -> None:
     """Refuse a folder that contains anything but plain files and folders, naming the first; no file is opened."""
     with os.scandir(folder) as entries:

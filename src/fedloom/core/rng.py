@@ -12,9 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_A = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_B = -7723592293110705685  # 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+def _signed(word: int) -> int:
+    """64 bits as a signed integer, which is what tensors hold."""
+    return ((word + (1 << 63)) & _WORD) - (1 << 63)
+
+
+_GOLDEN, _MIX_A, _MIX_B = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def stream(seed: int, name: str, *path: int) -> np.random.Generator:
@@ -24,10 +30,17 @@ def stream(seed: int, name: str, *path: int) -> np.random.Generator:
 
 def bits(seed: int, name: str, *path: Tensor | int) -> Tensor:
     """64 random bits for every address, where tensors in ``path`` broadcast against each other."""
-    state = _scramble(torch.tensor(seed) ^ (zlib.crc32(name.encode()) * 0x10001))
-    for part in path:
-        state = _scramble(torch.as_tensor(part).to(torch.int64) + _to(state, part) * _GOLDEN)
-    return state
+    state: Tensor | int = _scramble_number(seed ^ (zlib.crc32(name.encode()) * 0x10001))
+    for part in path:  # numbers are mixed as numbers: an operation on a tensor takes as long for one as for thousands
+        if isinstance(state, int):
+            along = _signed(state * _GOLDEN)
+            if isinstance(part, Tensor):
+                state = _scramble(part.to(torch.int64) + along)
+            else:
+                state = _scramble_number(int(part) + along)  # which may be a number of NumPy's
+        else:
+            state = fold(state.to(part.device) if isinstance(part, Tensor) else state, part)
+    return state if isinstance(state, Tensor) else torch.tensor(_signed(state))
 
 
 def uniform(seed: int, name: str, *path: Tensor | int) -> Tensor:
@@ -48,13 +61,17 @@ def fold(key: Tensor, *path: Tensor | int) -> Tensor:
     return key
 
 
-def _to(state: Tensor, part: Tensor | int) -> Tensor:
-    return state.to(part.device) if isinstance(part, Tensor) else state
-
-
 def _scramble(z: Tensor) -> Tensor:
     """The finaliser of SplitMix64; int64 arithmetic wraps, and the masks make the shifts logical."""
     z = z + _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_A
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_B
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def _scramble_number(z: int) -> int:
+    """The same for one number, as an unsigned integer."""
+    z = (z + _GOLDEN) & _WORD
+    z = ((z ^ (z >> 30)) * _MIX_A) & _WORD
+    z = ((z ^ (z >> 27)) * _MIX_B) & _WORD
+    return z ^ (z >> 31)

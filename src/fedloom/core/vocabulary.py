@@ -135,6 +135,26 @@ def meaning(name: str) -> str:
     return f"{PLACES[place]}: {quantity}" + (f", {spread}" if spread else "")
 
 
+def is_cost(name: str) -> bool:
+    """Whether this counts what a run has spent so far: bytes, gradients or simulated seconds."""
+    return name.startswith(("bytes/", "work/", "time/"))
+
+
+def is_privacy(name: str) -> bool:
+    """Whether this is what differential privacy has spent so far."""
+    return name.startswith("privacy/")
+
+
+def bytes_exchanged(line: Mapping[str, Any]) -> float:
+    """The bytes that an evaluation has counted so far, in both directions."""
+    return float(line.get("bytes/up", 0) + line.get("bytes/down", 0))
+
+
+def first_measure(regression: bool) -> str:
+    """What is measured of every model first: accuracy, or in regression the error."""
+    return "mae" if regression else "accuracy"
+
+
 # -- which ones represent a run --------------------------------------------------------------------
 def accuracies(names: Iterable[str]) -> list[str]:
     """The accuracies among these names, in order, or in regression the shares of variance explained; the first one
@@ -148,7 +168,7 @@ def headline(names: Iterable[str]) -> list[str]:
     """The names that represent a run in one line: loss and accuracy of its first place, and the privacy spent."""
     known = list(names)
     places = [name.rpartition("/")[0] for name in known if name.endswith(("/loss", "/accuracy"))]
-    spent = [name for name in known if name.startswith("privacy/")]
+    spent = [name for name in known if is_privacy(name)]
     first = [f"{places[0]}/{end}" for end in ("loss", "accuracy", "mae", "r2")] if places else []
     wanted = [*first, *spent]
     return [name for name in wanted if name in known]

@@ -35,7 +35,7 @@ from fedloom.core import rng, tree
 from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, measure_name, score, sum_by
 from fedloom.core.objective import Criterion
 from fedloom.core.quality import confusion, measured_by_owner
-from fedloom.core.vocabulary import as_validation, is_test
+from fedloom.core.vocabulary import as_validation, first_measure, is_test
 from fedloom.engine.curvature import training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
@@ -116,7 +116,7 @@ def _shared(exp: Experiment, state: RunState, store: ClientStore) -> dict[str, f
     """The common model, if there is one, on the common rows."""
     if exp.algorithm.family == "gossip":
         return _network(exp, state, store)
-    if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
+    if not exp.algorithm.traits.common_model:
         return {}
     if exp.fleet is not None and exp.keeps_buffers:  # the statistics that the model needs are with the nodes
         return {}
@@ -193,7 +193,10 @@ def _chunk(exp: Experiment) -> int:
 def _means(exp: Experiment, name: str, scores: Scores) -> dict[str, float]:
     if not len(scores.loss):
         return {}
-    return {f"{name}/{first_measure(exp)}": float(scores.correct.mean()), f"{name}/loss": float(scores.loss.mean())}
+    return {
+        f"{name}/{first_measure(exp.task.criterion.regression)}": float(scores.correct.mean()),
+        f"{name}/loss": float(scores.loss.mean()),
+    }
 
 
 def _common(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
@@ -214,7 +217,7 @@ def class_table(exp: Experiment, w: Tensor, buffers: Tensor) -> Tensor | None:
 
     None in regression, or without a common test set.
     """
-    if not len(exp.federation.common) or first_measure(exp) != "accuracy":
+    if not len(exp.federation.common) or first_measure(exp.task.criterion.regression) != "accuracy":
         return None
     classes = exp.federation.classes
     with torch.no_grad():
@@ -279,7 +282,12 @@ def across_ranks(exp: Experiment, ids: Tensor, found: Verdicts) -> Verdicts:
     _, correct, loss, *areas = table[:, there]
     ids = ids[there]
     return Verdicts(
-        ids, exp.federation.test.sizes[ids], correct, loss, dict(zip(names, areas, strict=True)), first_measure(exp)
+        ids,
+        exp.federation.test.sizes[ids],
+        correct,
+        loss,
+        dict(zip(names, areas, strict=True)),
+        first_measure(exp.task.criterion.regression),
     )
 
 
@@ -305,12 +313,9 @@ def _verdicts(exp: Experiment, ids: Tensor, answers: Iterable[Answers]) -> Verdi
     owner, scores, said = _scored(exp, answers)
     correct, loss = (sum_by(owner, column, len(ids)) for column in scores)
     areas = {name: _measured(exp, name, said, owner, len(ids)) for name in exp.measures}
-    return Verdicts(ids, exp.federation.test.sizes[ids], correct, loss, areas, first_measure(exp))
-
-
-def first_measure(exp: Experiment) -> str:
-    """What replaces accuracy in regression."""
-    return "mae" if exp.task.criterion.regression else "accuracy"
+    return Verdicts(
+        ids, exp.federation.test.sizes[ids], correct, loss, areas, first_measure(exp.task.criterion.regression)
+    )
 
 
 def _measured(exp: Experiment, name: str, said: tuple[Tensor, Tensor], owner: Tensor, clients: int) -> Tensor:
@@ -458,10 +463,11 @@ def nodes_scored(exp: Experiment, part: ClientModels) -> tuple[Tensor, Tensor]:
 
 def over_nodes(name: str, criterion: Criterion, accuracy: Tensor, loss: Tensor) -> dict[str, float]:
     """Accuracy (or error) and loss over nodes: the mean, and of the accuracy also the lowest and the spread."""
-    first, worst = ("mae", accuracy.max()) if criterion.regression else ("accuracy", accuracy.min())
+    first = first_measure(criterion.regression)
+    end, worst = ("max", accuracy.max()) if criterion.regression else ("min", accuracy.min())
     return {
         f"{name}/{first}": float(accuracy.mean()),
-        f"{name}/{first}_{'max' if criterion.regression else 'min'}": float(worst),
+        f"{name}/{first}_{end}": float(worst),
         f"{name}/{first}_std": float(accuracy.std(correction=0)),
         f"{name}/loss": float(loss.mean()),
     }

@@ -455,8 +455,8 @@ def _trial(
     local = Local(batch=32, epochs=2, lr=lr, momentum=0.5, state=state, schedule="exponential", decay=0.7)
     system = System(speed=100.0, speed_spread=1.0, latency=0.1)
     world = _world(cls, settings=settings, local=local, system=system, **how)
-    looks = world.algorithm.traits.communicates and world.algorithm.traits.has_global_model
-    return replace(world, evaluate=Evaluate(diagnostics=("updates", "weights") if looks else ()))
+    common = world.algorithm.traits.common_model
+    return replace(world, evaluate=Evaluate(diagnostics=("updates", "weights") if common else ()))
 
 
 def _private(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment:

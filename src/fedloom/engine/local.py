@@ -49,8 +49,9 @@ _STACK = {"cpu": 1 << 26, "cuda": 1 << 29}
 _GATHERED = 1 << 22
 # Examples in one step of a survey.
 _SURVEYED = 256
-# Ticks of a run from which it pays to capture a step (a second or two), and to compile it (ten to twenty).
-_CAPTURE, _COMPILE = 100, 8_000
+# Ticks of a run from which it pays to capture a step (a second or two), to compile it (ten to twenty), and to
+# load what an earlier run has compiled (a quarter of that).
+_CAPTURE, _COMPILE, _LOAD = 100, 8_000, 2_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
@@ -109,8 +110,13 @@ def lane_limit(task: Task, device: torch.device, beside: int = 0) -> int:
     return max(1, min(4096, _STACK.get(device.type, 1 << 29) // max(task.passed, beside, 1)))
 
 
-def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float) -> Capture:
+def capture_for(
+    wanted: Literal["auto", "on", "off"], device: torch.device, lanes: bool, ticks: float, alike: int = 1
+) -> Capture:
     """How steps in lanes are prepared, by a fixed rule, for a run of ``ticks`` consecutive steps.
+
+    ``alike``: the runs of a comparison that use the same code, this one included. The first compiles it, the others
+    load it from the compiler's cache, and all together must gain what that takes.
 
     On a CPU they are compiled only on request: a run that is extended must end like one that was long from the start.
     """
@@ -120,7 +126,8 @@ def capture_for(wanted: Literal["auto", "on", "off"], device: torch.device, lane
         return "compiled" if device.type == "cuda" or has_cpp_compiler() else "eager"
     if device.type != "cuda":
         return "eager"
-    return "compiled" if ticks >= _COMPILE else "graph" if ticks >= _CAPTURE else "eager"
+    pays = alike * ticks >= _COMPILE + (alike - 1) * _LOAD
+    return "compiled" if pays else "graph" if ticks >= _CAPTURE else "eager"
 
 
 @contextmanager

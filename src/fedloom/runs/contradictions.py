@@ -22,7 +22,7 @@ from fedloom.data.partition import Natural, Partition
 from fedloom.engine.clock import System, never_trains
 from fedloom.engine.plan import Cohort
 from fedloom.engine.settings import Evaluate
-from fedloom.engine.topology.network import Topology
+from fedloom.engine.topology.network import Redrawn, Topology
 from fedloom.trust.corruption import Corruption, corruption_conflicts
 from fedloom.trust.privacy import Privacy
 from fedloom.trust.privacy_conflicts import privacy_conflicts
@@ -170,12 +170,8 @@ def nothing_of_rounds_without_them(
 
 
 # -- evaluation ------------------------------------------------------------------------------------
-def has_global_model(algorithm: AnyAlgorithm) -> bool:
-    return algorithm.traits.communicates and algorithm.traits.has_global_model
-
-
 def nothing_of_a_global_model_without_one(algorithm: AnyAlgorithm, evaluate: Evaluate) -> Iterator[Fault]:
-    if has_global_model(algorithm):
+    if algorithm.traits.common_model:
         return
     none = f"there is no common model with {_called(algorithm)}"
     if evaluate.diagnostics:
@@ -187,7 +183,7 @@ def nothing_of_a_global_model_without_one(algorithm: AnyAlgorithm, evaluate: Eva
 
 
 def some_model_is_evaluated(algorithm: AnyAlgorithm, partition: Partition) -> Iterator[Fault]:
-    if not has_global_model(algorithm) and partition.holdout == 0 and not isinstance(partition, Natural):
+    if not algorithm.traits.common_model and partition.holdout == 0 and not isinstance(partition, Natural):
         why = "there is no common model to evaluate, and no client has held-out rows"
         yield Fault("partition.holdout", why, "set partition.holdout=0.2")
 
@@ -247,7 +243,7 @@ def messages_fit_the_network(algorithm: AnyAlgorithm, topology: Topology) -> Ite
     if facts.remembers_neighbours and (topology.redrawn or topology.fails):
         how = "has links that fail" if topology.fails else "is not the same in every round"
         why = f"{name} keeps copies of what each neighbour has sent so far, but this network {how}"
-        fix = "take a static graph without failures" + (", as with refresh=0" if hasattr(topology, "refresh") else "")
+        fix = "take a static graph without failures" + (", as with refresh=0" if isinstance(topology, Redrawn) else "")
         yield Fault("topology", why, fix)
 
 

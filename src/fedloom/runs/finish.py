@@ -32,7 +32,7 @@ _MOST_CLASSES = 100  # largest confusion matrix that is saved
 
 def common_model(exp: Experiment, state: RunState, store: ClientStore) -> tuple[Tensor, Tensor] | None:
     """The common model of a finished run: the server's, or the average of a network's nodes."""
-    if not (exp.algorithm.traits.communicates and exp.algorithm.traits.has_global_model):
+    if not exp.algorithm.traits.common_model:
         return None
     if exp.is_network:
         left = living(exp, state).nonzero().squeeze(1)

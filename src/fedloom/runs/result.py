@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedloom.core.metrics import Summary, summarise
-from fedloom.core.vocabulary import accuracies
+from fedloom.core.vocabulary import SPREAD, accuracies
 
 
 class Frame:
@@ -47,7 +47,7 @@ class Frame:
         return pd.DataFrame(self._data)
 
     def __repr__(self) -> str:
-        shown = [c for c in self.columns if not c.endswith(("_mean", "_std", "_worst10"))]
+        shown = [c for c in self.columns if not c.endswith(tuple(SPREAD))]
         lines = ["  ".join(f"{c:>12}" for c in shown)]
         for i in [*range(min(5, self._rows)), *range(max(5, self._rows - 5), self._rows)]:
             if i == self._rows - 5 and self._rows > 10:

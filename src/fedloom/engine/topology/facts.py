@@ -11,7 +11,7 @@ import numpy as np
 from fedloom.core.errors import ConfigError, Fault, outside
 from fedloom.data.arrays import Ints
 from fedloom.engine.topology.graphs import components, no_edges, ordered, shape_of
-from fedloom.engine.topology.kinds import Grid, Torus
+from fedloom.engine.topology.kinds import Custom, Grid, Torus
 from fedloom.engine.topology.network import LONGEST, LOOKED, Moment, Topology, moments
 from fedloom.engine.topology.weights import DENSE, TOLERANCE, Floats, Weights, arcs_of, norm, psi
 
@@ -72,7 +72,7 @@ def _matrix_fault(topology: Topology, flaw: str) -> Fault | None:
         return None
     fix = "use topology.weights=metropolis" if not topology.directed else "use topology.mixing=push_sum"
     what = f"'{topology.weights}' on this graph does not preserve the mean: the matrix {flaw}"
-    if getattr(topology, "link_weights", ()):
+    if isinstance(topology, Custom) and topology.link_weights:
         what = f"the weights of the links do not preserve the mean: the matrix {flaw}"
         fix = "give each link in both directions, with the same weight"
     return Fault("topology.weights", what, f"{fix}, or set topology.allow_row_stochastic=true")

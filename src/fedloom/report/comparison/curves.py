@@ -45,7 +45,7 @@ _FAINT = "#e3e5e9"
 
 def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     """A panel for each point of the grid: the mean of each method over seeds, with a band of one deviation."""
-    disk.write_bytes(path, styled(lambda: _figure(question, results), path.suffix))
+    disk.write_bytes(path, styled(lambda: figure_of(question, results), path.suffix))
 
 
 def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[Floats, Floats, Floats]:
@@ -63,13 +63,14 @@ def band(results: Sequence[Result], metric: str, x: Along = "rounds") -> tuple[F
     return where, mean, deviation
 
 
-def _figure(question: Question, results: Sequence[Result]) -> Figure:
+def figure_of(question: Question, results: Sequence[Result]) -> Figure:
+    """The figure that is drawn."""
     places = question.places[:_MOST_PANELS]
     wide = min(len(places), 3)
     high = math.ceil(len(places) / wide)
-    across = min(len(question.methods), 3 if wide == 1 else 5)
-    lines = math.ceil(len(question.methods) / across)
     width = {1: 6.8, 2: 9.6, 3: 12.6}[wide]
+    across = _columns(question, width, 3 if wide == 1 else 5)
+    lines = math.ceil(len(question.methods) / across)
     figure = canvas(width, 3.7 * high + 0.3 * lines + 0.3)
     panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
     for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
@@ -83,6 +84,16 @@ def _figure(question: Question, results: Sequence[Result]) -> Figure:
     hidden = len(question.places) - _MOST_PANELS
     figure.suptitle(caption(question, results, hidden), x=0.01, ha="left", fontsize=9.5, color=INK)
     return figure
+
+
+def _columns(question: Question, width: float, most: int) -> int:
+    """How many columns of the legend fit into a figure of this width, in inches, by the longest name."""
+    longest = max(len(_name(question, method)) for method in question.methods)
+    return max(1, min(len(question.methods), most, int(width / (0.6 + 0.075 * longest))))
+
+
+def _name(question: Question, method: str) -> str:
+    return f"{method} (baseline)" if method == question.baseline else method
 
 
 def caption(question: Question, results: Sequence[Result], hidden: int) -> str:
@@ -112,15 +123,24 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
     if question.target is not None:
         axes.axhline(scale * question.target, color="#8a9299", lw=0.9, ls=(0, (2, 2)), zorder=1)
     lost = [method for method, line in zip(question.methods, lines, strict=True) if line is None]
-    if lost:
-        text = f"not finished: {', '.join(lost)}"
-        axes.annotate(text, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8)
     _frame(axes, question.x)
+    if not ends:
+        _say_empty(axes)
+    elif lost:
+        # A long text would push the panel aside; the table names them all.
+        text = f"not finished: {', '.join(lost) if len(lost) <= 2 else f'{len(lost)} of {len(lines)} methods'}"
+        axes.annotate(text, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8)
     if scale == 100.0 and ends:
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(0.0, bottom), min(100.0, top))
     _mark_ends(axes, ends)
     axes.set_title(question.title(place), loc="left", fontsize=10, color=INK)
+
+
+def _say_empty(axes: Axes) -> None:
+    """Text instead of axes whose numbers would mean nothing."""
+    axes.set(xticks=[], yticks=[])
+    axes.annotate("no results", (0.5, 0.5), xycoords="axes fraction", ha="center", fontsize=9, color=INK)
 
 
 def _line(
@@ -130,10 +150,10 @@ def _line(
     mine, metric = [r for r in results if r.method == method], question.metrics[method]
     where, mean, deviation = band(mine, metric, question.x)
     colour, dash, width = _look(question, method)
-    name = f"{method} (baseline)" if method == question.baseline else method
     marker = "o" if 0 < len(where) <= 5 else ""
     # A line without a point is drawn, too: the legend needs it.
-    axes.plot(where, scale * mean, color=colour, ls=dash, lw=width, label=name, zorder=3, marker=marker, ms=3)
+    look = {"color": colour, "ls": dash, "lw": width, "marker": marker, "ms": 3}
+    axes.plot(where, scale * mean, label=_name(question, method), zorder=3, **look)
     if not len(where):
         return None
     low, high = scale * (mean - deviation), scale * (mean + deviation)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from fedloom.core.metrics import Summary, rounds_to_convergence, summarise
-from fedloom.core.vocabulary import accuracies, lower_is_better, matching
+from fedloom.core.vocabulary import accuracies, bytes_exchanged, lower_is_better, matching
 from fedloom.report.comparison.question import Along, Equal, Place, Question, Result
 
 ClaimStatistic = Literal[
@@ -246,7 +246,7 @@ def _row(
         best=mean_of([s.best for s in found]),
         tail=mean_of([s.mean_last_10 for s in found]),
         rounds=_cost(question, metric, mine, lambda r: r["round"]),
-        bytes=_cost(question, metric, mine, lambda r: r.get("bytes/up", 0) + r.get("bytes/down", 0)),
+        bytes=_cost(question, metric, mine, bytes_exchanged),
         seconds=_cost(question, metric, mine, lambda r: r["time/simulated"]) if _is_timed(mine) else None,
         rank=None,
         difference=mean_of([a - b for a, b in zip(ours, theirs, strict=True)]),
@@ -318,7 +318,7 @@ _RECORDED_AS: dict[Along, str] = {"seconds": "time/simulated", "gradients": "wor
 def along(x: Along, line: dict[str, Any]) -> float:
     """The position of a record on this axis, bytes in MB."""
     if x == "bytes":
-        return float(line.get("bytes/up", 0) + line.get("bytes/down", 0)) / 1e6
+        return bytes_exchanged(line) / 1e6
     if x == "busiest":
         return float(line.get("bytes/busiest", 0)) / 1e6
     return float(line["round"] if x == "rounds" else line.get(_RECORDED_AS[x], math.nan if x == "seconds" else 0.0))

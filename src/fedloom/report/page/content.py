@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from fedloom.core.vocabulary import is_cost, is_privacy
 from fedloom.report import topology
 from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
@@ -189,7 +190,7 @@ def _metrics(run: RunView, words: _Spoken) -> PageTable:
     lines = []
     for name in recorded_metrics([run]):
         of = summary_of_run(run, name)
-        if of is not None and not name.startswith(("bytes/", "work/", "time/")):
+        if of is not None and not is_cost(name):
             lines.append(PageLine((PageCell(name), *(number(value, name) for value in of))))
     return PageTable((PageColumn(words.say("metric")), *_means([run], words)), tuple(lines))
 
@@ -654,7 +655,7 @@ def _timed(value: Any) -> PageCell:
 
 
 def _privacy(run: RunView, words: _Spoken) -> PageTable:
-    spent = {name: value for name, value in run.last.items() if name.startswith("privacy/")}
+    spent = {name: value for name, value in run.last.items() if is_privacy(name)}
     rows = [(name, f"{value:.4g}") for name, value in spent.items()]
     rows += [
         (words.say(k), as_setting(run.privacy[k]))
