@@ -41,7 +41,7 @@ test: lint ## Lint, check types, and run every test
 tests: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-quick: $(READY) ## Run the tests of single functions, in about a minute
+quick: $(READY) ## Run the tests of single functions, in one to two minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)
 
 N ?= 1000

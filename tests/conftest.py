@@ -1,10 +1,12 @@
-"""What tests share: one thread each, and a way to lay out a small experiment."""
+"""What tests share: one thread each, files in memory, and a way to lay out a small experiment."""
 
 from __future__ import annotations
 
 import compileall
 import os
+import shutil
 import signal
+import sys
 
 # Two workers with two threads each on two cores would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +31,19 @@ from fedloom.runs.settings import parse
 from support import shared_laws
 from support.blobs import blobs
 
+# Else pytest would rewrite the assertions of all files in each worker, which takes longer than to import them.
+sys.dont_write_bytecode = False
+
+# Runs wait for the disk after every file: a disk in memory answers at once. --basetemp names another place.
+_MEMORY, _ROOM = Path("/dev/shm"), 2 << 30
+if (
+    "TMPDIR" not in os.environ
+    and os.access(_MEMORY, os.W_OK | os.X_OK)
+    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC  # a test runs a program that it has installed
+    and shutil.disk_usage(_MEMORY).free > _ROOM
+):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
 # A busy machine is no fault of the code: neither an example nor its generation has a limit of time.
 hypothesis_settings.register_profile("fedloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.load_profile("fedloom")
@@ -48,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs whole commands is slow, wherever it lies: `make quick` is for the tests of single functions."""
     for item in items:
-        whole = {"quick", "made"} & set(getattr(item, "fixturenames", ()))  # what runs commands, what a comparison made
+        whole = {"quick", "made", "compared"} & set(getattr(item, "fixturenames", ()))  # commands, and comparisons
         if item.path.parent.name in COMMANDS or whole:
             item.add_marker(pytest.mark.slow)
     items[:] = long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

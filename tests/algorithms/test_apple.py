@@ -208,7 +208,7 @@ def test_without_a_pull_from_round_l_on_mu_does_not_matter(world) -> None:
     assert torch.equal(*found)
 
 
-def test_the_optimiser_moves_the_core_and_remembers_only_it(world) -> None:
+def test_the_optimizer_moves_the_core_and_remembers_only_it(world) -> None:
     alg = bound(2, optimizer=adam())
     server = alg.init(vec(1, 2))
     at = called(alg, server, alg.join(server), 1)

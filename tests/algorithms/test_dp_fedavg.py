@@ -13,6 +13,7 @@ from dp_accounting import rdp
 import fedloom
 from fedloom.algorithm import Inbox, Work
 from fedloom.algorithms.dp_fedavg import DpFedAvg, Sent, Server
+from fedloom.core import tree
 from fedloom.core.errors import ConfigError
 from fedloom.engine.rounds import advance, begin
 from fedloom.engine.store import RamStore
@@ -30,8 +31,8 @@ def moves(count: int = 200) -> torch.Tensor:
 
 def heard(alg: DpFedAvg, server: Server, dw: torch.Tensor) -> Inbox[Sent]:
     one = torch.ones(())
-    sent = [alg.finish(server.w + d, server, (), Work(one, one, one, one))[0] for d in dw]
-    total = Sent(*(torch.stack(part).double().sum(0) for part in zip(*sent, strict=True)))
+    sent = torch.vmap(lambda d: alg.finish(server.w + d, server, (), Work(one, one, one, one))[0])(dw)
+    total = tree.tmap(lambda part: part.double().sum(0), sent)
     count = torch.tensor(float(len(dw)), dtype=torch.float64)
     return Inbox(total, count, count, count, count)
 

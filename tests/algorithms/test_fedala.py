@@ -169,7 +169,7 @@ def test_a1_with_w_at_1_and_no_step_it_is_fedavg_whatever_the_layers(world, laye
 
 @pytest.mark.slow
 @OPTIMIZERS
-def test_a1_whatever_the_optimiser_that_remembers(world, optimizer) -> None:
+def test_a1_whatever_the_optimizer_that_remembers(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
     ours = ran(laid_out(world, algorithm=NEUTRAL, **more))
     theirs = ran(laid_out(world, kind="fedavg", **more))
@@ -788,7 +788,7 @@ def test_f1_weights_sum_to_one(world, weighting) -> None:
     torch.testing.assert_close(now.on().w, now.w + moved.float(), rtol=1e-6, atol=1e-7)
 
 
-# -- o1, o3, o4: what optimisers remember ------------------------------------------------------------------
+# -- o1, o3, o4: what optimizers remember ------------------------------------------------------------------
 @pytest.mark.slow
 def test_o1_clients_remember_unless_set_otherwise(world) -> None:
     """The default of FedALA, where the user says nothing."""

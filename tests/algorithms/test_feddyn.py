@@ -279,7 +279,7 @@ def test_alpha_by_samples_finds_what_is_best_for_all_examples(world) -> None:
         settings = {"alpha": 0.1, "alpha_by": by, "shown": "sent"}
         exp = feddyn(world, sizes, algorithm=settings, local={"lr": 0.2, "batch": 0, "epochs": 20})
         state, store = begin(exp), RamStore(3)
-        for _ in range(60):
+        for _ in range(30):
             state, _ = advance(exp, state, store)
         g = full_gradients(exp.task, exp.federation, torch.arange(3), state.server.w.expand(3, -1))
         share = exp.federation.train.sizes / exp.federation.train.sizes.sum()

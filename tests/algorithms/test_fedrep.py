@@ -65,7 +65,7 @@ class Product(Task):
 
 
 class Reference:
-    """Clients that train one after another on all of their data, with PyTorch's own optimisers."""
+    """Clients that train one after another on all of their data, with PyTorch's own optimizers."""
 
     def __init__(self, exp, is_private, *, momentum: float = 0.0, persist: bool = False) -> None:
         fed, count = exp.federation, exp.federation.clients
@@ -74,7 +74,7 @@ class Reference:
         self.data = [fed.examples(fed.train.rows[start[k] : start[k + 1]]) for k in range(count)]
         self.phi = {n: p.detach().clone() for n, p in self.nets[0].named_parameters() if not is_private(n)}
         self.is_private, self.momentum, self.persist, self.lr = is_private, momentum, persist, exp.local.lr
-        self.optimisers = [self.fresh(net) for net in self.nets]
+        self.optimizers = [self.fresh(net) for net in self.nets]
 
     def fresh(self, net: nn.Module) -> dict[str, torch.optim.Optimizer]:
         named = dict(net.named_parameters())
@@ -95,11 +95,11 @@ class Reference:
         for k, (net, (x, y)) in enumerate(zip(self.nets, self.data, strict=True)):
             self.download(net)
             if not self.persist:
-                self.optimisers[k] = self.fresh(net)
+                self.optimizers[k] = self.fresh(net)
             for name in work:
                 net.zero_grad()
                 nn.functional.cross_entropy(net(x), y).backward()
-                self.optimisers[k][name].step()
+                self.optimizers[k][name].step()
             moved.append({n: p.detach().clone() for n, p in net.named_parameters() if n in self.phi})
         sizes = [len(y) for _, y in self.data]
         for name in self.phi:
@@ -145,10 +145,10 @@ STEPS = {"fedrep": ("h", "h", "phi", "phi", "phi"), "fedper": ("both",) * 3, "fe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["lanes", "loop"])
-@pytest.mark.parametrize("optimiser", [{}, {"momentum": 0.7}, {"momentum": 0.7, "state": "persist"}])
+@pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.7}, {"momentum": 0.7, "state": "persist"}])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_it_is_what_a_plain_loop_over_clients_does(world, preset, optimiser, executor) -> None:
-    local = {"batch": 0, "lr": 0.2, "epochs": 3} | optimiser
+def test_it_is_what_a_plain_loop_over_clients_does(world, preset, optimizer, executor) -> None:
+    local = {"batch": 0, "lr": 0.2, "epochs": 3} | optimizer
     algorithm = {"preset": preset} | ({} if preset == "fedper" else {"head_epochs": 2})
     exp = fedrep(world, algorithm=algorithm, model=MLP, local=local, engine={"executor": executor})
     state, store = begin(exp), RamStore(3)
@@ -290,7 +290,7 @@ def test_who_does_not_take_part_keeps_its_head_and_a_late_joiner_gets_the_newest
 def test_a_client_with_one_example_learns_it(world, executor, preset) -> None:
     algorithm = {"preset": preset} | ({} if preset == "fedper" else {"head_epochs": 3})
     exp = fedrep(world, (1, 12, 7), algorithm=algorithm, model=MLP, local=RAGGED, engine={"executor": executor})
-    _, w = run(exp, 15)
+    _, w = run(exp, 6)
     x, y = exp.federation.examples(exp.federation.train.rows[:1])
     assert exp.task.apply(w[0], x, exp.task.buffers0).argmax(1) == y
 
@@ -377,10 +377,10 @@ def test_its_kin_obey_the_laws(cls, law) -> None:
 def test_it_learns_digits_of_which_each_client_has_four(preset) -> None:
     history = fedloom.run(
         {"kind": "fedrep", "preset": preset},
-        rounds=15,
+        rounds=8,
         seed=1,
         partition={"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
-        evaluate={"every": 15},
+        evaluate={"every": 8},
     )
     point = FedRep(preset=preset).traits.served
     assert history.summary[f"personal/{point}/test/accuracy"].last > 0.93

@@ -261,15 +261,15 @@ def test_settings_out_of_range_are_refused(key, value) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
-def test_it_learns_digits_of_which_each_client_has_four(variant) -> None:
+def test_it_learns_digits_of_which_each_client_has_four() -> None:
     table = {
-        "rounds": 15,
+        "rounds": 8,
         "seed": 1,
         "partition": {"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
-        "evaluate": {"every": 15},
+        "evaluate": {"every": 8},
     }
-    ours = fedloom.run({"kind": "perfedavg", "variant": variant}, **table).summary
     theirs = fedloom.run("fedavg", **table).summary
-    assert ours["personal/post_fit/test/accuracy"].last > theirs["personal/pre_fit/test/accuracy"].last
-    assert ours["personal/post_fit/test/accuracy"].last > 0.9
+    for variant in ("first_order", "hessian_free"):
+        ours = fedloom.run({"kind": "perfedavg", "variant": variant}, **table).summary
+        assert ours["personal/post_fit/test/accuracy"].last > theirs["personal/pre_fit/test/accuracy"].last, variant
+        assert ours["personal/post_fit/test/accuracy"].last > 0.9, variant

@@ -93,7 +93,7 @@ def test_p2_where_only_the_upload_counts_it_is_fedala(world, executor) -> None:
 
 @pytest.mark.slow
 @OPTIMIZERS
-def test_p2_with_an_optimiser_that_remembers_only_where_its_memory_is_forked(world, optimizer) -> None:
+def test_p2_with_an_optimizer_that_remembers_only_where_its_memory_is_forked(world, optimizer) -> None:
     more = {"local": LOCAL | memory_of(optimizer)}
     fork, on = (
         ran(waits(world, algorithm={"average": "upload", "extra_optimizer": way}, **more))
@@ -146,13 +146,13 @@ def test_below_alas_layers_what_was_learned_while_waiting_is_lost(world) -> None
 # -- p3: the mean ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def snapshots() -> dict[str, list[torch.Tensor]]:
-    """The models after 0 to 10 extra epochs of each client, made once."""
+    """The models after 0 to 5 extra epochs of each client, made once."""
     return {}
 
 
 @pytest.mark.slow
 @EXECUTORS
-@pytest.mark.parametrize("J", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("J", [1, 2, 5])
 def test_p3_the_running_mean_is_the_mean_of_the_snapshots(world, snapshots, J, executor) -> None:
     engine = {"executor": executor}
 
@@ -160,7 +160,7 @@ def test_p3_the_running_mean_is_the_mean_of_the_snapshots(world, snapshots, J, e
         return ran(waits(world, algorithm=exactly(j, **more), engine=engine), 1).kept.v
 
     if executor not in snapshots:
-        snapshots[executor] = [kept(j, average="last") for j in range(11)]
+        snapshots[executor] = [kept(j, average="last") for j in range(6)]
     x = torch.stack(snapshots[executor][: J + 1]).double()
     assert (x[-1] - x[-2]).abs().max() > 1e-3
     powers = 0.7 ** torch.arange(J + 1).double()

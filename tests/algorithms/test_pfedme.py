@@ -97,7 +97,7 @@ def test_one_inner_step_and_lr_lambda_1_is_fedavg_at_the_inner_rate(world) -> No
     torch.testing.assert_close(after(ours, 3).w, after(theirs, 3).w, rtol=1e-5, atol=1e-6)
 
 
-def test_the_local_optimiser_moves_w_only() -> None:
+def test_the_local_optimizer_moves_w_only() -> None:
     alg = PFedMe(lam=1.0, inner_steps=1, inner_lr=0.25).bind(Setup(Quadratic(), sgd(momentum=0.5)))
     down, batch = Model(vec(0)), LINE.batch._replace(lr=vec(0.5)[0])
     x = alg.start(down, alg.join(down), work())

@@ -528,7 +528,7 @@ def test_a_survey_is_there_for_all_phases(executor: Any) -> None:
 
 # -- memory, statistics, where training begins --------------------------------------------------------------------
 @EXECUTORS
-def test_the_optimisers_memory_goes_through_all_phases(executor: Any) -> None:
+def test_the_optimizers_memory_goes_through_all_phases(executor: Any) -> None:
     """Two phases over the same batches as two epochs: what the second begins with is what the first left."""
     halves = doing(lambda a: (Phase(a.step, name="batches", epochs=1), Phase(a.step)))
     one = LOCAL.model_copy(update={"epochs": 1})

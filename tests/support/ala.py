@@ -32,7 +32,7 @@ EXECUTORS = pytest.mark.parametrize("executor", ["lanes", "loop"])
 
 
 def laid_out(world, *args, kind="fedala", **table):
-    """An experiment with a net of three layers and optimisers that remember."""
+    """An experiment with a net of three layers and optimizers that remember."""
     algorithm = {"kind": kind, **table.pop("algorithm", {})}
     return world(*args, **({"model": MLP, "local": LOCAL} | table), algorithm=algorithm)
 
@@ -95,7 +95,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def memory_of(name: str) -> dict[str, Any]:
-    """Settings of ``local`` for this optimiser; SGD with momentum, so that it has something to remember."""
+    """Settings of ``local`` for this optimizer; SGD with momentum, so that it has something to remember."""
     return {"optimizer": name, "lr": 0.02} | ({"momentum": 0.9} if name == "sgd" else {})
 
 

@@ -3,13 +3,15 @@
 ``Popen`` is ``subprocess.Popen`` for commands like ``[sys.executable, "-m", "fedloom", ...]``, with its pipes, signals
 and exit codes. The process is one of its own, with its own memory, but it shares the hash seed of the others and is
 no child of the one that asked for it, so that a rank does not end with its launcher: where that is the point of a test,
-the launcher is started with ``parent=True``, and forks what it starts itself.
+the launcher is started with ``parent=True``, and forks what it starts itself. So does every warm process with Flower's
+programs and whatever else has a ``preexec_fn``: these end with what started them.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -33,13 +35,23 @@ from typing import Any
 
 FRESH = subprocess.Popen
 _FLOWER = ("client_app", "server_app", "gate", "keys", "serve", "local", "peers")
+# Flower's programs, and what they import.
+_PROGRAMS = {
+    "flower-superlink": ("flwr.superlink.cli", "flwr.superlink.main", "uvicorn"),
+    "flower-supernode": ("flwr.supernode.cli",),
+    "flower-superexec": ("flwr.supercore.cli",),
+    "flwr-serverapp": ("fedloom.deploy.server_app",),
+    "flwr-clientapp": ("fedloom.deploy.client_app",),
+    "flwr": ("flwr.cli.app",),
+}
+_this = {"warm": False, "parent": False}  # is this process forked from the server, and all that it starts its child?
 _lock = threading.Lock()
 _address: list[str] = []  # of the server, once there is one
 _processes: list[subprocess.Popen[bytes]] = []
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """A process that the server forks; other commands, and those with a ``preexec_fn``, are started as ever."""
+    """A process that is forked from a warm one; other commands are started as ever."""
 
     _answers: socket.socket | None = None
 
@@ -68,22 +80,33 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
     ):  # fmt: skip
-        if shell or executable or preexec_fn or not _is_python(args, env):
+        words = None if shell or executable else _words(args, env)
+        own = _this["parent"] or preexec_fn is not None or (words is not None and words[0] not in ("-m", "-P"))
+        if words is None or (own and not _this["warm"]):
             more = (startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more, *rest)
+        fds = [own if fd == -1 else fd for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
+        job = self._job | {
+            "words": words,
+            "cwd": os.path.abspath(cwd or "."),
+            "env": dict(os.environ if env is None else env),
+            "new_session": bool(rest[5]),
+        }
+        self.pid = _forked(job, fds, preexec_fn) if own else self._asked(job, fds)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        return None
+
+    def _asked(self, job: dict[str, Any], fds: list[int]) -> int:
+        """Let the server fork it."""
         self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._answers.connect(_server())
-        job = _job(args, cwd, env, new_session=rest[5]) | self._job
         job["env"].pop("FEDLOOM_PARENT", None)
-        fds = [own if fd == -1 else fd for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
         text = json.dumps(job).encode() + b"\n"
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         sent = self._answers.sendmsg([text], ancillary)
         self._answers.sendall(text[sent:])
-        self.pid = int(self._line())
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        return None
+        return int(self._line())
 
     def _line(self) -> bytes:
         """One answer of the server: first the process id, in the end the exit code."""
@@ -118,51 +141,37 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-class Child(subprocess.Popen):  # type: ignore[type-arg]
-    """A process that is forked from this one, which is warm, and is its child."""
-
-    def _execute_child(  # type: ignore[no-untyped-def]
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
-    ):  # fmt: skip
-        if shell or executable or preexec_fn or not _is_python(args, env):
-            more = (startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more, *rest)
-        job = _job(args, cwd, env, new_session=rest[5])
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            for number, fd in enumerate((p2cread, c2pwrite, errwrite)):
-                if fd != -1:
-                    os.dup2(fd, number)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os._exit(_outcome(job))
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        return None
+def _forked(job: dict[str, Any], fds: list[int], before: Callable[[], Any] | None) -> int:
+    """Fork it from this process, which is warm; ``before`` is done in it first."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.set_wakeup_fd(-1)
+    for number, fd in enumerate(fds):
+        if fd != number:
+            os.dup2(fd, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for kind in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(kind, signal.SIG_DFL)
+    if before is not None:
+        before()
+    os._exit(_outcome(job))
 
 
-def _job(args: Any, cwd: Any, env: Mapping[str, str] | None, *, new_session: Any) -> dict[str, Any]:
-    """What a process is to do."""
-    nothing = {"crash_at": 0, "place": "", "largest_file": 0, "parent": False}
-    return nothing | {
-        "words": [str(word) for word in args[1:]],
-        "cwd": os.path.abspath(cwd or "."),
-        "env": dict(os.environ if env is None else env),
-        "new_session": bool(new_session),
-    }
-
-
-def _is_python(args: Any, env: Mapping[str, str] | None) -> bool:
-    """Whether a command is a module of fedloom's or of ours, run by this Python, and may be another's child."""
+def _words(args: Any, env: Mapping[str, str] | None) -> list[str] | None:
+    """What this Python is to run: a module of fedloom's or of ours, or one of Flower's programs; None: another one."""
     world = os.environ if env is None else env
-    moved = world.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
-    if moved or isinstance(args, str | bytes) or args[0] != sys.executable:
-        return False
-    words = [str(word) for word in args[1:] if word != "-P"]
-    return words[0] == "-m" and words[1].partition(".")[0] in ("fedloom", "support")
+    if world.get("PYTHONPATH") != os.environ.get("PYTHONPATH") or isinstance(args, str | bytes):
+        return None
+    words = [str(word) for word in args]
+    program = Path(sys.executable).with_name(Path(words[0]).name)
+    if program.name in _PROGRAMS and words[0] in (program.name, str(program)):
+        return None if "LD_PRELOAD" in world else [str(program), *words[1:]]  # which only a new program loads
+    module = [word for word in words[1:] if word != "-P"]
+    ours = words[0] == sys.executable and module[0] == "-m" and module[1].partition(".")[0] in ("fedloom", "support")
+    return words[1:] if ours else None
 
 
 @contextmanager
@@ -279,10 +288,15 @@ def _import_all() -> None:
 
 
 def _import_for(job: dict[str, Any]) -> None:
-    """Import Flower's command line where a process is to run it; as an optional extra it is not imported before."""
-    if "fedloom.deploy.flower_commands" in job.get("words", ()):
+    """Import Flower where a process is to run its programs; as an optional extra it is not imported before."""
+    words = job.get("words", ())
+    wanted = {"flwr"} if "fedloom.deploy.flower_commands" in words else set()
+    if "deploy" in words and {"server", "node", "local"} & set(words):
+        wanted = set(_PROGRAMS)
+    os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # as in the environment of each program; it is read once
+    for name in {name for program in wanted for name in _PROGRAMS[program]}:
         with suppress(ImportError):
-            import_module("flwr.cli.app")
+            import_module(name)
 
 
 def _build(cls: Any) -> None:
@@ -320,20 +334,24 @@ def _outcome(job: dict[str, Any]) -> int:
     words = list(job["words"])
     if words[0] == "-P":
         words.pop(0)
-    else:
+    elif words[0] == "-m":
         sys.path.insert(0, os.getcwd())
-    if words[1].startswith("support."):
+    if words[0] == "-m" and words[1].startswith("support."):
         sys.path.insert(0, str(Path(__file__).parents[1]))
-    if job["parent"]:
-        subprocess.Popen = Child  # type: ignore[misc]
+    _this.update(warm=True, parent=job["parent"] or _this["parent"])
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     if job["crash_at"]:
         _crash_at(job["crash_at"], job["crash_by"], job["place"])
     code = 1
     try:
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            ctypes.CDLL(None).prctl(15, Path(words[0]).name.encode())  # PR_SET_NAME, as for any program
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1

@@ -155,7 +155,7 @@ def test_d8_heads_stand_the_noise(world: Any, kind: str) -> None:
     else:
         known = server.registry
         lam0 = known.counts.sum(1).clamp(min=1) / known.counts.sum(1).clamp(min=1).sum()
-        found = exp.algorithm.head_solver.system(server.w, known.rows, known.counts, lam0)
+        found = exp.algorithm.tools.head.system(server.w, known.rows, known.counts, lam0)
         gram, _ = from_rows(lam0 @ known.rows, 3)
         lifted, _ = from_rows(lam0 @ found.rows, 3)
         assert float(torch.linalg.eigvalsh(lifted)[0]) > -1e-12
