@@ -76,7 +76,7 @@ drawn = st.sampled_from(
 
 class TestEveryKind:
     @pytest.mark.slow
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(drawn, st.integers(0, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 6), st.integers(0, 99))
     @example((Pathological, {}), 100, 10, 7, 1, 0)  # the blocks run out of places before the last class
     @example((Dirichlet, {"alpha": 1e-300, "per": "prior"}), 50, 10, 1, 1, 0)  # nobody wants most classes
@@ -102,8 +102,9 @@ class TestEveryKind:
         assert result.owner.min() >= 0
         assert np.bincount(result.owner, minlength=clients).shape == (clients,)
         assert np.bincount(result.owner, minlength=clients).min() >= least
-        assert np.array_equal(result.owner, assigned(partition, y, classes, seed).owner)
-        assert result.notes == assigned(partition, y, classes, seed).notes
+        again = assigned(partition, y, classes, seed)
+        assert np.array_equal(result.owner, again.owner)
+        assert result.notes == again.notes
 
     @pytest.mark.parametrize("cls", [Iid, Dirichlet, Quantity, Shards, Pathological], ids=lambda cls: cls.kind)
     def test_another_address_gives_another_deal(self, cls: type[RandomPartition]) -> None:
@@ -244,14 +245,14 @@ class TestDirichlet:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("y", "classes", "held", "effective", "distance"),
-        [(CIFAR10, 10, 2.0, 1.22, 0.86), (CIFAR100, 100, 2.5, 1.22, 0.98)],
+        ("y", "classes", "seeds", "held", "effective", "distance"),
+        [(CIFAR10, 10, 4, 2.0, 1.22, 0.86), (CIFAR100, 100, 1, 2.5, 1.22, 0.98)],
         ids=["cifar10", "cifar100"],
     )
     def test_prior_looks_as_measured_for_flgo(
-        self, y: Ints, classes: int, held: float, effective: float, distance: float
+        self, y: Ints, classes: int, seeds: int, held: float, effective: float, distance: float
     ) -> None:
-        results = [assigned(Dirichlet(clients=100, alpha=0.1, per="prior"), y, classes, seed) for seed in range(4)]
+        results = [assigned(Dirichlet(clients=100, alpha=0.1, per="prior"), y, classes, seed) for seed in range(seeds)]
         facts = [summary(y, result.owner, 100, classes) for result in results]
         assert np.mean([fact.classes_mean for fact in facts]) == pytest.approx(held, abs=0.25)
         assert np.mean([fact.effective_classes for fact in facts]) == pytest.approx(effective, abs=0.12)
@@ -268,19 +269,19 @@ class TestDirichlet:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("fields", "y", "classes", "held", "effective", "distance"),
+        ("fields", "y", "classes", "seeds", "held", "effective", "distance"),
         [
-            ({"per": "client"}, CIFAR10, 10, 5.2, 2.06, 0.72),
-            ({"per": "client"}, CIFAR100, 100, 36, 11.0, 0.75),
-            ({"guard": True}, CIFAR10, 10, 4.1, 1.99, 0.74),
-            ({"guard": True}, CIFAR100, 100, 32, 9.8, 0.77),
-            ({"min_size": 1}, CIFAR10, 10, 4.9, 2.0, 0.72),
+            ({"per": "client"}, CIFAR10, 10, 4, 5.2, 2.06, 0.72),
+            ({"per": "client"}, CIFAR100, 100, 1, 36, 11.0, 0.75),  # a hundred classes need the longest search
+            ({"guard": True}, CIFAR10, 10, 4, 4.1, 1.99, 0.74),
+            ({"guard": True}, CIFAR100, 100, 4, 32, 9.8, 0.77),
+            ({"min_size": 1}, CIFAR10, 10, 4, 4.9, 2.0, 0.72),
         ],
     )
     def test_the_other_ways_look_as_measured(
-        self, fields: dict[str, Any], y: Ints, classes: int, held: float, effective: float, distance: float
+        self, fields: dict[str, Any], y: Ints, classes: int, seeds: int, held: float, effective: float, distance: float
     ) -> None:
-        results = [assigned(Dirichlet(clients=100, alpha=0.1, **fields), y, classes, seed) for seed in range(4)]
+        results = [assigned(Dirichlet(clients=100, alpha=0.1, **fields), y, classes, seed) for seed in range(seeds)]
         facts = [summary(y, result.owner, 100, classes) for result in results]
         assert np.mean([fact.classes_mean for fact in facts]) == pytest.approx(held, rel=0.08)
         assert np.mean([fact.effective_classes for fact in facts]) == pytest.approx(effective, rel=0.12)
