@@ -40,6 +40,7 @@ from support.ala import (
     MLP,
     NORMED,
     OPTIMIZERS,
+    SHORT,
     Ran,
     laid_out,
     memory_of,
@@ -139,7 +140,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_round_is_the_definition_written_as_a_loop(world, name, executor) -> None:
     exp = laid_out(world, algorithm=SETTINGS[name], engine={"executor": executor})
-    now, moved = ran(replaced(exp, Counting(**SETTINGS[name])), 0), 0.0
+    now, moved = ran(replaced(exp, Counting(**SHORT | SETTINGS[name])), 0), 0.0
     for round_ in range(4):
         _, done = now.trained()
         for client in range(3):
@@ -580,12 +581,13 @@ def test_a_share_of_the_data_but_at_least_a_batch_where_there_is_one(world, perc
 @pytest.mark.slow
 @EXECUTORS
 def test_clients_with_hardly_any_data_take_part(world, executor) -> None:
-    method = Counting(sample_percent=1.0, layers="all", eta=5.0, max_start_passes=13)
+    method = Counting(sample_percent=1.0, layers="all", eta=5.0, **SHORT)
     exp = replaced(laid_out(world, (1, 2, 40), engine={"executor": executor}), method)
-    now = ran(exp, 2)
+    once = ran(exp, 1)
+    now = once.on()
     for client in range(3):
-        mine, w = tree.take(ran(exp, 1).kept, client), ran(exp, 1).w
-        torch.testing.assert_close(now.kept.W[client], by_hand(exp, client, 1, w, mine).W, rtol=1e-4, atol=5e-5)
+        mine = tree.take(once.kept, client)
+        torch.testing.assert_close(now.kept.W[client], by_hand(exp, client, 1, once.w, mine).W, rtol=1e-4, atol=5e-5)
     assert now.on(2).w.isfinite().all()
 
 
@@ -609,7 +611,7 @@ def test_the_same_batches_in_every_pass_and_others_in_every_round(world, samplin
             batches = [b.tolist() for b in batches_of(exp, client, round_)]
             count = sum(rows == batches[0] for rows in seen)
             assert count == sum(rows == batches[-1] for rows in seen)
-            assert count >= (11 if round_ == 1 else 1)
+            assert count >= (4 if round_ == 1 else 1)  # a start phase of four passes
             picked.append(tuple(r for b in batches for r in b))
         seen.clear()
     assert set(picked[:3]) != set(picked[3:])

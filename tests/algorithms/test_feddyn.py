@@ -113,10 +113,10 @@ def test_many_local_steps_are_the_papers_exact_minimisers() -> None:
 def test_it_reaches_the_optimum_where_fedavg_keeps_a_bias() -> None:
     clients = bowls(6)
     best = optimum(clients)
-    found = play(FedDyn(alpha=2.0), clients, 150, steps=20, lr=0.1)
+    found = play(FedDyn(alpha=2.0), clients, 80, steps=20, lr=0.1)
     assert (found.server.w - best).norm() < 1e-8
     assert (found.server.mean - best).norm() < 1e-8
-    assert (play(FedAvg(), clients, 40, steps=20, lr=0.1).server.w - best).norm() > 0.1
+    assert (play(FedAvg(), clients, 20, steps=20, lr=0.1).server.w - best).norm() > 0.1
     torch.testing.assert_close(found.server.h, torch.zeros(3).double(), rtol=0, atol=1e-7)
     for k, client in enumerate(clients):  # each g_k is its client's own gradient there, which is not zero
         torch.testing.assert_close(found.kept[k].g, client.gradient(best), rtol=1e-6, atol=1e-6)
@@ -124,17 +124,17 @@ def test_it_reaches_the_optimum_where_fedavg_keeps_a_bias() -> None:
 
 @pytest.mark.slow
 def test_so_it_does_when_only_some_of_them_come() -> None:
-    clients, order = bowls(10, seed=4), np.random.default_rng(0)
+    clients, order = bowls(6, seed=4), np.random.default_rng(0)
     found = play(
-        FedDyn(alpha=10.0),
+        FedDyn(alpha=5.0),
         clients,
-        600,
-        steps=30,
-        lr=0.06,
-        cohort=lambda t: sorted(order.choice(10, 3, replace=False).tolist()),
+        300,
+        steps=20,
+        lr=0.1,
+        cohort=lambda t: sorted(order.choice(6, 2, replace=False).tolist()),
     )
     assert (found.server.w - optimum(clients)).norm() < 1e-6
-    torch.testing.assert_close(found.server.h, sum(found.kept[k].g for k in range(10)) / 10)
+    torch.testing.assert_close(found.server.h, sum(found.kept[k].g for k in range(6)) / 6)
 
 
 def test_the_term_is_squared(world) -> None:
@@ -279,7 +279,7 @@ def test_alpha_by_samples_finds_what_is_best_for_all_examples(world) -> None:
         settings = {"alpha": 0.1, "alpha_by": by, "shown": "sent"}
         exp = feddyn(world, sizes, algorithm=settings, local={"lr": 0.2, "batch": 0, "epochs": 20})
         state, store = begin(exp), RamStore(3)
-        for _ in range(30):
+        for _ in range(20):
             state, _ = advance(exp, state, store)
         g = full_gradients(exp.task, exp.federation, torch.arange(3), state.server.w.expand(3, -1))
         share = exp.federation.train.sizes / exp.federation.train.sizes.sum()

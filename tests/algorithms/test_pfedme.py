@@ -83,7 +83,7 @@ def test_rounds_end_where_the_mean_envelope_is_least() -> None:
     clients, lam = bowls(4), 2.0
     E = [lam * c.A @ torch.linalg.inv(c.A + lam * torch.eye(3).double()) for c in clients]
     best = torch.linalg.solve(sum(E), sum(e @ c.b for e, c in zip(E, clients, strict=True)))
-    found = play(PFedMe(lam=lam, inner_steps=400, inner_lr=0.1), clients, 120, lr=0.3)
+    found = play(PFedMe(lam=lam, inner_steps=80, inner_lr=0.1), clients, 60, lr=0.5)
     torch.testing.assert_close(found.server.w, best, rtol=1e-6, atol=1e-6)
     for k, client in enumerate(clients):
         torch.testing.assert_close(found.kept[k].theta, client.prox(best, lam), rtol=1e-5, atol=1e-5)
@@ -135,7 +135,7 @@ def test_what_is_served_is_theta_and_it_changes_only_when_its_client_takes_part(
 def test_a_client_with_one_example_learns_it(world, executor) -> None:
     table = {"algorithm": {"inner_lr": 0.05}, "model": MLP, "local": RAGGED | {"lr": 0.1}}
     exp = pfedme(world, (1, 12, 7), engine={"executor": executor}, **table)
-    _, theta = run(exp, 40)
+    _, theta = run(exp, 15)
     x, y = exp.federation.examples(exp.federation.train.rows[:1])
     assert exp.task.apply(theta[0], x, exp.task.buffers0).argmax(1) == y
 
@@ -171,10 +171,10 @@ def test_steps_that_grow_are_warned_about() -> None:
 @pytest.mark.slow
 def test_it_learns_digits_of_which_each_client_has_four() -> None:
     table = {
-        "rounds": 15,
+        "rounds": 10,
         "seed": 1,
         "partition": {"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
-        "evaluate": {"every": 15},
+        "evaluate": {"every": 10},
     }
     ours, theirs = fedloom.run("pfedme", **table).summary, fedloom.run("fedavg", **table).summary
     assert ours["global/test/accuracy"].last > 0.8

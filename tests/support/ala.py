@@ -15,6 +15,7 @@ from fedloom.engine import local
 from fedloom.engine.evaluate import models_of
 from fedloom.engine.lateness import foresee_lateness
 from fedloom.engine.rounds import advance, begin
+from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
 from fedloom.engine.training import groups_of
 from support.quadratic import RAGGED
@@ -31,10 +32,23 @@ HELD = {"kind": "natural", "holdout": 0.3}
 EXECUTORS = pytest.mark.parametrize("executor", ["lanes", "loop"])
 
 
+SHORT = {"window": 3}  # a start phase of four passes and not of eleven: its length is the point of few tests
+
+_laid_out: dict[str, Experiment] = {}
+_runs: dict[int, list[Ran]] = {}  # by experiment: its run after 0, 1, ... rounds
+
+
 def laid_out(world, *args, kind="fedala", **table):
-    """An experiment with a net of three layers and optimizers that remember."""
-    algorithm = {"kind": kind, **table.pop("algorithm", {})}
-    return world(*args, **({"model": MLP, "local": LOCAL} | table), algorithm=algorithm)
+    """An experiment with a net of three layers and optimizers that remember; one that was laid out before is shared."""
+    short = SHORT if kind in ("fedala", "pfedala") and table.get("algorithm", {}).get("layers") != "none" else {}
+    algorithm = {"kind": kind, **short, **table.pop("algorithm", {})}
+    full = {"model": MLP, "local": LOCAL} | table | {"algorithm": algorithm}
+    if "arrays" in full:
+        return world(*args, **full)
+    key = repr((args, sorted(full.items())))
+    if key not in _laid_out:
+        _laid_out[key] = world(*args, **full)
+    return _laid_out[key]
 
 
 class Ran(NamedTuple):
@@ -86,7 +100,13 @@ class Ran(NamedTuple):
 
 
 def ran(exp, rounds: int = 3) -> Ran:
-    return Ran(exp, begin(exp), RamStore(exp.federation.clients)).on(rounds)
+    """The run after some rounds; those of an experiment that is shared are computed once."""
+    if all(exp is not other for other in _laid_out.values()):
+        return Ran(exp, begin(exp), RamStore(exp.federation.clients)).on(rounds)
+    runs = _runs.setdefault(id(exp), [Ran(exp, begin(exp), RamStore(exp.federation.clients))])
+    while len(runs) <= rounds:
+        runs.append(runs[-1].on())
+    return runs[rounds].on(0)  # with a store of its own
 
 
 def same(a: Any, b: Any) -> bool:
@@ -104,6 +124,7 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", sorted(optimizers()))
 
 def recorded(monkeypatch) -> list[tuple[str, list[int], list[int]]]:
     """A list that grows by (phase, clients, steps of each) with every stretch of training that is computed."""
+    _runs.clear()  # what was computed before would not be recorded
     calls: list[tuple[str, list[int], list[int]]] = []
     descend = local._descend
 

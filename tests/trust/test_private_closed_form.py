@@ -213,8 +213,9 @@ def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some
         found = fedloom.run({"kind": kind, **algorithm}, privacy=private, **settings)
         return float(found.summary["global/test/accuracy"].last)
 
-    assert accuracy("analytic", 100.0) > accuracy("analytic", 8.0) > accuracy("analytic", 0.5)
-    assert accuracy("analytic", 8.0) > accuracy("analytic", 8.0, noise_ridge=0.0) + 0.02
+    usual = accuracy("analytic", 8.0)
+    assert accuracy("analytic", 100.0) > usual > accuracy("analytic", 0.5)
+    assert usual > accuracy("analytic", 8.0, noise_ridge=0.0) + 0.02
     assert accuracy("law_afl", 8.0) > 0.6
 
 
@@ -222,9 +223,9 @@ def test_more_privacy_costs_accuracy_and_a_ridge_that_covers_the_noise_wins_some
 def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model": "logistic", "cohort": {"size": 6}, "privacy": SEEDED}
     for kind in ("analytic", "law_afl"):
-        fedloom.run(kind, rounds=3, out=tmp_path / kind, **settings)
+        fedloom.run(kind, rounds=2, out=tmp_path / kind, **settings)
         fedloom.run(kind, rounds=1, out=tmp_path / f"{kind}-part", **settings)
-        fedloom.resume(tmp_path / f"{kind}-part", rounds=3)
+        fedloom.resume(tmp_path / f"{kind}-part", rounds=2)
         for name in ("metrics.jsonl", "model.safetensors", "privacy.json"):
             assert (tmp_path / kind / name).read_bytes() == (tmp_path / f"{kind}-part" / name).read_bytes()
 
