@@ -971,6 +971,43 @@ def test_ala_takes_time(world) -> None:
     assert third("fedala") - third("fedavg") == pytest.approx((1 + 2 * share) / 3 * 8 / 100, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ({"kind": "logistic"}, (7,)),
+        ({"kind": "mlp", "widths": [6, 5], "projection": 4}, (1, 4, 4)),
+        ({"kind": "cnn_fedavg"}, (1, 28, 28)),
+        ({"kind": "lenet5"}, (3, 32, 32)),
+    ],
+    ids=lambda case: case["kind"] if isinstance(case, dict) else "",
+)
+def test_the_share_of_layers_is_that_of_torchs_own_counter(model, shape, monkeypatch) -> None:
+    def shares():
+        task = parse({"model": model}).model.task(shape, 3)
+        return [task.work_above(task.below(layers)) for layers in (1, 2, 3, "all")]
+
+    found = shares()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.core.task._work_by_torch", lambda *_: pytest.fail("the short way was not taken"))
+        assert shares() == found
+    monkeypatch.setattr("fedloom.core.task._work_of_layers", lambda *_: None)
+    assert shares() == found
+
+
+class Doubled(Net):
+    """A net that multiplies outside of its layers, which its parent does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) @ torch.eye(3)
+        return out
+
+
+def test_arithmetic_outside_of_layers_counts_too() -> None:
+    task = Task(Doubled(nn.Flatten(), 4, 3), shape=(4,))
+    assert task.work_above(0) == pytest.approx(12 / (12 + 9))
+
+
 def test_losses_that_are_not_numbers_end_the_start_phase_at_the_cap(world) -> None:
     method = Counting(max_start_passes=7, eta=0.0)
     now = ran(replaced(laid_out(world), method), 1)

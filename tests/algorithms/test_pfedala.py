@@ -256,7 +256,7 @@ def test_p4_what_is_sent_does_not_depend_on_the_extra_epochs(world) -> None:
 
 # -- p5: the clock --------------------------------------------------------------------------------------------
 CLOCK = {"wait_mode": "clock", "layers": "none"}  # without ALA, whose time the paper's example does not count
-FIVE = LOCAL | {"epochs": 5}
+FIVE = LOCAL | {"epochs": 5, "batch": 0}  # an epoch takes as long, however many steps it is cut into
 
 
 def clocked(world, system, sizes=(12, 12, 12), **settings):

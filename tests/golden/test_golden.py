@@ -24,7 +24,7 @@ from fedloom.runs.start import start
 
 FILE = Path(__file__).with_name("metrics.json")
 KINDS = list(algorithms(own=False))
-ROUNDS = 6
+ROUNDS = 4
 DYNAMIC = {"analytic", "fedala", "fedkd", "law_afl", "pfedala"}  # how much these train or send, only training tells
 
 

@@ -7,7 +7,7 @@ as in PyTorch, except that the convolutions of the deep nets follow He et al. (2
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -26,6 +26,8 @@ _TRIED = 2  # rows of the batch that a net is tried on: BatchNorm refuses one al
 
 class Net(nn.Module):
     """Logits ``[B, classes]`` by ``head(body(x))``; parameter names begin with ``body.`` or ``head.``."""
+
+    only_calls_layers: ClassVar[bool] = True  # and computes nothing else
 
     def __init__(self, body: nn.Module, features: int, classes: int) -> None:
         super().__init__()
