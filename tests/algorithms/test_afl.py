@@ -231,7 +231,9 @@ def test_digits_do_not_depend_on_the_partition(tmp_path) -> None:
     found, heads = set(), []
     for k, (kind, *settings) in enumerate(DEALS):
         words = ["algorithm=analytic", "model=logistic", f"partition={kind}", "partition.holdout=0", *settings]
-        config = load_config(None, [*words, "rounds=1"])  # what the command line does with its words
+        config = load_config(
+            None, [*words, "rounds=1", "checkpoint.curves=false"]
+        )  # what the command line does with its words
         start(config, out=tmp_path / str(k), root=tmp_path)
         heads.append(load_file(tmp_path / str(k) / "checkpoints" / "00000001" / "state.safetensors")["server.head"])
         found.add((tmp_path / str(k) / "metrics.jsonl").read_text().splitlines()[-1].split('"global/test/loss"')[0])
@@ -243,7 +245,7 @@ def test_digits_do_not_depend_on_the_partition(tmp_path) -> None:
 def test_a_body_from_an_earlier_run(tmp_path) -> None:
     """The body of a net trained for some rounds, frozen: far better than the same body as it was drawn."""
     model = {"kind": "mlp", "widths": [32]}
-    fedloom.run("fedavg", rounds=8, model=model, out=tmp_path / "first")
+    fedloom.run("fedavg", rounds=8, model=model, checkpoint={"curves": False}, out=tmp_path / "first")
     weights = str(tmp_path / "first" / "model.safetensors")
     trained = fedloom.run("analytic", rounds=1, model=model | {"weights": weights})
     drawn = fedloom.run("analytic", rounds=1, model=model)

@@ -180,10 +180,10 @@ def test_a_pull_that_grows_is_warned_about() -> None:
 @pytest.mark.slow
 def test_it_learns_digits_of_which_each_client_has_four() -> None:
     table = {
-        "rounds": 8,
+        "rounds": 5,
         "seed": 1,
         "partition": {"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
-        "evaluate": {"every": 8},
+        "evaluate": {"every": 5},
     }
     ours, theirs = fedloom.run("ditto", **table).summary, fedloom.run("fedavg", **table).summary
     assert ours["global/test/accuracy"].last == theirs["global/test/accuracy"].last

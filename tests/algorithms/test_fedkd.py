@@ -401,7 +401,7 @@ def test_it_learns_digits() -> None:
     history = fedloom.run(
         "fedkd",
         data="digits",
-        rounds=12,
+        rounds=6,
         partition={"kind": "pathological", "clients": 10, "holdout": 0.25},
         cohort={"sampling": "all"},
     )

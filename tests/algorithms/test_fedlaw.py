@@ -217,7 +217,7 @@ def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> No
     images = blobs(SIZES)._replace(x=x)
     found = {}
     for bn in ("proxy", "average", "recalibrate"):
-        settings = {"kind": "fedlaw", "server_epochs": 20, "server_lr": 1e-9, "proxy_batch": 11, "bn": bn}
+        settings = {"kind": "fedlaw", "server_epochs": 8, "server_lr": 1e-9, "proxy_batch": 11, "bn": bn}
         model = {"kind": "resnet20", "norm": "batch"}
         exp = world(SIZES, arrays=images, algorithm=settings, model=model, proxy={"size": 11}, local={"lr": 0.01})
         state = after(exp)
@@ -225,7 +225,7 @@ def test_running_statistics_come_from_the_proxy_set_or_from_clients(world) -> No
     held = exp.algorithm.proxy
     net = exp.task.module(state.server.w, exp.task.buffers0).train()
     with torch.no_grad():
-        for _ in range(20):
+        for _ in range(8):
             net(held.x)
     seen = torch.cat([b.flatten() for _, b in net.named_buffers() if b.is_floating_point()])
     torch.testing.assert_close(found["proxy"], seen, rtol=1e-3, atol=1e-4)

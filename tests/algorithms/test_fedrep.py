@@ -377,10 +377,10 @@ def test_its_kin_obey_the_laws(cls, law) -> None:
 def test_it_learns_digits_of_which_each_client_has_four(preset) -> None:
     history = fedloom.run(
         {"kind": "fedrep", "preset": preset},
-        rounds=8,
+        rounds=5,
         seed=1,
         partition={"kind": "pathological", "clients": 10, "per_client": 4, "holdout": 0.25},
-        evaluate={"every": 8},
+        evaluate={"every": 5},
     )
     point = FedRep(preset=preset).traits.served
     assert history.summary[f"personal/{point}/test/accuracy"].last > 0.93

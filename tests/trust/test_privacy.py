@@ -421,6 +421,7 @@ def test_the_epsilon_of_a_run_folder_is_that_of_dp_accounting(
         privacy={"clip": 1.0, **private},
         evaluate={"every": 3},
         model="logistic",
+        checkpoint={"curves": False},
         out=tmp_path / "run",
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -449,6 +450,7 @@ def test_local_noise_composes_over_a_clients_own_rounds(world: Any) -> None:
 @pytest.mark.slow
 def test_a_budget_is_kept_to_the_last_round(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"cohort": {"sampling": "all"}, "privacy": {"clip": 1.0, "epsilon": 3.0}}
+    settings |= {"checkpoint": {"curves": False}}
     out = tmp_path / "run"
     history = fedloom.run(UNIFORM, rounds=5, model="logistic", out=out, **settings)
     spent = history.metrics["privacy/epsilon"]
@@ -464,6 +466,7 @@ def test_resume_adds_the_same_noise(tmp_path: Path) -> None:
         "cohort": {"sampling": "poisson", "size": 5},
         "privacy": {"clip": 1.0, "noise": 1.0, "heterogeneity": "alpha", "noise_from": "seed"},
         "model": {"kind": "logistic"},
+        "checkpoint": {"curves": False},
     }
     fedloom.run(UNIFORM, rounds=4, out=tmp_path / "whole", **settings)
     fedloom.run(UNIFORM, rounds=2, out=tmp_path / "part", **settings)
