@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -340,6 +340,7 @@ def test_laws_of_a_timetable(system, sizes, traffic, address) -> None:
 
 @pytest.mark.slow
 @given(SYSTEMS, SIZES, BYTES, ADDRESS, st.randoms(use_true_random=False))
+@settings(max_examples=50)
 def test_the_order_of_clients_is_irrelevant(system, sizes, traffic, address, random) -> None:
     order = list(range(len(sizes)))
     random.shuffle(order)
@@ -353,6 +354,7 @@ def test_the_order_of_clients_is_irrelevant(system, sizes, traffic, address, ran
 
 @pytest.mark.slow
 @given(SYSTEMS, SIZES, BYTES, ADDRESS, st.data())
+@settings(max_examples=50)
 def test_a_client_with_more_to_do_never_shortens_a_round(system, sizes, traffic, address, data) -> None:
     who = data.draw(st.integers(0, len(sizes) - 1))
     more = [n + (data.draw(st.integers(0, 5000)) if i == who else 0) for i, n in enumerate(sizes)]
@@ -362,6 +364,7 @@ def test_a_client_with_more_to_do_never_shortens_a_round(system, sizes, traffic,
 
 @pytest.mark.slow
 @given(SYSTEMS, SIZES, ADDRESS, st.data())
+@settings(max_examples=50)
 def test_a_client_meets_the_same_times_in_any_cohort(system, sizes, address, data) -> None:
     """But for how long it waits, which is the others' doing."""
     few = torch.tensor(sorted(data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1))))
@@ -374,6 +377,7 @@ def test_a_client_meets_the_same_times_in_any_cohort(system, sizes, address, dat
 
 @pytest.mark.slow
 @given(st.floats(0, 0.99), ADDRESS)
+@settings(max_examples=50)
 def test_jitter_stays_within_its_bounds(jitter, address) -> None:
     found = table(System(jitter=jitter, **FREE), [1000] * 50, address=address)
     assert float(found.epoch.min()) >= 1 - jitter - 1e-12

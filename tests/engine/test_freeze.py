@@ -269,13 +269,9 @@ def quick() -> Iterator[Quick]:
 
 METHODS = {
     "fedavg": (),
-    "scaffold": (),
-    "fedopt": (),
-    "fedlaw": ("proxy.size=100",),
     "law_afl": ("proxy.size=100",),
     "analytic": (),
     "ditto": (),
-    "pfedme": (),
     "dfedavgm": (),
 }
 

@@ -25,6 +25,7 @@ from fedloom.engine.evaluate import evaluate, models_of
 from fedloom.engine.local import train
 from fedloom.engine.messages import Message, inbox_of, next_upload
 from fedloom.engine.mixing import is_dense, mixed_rows
+from fedloom.engine.plan import Group
 from fedloom.engine.rounds import advance, advance_watched, begin
 from fedloom.engine.settings import Evaluate
 from fedloom.engine.state import Experiment, RunState
@@ -59,7 +60,11 @@ def scattered(exp: Experiment, spread_: float = 1.0) -> RunState:
 
 def still(**more: Any) -> dict[str, Any]:
     """Settings under which training moves nothing, so that a round is only gossip."""
-    return {"local": Local(batch=4, lr=1e-30, steps=1), "executor": "lanes", **more}
+    return {
+        "local": Local(batch=2, lr=1e-30, steps=1),
+        "executor": "lanes",
+        **more,
+    }  # two rows, so that all train at once
 
 
 # -- the sum ---------------------------------------------------------------------------------------
@@ -109,10 +114,10 @@ def test_mixing_preserves_the_mean(nodes: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", [Ring(), Torus(), Random(max_degree=4), Star()], ids=lambda t: t.kind)
 def test_pure_gossip_keeps_the_mean_and_contracts_as_theory_says(topology: Topology) -> None:
-    exp = network(topology, **still(), rounds=30)
+    exp = network(topology, **still(), rounds=12)
     state, store = scattered(exp), RamStore(16)
     mean = state.server.w.double().mean(0)
-    for t in range(30):
+    for t in range(12):
         before = (state.server.w.double() - mean).norm()
         state, _ = advance(exp, state, store)
         after = (state.server.w.double() - mean).norm()
@@ -179,7 +184,7 @@ def test_failures_preserve_the_mean(loss: dict[str, float], steps: int) -> None:
     exp = network(topology, **still(), rounds=50)
     state, store = scattered(exp), RamStore(16)
     mean = state.server.w.double().mean(0)
-    for _ in range(50):
+    for _ in range(50 // steps):
         state, _ = advance(exp, state, store)
     assert torch.allclose(state.server.w.double().mean(0), mean, atol=1e-6)
     assert float((state.server.w - mean.float()).norm()) < 1e-2  # and they agree all the same
@@ -299,10 +304,10 @@ def test_what_is_used_again_was_paid_for_once() -> None:
 @pytest.mark.slow
 def test_who_is_left_goes_on_with_a_mean_of_its_own() -> None:
     """Node 5 dies before the third round: it stands still, nobody hears it, and the mean is that of the others."""
-    exp = network(Torus(deaths=((5, 3),)), **still(), rounds=60)
+    exp = network(Torus(deaths=((5, 3),)), **still(), rounds=40)
     state, store = scattered(exp), RamStore(16)
     left = torch.arange(16) != 5
-    for t in range(60):
+    for t in range(40):
         before = state
         if t == 2:
             mean, frozen = state.server.w[left].double().mean(0), state.server.w[5]
@@ -400,10 +405,11 @@ def test_when_nobody_is_finite_the_run_stops() -> None:
 @pytest.mark.parametrize("loss", [{}, {"link_loss": 0.2}, {"link_loss": 0.2, "node_loss": 0.2}])
 def test_push_sum_finds_the_mean_on_a_directed_graph_whatever_is_lost(loss: dict[str, float]) -> None:
     """T9, with what is delayed lost and sent again in a later round."""
-    exp = network(Exponential(mixing="push_sum", **loss), **still(), rounds=80)
+    rounds = 70 if loss else 20  # what is lost comes later
+    exp = network(Exponential(mixing="push_sum", **loss), **still(), rounds=rounds)
     state, store = scattered(exp), RamStore(16)
     mean = state.server.w.double().mean(0)
-    for _ in range(80):
+    for _ in range(rounds):
         state, _ = advance(exp, state, store)
         held = state.nodes.mass[:, None] * state.server.w.double()
         assert float(state.nodes.mass.sum()) == pytest.approx(16, abs=1e-9)
@@ -423,13 +429,13 @@ class OneWay(Custom):
 def test_push_sum_corrects_for_unequal_graphs() -> None:
     """Some are heard far more often than others; mass makes up for it, training and all."""
     links = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 4), (0, 5), (1, 4))
-    common: dict[str, Any] = {"local": Local(batch=0, lr=0.05, steps=1), "rounds": 150, "executor": "lanes"}
+    common: dict[str, Any] = {"local": Local(batch=0, lr=0.05, steps=1), "rounds": 80, "executor": "lanes"}
     exp = network(OneWay(links=links, mixing="push_sum", gossip_steps=2), (6,) * 8, **common)
     full = network(Full(), (6,) * 8, **common)
     ends = []
     for world in (exp, full):
         state, store = begin(world), RamStore(8)
-        for _ in range(150):
+        for _ in range(80):
             state, _ = advance(world, state, store)
         ends.append(state)
     mass = ends[0].nodes.mass
@@ -469,15 +475,15 @@ class Peer:
     def __init__(self, exp: Experiment, node: int) -> None:
         self.exp, self.node, self.store = exp, node, RamStore(exp.federation.clients)
         self.state = exp.algorithm.init(exp.task.w0)
+        self.first = begin(exp)
         self.buffers, self.mass = exp.task.buffers0, 1.0
         self.heard: dict[int, Message] = {}  # the last message of each neighbour
 
-    def learn(self, round_: int) -> Message:
+    def learn(self, round_: int, plans: dict[int, Group]) -> Message:
         """Train, and say what came out of it."""
         alone = RunState(round_, tree.tmap(lambda x: x[None], self.state), self.buffers[None], 0, 0)
-        (group,) = [g for g in groups_of(self.exp, round_, self.exp.present(round_)) if self.node in g.ids.tolist()]
-        group = group.pick([group.ids.tolist().index(self.node)])
-        given_ = self.exp.given(begin(self.exp), self.store, group.ids)
+        group = plans[self.node]
+        given_ = self.exp.given(self.first, self.store, group.ids)
         given_ = given_._replace(down=alone.server, buffers=alone.buffers)
         done = train(self.exp.algorithm, self.exp.federation, group, given_)
         self.store.scatter(group.ids, tree.rebuild(_blank(self.exp), (done.states, (), ())))
@@ -498,6 +504,11 @@ class Peer:
             self.state = self.exp.algorithm.update(self.state, inbox)
         self.heard |= {k: message for k, message in heard.items() if message.round == mine.round}
         return mine._replace(step=mine.step + 1, upload=next_upload(inbox, mine.upload), mass=self.mass)
+
+
+def planned(exp: Experiment, round_: int) -> dict[int, Group]:
+    """The work of each node by itself."""
+    return {int(group.ids): group for group in groups_of(exp, round_, exp.present(round_))}
 
 
 def _blank(exp: Experiment) -> Any:
@@ -526,7 +537,8 @@ def test_peers_that_only_exchange_messages_are_the_simulator_bit_for_bit(topolog
     push = topology.mixing == "push_sum"
     with torch.no_grad():
         for t in range(2):
-            said = [peer.learn(t) for peer in peers]
+            plans = planned(exp, t)
+            said = [peer.learn(t, plans) for peer in peers]
             for q in range(topology.gossip_steps):
                 at = Moment(exp.seed, t, q)
                 w = surviving(topology, topology.weigh(16, at), at, np.ones(16, dtype=bool))
@@ -552,7 +564,8 @@ def test_peers_that_remember_are_the_simulator_bit_for_bit() -> None:
     reused = 0
     with torch.no_grad():
         for t in range(6):
-            said, at = [peer.learn(t) for peer in peers], Moment(exp.seed, t)
+            plans, at = planned(exp, t), Moment(exp.seed, t)
+            said = [peer.learn(t, plans) for peer in peers]
             w = topology.weigh(16, at)
             up = links_up(topology, w, at)
             for peer in peers:
@@ -702,11 +715,11 @@ def test_on_disk_or_in_memory_by_rows_or_by_columns_it_is_the_same(
     runs = []
     for place, lanes, wide in (("ram", 64, 1 << 13), ("ram", 3, 5), ("disk", 3, 7), ("disk", 64, 1 << 13)):
         monkeypatch.setattr(gossip, "WIDE", wide)
-        exp = network(topology, algorithm=algorithm, lanes=lanes, rounds=4)
+        exp = network(topology, algorithm=algorithm, lanes=lanes, rounds=3)
         store = RamStore(16) if place == "ram" else DiskStore(tmp_path / f"{lanes}", 16)
         state = scattered(exp)
         found = []
-        for _ in range(4):
+        for _ in range(3):
             done = advance_watched(exp, state, store)
             state = done.state
             found.append(done.found)
@@ -726,7 +739,7 @@ def test_columns_and_rows_agree_bit_for_bit() -> None:
         for algorithm in (DPSGD(order="atc"), ByRows(order="atc")):
             exp = network(topology, algorithm=algorithm, lanes=5)
             state, store = scattered(exp), RamStore(16)
-            for _ in range(3):
+            for _ in range(2):
                 state, _ = advance(exp, state, store)
             ends.append(state.server.w)
         assert torch.equal(*ends)
@@ -756,12 +769,12 @@ def test_a_room_on_disk_is_written_and_read_and_leaves_nothing(tmp_path: Path) -
     ids=lambda t: t.kind,
 )
 def test_a_resumed_network_is_the_one_that_never_stopped(topology: Topology, tmp_path: Path) -> None:
-    exp = network(topology, rounds=5)
+    exp = network(topology, rounds=4)
     whole, store = begin(exp), RamStore(16)
-    for _ in range(5):
+    for _ in range(4):
         whole, _ = advance(exp, whole, store)
     state, store = begin(exp), RamStore(16)
-    for _ in range(5):
+    for _ in range(4):
         state, _ = advance(exp, state, store)
         checkpoint.save(tmp_path, state, store, {})
         store = RamStore(16)
@@ -778,12 +791,12 @@ def test_a_network_on_disk_is_resumed_bit_for_bit(
     algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedloom.engine.store._LARGE", 1)
-    exp = network(Random(max_degree=4, link_loss=0.2, node_loss=0.2), algorithm=algorithm, rounds=5, lanes=3)
+    exp = network(Random(max_degree=4, link_loss=0.2, node_loss=0.2), algorithm=algorithm, rounds=3, lanes=3)
     whole, ram = begin(exp), RamStore(16)
-    for _ in range(5):
+    for _ in range(3):
         whole, _ = advance(exp, whole, ram)
     state, store = begin(exp), DiskStore(tmp_path / "clients", 16)
-    for _ in range(5):
+    for _ in range(3):
         state, _ = advance(exp, state, store)
         checkpoint.save(tmp_path, state, store, {})
         store = DiskStore(tmp_path / "clients", 16)

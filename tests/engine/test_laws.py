@@ -105,7 +105,7 @@ class Thaws(FedAvg):
 class Idles(FedAvg):
     """Breaks the law of settings: nobody asks for what it is set to."""
 
-    strength: float = 0.5
+    strength: int = Field(1, ge=1, le=2)
 
 
 class Forgets(FedAvg):

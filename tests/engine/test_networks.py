@@ -55,17 +55,17 @@ def test_links_and_nodes_that_fail_do_not_move_the_mean(kind: str) -> None:
     """
     exp = _failing(kind)
     state, store = begin(exp), RamStore(16)
-    for _ in range(12):
+    for _ in range(6):
         want = _sent(exp, state, store).double().mean(0)
         state, _ = advance(exp, state, store)
         assert float((state.server.w.double().mean(0) - want).abs().max()) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", ["dpsgd", "dfedgam"])  # the least and the most work in a step
 def test_networks_that_fail_converge(kind: str, tmp_path: Path) -> None:
     bad = ("topology.kind=random", "topology.max_degree=4", "topology.link_loss=0.2", "topology.node_loss=0.1")
-    more = ("rounds=25", "evaluate.every=5", "evaluate.personal=false", f"algorithm.kind={kind}", "local.lr=0.1")
+    more = ("rounds=20", "evaluate.every=5", "evaluate.personal=false", f"algorithm.kind={kind}", "local.lr=0.1")
     done = fedloom("run", *bad, *more, *NODES, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     lines = read_metrics(tmp_path / "run")

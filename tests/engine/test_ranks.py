@@ -36,10 +36,11 @@ def job(algorithm: Any = "fedavg", **settings: Any) -> crew.Job:
         "model": {"kind": "mlp", "widths": [6]},
         "partition": {"kind": "natural", "holdout": 0.2},
         "engine": LOOP,
+        "evaluate": {"every": 2},
     }
     if takes_steps(cls()):
         momentum = {} if cls().traits.plain_sgd else {"momentum": 0.5}
-        table["local"] = {"lr": 0.05, "batch": 4, "epochs": 1} | momentum
+        table["local"] = {"lr": 0.05, "batch": 10, "epochs": 1} | momentum
     if cls.family != "gossip":
         table["cohort"] = {"size": 5}
     return table | settings

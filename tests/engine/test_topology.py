@@ -258,7 +258,7 @@ def test_powers_of_two_agree_exactly_after_as_many_steps(topology: Topology, dim
 @pytest.mark.parametrize("exact", [False, True])
 def test_random_graphs_are_connected_and_keep_to_their_degree(nodes: int, degree: int, exact: bool) -> None:
     topology = Random(max_degree=degree, exact=exact)
-    for seed in range(125 if exact else 1000):
+    for seed in range((125 if exact else 1000) // (1 if nodes < 20 else 4)):  # small graphs are the rare ones to part
         edges = topology.edges(nodes, Moment(seed))
         count = np.bincount(edges.ravel(), minlength=nodes)
         assert count.max() <= degree

@@ -94,12 +94,12 @@ def in_training(exp: Experiment, state: RunState, store: RamStore) -> float:
 def test_gradients_are_those_that_autograd_sees(world, case) -> None:
     exp = laid_out(world, case)
     state, store = begin(exp), RamStore(3)
-    for _ in range(4):
+    for _ in range(3):
         expected = state.gradients + in_training(exp, state, store)
         state, _ = advance(exp, state, store)
         assert state.gradients == pytest.approx(expected)
     if case not in UNSURE:
-        assert next(islice(forecast(exp), 3, None)).gradients == pytest.approx(state.gradients)
+        assert next(islice(forecast(exp), 2, None)).gradients == pytest.approx(state.gradients)
 
 
 def test_there_is_something_to_count(world) -> None:

@@ -227,7 +227,7 @@ def test_groups_are_equal_and_never_of_one_channel(channels: int, groups: int) -
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(side=st.tuples(st.integers(16, 40), st.integers(16, 40)), channels=st.integers(1, 4))
 def test_small_nets_take_any_image_that_is_large_enough(side: tuple[int, int], channels: int) -> None:
     shape = (channels, *side)

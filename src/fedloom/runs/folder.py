@@ -262,6 +262,8 @@ def as_json(value: Any, indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
+    if type(value) is str or type(value) is int:  # as nearly all are where there are many
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
