@@ -339,4 +339,4 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2500
+    assert int(done.stdout) < 1150

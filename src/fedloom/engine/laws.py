@@ -486,7 +486,7 @@ def _normalised(cls: type[AnyAlgorithm], settings: dict[str, Any]) -> Experiment
 _TRIALS: dict[str, Callable[[type[AnyAlgorithm], dict[str, Any]], Experiment]] = {
     "plain": _trial,
     "with BatchNorm": _normalised,
-    "with a rate that is too large": partial(_trial, lr=3.0),
+    "with a rate that is too large": partial(_trial, lr=3.0, sizes=_SIZES),  # also for what is felt by small clients
     "with optimizers that keep their state": partial(_trial, state="persist"),
     "with noise in sums": _private,
     "with a client that sends impossible sums": _lying,
