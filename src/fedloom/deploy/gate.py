@@ -39,6 +39,7 @@ _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b
 _FRESH = 2.0  # seconds for which a connection may be idle: the SuperLink closes it after five
 _AT_ONCE = 32  # requests that are under way at the SuperLink
 _PATIENCE = 600.0  # seconds that it has for an answer
+_LAST = 1  # seconds until it ends although nodes are connected: idle ones would not notice for half a minute
 _KEY = b"flwr-public-key"  # the header that says whose request it is; the SuperLink verifies it
 _TIMES = 4  # a message may have to be sent again after a broken connection
 
@@ -195,6 +196,7 @@ def serve_gate(home: Path, bind: str, port: int, upstream: int) -> None:
         ssl_keyfile=str(home / "server.key"),
         log_level="warning",
         access_log=False,
+        timeout_graceful_shutdown=_LAST,
     )
 
 

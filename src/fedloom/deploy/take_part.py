@@ -83,7 +83,9 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
                     if reached not in (None, told):
                         told, server = reached, settings.identity.server
                         say(f"connected to {server}" if reached else f"{server} cannot be reached; trying again")
-                stop.wait(_AGAIN)  # it may end by itself, with the reason at the end of its log
+                again = time.monotonic() + _AGAIN  # until then it may end by itself, with the reason in its log
+                while process.poll() is None and time.monotonic() < again and not stop.wait(0.1):
+                    pass
             finally:
                 flower.ended([process])
             if stop.is_set():
@@ -92,6 +94,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
             refused = 0.0 if welcome else refused or began
             _raise_if_permanent(settings, log, written, time.monotonic() - refused if refused else 0.0)
             say(f"the connection has ended: {_reason(log, written)}; trying again")
+            stop.wait(again - time.monotonic())
     listener.close()
 
 

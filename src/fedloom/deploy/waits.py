@@ -55,5 +55,5 @@ def end_with_parent() -> None:
 
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(1.0)
+        time.sleep(0.2)
     os._exit(1)
