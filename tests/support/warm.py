@@ -5,6 +5,8 @@ and exit codes. The process is one of its own, with its own memory, but it share
 no child of the one that asked for it, so that a rank does not end with its launcher: where that is the point of a test,
 the launcher is started with ``parent=True``, and forks what it starts itself. So does every warm process with Flower's
 programs and whatever else has a ``preexec_fn``: these end with what started them.
+
+Flower's programs, and the node that waits for one of them, look and try again sooner than anywhere else (``_hurry``).
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 FRESH = subprocess.Popen
@@ -44,6 +48,34 @@ _PROGRAMS = {
     "flwr-clientapp": ("fedloom.deploy.client_app",),
     "flwr": ("flwr.cli.app",),
 }
+_SOON = 0.2  # seconds until Flower's programs look, or try, again; by themselves they take up to 20
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+int clock_offset = 0;
+int clock_gettime(clockid_t id, struct timespec *at) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(id, at);
+  if (id == CLOCK_REALTIME) at->tv_sec += clock_offset;
+  return code;
+}
+time_t time(time_t *to) {
+  struct timespec at;
+  clock_gettime(CLOCK_REALTIME, &at);
+  if (to) *to = at.tv_sec;
+  return at.tv_sec;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  at->tv_sec = now.tv_sec;
+  at->tv_usec = now.tv_nsec / 1000;
+  return 0;
+}
+"""
 _this = {"warm": False, "parent": False}  # is this process forked from the server, and all that it starts its child?
 _lock = threading.Lock()
 _address: list[str] = []  # of the server, once there is one
@@ -63,17 +95,19 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         crash_by: int = signal.SIGKILL,
         place: str = "",
         largest_file: int = 0,
+        clock: int = 0,
         parent: bool = False,
         **more: Any,
     ) -> None:
         """With ``crash_at``, killed just before it touches a file below ``place`` for that time.
 
         ``crash_by=SIGSTOP``: it stops there instead, for as long as a test needs, and is not killed.
-        ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``parent``: the processes
-        that it starts are its own children.
+        ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``clock``: by how many
+        seconds its clock is wrong, and that of all that it forks, also for C; right where there is no compiler.
+        ``parent``: the processes that it starts are its own children.
         """
         crash = {"crash_at": crash_at, "crash_by": int(crash_by), "place": place}
-        self._job = {**crash, "largest_file": largest_file, "parent": parent}
+        self._job = {**crash, "largest_file": largest_file, "clock": clock, "parent": parent}
         super().__init__(args, *rest, **more)
 
     def _execute_child(  # type: ignore[no-untyped-def]
@@ -81,7 +115,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
     ):  # fmt: skip
         words = None if shell or executable else _words(args, env)
-        own = _this["parent"] or preexec_fn is not None or (words is not None and words[0] not in ("-m", "-P"))
+        program = words is not None and words[0] not in ("-m", "-P")
+        own = _this["parent"] or preexec_fn is not None or (program and _this["warm"])
         if words is None or (own and not _this["warm"]):
             more = (startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more, *rest)
@@ -189,11 +224,12 @@ def _server() -> str:
     """The address of the server, which lives as long as this process."""
     with _lock:
         if not _address:
-            path = str(Path(tempfile.mkdtemp(prefix="warm"), "socket"))
+            folder = Path(tempfile.mkdtemp(prefix="warm"))
+            path = str(folder / "socket")
             before, subprocess.Popen = subprocess.Popen, FRESH  # type: ignore[misc]
             process = subprocess.Popen(
                 [sys.executable, "-P", __file__, path],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **_clock(folder)},
                 stdin=subprocess.PIPE,  # closed when this process ends, however it ends
                 stdout=subprocess.PIPE,
             )
@@ -203,6 +239,16 @@ def _server() -> str:
             _address.append(path)
             _processes.append(process)
         return _address[0]
+
+
+def _clock(folder: Path) -> dict[str, str]:
+    """What lets the clock of processes be set; nothing where there is no compiler."""
+    if shutil.which("cc") is None:
+        return {}
+    (folder / "clock.c").write_text(_CLOCK)
+    words = ["cc", "-shared", "-fPIC", "-o", str(folder / "clock.so"), str(folder / "clock.c"), "-ldl"]
+    subprocess.run(words, check=True)
+    return {"LD_PRELOAD": str(folder / "clock.so")}
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -289,14 +335,36 @@ def _import_all() -> None:
 
 def _import_for(job: dict[str, Any]) -> None:
     """Import Flower where a process is to run its programs; as an optional extra it is not imported before."""
-    words = job.get("words", ())
+    words = job.get("words", ("",))
     wanted = {"flwr"} if "fedloom.deploy.flower_commands" in words else set()
-    if "deploy" in words and {"server", "node", "local"} & set(words):
+    if Path(words[0]).name in _PROGRAMS or ("deploy" in words and {"server", "node", "local"} & set(words)):
         wanted = set(_PROGRAMS)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # as in the environment of each program; it is read once
-    for name in {name for program in wanted for name in _PROGRAMS[program]}:
+    gate = {"uvicorn"} if "fedloom.deploy.gate" in words else set()
+    for name in gate | {name for program in wanted for name in _PROGRAMS[program]}:
         with suppress(ImportError):
             import_module(name)
+    if "flwr.supernode.cli" in sys.modules:
+        _hurry()
+
+
+def _hurry() -> None:
+    """Shorten how long Flower's programs wait before they look, or try, again: tests are not about its patience.
+
+    What they do then, what they give up on and how often they try stay the same.
+    """
+    supernode: Any = import_module("flwr.supernode.start_client_internal")  # asks for messages, waits for answers
+    supernode.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, _SOON)))
+    retries: Any = import_module("flwr.supercore.retry.http_retry")  # when the other side does not answer
+    retries.MAX_RETRY_DELAY = _SOON
+    objects: Any = import_module("flwr.supercore.inflatable.inflatable_utils")  # parts that have not arrived yet
+    for function in vars(objects).values():
+        if "initial_backoff" in (getattr(function, "__kwdefaults__", None) or {}):
+            function.__kwdefaults__.update(initial_backoff=_SOON / 2, backoff_cap=_SOON)
+    server: Any = import_module("fedloom.deploy.server_app")  # looks for answers
+    server._LOOK = _SOON
+    node: Any = import_module("fedloom.deploy.take_part")  # starts a SuperNode that has ended again
+    node._AGAIN = 5 * _SOON
 
 
 def _build(cls: Any) -> None:
@@ -341,6 +409,9 @@ def _outcome(job: dict[str, Any]) -> int:
     _this.update(warm=True, parent=job["parent"] or _this["parent"])
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+    if job["clock"]:
+        with suppress(ValueError):  # there was no compiler
+            ctypes.c_int.in_dll(ctypes.CDLL(None), "clock_offset").value = job["clock"]
     if job["crash_at"]:
         _crash_at(job["crash_at"], job["crash_by"], job["place"])
     code = 1
