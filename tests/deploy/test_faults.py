@@ -23,6 +23,7 @@ from fedloom.deploy.site import NODES, SERVER_TOML, read_state
 from support.apart import Apart
 from support.federation import Here, Tamper, a_site, config_of, here, same, weights
 
+FILES = range(4, 17)  # those before which a node is killed, one in each round
 QUIET = {"evaluate": {"personal": False, "every": 20}}
 
 
@@ -64,15 +65,17 @@ def as_logged(home: Path) -> Tamper:
 
 
 def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
-    """Ten nodes, of which three are killed while they answer or between two rounds, twenty times; one is frozen too.
+    """Ten nodes, of which three are killed while they answer or between two rounds, time and again; one is frozen too.
 
-    The server mirrors the clients' states, and the result is that of nodes which lost nothing but these answers.
+    One of the three is killed just before it touches its fourth file, fifth, and so on to the sixteenth. The server
+    mirrors the clients' states, and the result is that of nodes which lost nothing but these answers.
     """
     names = tuple(f"Node {k}" for k in range(10))
-    home = a_site(tmp_path / "site", config_of("scaffold", rounds=20, local={"steps": 2, "batch": 8}, **QUIET), names)
-    with_rules(home, quorum=0.5, deadline=1.0)
+    config = config_of("scaffold", rounds=len(FILES), local={"steps": 2, "batch": 8}, **QUIET)
+    home = a_site(tmp_path / "site", config, names)
+    with_rules(home, quorum=0.5, deadline=0.2)
     shutil.copytree(tmp_path / "site", tmp_path / "again")
-    draw, nodes = random.Random(1), Apart(home)
+    draw, nodes, files = random.Random(1), Apart(home), iter(FILES)
     nodes.start(*range(10))
     frozen = 4
 
@@ -84,7 +87,7 @@ def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
         crashed = [k for k in ids if nodes.processes[k].poll() is not None]
         nodes.kill(*victims)  # while they work, or just before or after
         nodes.start(*({*victims[:2], *crashed} - {victims[2]}))
-        nodes.start(victims[2], crash_at=draw.randint(4, 16))  # before it touches so many of its files
+        nodes.start(victims[2], crash_at=next(files, 0))  # before it touches so many of its files
 
     nodes.sent = trouble
     try:
@@ -92,8 +95,8 @@ def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
     finally:
         nodes.kill(*range(10))
     lines = [line for line in read_rounds(home) if line["kind"] == "train"]
-    assert len(answered(home)) == 20
-    assert nodes.starts >= 10 + 3 * 20
+    assert len(answered(home)) == len(FILES)
+    assert nodes.starts >= 10 + 3 * len(FILES)
     assert any("Node 4" in line["late"] for line in lines)
     assert sum(len(line["answered"]) for line in lines) < 9 * len(lines)
     again = here(tmp_path / "again" / "server")

@@ -140,10 +140,7 @@ def test_own_code_that_fails_at_a_node_is_named_and_the_node_goes_on(
 def test_a_run_is_stopped_at_once(tmp_path: Path) -> None:
     """Also where the server does not answer: the process of the run is ended, and a later one may go on."""
     home = a_site(tmp_path / "site", config_of("fedavg"))
-    run = "import os, sys, time; from pathlib import Path; from fedloom.deploy.site import conducted, write_state\n"
-    run += "home = Path(sys.argv[1])\nwith conducted(home):\n"
-    run += "    write_state(home, 1, 'running', process=os.getpid()); print(flush=True); time.sleep(600)"
-    with warm.FRESH([sys.executable, "-c", run, str(home)], stdout=subprocess.PIPE) as process:
+    with warm.Popen([sys.executable, "-m", "support.conducting", str(home)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         stop_run(home.parent, now=True)

@@ -52,7 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "star, by data": {"topology": {"kind": "star", "weights": "data_weighted", "allow_row_stochastic": True}},
     "redrawn": {"topology": {"kind": "random", "max_degree": 1, "start": "independent"}},
     "memory": {"local": {"batch": 32, "momentum": 0.9, "state": "persist"}},
-    "statistics": {"model": {"kind": "resnet20", "norm": "batch"}, "data": {"source": "digits", "test": 0.99}},
+    "statistics": {
+        "model": {"kind": "resnet20", "width": 4, "norm": "batch"},
+        "data": {"source": "digits", "test": 0.99},
+    },
 }
 
 
@@ -85,7 +88,7 @@ def test_half_of_the_messages_are_lost_and_a_link_stalls_and_the_mean_stays(tmp_
             ada = nodes[0]._replace(address=f"tcp://127.0.0.1:{way.port}")
             return bundle._replace(members=bundle.members._replace(nodes=(ada, *nodes[1:])))
 
-        processes = [network.process(k, deadline=0.5, alter=through if k == 1 else lambda b: b) for k in range(6)]
+        processes = [network.process(k, deadline=0.2, alter=through if k == 1 else lambda b: b) for k in range(6)]
         for process in processes:
             process.station.edges.send = lossy(process.station.send, chance)
             patient = partial(setattr, process.station.edges, "patience", Patience(deadline=600.0))

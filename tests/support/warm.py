@@ -306,7 +306,7 @@ def serve(path: str) -> None:
 def _import_all() -> None:
     """Import what commands need: the first gradient imports the compiler, the first parse every algorithm and model.
 
-    Some commands import large libraries when they need them: for statistics, networks, pictures, privacy.
+    Some commands import large libraries when they need them: for statistics, networks, pictures, privacy, tables.
     """
     import torch
     from matplotlib.figure import Figure
@@ -328,7 +328,7 @@ def _import_all() -> None:
     figure.suptitle("any")
     for suffix in PICTURES:
         as_file(figure, suffix)
-    for name in ("networkx", "scipy.stats", "dp_accounting"):
+    for name in ("networkx", "scipy.stats", "dp_accounting", "sklearn.compose", "sklearn.impute"):
         with suppress(ImportError):  # of an optional extra
             import_module(name)
 
