@@ -82,7 +82,7 @@ def test_a_third_of_the_nodes_is_killed_in_every_round(tmp_path: Path) -> None:
     def trouble(count: int, ids: list[int]) -> None:
         if len(ids) < 10 or count < 2:
             return
-        (nodes.freeze if count == 5 else nodes.thaw)(frozen)
+        (nodes.freeze if count in (4, 5) else nodes.thaw)(frozen)  # it may have answered the first of these before
         victims = draw.sample([k for k in ids if k != frozen], 3)
         crashed = [k for k in ids if nodes.processes[k].poll() is not None]
         nodes.kill(*victims)  # while they work, or just before or after

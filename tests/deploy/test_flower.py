@@ -91,6 +91,16 @@ class Running:
                 process.kill()
 
 
+@contextmanager
+def killed_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive the block, where it would be waited for, even if the block fails."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def wait_until(true: Callable[[], Any], *processes: subprocess.Popen[str]) -> None:
     until = time.monotonic() + PATIENCE
     while not true():
@@ -156,7 +166,7 @@ def test_a_run_survives_kills_and_a_bad_network_and_strangers_stay_out(tmp_path:
 
         settings = site / "hospital-b" / "node.toml"
         settings.write_text(settings.read_text().replace(str(port), str(network.port)))
-        with fedloom("server", site) as first:
+        with killed_at_last(fedloom("server", site)) as first:
             wait_until(lambda: listens(port), first)
             _assert_closed_to_strangers(site, port)
             a, b = node("hospital-a", **_stops_in_round(2, site / "hospital-a")), node("hospital-b")
