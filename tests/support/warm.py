@@ -312,8 +312,10 @@ def _import_all() -> None:
     from matplotlib.figure import Figure
 
     import fedloom
+    from fedloom.cli.main import command
     from fedloom.core.schema import Spec
     from fedloom.report.figure import PICTURES, as_file
+    from fedloom.runs.environment import code_hash
     from fedloom.runs.settings import parse
 
     # Kernels are for a GPU; what needs Flower, an optional extra, is imported by those who need it.
@@ -321,6 +323,8 @@ def _import_all() -> None:
     for module in pkgutil.walk_packages(fedloom.__path__, "fedloom."):
         if not module.name.startswith(others):
             import_module(module.name)
+    command()
+    code_hash()
     parse({})
     _build(Spec)
     torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 2))

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import traceback
+from functools import cache
 from typing import Annotated
 
 import click
@@ -70,12 +71,18 @@ app.add_typer(deploy.app, name="deploy")
 app.add_typer(peers.app, name="peers")
 
 
+@cache
+def command() -> click.Command:
+    """The commands with all their options; to build them takes as long as a short run."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Run the command line; every expected error is one message and an exit code, never a traceback."""
     follow_parent()
     wait_passively()
     try:
-        code = app(standalone_mode=False)
+        code = command()(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
