@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from support import warm
 from support.terminal import SMALL, Done, Quick, environment, fedloom, files, started
+
+PLAIN = "checkpoint.curves=false"  # a picture takes longer than most runs here
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def test_the_printed_config_is_complete_and_gives_the_same_run(tmp_path: Path, q
 
 @pytest.mark.parametrize("kind", ["local_only", "dpsgd", "fedopt", "fedavg_ft"])
 def test_the_printed_config_of_every_family_can_be_run(tmp_path: Path, quick: Quick, kind: str) -> None:
-    words = (f"algorithm.kind={kind}", "rounds=1", "partition.clients=6", "model.kind=logistic")
+    words = (f"algorithm.kind={kind}", "rounds=1", "partition.clients=6", "model.kind=logistic", PLAIN)
     printed = quick("run", *words, "--print-config", cwd=tmp_path)
     (tmp_path / "printed.toml").write_text(printed.out)
     done = quick("run", "printed.toml", "--out", "r", cwd=tmp_path)
@@ -139,6 +142,7 @@ def test_overrides_change_the_file_and_say_what_they_leave_out(tmp_path: Path, q
         "rounds=1",
         "model=logistic",
         "name=mine",
+        PLAIN,
     )
     done = quick("run", "exp.toml", *words, cwd=tmp_path)
     assert done.code == 0, done.err
@@ -154,8 +158,10 @@ def test_overrides_change_the_file_and_say_what_they_leave_out(tmp_path: Path, q
 @pytest.mark.parametrize("private", [False, True])
 def test_a_private_run_is_not_advised_to_go_on(quick: Quick, tmp_path: Path, private: bool) -> None:
     """Its noise may have been made for just so many rounds."""
+    base = ("rounds=2", "partition.clients=6", "model.kind=logistic", PLAIN)
     words = ("privacy.clip=1", "privacy.epsilon=8", "algorithm.weighting=uniform") if private else ()
-    done = quick("run", "rounds=2", *SMALL, *words, "--out", "r", cwd=tmp_path)
+    all_of_them = "cohort.sampling=all"  # of a part of them, the noise takes seconds to find
+    done = quick("run", *base, *words, all_of_them, "--out", "r", cwd=tmp_path)
     assert done.code == 0, done.err
     assert (tmp_path / "r" / "privacy.json").exists() == private
     further = [] if private else ["  fedloom resume r --rounds 4"]
@@ -190,7 +196,7 @@ def test_a_machine_without_network_is_enough(tmp_path: Path) -> None:
 def test_on_a_terminal_there_is_a_live_bar(tmp_path: Path) -> None:
     screen, line = pty.openpty()
     command = [sys.executable, "-m", "fedloom", "run", "rounds=5", *SMALL, "--out", "r"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         command, cwd=tmp_path, env=environment({"TERM": "xterm-256color"}), stdin=line, stdout=line, stderr=line
     )
     os.close(line)
@@ -381,7 +387,7 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(quick: Quick, tmp_pa
 def test_poison_for_a_model_that_is_never_sent_is_refused(quick: Quick, tmp_path: Path) -> None:
     """Clients of LAW-AFL send moves of a model only where they train one; else they would seem to bear poison."""
     bad = ("corruption.kind=model_sign_flip", "corruption.share=0.3")
-    poison = ("algorithm.kind=law_afl", "model.kind=logistic", "rounds=1", *bad)
+    poison = ("algorithm.kind=law_afl", "model.kind=logistic", "partition.clients=6", "rounds=1", PLAIN, *bad)
     said = refused(quick, tmp_path, *poison, "algorithm.schedule=frozen")
     assert re.search(r"corruption\.kind: changes the part 'dw'.* sends \['rows', .*'model_sign_flip'", said)
     assert "'dw'" not in said.partition(" sends ")[2]
@@ -427,8 +433,8 @@ class Broken(FedAvg):
 @pytest.mark.parametrize("every", [1, 4])
 def test_one_client_that_is_not_finite_is_left_out_counted_and_named(quick: Quick, tmp_path: Path, every: int) -> None:
     (tmp_path / "broken.py").write_text(NAN_CLIENT)
-    base = ("partition.clients=5", "cohort.sampling=all", "model.kind=logistic", "rounds=4")
-    assert quick("run", *base, "--out", "plain", cwd=tmp_path).code == 0
+    base = ("partition.clients=5", "cohort.sampling=all", "model.kind=logistic", "rounds=4", PLAIN)
+    assert quick("run", *base, "rounds=1", "--out", "plain", cwd=tmp_path).code == 0
     parts = load_file(tmp_path / "plain" / "partition.safetensors")
     kept = np.bincount(parts["owner"][parts["held_out"] == 0])
     client = int(np.flatnonzero([np.count_nonzero(kept == n) == 1 for n in kept])[0])
@@ -487,6 +493,7 @@ def test_the_users_own_model_partition_and_data(quick: Quick, tmp_path: Path) ->
         "data.n=200",
         "rounds=2",
         "partition.clients=4",
+        PLAIN,
         "--json",
         "--out",
         "r",
@@ -645,7 +652,7 @@ def test_what_a_run_says_is_what_was_meant(tmp_path: Path, quick: Quick) -> None
         "import numpy as np\ndef three(seed): return np.eye(90, 3), np.arange(90) % 2\n"
     )
     settings = ("rounds=3", "evaluate.every=2", "partition.clients=3", "model=logistic", "evaluate.diagnostics=updates")
-    done = quick("run", "data=loaders.py:three", *settings, cwd=tmp_path)
+    done = quick("run", "data=loaders.py:three", *settings, PLAIN, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "loaders.py:three: 72 rows" in done.out
     assert re.search(r"^round 1/3 .*accuracy \S+ after round 0 ", done.out, re.MULTILINE)
@@ -739,7 +746,8 @@ def test_what_a_cpu_does_not_do_is_reported(tmp_path: Path) -> None:
 
 
 def test_more_data_than_memory_is_one_error_and_nothing_written(tmp_path: Path) -> None:
-    words = ("data=synthetic", "data.devices=1000000", "partition=natural", "model=logistic", "rounds=1")
+    words = ("data=synthetic", "data.devices=1000000", "data.features=10000")  # 80 GB
+    words += ("partition=natural", "model=logistic", "rounds=1")
     limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (9 << 30, 9 << 30))}
     done = fedloom("run", *words, "--out", "run", cwd=tmp_path, **limits)
     assert done.code == 2

@@ -94,6 +94,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         crash_at: int = 0,
         crash_by: int = signal.SIGKILL,
         place: str = "",
+        copies: str = "",
+        step: int = 1,
         largest_file: int = 0,
         clock: int = 0,
         parent: bool = False,
@@ -101,12 +103,14 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     ) -> None:
         """With ``crash_at``, killed just before it touches a file below ``place`` for that time.
 
-        ``crash_by=SIGSTOP``: it stops there instead, for as long as a test needs, and is not killed.
+        ``crash_by=SIGSTOP``: it stops there instead, for as long as a test needs, and is not killed. ``copies``: it
+        goes on, and the folder ``place`` is copied below ``copies`` then and before every further ``step`` touches:
+        what is there is what kills at all these places would leave.
         ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``clock``: by how many
         seconds its clock is wrong, and that of all that it forks, also for C; right where there is no compiler.
         ``parent``: the processes that it starts are its own children.
         """
-        crash = {"crash_at": crash_at, "crash_by": int(crash_by), "place": place}
+        crash = {"crash_at": crash_at, "crash_by": int(crash_by), "place": place, "copies": copies, "step": step}
         self._job = {**crash, "largest_file": largest_file, "clock": clock, "parent": parent}
         super().__init__(args, *rest, **more)
 
@@ -417,7 +421,7 @@ def _outcome(job: dict[str, Any]) -> int:
         with suppress(ValueError):  # there was no compiler
             ctypes.c_int.in_dll(ctypes.CDLL(None), "clock_offset").value = job["clock"]
     if job["crash_at"]:
-        _crash_at(job["crash_at"], job["crash_by"], job["place"])
+        _at_touches(job)
     code = 1
     try:
         if words[0] == "-m":
@@ -440,18 +444,25 @@ def _outcome(job: dict[str, Any]) -> int:
     return code
 
 
-def _crash_at(number: int, by: int, place: str) -> None:
-    """Die like a power cut, or stop, just before this process touches a file below ``place`` for the given time."""
-    touched = 0
+def _at_touches(job: dict[str, Any]) -> None:
+    """Die like a power cut, stop, or be copied, just before this process touches a file for the given time."""
+    place, number, touched, copying = job["place"], job["crash_at"], 0, False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal touched
-        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod") and any(
-            place in str(a) for a in arguments[:2]
+        nonlocal touched, copying
+        if (
+            event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod")
+            and not copying
+            and any(place in str(a) for a in arguments[:2])
         ):
             touched += 1
-            if touched == number:
-                os.kill(os.getpid(), by)
+            if job["copies"] and touched >= number and (touched - number) % job["step"] == 0:
+                copying = True
+                with suppress(FileNotFoundError):  # before the first touch there is nothing
+                    shutil.copytree(place, Path(job["copies"], f"{touched:04d}"), symlinks=True)
+                copying = False
+            elif touched == number:
+                os.kill(os.getpid(), job["crash_by"])
 
     sys.addaudithook(hook)
 
