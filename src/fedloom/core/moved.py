@@ -100,8 +100,11 @@ def _has(module: str, name: str) -> bool:
 
 def _defining(name: str) -> list[str]:
     """The modules of fedloom that define this name, except those of the command line."""
-    homes = {path: _named(path) for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "cli"}
-    return [home for path, home in homes.items() if name in _defined(path.read_text(encoding="utf-8"))]
+    sources = {
+        path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "cli"
+    }
+    # To parse a source takes long; only one that has the name somewhere can define it.
+    return [_named(path) for path, source in sources.items() if name in source and name in _defined(source)]
 
 
 def _packages(name: str) -> list[str]:

@@ -435,8 +435,9 @@ def as_toml(config: Config) -> str:
         f"{section}.{key}"
         for section in (*KEYS, *SECTIONS)
         if section != "cohort" or config.algorithm.family != "gossip"
+        for of_no_use in [idle_in(config, section)]
         for key, value in (getattr(config, section) or Basics()).model_dump().items()
-        if value is None and key not in idle_in(config, section)
+        if value is None and key not in of_no_use
     ]
     note = f"\n# unset, so chosen by rule: {', '.join(unset)}\n" if unset else ""
     return tomli_w.dumps(as_table(config)) + note
