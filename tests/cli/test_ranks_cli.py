@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
 from support.ports import free_ports
 from support.terminal import environment, fedloom, started
 
@@ -135,9 +136,10 @@ def test_torchrun_starts_ranks_too_on_two_machines(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         where = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=1", "-m", "fedloom"]
+        launcher = [sys.executable, "-m", "support.torchrun", *where, "--nproc-per-node=1"]
+        command = [*launcher, "--no-python", sys.executable, "-m", "fedloom"]
         machines.append(
-            subprocess.Popen(
+            warm.Popen(
                 [*command, "run", *WORDS, f"rounds={ROUNDS}", "--out", "run"],
                 cwd=tmp_path / str(number),
                 env=environment(extra),

@@ -35,6 +35,7 @@ SMALL: dict[str, Any] = {
 }
 PRIVATE = {"clip": 1.0, "noise": 2.0}
 PRIVATE_WORDS = ("privacy.clip=1", "algorithm.weighting=uniform", "model=logistic", "checkpoint.curves=false")
+PRIVATE_WORDS += ("partition.clients=6", "cohort.sampling=all")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_the_key_lies_in_the_run_folder_and_nowhere_else(quick: Quick, tmp_path:
 
 
 def test_simulated_noise_has_no_key_and_says_so_beside_epsilon(quick: Quick, tmp_path: Path) -> None:
-    words = ("privacy.clip=1", "privacy.noise=1", "privacy.noise_from=seed", "algorithm.weighting=uniform", "rounds=2")
+    words = (*PRIVATE_WORDS, "privacy.noise=1", "privacy.noise_from=seed", "rounds=2")
     done = quick("run", *words, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert SIMULATED in done.out
@@ -289,12 +290,22 @@ EDITS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private run of two rounds, for copies."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    started(run, 2, local={"lr": 0.05, "batch": 0})
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "key", "was", "is_"), EDITS, ids=[edit[2] for edit in EDITS])
 @pytest.mark.parametrize("saved", [True, False], ids=["with a checkpoint", "before the first"])
-def test_an_edit_is_refused(tmp_path: Path, old: str, new: str, key: str, was: str, is_: str, saved: bool) -> None:
+def test_an_edit_is_refused(
+    begun: Path, tmp_path: Path, old: str, new: str, key: str, was: str, is_: str, saved: bool
+) -> None:
     """109.0, and after an edit of the noise 0.088: not any more."""
-    started(tmp_path / "run", 2, local={"lr": 0.05, "batch": 0})
+    shutil.copytree(begun, tmp_path / "run")
     if not saved:
         shutil.rmtree(tmp_path / "run" / "checkpoints")
     edited(tmp_path / "run", old, new)
@@ -328,7 +339,7 @@ def test_privacy_cannot_be_left_out_or_added_later(tmp_path: Path) -> None:
     "edit", [("every = 1\n", "every = 2\n"), ('device = "auto"', 'device = "cpu"')], ids=["evaluate", "engine"]
 )
 def test_what_no_upload_depends_on_may_be_edited(tmp_path: Path, edit: tuple[str, str]) -> None:
-    started(tmp_path / "run", 2, checkpoint={"every": 5})
+    started(tmp_path / "run", 2, checkpoint={"every": 5, "curves": False})
     edited(tmp_path / "run", *edit)
     resumed(tmp_path / "run", rounds=4)
     assert spent(tmp_path / "run")[-1] > 0
@@ -344,8 +355,8 @@ def test_rounds_cannot_be_edited_where_noise_was_calibrated_for_them(tmp_path: P
 
 
 @pytest.mark.slow
-def test_who_forges_what_the_run_began_with_meets_the_ledger(tmp_path: Path) -> None:
-    started(tmp_path / "run", 2)
+def test_who_forges_what_the_run_began_with_meets_the_ledger(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
     edited(tmp_path / "run", "noise = 2.0", "noise = 200.0")
     path = tmp_path / "run" / "privacy.json"
     told = json.loads(path.read_text())
@@ -442,8 +453,8 @@ def _no_number(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [_gone, _short, _no_number])
-def test_a_lost_key_is_reported(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    started(tmp_path / "run", 2)
+def test_a_lost_key_is_reported(begun: Path, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    shutil.copytree(begun, tmp_path / "run")
     spoil(tmp_path / "run" / "noise.key")
     for found in ("is missing|has changed since the run wrote it", "is (missing|damaged)"):
         with pytest.raises(CheckpointError, match=rf"noise\.key: ({found})") as caught:
@@ -479,8 +490,8 @@ def test_a_start_that_is_killed_while_the_key_is_written_goes_on(quick: Quick, t
 
 
 @pytest.mark.slow
-def test_a_run_of_an_earlier_version_is_reported(tmp_path: Path) -> None:
-    started(tmp_path / "run", 2)
+def test_a_run_of_an_earlier_version_is_reported(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
     path = tmp_path / "run" / "privacy.json"
     told = json.loads(path.read_text())
     del told["settings"]
