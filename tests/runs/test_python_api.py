@@ -26,9 +26,12 @@ from fedloom.data.sources import Digits, from_arrays
 from fedloom.runs.in_memory import GivenNet, as_arrays
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
+from support import warm
 from support.terminal import environment, files
 
 SMALL: dict[str, Any] = {"model": "logistic", "partition": {"clients": 5}, "cohort": {"size": 3}}
+PLAIN = {"curves": False}  # a picture takes longer than most runs here
+SMALL["checkpoint"] = PLAIN
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +238,7 @@ def test_a_run_folder_is_written_and_resumed(desk: Path) -> None:
 
 def message_bytes(kind: str) -> Any:
     """What a run folder says that a client is sent and sends, of digits and a logistic net: 64 inputs, 10 classes."""
-    fedloom.run(kind, rounds=1, model="logistic", partition={"clients": 5}, out=kind)
+    fedloom.run(kind, rounds=1, model="logistic", partition={"clients": 5}, checkpoint=PLAIN, out=kind)
     return json.loads(Path(kind, "environment.json").read_text())["message_bytes"]
 
 
@@ -383,7 +386,7 @@ class TwoLayers(nn.Module):
 
 
 def test_a_net_is_handed_over() -> None:
-    few = {"data": blobs(), "partition": {"clients": 4}, "cohort": {"size": 2}, "rounds": 2}
+    few = {"data": blobs(), "partition": {"clients": 4}, "cohort": {"size": 2}, "rounds": 2, "checkpoint": PLAIN}
     by_class = fedloom.run(model=TwoLayers, **few)
     assert isinstance(by_class.model, TwoLayers)
     net = TwoLayers()
@@ -481,7 +484,8 @@ def test_long_tables_say_that_rows_are_left_out() -> None:
 def test_a_comparison_from_python(desk: Path) -> None:
     x, y = blobs()
     np.savez("mine.npz", x=x, y=y)
-    done = fedloom.compare("fedavg", "fedprox", seeds=1, data="mine.npz", rounds=1, jobs=1, out="c", **SMALL)
+    with warm.processes():
+        done = fedloom.compare("fedavg", "fedprox", seeds=1, data="mine.npz", rounds=1, jobs=1, out="c", **SMALL)
     assert [row.method for row in done.rows] == ["fedavg", "fedprox"]
     assert repr(done).startswith("<Comparison in c>\n\n| algorithm | last")
     with pytest.raises(ConfigError, match=r"numpy\.savez"):

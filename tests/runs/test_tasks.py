@@ -18,6 +18,7 @@ from fedloom.runs.settings import as_hashed, parse
 pytestmark = pytest.mark.slow
 
 FEW: dict[str, Any] = {"rounds": 2, "partition": {"clients": 4}, "model": {"kind": "mlp", "widths": [4]}}
+FEW["checkpoint"] = {"curves": False}  # a picture takes longer than such a run
 
 
 def numbers(n: int = 120) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -47,7 +48,8 @@ def test_every_method_learns_numbers_or_says_why_not(kind: str, tmp_path: Path) 
 def test_a_linear_number_is_learned_in_its_unit(tmp_path: Path) -> None:
     x, y = numbers(400)
     settings = {"partition": {"clients": 4}, "model": "logistic", "rounds": 1, "task": "regression"}
-    exact = fedloom.run("analytic", data=(x, y), cohort={"sampling": "all"}, out=tmp_path / "a", **settings)
+    there = {"out": tmp_path / "a", "checkpoint": FEW["checkpoint"]}
+    exact = fedloom.run("analytic", data=(x, y), cohort={"sampling": "all"}, **there, **settings)
     assert exact.records[-1]["global/test/r2"] > 0.99  # all but the ridge
     models = fedloom.load(tmp_path / "a")
     assert np.abs(models.predict(x) - y).mean() < 0.1 * y.std()

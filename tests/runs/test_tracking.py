@@ -17,6 +17,7 @@ from fedloom.runs import tracking
 from fedloom.runs.settings import config_hash, parse
 
 SMALL: dict[str, Any] = {"partition": {"clients": 4}, "model": "logistic", "rounds": 2, "progress": False}
+SMALL["checkpoint"] = {"curves": False}
 ACCURACY = "global/test/accuracy"
 
 
@@ -62,9 +63,11 @@ def test_mlflow_has_settings_curve_and_outcome() -> None:
 
 
 def test_wandb_writes_offline() -> None:
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     history = fedloom.run(out="run", track="wandb", **SMALL)
+    wandb.teardown()  # waits, as the end of a program does, until its own process has written everything
     (file,) = Path("wandb").glob("offline-run-*/run-*.wandb")
     found, name = [], ""
     for data in wandb_records(file.read_bytes()):
