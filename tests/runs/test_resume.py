@@ -14,6 +14,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -71,26 +72,43 @@ def wait_for(run: Path, count: int, process: subprocess.Popen[str]) -> None:
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
+HALF = {"fedavg": 0, "dpsgd": 1, "scaffold": 0, "local_only/disk": 1}  # two without and two with states of clients
+
+
+def places(cut: Path, kind: str) -> list[Path]:
+    """The copies to go on from, so that of every kind of touch one is tried, with states of clients and without.
+
+    The two methods of each pair in ``HALF`` share the kinds of touches; all others are tried at three places.
+    """
+    by_kind: dict[str, list[str]] = {}
+    touches = [json.loads(line) for line in cut.with_suffix(".jsonl").read_text().splitlines()]
+    for number, event, path, how in touches:
+        where = re.search(r"checkpoints/|clients/|(metrics|timings)\.jsonl$|\.", path)
+        read = "to read" if (event, how) == ("open", "r") else ""
+        by_kind.setdefault(f"{event} {where and where[0]} {read}", []).append(f"{number:04d}")
+    assert len(by_kind) >= 14
+    if kind not in HALF:
+        return sorted(cut.iterdir())[10::33]
+    own = [k for k in by_kind if crc32(k.encode()) % 2 == HALF[kind] or "clients/" in k]
+    return [cut / by_kind[k][len(by_kind[k]) // 2] for k in own]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_every_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str) -> None:
-    """A power cut before the first file, before the second, and so on through the whole life of a run.
+def test_killed_at_every_kind_of_touch_of_a_file(quick: Quick, tmp_path: Path, kind: str) -> None:
+    """A power cut before a file is opened, renamed, deleted and so on, through the whole life of a run.
 
-    What each would leave is copied while a run goes on undisturbed. Every second copy that is continued is really
-    killed once more, at another place, before it may finish.
+    What each would leave is copied while a run goes on undisturbed. Some of the copies that go on are really killed
+    once more, at another place, before they may finish.
     """
     words = (*KINDS[kind], "rounds=3", "checkpoint.every=1")
-    step = 13 if kind == "local_only/disk" else 26  # the one with the most files is tried most often
-    first = 2 + 4 * list(KINDS).index(kind) % step  # so that all kinds together try every fourth place
-    cuts = {"crash_at": first, "step": step, "place": "whole", "copies": str(tmp_path / "cut")}
-    assert quick("run", *words, "--out", "whole", cwd=tmp_path, **cuts).code == 0
+    copied = {"crash_at": 1, "place": "whole", "copies": str(tmp_path / "cut")}
+    assert quick("run", *words, "--out", "whole", cwd=tmp_path, **copied).code == 0
     want = result(tmp_path / "whole")
-    runs = sorted((tmp_path / "cut").iterdir())
-    assert len(runs) >= 3
-    for number, run in enumerate(runs):
+    for number, run in enumerate(places(tmp_path / "cut", kind)):
         name = f"cut/{run.name}"
         if (run / "config.toml").exists():
-            if number % 2:
+            if number % 3 == 1:
                 quick("resume", name, cwd=tmp_path, crash_at=7 + int(run.name) % 11, place=name)
             ended = quick("resume", name, cwd=tmp_path)
         else:

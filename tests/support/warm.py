@@ -105,7 +105,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
         ``crash_by=SIGSTOP``: it stops there instead, for as long as a test needs, and is not killed. ``copies``: it
         goes on, and the folder ``place`` is copied below ``copies`` then and before every further ``step`` touches:
-        what is there is what kills at all these places would leave.
+        what is there is what kills at all these places would leave. The events are listed in ``copies`` + ``.jsonl``.
         ``largest_file`` bounds the bytes of each file that it writes, as a full disk would. ``clock``: by how many
         seconds its clock is wrong, and that of all that it forks, also for C; right where there is no compiler.
         ``parent``: the processes that it starts are its own children.
@@ -460,6 +460,8 @@ def _at_touches(job: dict[str, Any]) -> None:
                 copying = True
                 with suppress(FileNotFoundError):  # before the first touch there is nothing
                     shutil.copytree(place, Path(job["copies"], f"{touched:04d}"), symlinks=True)
+                    with Path(f"{job['copies']}.jsonl").open("a") as events:
+                        print(json.dumps([touched, event, *map(str, arguments[:2])]), file=events)
                 copying = False
             elif touched == number:
                 os.kill(os.getpid(), job["crash_by"])
