@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.compare import write
 from fedloom.compare.run import run
+from fedloom.report.figure import PICTURES
 from support import warm
 from support.comparisons import GRID, table
 
@@ -19,11 +21,19 @@ def _warm_workers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing a picture in three formats takes longer than most comparisons here, and fails in one as in three; a
+    comparison by command, and the ``whole`` one, is drawn in all."""
+    monkeypatch.setattr(write, "PICTURES", (".png",))
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three methods on two partitions with two seeds."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     paper = [{"algorithm": "fedopt", "where": {"partition.alpha": 0.1}, "value": 72.15}]
-    with warm.processes():
+    with warm.processes(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "PICTURES", PICTURES)
         run(table(grid=GRID, target=0.3, paper=paper), folder, jobs=2)
     return folder

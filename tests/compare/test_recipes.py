@@ -110,10 +110,10 @@ def of_use(table: Table) -> Table:
     return without_idle(table)[0]
 
 
-@functools.cache
-def parsed(path: Path) -> list[Config]:
-    """Every experiment of a recipe, but for its seeds, laid out without the planner: two tests look at them."""
-    return [parse(of_use(cell)) for cell in cells(*split(path))]
+def algorithms(path: Path) -> set[Any]:
+    """Every algorithm of a recipe, with its settings, laid out without the planner."""
+    each = {json.dumps(cell["algorithm"], sort_keys=True): cell for cell in cells(*split(path))}
+    return {parse(of_use(cell)).algorithm for cell in each.values()}
 
 
 def test_there_is_a_recipe_for_every_table_and_figure() -> None:
@@ -150,7 +150,8 @@ def test_the_experiment_of_a_recipe_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("path", COMPARED, ids=named)
 def test_every_cell_of_a_recipe_is_valid(path: Path) -> None:
-    compare, configs = split(path)[1], parsed(path)
+    """The planner parses them all, and refuses the recipe for any fault."""
+    compare, configs = split(path)[1], [cell.config for cell in first_cells(path)]
     assert set(compare) <= {
         *("algorithms", "seeds", "baseline", "metric", "target", "grid", "cells", "paper"),
         *("x", "layout", "notes", "caveats", "claims", "equal", "reference", "gain"),
@@ -454,21 +455,38 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         return vars(task)["first"].expand(len(x), -1)
 
     monkeypatch.setattr(Task, "features", features)
-    nets: dict[str, Task] = {}
-
-    def net(model: NetSpec, arrays: Arrays, seed: int, *_: int) -> Task:
-        name = f"{model!r} {arrays.shape} {arrays.classes}"
-        if name not in nets:
-            nets.clear()  # cells come sorted by nets, and some are of 100 MB
-            nets[name] = initial_task(model, arrays, seed)
-        return nets[name]
-
-    monkeypatch.setattr(preparing, "initial_task", net)
+    monkeypatch.setattr(preparing, "initial_task", lambda *given: one_net(*given[:3]))
     monkeypatch.setattr(preparing, "share", lambda config, *_: dealt_out(config))
-    monkeypatch.setattr(Task, "learning", functools.lru_cache(maxsize=2)(Task.learning))  # the same task each time
-    monkeypatch.setattr(Task, "to", functools.lru_cache(maxsize=2)(Task.to))  # it copies the net
-    tried = functools.lru_cache(maxsize=2)(vars(Task)["is_head_of_body"].fget)
-    monkeypatch.setattr(Task, "is_head_of_body", property(tried))  # it runs the net
+    monkeypatch.setattr(Task, "learning", LEARNING)  # the same task each time
+    monkeypatch.setattr(Task, "to", PLACED)  # it copies the net
+    monkeypatch.setattr(Task, "is_head_of_body", property(TRIED))  # it runs the net
+
+
+KEPT = 6  # nets, some of which are of 100 MB
+NETS: dict[str, Task] = {}  # the last few: cells of a recipe come sorted by nets, and recipes have the same ones
+LEARNING = functools.lru_cache(KEPT)(Task.learning)
+PLACED = functools.lru_cache(KEPT)(Task.to)
+TRIED = functools.lru_cache(KEPT)(vars(Task)["is_head_of_body"].fget)
+
+
+def one_net(model: NetSpec, arrays: Arrays, seed: int) -> Task:
+    """What ``initial_task`` gives, for cells with the same net once."""
+    name = f"{model!r} {arrays.shape} {arrays.classes}"
+    if name not in NETS:
+        while len(NETS) >= KEPT:
+            del NETS[next(iter(NETS))]
+        NETS[name] = initial_task(model, arrays, seed)
+    return NETS[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    """The nets, when all recipes have been looked at."""
+    yield
+    for kept in (LEARNING, PLACED, TRIED):
+        kept.cache_clear()
+    NETS.clear()
+    DEALT.clear()
 
 
 DEALT: dict[str, Shared] = {}  # data that was dealt out, of the last few kinds
@@ -486,15 +504,24 @@ def dealt_out(config: Config) -> Shared:
     return DEALT[name]
 
 
+# How much is trained and what is measured: parsing has checked it, and nothing that is built depends on it.
+AMOUNTS = {"lr", "decay", "steps", "epochs"}
+
+
 def sides(config: Config) -> set[str]:
-    """The data and who has it, and the net with what is done to it: two parts that meet in the shape of a row only."""
+    """The data and who has it, the net with the method that trains it, and the method with those who take part: parts
+    that meet in the shape of a row only, or in the settings of the method, which both have."""
     table = as_table(config)
-    dealt = ("seed", "data", "partition", "proxy", "corruption", "cohort", "topology", "system")
-    data = {"needs_proxy": needs_proxy(config.algorithm)} | {key: table.get(key) for key in dealt}
     kind = type(config.data)
     rows = (kind.layout.shape, kind.layout.classes) if issubclass(kind, PublishedSet) else table["data"]
-    net = {"rows": rows} | {key: value for key, value in table.items() if key not in ("rounds", "data", "partition")}
-    return {json.dumps(side, sort_keys=True) for side in (data, net)}
+    local = {key: value for key, value in table.get("local", {}).items() if key not in AMOUNTS}
+    method = {"local": local} | {key: table.get(key) for key in ("algorithm", "engine", "privacy", "task")}
+    present = {key: table.get(key) for key in ("proxy", "corruption", "cohort", "topology", "system")}
+    needs = {"needs_proxy": needs_proxy(config.algorithm), "validation": config.evaluate.validation}
+    data = needs | present | {key: table.get(key) for key in ("seed", "data", "partition")}
+    net = method | {"rows": rows, "model": table["model"]}
+    parts = (data, net, method | present | {"aggregation": table.get("aggregation")})
+    return {json.dumps(side, sort_keys=True) for side in parts}
 
 
 def fault(config: Config) -> str:
@@ -587,8 +614,8 @@ def test_an_extractor_is_trained_and_all_methods_train_heads_on_it(tmp_path: Pat
 def test_compare_plans_the_same_cells(path: Path) -> None:
     compare, found = split(path)[1], planned(path)
     assert all("draws other clients" in note for note in found.notes)  # FedProx as its paper has it
-    assert len(found.cells) == len(compare["seeds"]) * len(parsed(path))
-    assert {cell.config.algorithm for cell in found.cells} == {config.algorithm for config in parsed(path)}
+    assert len(found.cells) == len(compare["seeds"]) * sum(1 for _ in cells(*split(path)))
+    assert {cell.config.algorithm for cell in found.cells} == algorithms(path)
 
 
 def test_figures_and_tables_share_their_runs() -> None:

@@ -15,6 +15,7 @@ from fedloom.core.errors import FedloomError
 from fedloom.core.signals import deferred
 
 _SHARE = 20  # of the time is left for other things than tables
+_FIRST = 2.0  # seconds before the first tables: a comparison that has ended by then writes and draws them once
 
 
 class TablesAsCellsEnd:
@@ -22,7 +23,7 @@ class TablesAsCellsEnd:
 
     def __init__(self, planned: ComparisonPlan, folder: Path, cells: Path, watcher: Watcher) -> None:
         self._planned, self._folder, self._cells, self._watcher = planned, folder, cells, watcher
-        self._due = 0.0
+        self._due = time.monotonic() + _FIRST
 
     def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None:
         self._watcher.started(plan, folder, jobs, standing)

@@ -233,13 +233,18 @@ def without_effect(
 
     Settings that are ``doubtful`` are not used as evidence, since their own values are wrong.
     """
+    declared = conditions(cls)
+    asked = [name for name in names if name in declared and name not in doubtful]
+    if not asked:
+        return {}
     known = _values(cls, settings, lookup, doubtful)
-    return {name: _missing(conditions(cls)[name], known) for name in _idle(cls, known, names, doubtful)}
+    return {name: _missing(declared[name], known) for name in _idle(declared, known, asked)}
 
 
 def names_without_effect(cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None = None) -> set[str]:
     """The settings that have no effect, without the reasons, which take longer to find."""
-    return set(_idle(cls, _values(cls, settings, lookup), cls.model_fields))
+    declared = conditions(cls)
+    return set(_idle(declared, _values(cls, settings, lookup), declared)) if declared else set()
 
 
 _Known = Callable[[str], list[Any]]  # the value of a setting, or nothing if unknown
@@ -248,6 +253,8 @@ _Known = Callable[[str], list[Any]]  # the value of a setting, or nothing if unk
 def _values(
     cls: type[Spec], settings: Mapping[str, Any], lookup: Lookup | None, doubtful: Collection[str] = ()
 ) -> _Known:
+    elsewhere: dict[str, list[Any]] = {}  # several conditions ask the same of an algorithm, which may take long
+
     def known(name: str) -> list[Any]:
         if name in doubtful:
             return []
@@ -255,21 +262,29 @@ def _values(
             return [settings[name]]
         if "." not in name:
             return [cls.model_fields[name].default]
-        try:
-            return [] if lookup is None else [lookup(name)]
-        except KeyError:
-            return []
+        if name not in elsewhere:
+            try:
+                elsewhere[name] = [] if lookup is None else [lookup(name)]
+            except KeyError:
+                elsewhere[name] = []
+        return elsewhere[name]
 
-    return functools.cache(known)
+    return known
 
 
-def _idle(cls: type[Spec], known: _Known, names: Iterable[str], doubtful: Collection[str] = ()) -> list[str]:
-    declared = conditions(cls)
+def _idle(declared: Mapping[str, When], known: _Known, names: Iterable[str]) -> list[str]:
+    """Those of the names, all of which have a condition, whose condition does not hold."""
+    return [name for name in names if not _applies(declared[name], known)]
 
-    def applies(name: str) -> bool:
-        return any(all(_holds(t, known(o)) for o, t in tests.items()) for tests in declared[name].alternatives)
 
-    return [name for name in names if name in declared and name not in doubtful and not applies(name)]
+def _applies(condition: When, known: _Known) -> bool:
+    for tests in condition.alternatives:
+        for other, test in tests.items():
+            if not _holds(test, known(other)):
+                break
+        else:
+            return True
+    return False
 
 
 def _holds(test: Test, known: list[Any]) -> bool:

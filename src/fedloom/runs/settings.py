@@ -12,7 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -253,7 +253,13 @@ def _section(
     if not isinstance(given, Mapping):
         some = ", ".join(f"{section}.{name}" for name in list(cls.model_fields)[:4])
         return None, [Fault(section, f"should be a table of settings (got {given!r})", f"set one of them, as {some}")]
-    return read(cls, given, section)
+    return read(cls, given, section) if given else (_as_usual(cls), [])
+
+
+@cache
+def _as_usual(cls: type[Spec]) -> Spec:
+    """A section in which nothing is set: a comparison has many in each of its cells."""
+    return cls()
 
 
 def _idle_elsewhere(table: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Fault]:
@@ -407,11 +413,12 @@ def _suggested(given: Any, algorithm: AnyAlgorithm | None) -> Any:
 def as_table(config: Config) -> dict[str, Any]:
     """The complete experiment, every default that has an effect written out; parsing it gives the same config."""
     table: dict[str, Any] = _plain(config.basics)
+    lookup = partial(_resolved, config._asdict())
     for section in (*KEYS, *SECTIONS):
         spec = getattr(config, section)
         if spec is not None:
             name = {KEYS[section]: config.kinds[section]} if section in KEYS else {}
-            of_no_use = idle_in(config, section)
+            of_no_use = names_without_effect(type(spec), dict(spec), lookup)
             table[section] = name | {k: v for k, v in _plain(spec).items() if k not in of_no_use}
     if config.algorithm.family == "gossip":
         table.pop("cohort")
