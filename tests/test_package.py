@@ -81,10 +81,10 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert Path(run(str(python), "-c", "import fedloom; print(fedloom.__file__)").strip()).is_relative_to(place)
-    command = str(tmp_path / "env/bin/fedloom")
-    run(command, "run", "rounds=2", "--out", "first")
-    run(command, "report", "first", "--out", "first.html")
+    run(str(tmp_path / "env/bin/fedloom"), "run", "rounds=2", "checkpoint.curves=false", "--out", "first")
+    report = "import fedloom, fedloom.cli.main; print(fedloom.__file__); fedloom.cli.main.main()"
+    used = run(str(python), "-c", report, "report", "first", "--out", "first.html").splitlines()[0]
+    assert Path(used).is_relative_to(place)
     page = (tmp_path / "first.html").read_text(encoding="utf-8")
     assert (SOURCES / "report/page/echarts.min.js").read_text(encoding="utf-8")[-1000:].strip() in page
     assert "global/test/accuracy" in page

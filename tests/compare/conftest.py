@@ -21,11 +21,16 @@ def _warm_workers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def all_pictures() -> None:
+    """For tests that look at the pictures of a comparison in all formats."""
+
+
 @pytest.fixture(autouse=True)
-def _one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing a picture in three formats takes longer than most comparisons here, and fails in one as in three; a
-    comparison by command, and the ``whole`` one, is drawn in all."""
-    monkeypatch.setattr(write, "PICTURES", (".png",))
+def _one_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing a picture in three formats takes longer than most comparisons here, and fails in one as in three."""
+    if "all_pictures" not in request.fixturenames:
+        monkeypatch.setattr(write, "PICTURES", (".png",))
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,7 @@ def test_all_methods_of_a_seed_draw_the_same_cohorts() -> None:
     assert drawn[0] == drawn[1] == drawn[2]
 
 
+@pytest.mark.usefixtures("all_pictures")
 def test_finished_cells_are_reused(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
@@ -85,6 +86,7 @@ def test_finished_cells_are_reused(whole: Path, tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in times if p.is_file()} == {p: t for p, t in times.items() if p.is_file()}
 
 
+@pytest.mark.usefixtures("all_pictures")
 def test_the_number_of_jobs_changes_nothing(whole: Path, tmp_path: Path) -> None:
     run(tomllib.loads((whole / "compare.toml").read_text()), tmp_path / "one", jobs=1)
     assert contents(tmp_path / "one") == contents(whole)

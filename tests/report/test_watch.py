@@ -134,10 +134,11 @@ def test_a_comparison_serves_its_page_and_takes_the_server_along(tmp_path: Path)
     )
     process = started(*words, cwd=tmp_path)
     assert process.stderr is not None
-    assert process.stdout is not None
     url = next(line.split()[0] for line in process.stderr if line.startswith("http://"))
-    next(line for line in process.stdout if line.startswith("cells 0/2"))  # the first one is at work
     code, text = answer(url)
+    while not list((tmp_path / "c").glob("cells/*/metrics.jsonl")):  # until the first one is at work
+        assert process.poll() is None, process.communicate()
+        code, text = answer(url)
     assert code == 200
     assert "0 / 2" in text
     process.send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ from fedloom.compare.rules import Asked, is_algorithm_setting
 from fedloom.core.errors import ConfigError, Fault, FedloomError
 from fedloom.report.comparison.question import Place
 from fedloom.runs.find import find_algorithm
-from fedloom.runs.overrides import assign, idle, without, without_idle
+from fedloom.runs.overrides import assign, idle, without_idle, without_settings
 from fedloom.runs.prepare import pick_device
 from fedloom.runs.settings import Config, as_hashed, hash_of, parse
 
@@ -103,7 +103,7 @@ def _spot(base: Mapping[str, Any], method: Method, shared: Mapping[str, Any], po
             table[section] = {**usual, **given}
     own = {f"algorithm.{key}" for key in method.settings}
     without_effect = {key: why for key, why in idle(table).items() if key not in own}
-    config = parse(without(table, without_effect), left_out)
+    config = parse(without_settings(table, without_effect), left_out)
     pick_device(config.engine.device)
     return _Spot(method, point.place, config, left_out, without_effect, as_hashed(config))
 

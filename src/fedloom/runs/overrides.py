@@ -88,10 +88,10 @@ def assign(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
 def without_idle(table: Mapping[str, Any], keep: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """``table`` without the settings that have no effect, unless they are to be kept, and what was left out."""
     gone = {key: why for key, why in idle(table).items() if key not in keep}
-    return without(table, gone), [f"{key} {why}; it was left out" for key, why in gone.items()]
+    return without_settings(table, gone), [f"{key} {why}; it was left out" for key, why in gone.items()]
 
 
-def without(table: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+def without_settings(table: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
     """``table`` without these settings, named as ``section.key``."""
     return {
         section: {k: v for k, v in given.items() if f"{section}.{k}" not in gone}
