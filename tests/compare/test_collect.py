@@ -13,6 +13,7 @@ import pytest
 from fedloom.compare.collect import Collected, collect
 from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_text
 from fedloom.compare.plan import plan
+from fedloom.compare.run import run
 from fedloom.compare.sources import look
 from fedloom.core.errors import ConfigError
 from fedloom.runs.environment import code_hash
@@ -245,10 +246,8 @@ def test_seeds_of_two_places_meet_by_one_command_for_many_recipes(tmp_path: Path
             recipe = tmp_path / place / "experiments" / "paper" / f"{name}.toml"
             recipe.parent.mkdir(parents=True, exist_ok=True)
             recipe.write_text(_RECIPE.format(method=method))
-            ran = fedloom(
-                "compare", f"experiments/paper/{name}.toml", "--seed", seed, "--jobs", 1, cwd=tmp_path / place
-            )
-            assert ran.code == 0, ran.err
+            runs = tmp_path / place / "runs" / f"compare-{name}"  # where the command puts them
+            run(read_toml(recipe) | {"compare": read_toml(recipe)["compare"] | {"seeds": [seed]}}, runs, jobs=1)
     there = fedloom("collect", "experiments", cwd=tmp_path / "two")
     assert there.code == 0, there.err
     with tarfile.open(tmp_path / "two.tgz", "w:gz") as tar:

@@ -15,7 +15,7 @@ from fedloom.core.errors import FedloomError
 from fedloom.core.signals import deferred
 
 _SHARE = 20  # of the time is left for other things than tables
-_FIRST = 2.0  # seconds before the first tables: a comparison that has ended by then writes and draws them once
+_FIRST = 10.0  # seconds before the first tables: a comparison that has ended by then writes and draws them once
 
 
 class TablesAsCellsEnd:
