@@ -204,3 +204,10 @@ def test_cells_that_use_the_same_compiled_code_are_counted_together() -> None:
     assert [cell.hash for cell in cells] == [cell.hash for cell in planned]
     assert [cell.with_config(cell.config._replace(notes=())).hash for cell in cells] == [c.hash for c in planned]
     assert [c.config.alike for c in counted_alike([*planned[:1], *planned[:1]])] == [1, 1]  # it is run once
+
+
+def test_a_setting_of_a_method_that_has_no_effect_is_refused_and_not_dropped() -> None:
+    """Unlike one that all methods share, which is of use to others."""
+    own = {"kind": "fedopt", "rule": "momentum", "beta2": 0.5}
+    with pytest.raises(ConfigError, match=r"algorithm\.beta2: has an effect only if"):
+        plan(table(algorithms=["fedavg", own]))
