@@ -513,25 +513,26 @@ def sides(config: Config) -> set[str]:
     that meet in the shape of a row only, or in the settings of the method, which both have."""
     table = as_table(config)
     kind = type(config.data)
-    rows = (kind.layout.shape, kind.layout.classes) if issubclass(kind, PublishedSet) else table["data"]
+    published = (kind.layout.shape, [*map(len, kind.layout.classes)]) if issubclass(kind, PublishedSet) else None
     local = {key: value for key, value in table.get("local", {}).items() if key not in AMOUNTS}
     method = {"local": local} | {key: table.get(key) for key in ("algorithm", "engine", "privacy", "task")}
     present = {key: table.get(key) for key in ("proxy", "corruption", "cohort", "topology", "system")}
     needs = {"needs_proxy": needs_proxy(config.algorithm), "validation": config.evaluate.validation}
     data = needs | present | {key: table.get(key) for key in ("seed", "data", "partition")}
-    net = method | {"rows": rows, "model": table["model"]}
+    net = method | {"rows": published or table["data"], "model": table["model"]}
     parts = (data, net, method | present | {"aggregation": table.get("aggregation")})
     return {json.dumps(side, sort_keys=True) for side in parts}
 
 
 def fault(config: Config) -> str:
     """Why this experiment cannot begin: with its data dealt out, its net built and its algorithm bound."""
-    if not sides(config) <= SOUND:
+    parts = sides(config)
+    if not parts <= SOUND:
         try:
             prepare(config, Path("unused"))
         except FedloomError as error:
             return str(error)
-        SOUND.update(sides(config))
+        SOUND.update(parts)
     return ""
 
 
