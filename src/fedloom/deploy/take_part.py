@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -83,9 +84,8 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
                     if reached not in (None, told):
                         told, server = reached, settings.identity.server
                         say(f"connected to {server}" if reached else f"{server} cannot be reached; trying again")
-                again = time.monotonic() + _AGAIN  # until then it may end by itself, with the reason in its log
-                while process.poll() is None and time.monotonic() < again and not stop.wait(0.1):
-                    pass
+                again = time.monotonic() + _AGAIN
+                _let_end(process, stop, again)
             finally:
                 flower.ended([process])
             if stop.is_set():
@@ -96,6 +96,12 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
             say(f"the connection has ended: {_reason(log, written)}; trying again")
             stop.wait(again - time.monotonic())
     listener.close()
+
+
+def _let_end(process: subprocess.Popen[bytes], stop: threading.Event, until: float) -> None:
+    """Give a SuperNode time to end by itself, with the reason at the end of its log."""
+    while process.poll() is None and time.monotonic() < until and not stop.wait(0.1):
+        pass
 
 
 def _has_given_up(log: Path, since: int) -> bool:
