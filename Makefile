@@ -38,10 +38,11 @@ package: $(READY) ## Build sdist and wheel into dist/
 test: lint ## Lint, check types, and run every test
 	@$(MAKE) --no-print-directory --jobs=2 types tests
 
+# Three workers for two cores: many tests wait for other processes.
 tests: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-quick: $(READY) ## Run the tests of single functions, in one to two minutes
+quick: $(READY) ## Run the tests of single functions, in less than a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(addprefix --ignore=tests/,cli compare deploy golden runs)
 
 N ?= 1000

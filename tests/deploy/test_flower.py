@@ -235,9 +235,11 @@ def test_a_secure_sum_goes_on_without_a_node_that_is_killed_in_it(tmp_path: Path
         nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         cem = fedloom("node", site / "cem", "data=experiment", **nowhere, **_stops_in_round(1, site / "cem"))
         wait_until(lambda: _is_stopped(cem), server, cem, ada, bea)
-        for pid in (*_descendants(cem.pid), cem.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        at_once = (*_descendants(cem.pid), cem.pid)
+        for kind in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none answers for one that is dead already
+            for pid in at_once:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, kind)
         said("revoke", site, "Cem")
         done = site / "server" / "runs" / "1" / "summary.json"
         wait_until(lambda: done.exists() or _state(site) == "failed", server, ada, bea)
