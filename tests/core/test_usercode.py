@@ -24,6 +24,7 @@ from fedloom import FedAvg
 from fedloom.core import moved, usercode
 from fedloom.core.disk import digest
 from fedloom.core.errors import CheckpointError, ConfigError
+from fedloom.runs.catalogue import describe
 from support import warm
 from support.terminal import HANG, SMALL, Done, Quick, environment, files
 
@@ -658,6 +659,17 @@ def test_an_import_of_an_earlier_version_gets_the_new_name(tmp_path: Path, line:
         package.run(f"{own}:Mine", rounds=1)
     assert len(error.value.faults) == 1
     assert advice in str(error.value)
+
+
+def test_a_method_of_an_earlier_version_is_not_said_to_be_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms" / "mine.py").write_text("from fedloom.optim import sgd\n")
+    monkeypatch.chdir(tmp_path)
+    usercode.vouch("mine")
+    with pytest.raises(ConfigError, match=r"write: from fedloom\.core\.optim import sgd"):
+        describe("mine")
 
 
 @pytest.mark.slow

@@ -460,7 +460,7 @@ def test_a_system_in_which_nobody_trains_is_refused(quick: Quick, tmp_path: Path
     ):
         done = quick("run", *SMALL, "rounds=1", *words, "--out", "r", cwd=tmp_path)
         assert done.code == 2
-        assert "system.stragglers: late clients are left out, and all of them are late" in done.err
+        assert "system.stragglers: stragglers are left out, and all clients are stragglers" in done.err
     assert not (tmp_path / "r").exists()
     for words in (("algorithm.kind=fedprox",), ("system.policy=partial",)):
         done = quick("run", *SMALL, "rounds=1", "system.stragglers=1.0", *words, "--print-config", cwd=tmp_path)

@@ -27,7 +27,7 @@ class Traits(NamedTuple):
         mirrored: the server keeps the mean of clients' states; a client it did not receive keeps none.
         communicates: False if nothing is sent, and no byte is counted.
         served: a client's model is evaluated before or after it trains.
-        partial_work: the server also uses the unfinished work of a late client.
+        partial_work: the server also uses the unfinished work of a straggler.
         plain_sgd: the method is defined for local steps without momentum, decay or clipping.
         distinct: a client must not be drawn twice in a round.
         proximal: the weight mu of a proximal term in the clients' objective.

@@ -62,7 +62,7 @@ class InterruptedComparison(KeyboardInterrupt):
 
 
 def job_of(cell: Cell, folder: Path, root: Path) -> dict[str, Any]:
-    """What a worker is told about a cell."""
+    """The job of a worker: one cell."""
     return {"config": as_table(cell.config), "alike": cell.config.alike, "folder": str(folder), "root": str(root)}
 
 

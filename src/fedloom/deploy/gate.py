@@ -101,7 +101,7 @@ class Allowance:
         self._most, self._sent, self._cut_off = 0, dict[bytes, int](), set[str]()
 
     def allows(self, key: bytes, size: int) -> bool:
-        """Whether a node may send so much more; if not, the server is told.
+        """Whether a node may send this many more bytes; if not, the server is notified.
 
         No one else can have a node cut off: even the largest request is refused only if the SuperLink has accepted
         more from this key than the answer, sent ``_TIMES`` times, would have.

@@ -289,7 +289,7 @@ def status_of(site: Path) -> dict[str, Any]:
         flower_run = next((run for answer in more for run in answer.get("runs", [])), {})  # of this SuperLink
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
-    conducted = is_conducted(home)  # asked first: a run writes down how it ended before it lets go
+    conducted = is_conducted(home)  # checked first: a run records how it ended before it releases its lock
     recorded = read_state(home)
     folder = home / RUNS / str(recorded.get("run"))
     state, why = _state_of_run(recorded, conducted, flower_run, saved=bool(readable(folder / "checkpoints")))

@@ -77,12 +77,12 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
         while not stop.is_set():
             began, written = time.monotonic(), log.stat().st_size if log.exists() else 0
             process = flower.started(_supernode(folder, settings, path, port), folder, log)
-            accepted, told = False, None  # whether the server has let it in; whether it is reached, as far as was said
+            accepted, reported = False, None  # whether the server let it in; whether it is reached, as last reported
             try:
                 while process.poll() is None and not _has_given_up(log, written) and not stop.wait(0.5):
                     accepted, reached = accepted or _is_accepted(log, written), _reaches(log, written)
-                    if reached not in (None, told):
-                        told, server = reached, settings.identity.server
+                    if reached not in (None, reported):
+                        reported, server = reached, settings.identity.server
                         say(f"connected to {server}" if reached else f"{server} cannot be reached; trying again")
                 again = time.monotonic() + _AGAIN
                 _let_end(process, stop, again)

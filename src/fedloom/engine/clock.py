@@ -27,22 +27,22 @@ _WAITS = when({"algorithm.reads_waiting_time": worded(
 )})  # fmt: skip
 _IN_EPOCHS = {"local.steps": None, "local.epochs": over(1)}
 _USED_IN_PART = {"algorithm.partial_work": worded(
-    True, "the algorithm uses what late clients have", "this one leaves late clients out"
+    True, "the algorithm uses what stragglers have", "this one leaves stragglers out"
 )}  # fmt: skip
 
 
 class System(Spec):
     """The devices and their links."""
 
-    stragglers: float = Field(0.0, ge=0, le=1, description="share of a round's clients that are late")
+    stragglers: float = Field(0.0, ge=0, le=1, description="share of a round's clients that are stragglers")
     policy: Annotated[Literal["auto", "drop", "partial"], when(TAKES_STEPS, stragglers=over(0))] = Field(
-        "auto", description="late clients are left out, or send what they have; auto: as the algorithm's paper does"
+        "auto", description="stragglers are left out, or send what they have; auto: as the algorithm's paper does"
     )
     unit: Annotated[
         Literal["epoch", "step"],
         when(_IN_EPOCHS, stragglers=over(0), policy="partial")
         | when(_IN_EPOCHS | _USED_IN_PART, stragglers=over(0), policy="auto"),
-    ] = Field("epoch", description="the unit in which a late client's partial work is drawn")
+    ] = Field("epoch", description="the unit in which a straggler's partial work is drawn")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability that a client of a round never reports")
     speed: Annotated[PositiveFloat, when(TAKES_STEPS, speeds=((),))] = Field(
         1000.0, description="examples per second of the median client"
@@ -92,11 +92,11 @@ def attend(
     steps, called = amount.steps, len(drawn.ids)
     if system.stragglers:
         rank = rng.bits(address[0], "on_time", address[1], drawn.ids).argsort().argsort()
-        late = rank >= _on_time(system, called)
+        slow = rank >= _on_time(system, called)
         if accepts(system, partial=partial):
-            steps = torch.where(late, _part(system, drawn.ids, amount, epochs, address), steps)
+            steps = torch.where(slow, _part(system, drawn.ids, amount, epochs, address), steps)
         else:
-            drawn, steps = Drawn(drawn.ids[~late], drawn.times[~late]), steps[~late]
+            drawn, steps = Drawn(drawn.ids[~slow], drawn.times[~slow]), steps[~slow]
     if system.dropout:
         here = rng.uniform(address[0], "dropout", address[1], drawn.ids) >= system.dropout
         drawn, steps = Drawn(drawn.ids[here], drawn.times[here]), steps[here]
@@ -104,7 +104,7 @@ def attend(
 
 
 def never_trains(system: System, most: int | None, *, partial: bool) -> bool:
-    """Whether every client of every round, at ``most`` this many, is late and left out."""
+    """Whether every client of every round, at ``most`` this many, is a straggler and left out."""
     nobody = system.stragglers == 1 or (most is not None and _on_time(system, most) == 0)
     return nobody and not accepts(system, partial=partial)
 
@@ -114,12 +114,12 @@ def _on_time(system: System, called: int) -> int:
 
 
 def accepts(system: System, *, partial: bool) -> bool:
-    """Whether a late client's partial work is used."""
+    """Whether a straggler's partial work is used."""
     return partial if system.policy == "auto" else system.policy == "partial"
 
 
 def _part(system: System, ids: Tensor, amount: Amount, epochs: int, address: tuple[int, int]) -> Tensor:
-    """A late client's steps: 1 to E - 1 whole epochs, or, if E is 1 or steps are the unit, 1 to all of its steps."""
+    """A straggler's steps: 1 to E - 1 whole epochs, or, if E is 1 or steps are the unit, 1 to all of its steps."""
     chance = rng.uniform(address[0], "late_work", address[1], ids).double()
     if system.unit == "epoch" and epochs > 1:
         return (1 + (chance * (epochs - 1)).long()) * amount.per_epoch

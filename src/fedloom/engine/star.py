@@ -1,5 +1,7 @@
 """A round with a server, as a sequence of stages: each is a value in, a value out.
 
+``receive`` also puts the new states of clients into their store.
+
 called     the clients of the round, what each is sent, which of them will be late    call_clients
 trained    local work, one group after another                                        training.train_all
 arrived    uploads as they reach the server: corrupted, protected, finite, on time    receive

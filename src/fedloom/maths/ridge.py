@@ -173,7 +173,7 @@ class Factors(NamedTuple):
 def factors(gram: Tensor, ridge: Tensor | float) -> Factors:
     """Factorise every G + rho I of a stack ``[..., d, d]`` of symmetric G, each as ``factor`` does.
 
-    Cholesky takes all at once, with a single question whether it has worked; only where it has not is ``factor`` asked.
+    Cholesky takes all at once, with one check for success; ``factor`` is used only where it failed.
     """
     a, regular = with_ridge(gram, ridge), ridge > rounding(gram)
     lower, failed = torch.linalg.cholesky_ex(a)

@@ -106,7 +106,7 @@ def describe(name: str) -> Page:
         algorithm = find_algorithm(name, "describe")
     except ConfigError as error:
         known = [e.name for family in ("algorithms", "optimizers", *_FAMILIES) for e in entries(family)]
-        if ":" in name or name.endswith(".py"):
+        if name in known or ":" in name or name.endswith(".py"):  # it exists, but cannot be used
             raise
         raise ConfigError([Fault(name, "nothing of this name", nearest(name, known))]) from error
     return Page(name, "algorithm", _module_doc(algorithm), settings_of(algorithm), costs(algorithm))

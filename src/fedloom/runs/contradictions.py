@@ -134,7 +134,7 @@ def some_client_trains(
     everybody = cohort.sampling in ("all", "poisson")
     most = getattr(partition, "clients", None) if everybody else cohort.size or 10
     if never_trains(system, most, partial=algorithm.traits.partial_work):
-        what = f"late clients are left out, and all of them are late (got {system.stragglers})"
+        what = f"stragglers are left out, and all clients are stragglers (got {system.stragglers})"
         yield Fault("system.stragglers", what, f"lower it{', or set system.policy=partial' * takes_steps(algorithm)}")
 
 

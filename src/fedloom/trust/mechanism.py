@@ -95,7 +95,7 @@ class Guard(NamedTuple):
     def charged(self, ledger: Ledger, ids: Tensor, uploads: Any = ()) -> Ledger:
         """The ledger after a round in which these clients sent the protected ``uploads``.
 
-        HiddenSums over examples have the same noise whenever they are sent: only the first time is charged. Means have
+        Sums over examples have the same noise whenever they are sent: only the first time is charged. Means have
         noise of the round, and are charged in addition to updates.
         """
         charged = set(ids.tolist()) if self.release.local else {0}
@@ -168,7 +168,7 @@ def _moves_and_means(guard: Guard, sums: HiddenSums, uploads: Any, ids: Tensor, 
 
 
 def noised_statistics(how: HiddenSums, std: float, uploads: Any, ids: Tensor, key: Key) -> Any:
-    """HiddenSums G and B [K, ...] as these clients send them, with the same noise whenever one sends them.
+    """The sums G and B [K, ...] as these clients send them, with the same noise whenever one sends them.
 
     Clients that send no sums send zeros without noise; a client to be forgotten sends the negative, noise included.
     """

@@ -126,8 +126,8 @@ def _of_moves_and_means(how: Privacy, alg: Any, sampling: str, system: Any) -> l
 
 def _missing_clients(how: Privacy, alg: Any, system: Any) -> list[Fault]:
     """Clients that are drawn but do not send."""
-    late = system.stragglers and (system.policy == "drop" or (system.policy == "auto" and not alg.traits.partial_work))
-    given = {"dropout": system.dropout, "stragglers": system.stragglers if late else 0}
+    drop = system.stragglers and (system.policy == "drop" or (system.policy == "auto" and not alg.traits.partial_work))
+    given = {"dropout": system.dropout, "stragglers": system.stragglers if drop else 0}
     missing = {k: v for k, v in given.items() if v} if how.mechanism == "distributed" else {}
     what = "a missing client takes its share of the noise with it"
     faults = [

@@ -72,7 +72,7 @@ class Topology(Kind):
     )
     node_death: float = Field(0.0, ge=0, lt=1, description="probability that a node dies in a round, permanently")
     deaths: tuple[tuple[NonNegativeInt, PositiveInt], ...] = Field(
-        (), description="nodes that die for certain: each with the first round, counted from 1, that is without it"
+        (), description="nodes that die in a given round: [node, first round without it], counted from 1"
     )
     on_split: Annotated[Literal["rewire", "components", "abort"], _DIES] = Field(
         "rewire",
