@@ -1,6 +1,7 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
     python -m benchmarks.lanes [--work fedalr ragged pfl pfedala resnet lenet cohorts algorithms gossip] [--turns 7]
+    python -m benchmarks.lanes --work pfl --ways compiled best                  # only these columns
     python -m benchmarks.lanes --work --profile FOLDER [--kinds pfl qfedavg]    # only where the time of rounds goes
 
 There are two floors, each one net, its step recorded as a CUDA graph, the data on the GPU, as many examples in a batch
@@ -27,7 +28,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +51,17 @@ SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfeda
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready
 STEPS = 50  # of a client in a round of pFedALA
 COHORTS = (5, 20, 50, 100)
+
+
+FLOORS = ("central", "best")
+WAYS = ("graph", "compiled", *FLOORS)
+
+
+class How(NamedTuple):
+    """How rounds are measured."""
+
+    turns: int
+    ways: tuple[str, ...]
 
 
 class PflCNN(NetSpec):
@@ -153,7 +165,7 @@ def measured(work: dict[str, Callable[[], None]], turns: int) -> dict[str, float
     return {name: round(median(taken) / BLOCK, 6) for name, taken in interleaved(work, turns).items()}
 
 
-def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...], **settings: Any) -> dict[str, Any]:
+def compared(arrays: Arrays, batch: int, how: How, precisions: tuple[str, ...], **settings: Any) -> dict[str, Any]:
     """A round, recorded and compiled, compared with its floor, in each precision."""
     found: dict[str, Any] = {}
     work: dict[str, Callable[[], None]] = {}
@@ -163,21 +175,22 @@ def compared(arrays: Arrays, batch: int, turns: int, precisions: tuple[str, ...]
             length = {"rounds": 100} if name == "graph" else {}
             exp = experiment(arrays, **(settings | {"engine": {"precision": precision, "compile": compile_}} | length))
             assert exp.task.capture == name, exp.task.capture
-            work[f"{precision}/{name}"], tasks[f"{precision}/{name}"] = rounds_of(exp), exp.task
+            if name in how.ways:
+                work[f"{precision}/{name}"], tasks[f"{precision}/{name}"] = rounds_of(exp), exp.task
 
         def examples(turn: int, exp: Experiment = exp) -> int:
             return int(exp.federation.train.sizes[exp.present(turn).drawn.ids].sum())
 
-        for name in ("central", "best"):
+        for name in set(how.ways) & set(FLOORS):
             work[f"{precision}/{name}"] = central(exp, examples, batch, best=name == "best")
-    found["seconds"] = measured(work, turns)
+    found["seconds"] = measured(work, how.turns)
     mean = sum(map(examples, range(BLOCK))) / BLOCK
     found["examples_per_second"] = {name: round(mean / s) for name, s in found["seconds"].items()}
-    for floor in ("central", "best"):
+    for floor in (each for each in FLOORS if each in how.ways):
         found[f"over_{floor}"] = {
             name: round(s / found["seconds"][f"{name.split('/')[0]}/{floor}"], 3)
             for name, s in found["seconds"].items()
-            if not name.endswith(("central", "best"))
+            if not name.endswith(FLOORS)
         }
     found["ticks"] = -(-int(mean) // batch)
     found["built"] = {name: cuda_graphs.built(task)._asdict() for name, task in tasks.items()}
@@ -211,24 +224,24 @@ RESNET = {"partition": {"kind": "iid", "clients": 10, "holdout": 0.0}, "model": 
 PFEDALA_SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
-def fedalr(turns: int) -> dict[str, Any]:
-    return compared(images(50_000), 1280, turns, BOTH, algorithm="fedalr", **EVEN)
+def fedalr(how: How) -> dict[str, Any]:
+    return compared(images(50_000), 1280, how, BOTH, algorithm="fedalr", **EVEN)
 
 
-def ragged(turns: int) -> dict[str, Any]:
-    return compared(images(50_000), 1280, turns, ("tf32",), **UNEQUAL)
+def ragged(how: How) -> dict[str, Any]:
+    return compared(images(50_000), 1280, how, ("tf32",), **UNEQUAL)
 
 
-def pfl(turns: int) -> dict[str, Any]:
-    return compared(images(50_000), 500, turns, BOTH, **PFL)
+def pfl(how: How) -> dict[str, Any]:
+    return compared(images(50_000), 500, how, BOTH, **PFL)
 
 
-def pfedala(turns: int) -> dict[str, Any]:
+def pfedala(how: How) -> dict[str, Any]:
     found = {}
     for name, shape in PFEDALA_SHAPES.items():
         for clients in (10, 210):
             arrays = images(STEPS * 10 * clients, shape)
-            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, turns, ("tf32",), **pfedala_round(clients))
+            found[f"{name}/{clients}"] = compared(arrays, 10 * clients, how, ("tf32",), **pfedala_round(clients))
     return found
 
 
@@ -238,22 +251,22 @@ def pfedala_round(clients: int) -> dict[str, Any]:
     return all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
 
 
-def resnet(turns: int) -> dict[str, Any]:
-    return compared(images(6_400), 640, turns, BOTH, **RESNET)
+def resnet(how: How) -> dict[str, Any]:
+    return compared(images(6_400), 640, how, BOTH, **RESNET)
 
 
-def lenet(turns: int) -> dict[str, Any]:
+def lenet(how: How) -> dict[str, Any]:
     wide = {"partition": EVEN["partition"], "cohort": {"size": 100}, "model": "lenet5"}
-    return compared(images(50_000), 6400, turns, BOTH, **wide)
+    return compared(images(50_000), 6400, how, BOTH, **wide)
 
 
-def cohorts(turns: int) -> dict[str, Any]:
+def cohorts(how: How) -> dict[str, Any]:
     arrays, sized = images(50_000), {n: EVEN | {"cohort": {"size": n}} for n in COHORTS}
-    return {str(n): compared(arrays, 64 * n, turns, ("tf32",), **own) for n, own in sized.items()}
+    return {str(n): compared(arrays, 64 * n, how, ("tf32",), **own) for n, own in sized.items()}
 
 
-def algorithms(turns: int) -> dict[str, Any]:
-    return algorithms_of(SERVED, turns)
+def algorithms(how: How) -> dict[str, Any]:
+    return algorithms_of(SERVED, how.turns)
 
 
 def algorithms_of(kinds: Sequence[str], turns: int) -> dict[str, Any]:
@@ -264,26 +277,26 @@ def algorithms_of(kinds: Sequence[str], turns: int) -> dict[str, Any]:
     return {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg")}
 
 
-def gossip(turns: int) -> dict[str, Any]:
+def gossip(how: How) -> dict[str, Any]:
     """DFedGAM takes differences of gradients, for which TF32 is too short: all three in float32."""
     arrays = images(10_000)
     ring = {"partition": {"kind": "iid", "clients": 20, "holdout": 0.0}, "model": "cnn64", "rounds": 500}
     ring |= {"engine": {"precision": "fp32"}}
     work = {a: rounds_of(experiment(arrays, algorithm=a, **ring)) for a in ("dfedavg", "dfedsam", "dfedgam")}
-    seconds = measured(work, turns)
+    seconds = measured(work, how.turns)
     return {"seconds": seconds, "over_dfedavg": _over(seconds, "dfedavg")}
 
 
 def profiles(folder: Path, kinds: list[str]) -> None:
     """A profile of rounds of these kinds, compiled; of every kind if none is named."""
-    many, small = images(50_000), {name: images(STEPS * 100, shape) for name, shape in PFEDALA_SHAPES.items()}
+    many = images(50_000)
+    small = {(name, n): images(STEPS * 10 * n, shape) for name, shape in PFEDALA_SHAPES.items() for n in (10, 210)}
     rounds: dict[str, tuple[Arrays, str, dict[str, Any]]] = {
         "fedalr": (many, "tf32", EVEN | {"algorithm": "fedalr"}),
         "ragged": (many, "tf32", UNEQUAL),
         "pfl": (many, "tf32", PFL),
         "pfl-bf16": (many, "bf16", PFL),
-        "pfedala-mnist": (small["mnist"], "tf32", pfedala_round(10)),
-        "pfedala-cifar10": (small["cifar10"], "tf32", pfedala_round(10)),
+        **{f"pfedala-{name}-{n}": (arrays, "tf32", pfedala_round(n)) for (name, n), arrays in small.items()},
         "resnet": (images(6_400), "tf32", RESNET),
         "resnet-bf16": (images(6_400), "bf16", RESNET),
         **{kind: (many, "tf32", EVEN | {"algorithm": kind}) for kind in ("moon", "fedmgda", "qfedavg")},
@@ -302,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="*", choices=list(WORK), default=list(WORK))
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="what is measured, fedloom's and floors")
     parser.add_argument("--profile", type=Path, help="also write where the time of rounds goes into this folder")
     parser.add_argument("--algorithms", nargs="+", choices=SERVED, help="only print what these cost against FedAvg")
     parser.add_argument("--kinds", nargs="*", default=[], help="of the profiles, such as pfl-bf16; all if not given")
@@ -314,7 +328,7 @@ def main() -> None:
     if chosen.profile:
         profiles(chosen.profile, chosen.kinds)
     for name in chosen.work:
-        found = WORK[name](chosen.turns)
+        found = WORK[name](How(chosen.turns, tuple(chosen.ways)))
         print(name, found, flush=True)
         print(write("lanes", read("lanes") | {name: found | {"commit": commit()}}))
 

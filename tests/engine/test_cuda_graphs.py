@@ -43,7 +43,7 @@ STEPS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 @given(steps=STEPS, width=st.integers(1, 40))
 def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> None:
     """Over the ticks each client takes its steps 0, 1, 2, ..., never two of them at once."""
-    clients, when = pack(tuple(steps), width)
+    clients, when, _ = pack(tuple(steps), width)
     for client, count in enumerate(steps):
         ticks, lanes = (clients == client).nonzero(as_tuple=True)
         assert len(set(ticks.tolist())) == len(ticks), "a client is in two lanes at once"
@@ -55,6 +55,27 @@ def test_every_step_is_taken_once_and_in_order(steps: list[int], width: int) -> 
 @given(steps=STEPS, width=st.integers(1, 40))
 def test_no_plan_has_fewer_ticks(steps: list[int], width: int) -> None:
     assert pack(tuple(steps), width).ticks == max(*steps, -(-sum(steps) // width))
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=100)
+@given(steps=STEPS, width=st.integers(1, 40))
+def test_lanes_keep_their_clients_within_a_segment_and_some_lane_changes_between_two(
+    steps: list[int], width: int
+) -> None:
+    packed = pack(tuple(steps), width)
+    assert [tick for first, end in packed.segments for tick in range(first, end)] == list(range(packed.ticks))
+    for first, end in packed.segments:
+        assert bool((packed.client[first:end] == packed.client[first]).all())
+    for tick in packed.changes[1:]:
+        assert not torch.equal(packed.client[tick - 1], packed.client[tick])
+
+
+def test_clients_stay_in_their_lanes_if_lanes_change_seldom() -> None:
+    assert pack((30, 30), 2).stay((30, 30)) == "all"
+    assert pack((30, 30, 30, 30), 2).stay((30, 30, 30, 30)) == "segment"  # changed once in 60 ticks
+    assert pack((100, 0), 2).stay((100, 0)) == "segment"  # a lane of its own would be the second client's
+    assert pack((3, 2, 1), 2).stay((3, 2, 1)) == "tick"
 
 
 def test_clients_of_one_length_all_have_a_lane() -> None:
@@ -142,10 +163,20 @@ def test_gradients_are_counted_in_rounds_that_are_measured_after_a_speculative_o
 
 
 @pytest.mark.slow
-def test_replayed_rounds_are_those_of_plain_lanes() -> None:
-    for (a, _), (b, _) in zip(in_a_row(world()), in_a_row(world(capture="eager")), strict=True):
-        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+@pytest.mark.parametrize(("segment", "stay"), [(1, "segment"), (1 << 20, "tick")])
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=lambda a: type(a).__name__)
+def test_replayed_rounds_are_those_of_plain_lanes(
+    algorithm: AnyAlgorithm, segment: int, stay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long clients stay in their lanes; with Scaffold each also has something of its own."""
+    monkeypatch.setattr(cuda_graphs, "_SEGMENT", segment)
+    monkeypatch.setattr(cuda_graphs, "_TICK", 0)  # so that lanes are scarce, and change their clients
+    exp = world(algorithm)
+    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(algorithm, capture="eager")), strict=True):
+        for x, y in zip(tree.leaves(a.server), tree.leaves(b.server), strict=True):
+            assert torch.allclose(x, y, atol=1e-6)
         assert a.gradients == b.gradients
+    assert stay in {kind[1] for tables in cuda_graphs._graphs(exp.task).held.values() for kind in tables._replays}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom.core import tree
+from fedloom.engine.rewrites import rewrite
 
 # Multiplications of a matrix product up to which the compiler inlines it as loops instead of calling a library, whose
 # call takes longer than the product.
@@ -45,6 +46,9 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
         traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else None)(*leaves)
+        if not small:
+            rewrite(traced.graph)
+            traced.recompile()
         # Not torch.compile: it would trace what is traced already, and check before each call whether inputs changed.
         fused: Any = standalone_compile(traced, leaves, dynamic_shapes="from_example_inputs", options=how)
         fused(*leaves)

@@ -4,20 +4,21 @@ A step of a small net is dozens of kernels that each take less time than Python 
 is captured once for each width, and replayed: its inputs (the rows of the data, the schedule, the learning
 rate) are tensors at fixed addresses, and the graph itself counts the ticks.
 
-Clients do not own lanes. At every tick each lane serves the client that ``pack`` assigns: it fetches this
-client's carry from a table with one row for each client, takes one step, and puts it back. So clients of unequal
-length fill a few lanes without gaps, and never wait for the longest one.
+Clients do not own lanes: a lane serves the clients that ``pack`` assigns to it, one after another. What a client
+carries is fetched from a table with one row for each client, and put back after some steps, or after each. So clients
+of unequal length fill a few lanes without gaps, and never wait for the longest one.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,14 @@ _EXAMPLES = 1 << 13
 # Ticks of one graph, in addition to the graph of a single one: between two graphs a GPU pauses for some microseconds.
 # Also of one compiled function on a CPU.
 _TOGETHER = 8
+# Ticks between two changes of lanes, on average, from which clients stay in their lanes in between.
+_SEGMENT = 8
 # Numbers that a step processes on a CPU below which more than one thread makes it slower.
 _SMALL = 1 << 18
+
+
+# How long a client stays in a lane: for all of its steps, until any lane changes its client, or for a single tick.
+Stay = Literal["all", "segment", "tick"]
 
 
 class Packed(NamedTuple):
@@ -49,10 +56,22 @@ class Packed(NamedTuple):
 
     client: Tensor
     when: Tensor
+    changes: tuple[int, ...]  # the ticks before which some lane changes its client; the first is 0
 
     @property
     def ticks(self) -> int:
         return len(self.client)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Ticks between which every lane keeps its client: the first one, and the one after the last."""
+        return list(pairwise((*self.changes, self.ticks)))
+
+    def stay(self, steps: Sequence[int]) -> Stay:
+        """How long clients with so many steps stay in their lanes."""
+        if len(steps) == self.client.shape[1] and len(set(steps)) == 1:
+            return "all"
+        return "segment" if self.ticks >= _SEGMENT * len(self.changes) else "tick"
 
 
 @lru_cache(maxsize=64)  # in most rounds clients are as long as in the last one
@@ -79,7 +98,8 @@ def pack(steps: tuple[int, ...], width: int) -> Packed:
     then = torch.zeros(ticks, width, dtype=torch.int64)
     lane = torch.div(place, max(ticks, 1), rounding_mode="floor")
     found[tick, lane], then[tick, lane] = client, when
-    return Packed(found, then)
+    changed = (found[1:] != found[:-1]).any(1).nonzero().squeeze(1) + 1
+    return Packed(found, then, (0, *changed.tolist()))
 
 
 def width_for(steps: list[int], batch: int, usual: int = 0, *, few: bool = False) -> int:
@@ -134,11 +154,11 @@ def descend(
         try:
             tables = graphs.tables((*which, batch), alg, phase, fed, at, given, room)
             packed = pack(tuple(group.steps), width)
-            straight = width == len(group.ids) and len(set(group.steps)) == 1
-            replay = tables.replay(width, packed.ticks, straight=straight)
+            replay = tables.replay(width, packed.ticks, packed.stay(group.steps))
             tables.load(at, given)
             replay.run(group, packed)
-            return tree.take(tables.carry, slice(0, len(group.ids)))
+            carry: Carry = tree.take(tables.held.carry, slice(0, len(group.ids)))
+            return carry
         except torch.OutOfMemoryError:
             graphs.forget()
             if width == 1:
@@ -156,7 +176,7 @@ def kept(task: Task, value: Any) -> Any:
     places = {
         leaf.untyped_storage().data_ptr()
         for tables in _graphs(task).held.values()
-        for leaf in tree.leaves(tables.carry)
+        for leaf in tree.leaves(tables.held.carry)
     }
     return tree.tmap(lambda x: x.clone() if x.untyped_storage().data_ptr() in places else x, value)
 
@@ -242,6 +262,15 @@ class _Plan(NamedTuple):
         return cls(whole[..., 0], whole[..., 2:], real[..., 1:], whole[..., 1], real[..., 0])
 
 
+class _Held(NamedTuple):
+    """Tensors with a row for each client, or for each lane; what was sent to all clients alike has no rows."""
+
+    carry: Any
+    mine: Any
+    buffers: Tensor
+    down: Any
+
+
 class _Tables:
     """What clients carry, were sent and keep: a row for each at a fixed address, and one for idle lanes."""
 
@@ -259,49 +288,69 @@ class _Tables:
         self.graphs, self.alg, self.fed, self.batch, self.clients = graphs, alg, fed, batch, clients
         self.lr = torch.zeros((), device=fed.x.device)
         self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(at))  # that one client carries
-        self.carry, self.mine = tree.tmap(self._table, at), tree.tmap(self._table, given.mine)
-        self.shared, self.buffers = given.shared, self._table(given.buffers)
-        self.down = tree.tmap(torch.clone if self.shared else self._table, given.down)
+        self.shared = given.shared
+        down = tree.tmap(torch.clone, given.down) if given.shared else given.down
+        values = _Held(at, given.mine, given.buffers, down)
+        self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), values)
         self._step = self._stepping(phase)
-        self._replays: dict[tuple[int, bool], _Replay | _Blocks] = {}
+        self._replays: dict[tuple[int, Stay], _Replay | _Blocks] = {}
 
-    def _table(self, x: Tensor) -> Tensor:
-        """Rows like those of ``x``; long ones begin at addresses that allow wide loads."""
+    def _rows_like(self, x: Tensor, rows: int) -> Tensor:
+        """So many rows like those of ``x``; long ones begin at addresses that allow wide loads."""
         wide = prod(x.shape[1:])
         aligned = x.ndim == 2 and wide > _ALIGNED and not self._in_blocks(1)
         apart = -(-wide // _ALIGNED) * _ALIGNED if aligned else wide
-        table = x.new_empty(self.clients + 1, apart)[:, :wide].view(self.clients + 1, *x.shape[1:])
+        table = x.new_empty(rows, apart)[:, :wide].view(rows, *x.shape[1:])
         return table.copy_(x[:1].expand_as(table))
+
+    def _by_row(self, of: Callable[..., Tensor], held: _Held, *rest: _Held) -> _Held:
+        """A function of the tensors that have rows; the others are those of the first argument."""
+        if not self.shared:
+            return tree.tmap(of, held, *rest)
+        return tree.tmap(of, *(each._replace(down=()) for each in (held, *rest)))._replace(down=held.down)
 
     def load(self, at: Carry, given: Any) -> None:
         """Copy the initial values of clients into the tables of the graphs."""
-        n = len(given.buffers)
-        tree.tmap(lambda to, x: to[:n].copy_(x), (self.carry, self.mine), (at, given.mine))
-        tree.tmap(lambda to, x: (to if self.shared else to[:n]).copy_(x), self.down, given.down)
-        self.buffers[:n] = given.buffers
+        n, values = len(given.buffers), _Held(at, given.mine, given.buffers, given.down)
+        self._by_row(lambda to, x: to[:n].copy_(x), self.held, values)
+        if self.shared:
+            tree.tmap(lambda to, x: to.copy_(x), self.held.down, given.down)
 
-    def replay(self, lanes: int, ticks: int, *, straight: bool) -> _Replay | _Blocks:
-        """The runner of the ticks of these lanes, with room for ``ticks``.
-
-        ``straight``: every client keeps its lane to the end, so nothing has to be fetched and put back.
-        """
+    def replay(self, lanes: int, ticks: int, stay: Stay) -> _Replay | _Blocks:
+        """The runner of the ticks of these lanes, with room for ``ticks``."""
         make: Any = _Blocks if self._in_blocks(lanes) else _Replay
-        kind = (lanes, straight and make is _Replay)
+        kind: tuple[int, Stay] = (lanes, "tick" if make is _Blocks else stay)
         if kind not in self._replays:
-            step = self.block(lanes) if make is _Blocks else self.step(*kind)
-            self._replays[kind] = make(self, kind, step, max(ticks, 32))
+            near = self._near(*kind)
+            step = self.block(lanes) if make is _Blocks else self.step(*kind, near)
+            self._replays[kind] = make(self, kind, near, step, max(ticks, 32))
         elif self._replays[kind].ticks < ticks:
             old = self._replays.pop(kind)
-            self._replays[kind] = make(self, kind, old.step, max(ticks, 2 * old.ticks))
+            self._replays[kind] = make(self, kind, old.near, old.step, max(ticks, 2 * old.ticks))
         return self._replays[kind]
+
+    def _near(self, lanes: int, stay: Stay) -> _Held:
+        """What a tick reads and writes: whole tables, their first rows, or rows of the lanes' own."""
+        if stay == "tick":
+            return self.held
+        if stay == "all":
+            return self._by_row(lambda x: x[:lanes], self.held)
+        return self._by_row(lambda x: self._rows_like(x, lanes), self.held)
+
+    def fetch(self, near: _Held, clients: Tensor) -> None:
+        """Copy the rows of these clients into those of the lanes."""
+        self._by_row(lambda to, x: to.copy_(x[clients]), near, self.held)
+
+    def put_back(self, near: _Held, clients: Tensor) -> None:
+        """Copy what the clients in the lanes carry into their rows."""
+        tree.tmap(lambda to, x: to.index_copy_(0, clients, x), self.held.carry, near.carry)
 
     def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
         """A tick as a pure function of the tensors of the clients in the lanes: their values after it."""
         fed, shared = self.fed, self.shared
 
-        def step(
-            carry: Any, down: Any, mine: Any, buffers: Tensor, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor
-        ) -> list[Tensor]:
+        def step(held: _Held, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
+            carry, mine, buffers, down = held
             x = augmented(examples[0], plan.keys, fed.augment)
             batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
             in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
@@ -309,44 +358,27 @@ class _Tables:
 
         return step
 
-    def given(self, plan: _Plan, *, straight: bool) -> tuple[Any, ...]:
-        """The inputs of a tick."""
-        if straight:
-            lanes = slice(0, len(plan.client))
-            down = self.down if self.shared else tree.take(self.down, lanes)
-            return *tree.take((self.carry, self.mine, self.buffers), lanes), down, plan, self.lr
-        return *self.held, plan, self.lr
-
-    @property
-    def held(self) -> tuple[Any, ...]:
-        """The tensors of all clients."""
-        return self.carry, self.mine, self.buffers, self.down
-
-    def _tick(self, held: tuple[Any, ...], plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
+    def _tick(self, held: _Held, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
         """Fetch the tensors of the clients in the lanes, take a step, and put them back."""
-        carry, mine, buffers, down = held
-        here, own, statistics = tree.tmap(lambda x: _fetched(x, plan.client), (carry, mine, buffers))
-        sent = down if self.shared else tree.tmap(lambda x: _fetched(x, plan.client), down)
-        moved = self._step(here, sent, own, statistics, plan, examples, lr)
-        for table, rows in zip(tree.leaves(carry), moved, strict=True):
+        moved = self._step(self._by_row(lambda x: _fetched(x, plan.client), held), plan, examples, lr)
+        for table, rows in zip(tree.leaves(held.carry), moved, strict=True):
             table.index_copy_(0, plan.client, rows)
 
-    def step(self, lanes: int, straight: bool) -> Callable[..., None]:
+    def step(self, lanes: int, stay: Stay, near: _Held) -> Callable[..., None]:
         """A tick of these lanes, which writes the new values of their clients; compiled if requested."""
 
-        def plain(carry: Any, mine: Any, buffers: Tensor, down: Any, plan: _Plan, lr: Tensor) -> None:
+        def plain(near: _Held, plan: _Plan, lr: Tensor) -> None:
             examples = self.fed.examples(plan.rows)
-            if not straight:
-                self._tick((carry, mine, buffers, down), plan, examples, lr)
+            if stay == "tick":
+                self._tick(near, plan, examples, lr)
                 return
-            moved = self._step(carry, down, mine, buffers, plan, examples, lr)
-            for table, rows in zip(tree.leaves(carry), moved, strict=True):
-                table.copy_(rows)
+            for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples, lr), strict=True):
+                row.copy_(moved)
 
         if self.alg.task.capture != "compiled":
             return plain
         blank = _Plan.of(*_blank_plan((lanes,), self.batch, self.clients, self.lr.device))
-        fused = self._compiled(plain, self.given(blank, straight=straight), lanes)
+        fused = self._compiled(plain, (near, blank, self.lr), lanes)
         return plain if fused is None else fused
 
     def block(self, lanes: int) -> Callable[..., None]:
@@ -355,7 +387,7 @@ class _Tables:
         It is given the examples instead of their rows, so that it is the same for data of any size.
         """
 
-        def ticks(held: tuple[Any, ...], whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
+        def ticks(held: _Held, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
             for t in range(_TOGETHER):
                 self._tick(held, _Plan.of(whole[t], real[t]), (x[t], y[t]), lr)
 
@@ -427,7 +459,7 @@ class _Schedule:
     def load(self, group: Group, packed: Packed, until: int) -> None:
         """Write the steps of a group into the plan; after them all lanes idle ``until`` this tick."""
         n, wide, plan = len(group.ids), group.rows.shape[2], self.plan
-        place, when = tree.on_device(packed, plan.client.device)
+        place, when = tree.on_device((packed.client, packed.when), plan.client.device)
         client, real, ticks = place.clamp(max=n - 1), place < n, slice(0, packed.ticks)
         plan.client[ticks] = torch.where(real, place, self._idle)
         plan.rows[ticks, :, :wide] = group.rows[client, when]
@@ -443,8 +475,10 @@ class _Schedule:
 class _Blocks:
     """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
-        self._tables, self.step, self.ticks = tables, step, -(-ticks // _TOGETHER) * _TOGETHER
+    def __init__(
+        self, tables: _Tables, kind: tuple[int, Stay], near: _Held, step: Callable[..., None], ticks: int
+    ) -> None:
+        self._tables, self.near, self.step, self.ticks = tables, near, step, -(-ticks // _TOGETHER) * _TOGETHER
         self._schedule = _Schedule(tables, kind[0], self.ticks)
 
     def run(self, group: Group, packed: Packed) -> None:
@@ -456,15 +490,17 @@ class _Blocks:
         with tables.threads(whole.shape[1]):
             for t in range(0, until, _TOGETHER):
                 some = slice(t, t + _TOGETHER)
-                self.step(tables.held, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
+                self.step(self.near, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
 
 
 class _Replay:
     """The tick of these lanes, captured: it reads its work from a plan, at the position of its counter."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, bool], step: Callable[..., None], ticks: int) -> None:
-        lanes, self._straight = kind
-        self._tables, self.step, self.ticks = tables, step, ticks
+    def __init__(
+        self, tables: _Tables, kind: tuple[int, Stay], near: _Held, step: Callable[..., None], ticks: int
+    ) -> None:
+        lanes, self._stay = kind
+        self._tables, self.near, self.step, self.ticks = tables, near, step, ticks
         self._schedule = _Schedule(tables, lanes, ticks)
         device = tables.lr.device
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
@@ -476,18 +512,29 @@ class _Replay:
         self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
         with self._tables.threads(packed.client.shape[1]):
-            if self._graphs is None:
-                for _ in range(packed.ticks):
-                    self._advance()
-            else:
-                one, some = self._graphs
-                for graph in [some] * (packed.ticks // _TOGETHER) + [one] * (packed.ticks % _TOGETHER):
-                    graph.replay()
+            if self._stay != "segment":
+                self._run(packed.ticks)
+                return
+            for first, end in packed.segments:
+                clients = self._schedule.plan.client[first].contiguous()
+                self._tables.fetch(self.near, clients)
+                self._run(end - first)
+                self._tables.put_back(self.near, clients)
+
+    def _run(self, ticks: int) -> None:
+        """The next ticks."""
+        if self._graphs is None:
+            for _ in range(ticks):
+                self._advance()
+            return
+        one, some = self._graphs
+        for graph in [some] * (ticks // _TOGETHER) + [one] * (ticks % _TOGETHER):
+            graph.replay()
 
     def _advance(self) -> None:
         """One tick."""
         now = _Plan.of(*(held.index_select(0, self._tick).squeeze(0) for held in self._schedule.held))
-        self.step(*self._tables.given(now, straight=self._straight))
+        self.step(self.near, now, self._tables.lr)
         self._tick += 1
 
     def _captured(self, lanes: int) -> tuple[Any, Any]:

@@ -5,7 +5,9 @@ the groups one after another. ``LaneConv2d`` is an ``nn.Conv2d`` that uses fedlo
 Triton and where they are faster. Outside ``vmap`` it is an ordinary convolution.
 
 The convolution y = x * w, the gradient of its inputs and the gradient of its weights are bilinear, and the derivatives
-of each are again among the three. So derivatives of any order, in either direction, need only these three functions.
+of each are again among the three. So derivatives of any order, in either direction, need only these three functions. On
+a GPU a convolution that is followed by a ReLU and by the maximum of 2x2 windows is one function with them; its
+derivatives are the three functions at the largest pixels of windows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedloom.core.lanes.ops import Geometry, Pair, lane_conv, lane_conv_inputs, lane_conv_weights
+from fedloom.core.lanes.ops import (
+    Geometry,
+    Pair,
+    lane_conv,
+    lane_conv_inputs,
+    lane_conv_pooled,
+    lane_conv_pooled_weights,
+    lane_conv_weights,
+    largest,
+    picked,
+    unpooled,
+)
 
 
 class LaneConv2d(nn.Conv2d):
@@ -33,7 +46,10 @@ class LaneConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (kh, kw), (sh, sw) = self.kernel_size, self.stride
-        out = convolve(input, weight, Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32))
+        how = Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32)
+        if input.is_cuda and self.pool == (2, 2) and min(how.windows(_sides(input))) > 0:
+            return convolve_pooled(input, weight, weight.new_zeros(len(weight)) if bias is None else bias, how)
+        out = convolve(input, weight, how)
         if self.pool is not None:
             out = max_pool2d(out, *self.pool)
         if bias is not None:
@@ -82,27 +98,39 @@ def weight_gradient(x: Tensor, g: Tensor, how: Geometry) -> Tensor:
     return _applied(_WeightGradient, x, g, how)
 
 
+def convolve_pooled(x: Tensor, w: Tensor, bias: Tensor, how: Geometry) -> Tensor:
+    """max(0, bias + the largest of each 2x2 window of x * w)."""
+    y, _ = _ConvolvePooled.apply(x, w, bias, how)  # type: ignore[no-untyped-call]
+    pooled: Tensor = y
+    return pooled
+
+
+def pooled_weight_gradient(x: Tensor, g: Tensor, index: Tensor, how: Geometry) -> Tensor:
+    """The gradient of w, given that of windows [B, O, h / 2, w / 2] and the places of their largest pixels."""
+    return _applied(_PooledWeightGradient, x, g, index, how)
+
+
 def _applied(function: type[_Bilinear], *given: Any) -> Tensor:
     out: Tensor = function.apply(*given)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Bilinear(torch.autograd.Function):
-    """Two tensors in, one out, which is linear in each; ``rest`` is not differentiated."""
+    """Two tensors in, one out, which is linear in each; further arguments are not differentiated, tensors first."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004  autograd's signature
-        first, second, *rest = inputs
-        ctx.save_for_backward(first, second)
-        ctx.save_for_forward(first, second)
-        ctx.rest = rest
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.rest = inputs[len(tensors) :]
 
     @classmethod
     def tangent(cls, ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
         """The derivative along (da, db), by the product rule."""
-        a, b = ctx.saved_tensors
-        moved = [] if da is None else [_applied(cls, da, b, *ctx.rest)]
-        moved += [] if db is None else [_applied(cls, a, db, *ctx.rest)]
+        a, b, *more = ctx.saved_tensors
+        moved = [] if da is None else [_applied(cls, da, b, *more, *ctx.rest)]
+        moved += [] if db is None else [_applied(cls, a, db, *more, *ctx.rest)]
         return moved[0] if len(moved) == 1 else moved[0] + moved[1]
 
 
@@ -179,6 +207,78 @@ class _WeightGradient(_Bilinear):
     def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, how: Geometry) -> tuple[Tensor, int]:
         x, g = _lanes(info, in_dims, x, g)
         return _first(lane_conv_weights(_last(x), _last(g), *how)), 0
+
+
+class _PooledWeightGradient(_Bilinear):
+    @staticmethod
+    def forward(x: Tensor, g: Tensor, index: Tensor, how: Geometry) -> Tensor:
+        return _WeightGradient.forward(x, unpooled(g, index, how.out(_sides(x))), how)
+
+    @staticmethod
+    def backward(ctx: Any, ddw: Tensor) -> tuple[Any, ...]:
+        (x, g, index), (how,) = ctx.saved_tensors, ctx.rest
+        whole = unpooled(g, index, how.out(_sides(x)))
+        dx = input_gradient(whole, ddw, how, _sides(x)) if ctx.needs_input_grad[0] else None
+        dg = picked(convolve(x, ddw, how), index) if ctx.needs_input_grad[1] else None
+        return dx, dg, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dg: Tensor | None, *_: None) -> Tensor:
+        return _PooledWeightGradient.tangent(ctx, dx, dg)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, index: Tensor, how: Geometry) -> tuple[Tensor, int]:
+        x, g, index = _lanes(info, in_dims, x, g, index)
+        return _first(lane_conv_pooled_weights(_last(x), _last(g), _last(index), *how)), 0
+
+
+class _ConvolvePooled(torch.autograd.Function):
+    """The convolution, the largest of each 2x2 window, the bias and the ReLU; and the places in windows."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, bias: Tensor, how: Geometry) -> tuple[Tensor, Tensor]:
+        return largest(conv2d(x, w, None, how.stride, how.padding), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, w, _, how = inputs
+        _, index = output
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(x, w, index)
+        ctx.save_for_forward(x, w, index)
+        ctx.how = how
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: None) -> tuple[Any, ...]:
+        (x, w, index), how = ctx.saved_tensors, ctx.how
+        needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
+        dbias = torch.where(index < 4, g, 0).sum((0, 2, 3)) if needs_bias else None
+        if not needs_x:  # the first layer
+            return None, pooled_weight_gradient(x, g, index, how) if needs_w else None, dbias, None
+        whole = unpooled(g, index, how.out(_sides(x)))
+        dw = weight_gradient(x, whole, how) if needs_w else None
+        return input_gradient(whole, w, how, _sides(x)), dw, dbias, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, dbias: Tensor | None, _: None) -> tuple[Tensor, None]:
+        (x, w, index), how = ctx.saved_tensors, ctx.how
+        moved = [] if dx is None else [picked(convolve(dx, w, how), index)]
+        moved += [] if dw is None else [picked(convolve(x, dw, how), index)]
+        moved += [] if dbias is None else [torch.where(index < 4, dbias[:, None, None], 0)]
+        return sum(moved[1:], moved[0]), None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, w: Tensor, bias: Tensor, how: Geometry
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        if in_dims[1] is None and in_dims[2] is None:
+            x = x.movedim(in_dims[0], 0)
+            both = _ConvolvePooled.apply(x.flatten(0, 1), w, bias, how)  # type: ignore[no-untyped-call]
+            y, index = (each.unflatten(0, x.shape[:2]) for each in both)
+            return (y, index), (0, 0)
+        x, w, bias = _lanes(info, in_dims, x, w, bias)
+        y, index = lane_conv_pooled(_last(x), _last(w), bias.contiguous(), *how)
+        return (_first(y), _first(index)), (0, 0)
 
 
 def _sides(x: Tensor) -> Pair:

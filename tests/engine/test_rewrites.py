@@ -1,0 +1,148 @@
+"""Rewritten steps: the same numbers, to the bit, by operations that a compiler turns into faster kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fedloom.engine.compiling
+from fedloom.algorithm import AnyAlgorithm
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedprox import FedProx
+from fedloom.algorithms.fedsam import FedSAM
+from fedloom.algorithms.moon import Moon
+from fedloom.algorithms.scaffold import Scaffold
+from fedloom.core import tree
+from fedloom.core.optim import Local, optimizers
+from fedloom.engine import cuda_graphs
+from fedloom.engine.compiling import has_cpp_compiler
+from fedloom.engine.rewrites import _runs, rewrite
+from fedloom.engine.rounds import begin, rounds
+from fedloom.engine.state import Experiment
+from fedloom.engine.store import RamStore
+from fedloom.models.net import Net
+from support.worlds import experiment, federation
+
+aten = torch.ops.aten
+SIZES = (3, 40, 17, 25)
+WIDE = 20_000  # parameters of the largest layer
+
+
+def world(algorithm: AnyAlgorithm, local: Local, *, compiled: bool) -> Experiment:
+    """Clients with a large layer between small ones, in steps that are too large to be compiled as loops."""
+    torch.manual_seed(1)
+    net = Net(nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, WIDE // 40), nn.Tanh()), WIDE // 40, 3)
+    capture = "compiled" if compiled else "graph"
+    return experiment(federation(SIZES), net, algorithm, capture=capture, local=local, rounds=2)
+
+
+def servers(exp: Experiment) -> list[Any]:
+    return [done.state.server for done in rounds(exp, begin(exp), RamStore(len(SIZES)))]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The steps that were rewritten; they run as they are, instead of being compiled."""
+    found: list[fx.GraphModule] = []
+
+    def as_it_is(traced: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        found.append(traced)
+        return traced
+
+    monkeypatch.setattr("torch._inductor.standalone_compile", as_it_is)
+    monkeypatch.setattr(cuda_graphs, "_SMALL", 0)
+    return found
+
+
+def counts(step: fx.GraphModule, target: Any) -> int:
+    return sum(node.target == target for node in step.graph.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segment", [1, 1 << 20], ids=["segments", "ticks"])
+@pytest.mark.parametrize("name", list(optimizers()))
+def test_every_optimizer_takes_the_same_steps_by_parts(
+    name: str, segment: int, steps: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_SEGMENT", segment)
+    local = Local(optimizer=name, batch=4, lr=0.01, weight_decay=0.01)
+    found, plain = (servers(world(FedAvg(), local, compiled=compiled)) for compiled in (True, False))
+    for a, b in zip(found, plain, strict=True):
+        assert torch.equal(a.w, b.w)
+    assert steps
+    for step in steps:
+        writes = aten.index_copy_.default if segment > 1 else aten.copy_.default
+        assert not any(
+            node.target == aten.cat.default and node.meta.get("val") is not None for node in step.graph.nodes
+        ), "the whole gradient is still there"
+        assert counts(step, writes) >= 3, "the parameters are not written by parts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", [FedProx(mu=0.1), Scaffold(), FedSAM(rho=0.1), Moon()], ids=lambda a: type(a).__name__
+)
+def test_every_kind_of_step_is_the_same_by_parts(algorithm: AnyAlgorithm, steps: list[fx.GraphModule]) -> None:
+    """With clipping and momentum: a norm needs the whole gradient, the rest of the step does not."""
+    local = Local(batch=4, lr=0.05, momentum=0.5, clip=0.5)
+    found, plain = (servers(world(algorithm, local, compiled=compiled)) for compiled in (True, False))
+    for a, b in zip(found, plain, strict=True):
+        for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
+            assert torch.equal(x, y)
+    assert steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "factors"), [("sgd", 0), ("adam", 2), ("radam", 3), ("asgd", 3), ("adagrad", 1)])
+def test_factors_are_computed_once(name: str, factors: int, steps: list[fx.GraphModule]) -> None:
+    """Where a number of a lane leaves float64 it is stored, so that no parameter computes it again."""
+    servers(world(FedAvg(), Local(optimizer=name, batch=4, lr=0.01), compiled=True))
+    assert {counts(step, torch.ops.fedloom.kept.default) for step in steps} == {factors}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="there is no C++ compiler, which torch.compile needs on a CPU")
+def test_the_compiler_takes_rewritten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_SMALL", 0)
+    rewritten = []
+    monkeypatch.setattr(fedloom.engine.compiling, "rewrite", lambda graph: (rewrite(graph), rewritten.append(graph)))
+    local = Local(optimizer="adam", batch=4, lr=0.01)
+    found, plain = (servers(world(FedAvg(), local, compiled=compiled)) for compiled in (True, False))
+    assert len(rewritten) == 1
+    for a, b in zip(found, plain, strict=True):
+        assert torch.allclose(a.w, b.w, atol=1e-4)
+
+
+def test_large_layers_are_parts_and_small_ones_are_joined() -> None:
+    assert _runs([10, 1, 900, 9, 50, 30]) == [[10, 1], [900], [9, 50, 30]]
+    assert _runs([500, 500]) == [[500], [500]]
+    assert _runs([1] * 20) == [[1] * 20]
+
+
+def test_short_vectors_and_other_concatenations_stay_as_they_are() -> None:
+    def step(w: Tensor, a: Tensor, b: Tensor) -> None:
+        w.copy_(w - 0.1 * torch.cat([a, b], 1))
+
+    for wide, slices in ((100, 0), (WIDE, 4)):
+        w, a, b = torch.randn(2, wide), torch.randn(2, wide - 7), torch.randn(2, 7)
+        traced = make_fx(step)(w, a, b)
+        rewrite(traced.graph)
+        traced.recompile()
+        assert counts(traced, aten.slice.Tensor) == slices
+        expected = w - 0.1 * torch.cat([a, b], 1)
+        traced(w, a, b)
+        assert torch.equal(w, expected)
+
+    def below(w: Tensor, a: Tensor, b: Tensor) -> None:
+        w.copy_(torch.cat([a, b], 0))
+
+    w, a, b = torch.randn(4, WIDE), torch.randn(3, WIDE), torch.randn(1, WIDE)
+    traced = make_fx(below)(w, a, b)
+    rewrite(traced.graph)
+    assert counts(traced, aten.cat.default) == 1
+    assert counts(traced, aten.slice.Tensor) == 0
