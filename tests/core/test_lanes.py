@@ -295,13 +295,14 @@ def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float
         }
         at = {name: torch.randn(shape, dtype=torch.float64).to(dtype).double() for name, shape in shapes.items()}
         at["turned"] = at["w"].permute(0, 4, 2, 3, 1).contiguous()
+        at |= {name: _apart_from_each_other(at[name]) for name in ("w", "bias")}  # as lanes of a vector of parameters
         at["index"] = torch.randint(0, 5, shapes["gp"], dtype=torch.int8)
         tried: dict[str, tuple[str, ...]] = {"forward": ("x", "w"), "inputs": ("g", "turned"), "weights": ("x", "g")}
         if min(how.windows(sides)):
             tried |= {"pooled": ("x", "w", "bias"), "pooled_weights": ("x", "gp", "index")}
         for what, names in tried.items():
             given = tuple(at[n] for n in names)
-            here = tuple(t.to(device, dtype if t.is_floating_point() else None) for t in given)
+            here = tuple(_moved(t, device, dtype) for t in given)
             columns = channels if what == "inputs" else outputs
             right = ops._by_name(what, ops._GROUPED, how, sides)(*given)
             tiles = ops._tiles(what, here, how, columns)
@@ -311,6 +312,18 @@ def cases(device: str, dtype: torch.dtype, exact: bool) -> list[tuple[str, float
                 if what in ops._WITHOUT_WINDOWS:
                     found.append((f"{name}, {what}, apart", _error(_apart(what, here, how, tile), right)))
     return found
+
+
+def _moved(x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """On a device and in a precision, with the same distance between lanes."""
+    moved = x.to(device, dtype if x.is_floating_point() else None)
+    return moved if x.is_contiguous() else _apart_from_each_other(moved)
+
+
+def _apart_from_each_other(lanes: Tensor) -> Tensor:
+    """The same numbers, with others between two lanes."""
+    size = lanes[0].numel()
+    return lanes.new_ones(len(lanes), size + 3)[:, :size].copy_(lanes.flatten(1)).view(lanes.shape)
 
 
 def _apart(what: str, given: tuple[Tensor, ...], how: Geometry, tile: ops.Tile) -> Any:

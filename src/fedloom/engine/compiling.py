@@ -45,7 +45,7 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     how: Any = {"config_patches": {"cpp.threads": 1}} if small else None
     with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
-        traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else None)(*leaves)
+        traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else _FUSIBLE)(*leaves)
         if not small:
             rewrite(traced.graph)
             traced.recompile()
@@ -71,8 +71,6 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     return x + torch.where(place == index, source, 0)
 
 
-_AS_LOOPS: Any = {
-    torch.ops.aten.mm.default: _product,
-    torch.ops.aten.bmm.default: _product,
-    torch.ops.aten.scatter_add.default: _scatter_add,
-}
+# Operations as others that the compiler fuses with what is before and after them, and on a CPU also small products.
+_FUSIBLE: Any = {torch.ops.aten.scatter_add.default: _scatter_add}
+_AS_LOOPS: Any = {torch.ops.aten.mm.default: _product, torch.ops.aten.bmm.default: _product, **_FUSIBLE}

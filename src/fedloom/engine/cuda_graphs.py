@@ -41,6 +41,8 @@ _EXAMPLES = 1 << 13
 # Ticks of one graph, in addition to the graph of a single one: between two graphs a GPU pauses for some microseconds.
 # Also of one compiled function on a CPU.
 _TOGETHER = 8
+# Ticks of the shortest plan.
+_ROOM = 256
 # Ticks between two changes of lanes, on average, from which clients stay in their lanes in between.
 _SEGMENT = 8
 # Numbers that a step processes on a CPU below which more than one thread makes it slower.
@@ -320,13 +322,11 @@ class _Tables:
         """The runner of the ticks of these lanes, with room for ``ticks``."""
         make: Any = _Blocks if self._in_blocks(lanes) else _Replay
         kind: tuple[int, Stay] = (lanes, "tick" if make is _Blocks else stay)
-        if kind not in self._replays:
-            near = self._near(*kind)
-            step = self.block(lanes) if make is _Blocks else self.step(*kind, near)
-            self._replays[kind] = make(self, kind, near, step, max(ticks, 32))
-        elif self._replays[kind].ticks < ticks:
-            old = self._replays.pop(kind)
-            self._replays[kind] = make(self, kind, old.near, old.step, max(ticks, 2 * old.ticks))
+        found = self._replays.get(kind)
+        if found is None or found.ticks < ticks:
+            near = found.near if found else self._near(*kind)
+            self._replays.pop(kind, None)  # its memory is free before more is taken
+            self._replays[kind] = make(self, kind, near, ticks)
         return self._replays[kind]
 
     def _near(self, lanes: int, stay: Stay) -> _Held:
@@ -364,21 +364,25 @@ class _Tables:
         for table, rows in zip(tree.leaves(held.carry), moved, strict=True):
             table.index_copy_(0, plan.client, rows)
 
-    def step(self, lanes: int, stay: Stay, near: _Held) -> Callable[..., None]:
-        """A tick of these lanes, which writes the new values of their clients; compiled if requested."""
+    def step(self, lanes: int, stay: Stay, inputs: tuple[Any, ...]) -> Callable[..., None]:
+        """The next tick of these lanes, which writes the new values of their clients; compiled if requested.
 
-        def plain(near: _Held, plan: _Plan, lr: Tensor) -> None:
+        Its arguments are like ``inputs``: what it reads and writes, the whole plan, the number of the tick, the rate.
+        """
+
+        def plain(near: _Held, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
+            plan = _Plan.of(*(each.index_select(0, tick).squeeze(0) for each in (whole, real)))
             examples = self.fed.examples(plan.rows)
             if stay == "tick":
                 self._tick(near, plan, examples, lr)
-                return
-            for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples, lr), strict=True):
-                row.copy_(moved)
+            else:
+                for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples, lr), strict=True):
+                    row.copy_(moved)
+            tick += 1
 
         if self.alg.task.capture != "compiled":
             return plain
-        blank = _Plan.of(*_blank_plan((lanes,), self.batch, self.clients, self.lr.device))
-        fused = self._compiled(plain, (near, blank, self.lr), lanes)
+        fused = self._compiled(plain, inputs, lanes)
         return plain if fused is None else fused
 
     def block(self, lanes: int) -> Callable[..., None]:
@@ -475,11 +479,9 @@ class _Schedule:
 class _Blocks:
     """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
-    def __init__(
-        self, tables: _Tables, kind: tuple[int, Stay], near: _Held, step: Callable[..., None], ticks: int
-    ) -> None:
-        self._tables, self.near, self.step, self.ticks = tables, near, step, -(-ticks // _TOGETHER) * _TOGETHER
-        self._schedule = _Schedule(tables, kind[0], self.ticks)
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: _Held, ticks: int) -> None:
+        self._tables, self.near, self.ticks = tables, near, -(-max(ticks, 32) // _TOGETHER) * _TOGETHER
+        self._schedule, self._step = _Schedule(tables, kind[0], self.ticks), tables.block(kind[0])
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
@@ -490,21 +492,21 @@ class _Blocks:
         with tables.threads(whole.shape[1]):
             for t in range(0, until, _TOGETHER):
                 some = slice(t, t + _TOGETHER)
-                self.step(self.near, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
+                self._step(self.near, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
 
 
 class _Replay:
     """The tick of these lanes, captured: it reads its work from a plan, at the position of its counter."""
 
-    def __init__(
-        self, tables: _Tables, kind: tuple[int, Stay], near: _Held, step: Callable[..., None], ticks: int
-    ) -> None:
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: _Held, ticks: int) -> None:
         lanes, self._stay = kind
-        self._tables, self.near, self.step, self.ticks = tables, near, step, ticks
-        self._schedule = _Schedule(tables, lanes, ticks)
-        device = tables.lr.device
-        self._tick = torch.zeros(1, dtype=torch.int64, device=device)
-        self._graphs = self._captured(lanes) if device.type == "cuda" else None
+        self._tables, self.near = tables, near
+        self.ticks = max(_ROOM, 1 << (ticks - 1).bit_length())  # of few sizes, since each is compiled separately
+        self._schedule = _Schedule(tables, lanes, self.ticks)
+        self._tick = torch.zeros(1, dtype=torch.int64, device=tables.lr.device)
+        self._inputs = (near, *self._schedule.held, self._tick, tables.lr)
+        self._step = tables.step(lanes, self._stay, self._inputs)
+        self._graphs = self._captured(lanes) if tables.lr.device.type == "cuda" else None
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
@@ -533,9 +535,7 @@ class _Replay:
 
     def _advance(self) -> None:
         """One tick."""
-        now = _Plan.of(*(held.index_select(0, self._tick).squeeze(0) for held in self._schedule.held))
-        self.step(self.near, now, self._tables.lr)
-        self._tick += 1
+        self._step(*self._inputs)
 
     def _captured(self, lanes: int) -> tuple[Any, Any]:
         """The graphs of one tick and of some."""

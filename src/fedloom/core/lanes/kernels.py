@@ -147,7 +147,7 @@ def _larger(best: tl.tensor, place: tl.tensor, value: tl.tensor, at: tl.constexp
 def _pooled_taps(
     x: tl.tensor, w: tl.tensor, bias: tl.tensor, y: tl.tensor, index: tl.tensor,  # [L, N], [L, B, PH, PW, N] twice
     rows: tl.tensor, H: tl.tensor, W: tl.tensor, PH: tl.tensor, PW: tl.tensor,
-    x_lane: tl.tensor, w_lane: tl.tensor, y_lane: tl.tensor,
+    x_lane: tl.tensor, w_lane: tl.tensor, bias_lane: tl.tensor, y_lane: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BORDERS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -185,7 +185,7 @@ def _pooled_taps(
     best, place = _larger(one, tl.zeros((BM, BN), tl.int32), two, 1)
     best, place = _larger(best, place, three, 2)
     best, place = _larger(best, place, four, 3)
-    best += tl.load(bias + lane * N + n, mask=real, other=0.0).to(tl.float32)[None, :]
+    best += tl.load(bias + lane * bias_lane + n, mask=real, other=0.0).to(tl.float32)[None, :]
     place = tl.where(best <= 0, 4, place)
     best = tl.where(best <= 0, 0.0, best)
     to = lane * y_lane + (m * N)[:, None] + n[None, :]
@@ -290,7 +290,7 @@ def forward(x: Tensor, w: Tensor, how: Geometry, tile: Tile) -> Tensor:
     outputs, (high, wide) = w.shape[1], how.out((height, width))
     y = x.new_empty(lanes, images, high, wide, outputs)
     _taps[(triton.cdiv(images * high * wide, tile.rows), triton.cdiv(outputs, tile.columns), lanes)](
-        x, w, y, images, height, width, high, wide, high, wide, x[0].numel(), w[0].numel(), y[0].numel(),
+        x, w, y, images, height, width, high, wide, high, wide, x.stride(0), w.stride(0), y.stride(0),
         channels, outputs, *how.kernel, *how.kernel, 0, 0, 1, 1, *how.stride, 1, -how.padding[0], -how.padding[1],
         1, 1, 0, 0, how.padding != (0, 0), _precision(how), tile.rows, tile.columns, tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -306,7 +306,7 @@ def pooled(x: Tensor, w: Tensor, bias: Tensor, how: Geometry, tile: Tile) -> tup
     index = torch.empty_like(y, dtype=torch.int8)
     rows = images * high * wide
     _pooled_taps[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.columns), lanes)](
-        x, w, bias, y, index, rows, height, width, high, wide, x[0].numel(), w[0].numel(), y[0].numel(),
+        x, w, bias, y, index, rows, height, width, high, wide, x.stride(0), w.stride(0), bias.stride(0), y.stride(0),
         channels, outputs, *how.kernel, *how.stride, *how.padding, how.padding != (0, 0), _precision(how),
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -333,7 +333,7 @@ def inputs(g: Tensor, w: Tensor, how: Geometry, sides: tuple[int, int], tile: Ti
                 x[:, :, py::sh, px::sw] = 0
                 continue
             _taps[(triton.cdiv(images * high_ * wide_, tile.rows), triton.cdiv(channels, tile.columns), lanes)](
-                g, w, x, images, high, wide, high_, wide_, *sides, g[0].numel(), w[0].numel(), x[0].numel(),
+                g, w, x, images, high, wide, high_, wide_, *sides, g.stride(0), w.stride(0), x.stride(0),
                 outputs, channels, kh, kw, *taps, i0, j0, sh, sw, 1, 1, -1, (py + ph - i0) // sh, (px + pw - j0) // sw,
                 sh, sw, py, px, True, _precision(how), tile.rows, tile.columns, tile.depth,
                 num_warps=tile.warps, num_stages=tile.stages,
@@ -359,8 +359,8 @@ def _weights(x: Tensor, g: Tensor, index: Tensor | None, how: Geometry, tile: Ti
     grid = (triton.cdiv(outputs, tile.rows) * triton.cdiv(depth, tile.columns), tile.parts, lanes)
     rows = images * high * wide
     _pixels[grid](
-        x, g, g if index is None else index, out, rows, height, width, high, wide, x[0].numel(), g[0].numel(),
-        out[0, 0].numel(), out[0].numel(), channels, outputs, kh, kw, *how.stride, *how.padding, index is not None,
+        x, g, g if index is None else index, out, rows, height, width, high, wide, x.stride(0), g.stride(0),
+        out.stride(1), out.stride(0), channels, outputs, kh, kw, *how.stride, *how.padding, index is not None,
         how.padding != (0, 0), _precision(how), triton.cdiv(rows, tile.parts * tile.depth),
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -376,7 +376,7 @@ _BLOCK = 1024  # numbers of a program
 def _largest(
     y: tl.tensor, bias: tl.tensor, best: tl.tensor, index: tl.tensor,  # [L, B, H, W, N], [L, N], [L, B, PH, PW, N]
     count: tl.tensor, images: tl.tensor, H: tl.tensor, W: tl.tensor, PH: tl.tensor, PW: tl.tensor,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    bias_lane: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < count
@@ -388,7 +388,7 @@ def _largest(
     value, place = _larger(value, place, tl.load(of + N, mask=ok, other=0.0).to(tl.float32), 1)
     value, place = _larger(value, place, tl.load(of + W * N, mask=ok, other=0.0).to(tl.float32), 2)
     value, place = _larger(value, place, tl.load(of + W * N + N, mask=ok, other=0.0).to(tl.float32), 3)
-    value += tl.load(bias + (image // images) * N + n, mask=ok, other=0.0).to(tl.float32)
+    value += tl.load(bias + (image // images) * bias_lane + n, mask=ok, other=0.0).to(tl.float32)
     place = tl.where(value <= 0, 4, place)
     value = tl.where(value <= 0, 0.0, value)
     tl.store(best + at, value.to(best.dtype.element_ty), mask=ok)
@@ -401,7 +401,7 @@ def largest(y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     best = y.new_empty(lanes, images, high // 2, wide // 2, outputs)
     index = torch.empty_like(best, dtype=torch.int8)
     _largest[(triton.cdiv(best.numel(), _BLOCK),)](
-        y, bias, best, index, best.numel(), images, high, wide, high // 2, wide // 2, outputs, _BLOCK
+        y, bias, best, index, best.numel(), images, high, wide, high // 2, wide // 2, bias.stride(0), outputs, _BLOCK
     )
     return best, index
 

@@ -1,9 +1,9 @@
 """The convolution of many nets and its two gradients, as operators that work with ``vmap``, compilers and CUDA graphs.
 
-Images are ``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``. On a CPU, and
-wherever it is faster, an operator is PyTorch's grouped convolution; on a GPU with Triton, fedloom has its own kernels.
-Which of them is used, and with which tiles, is measured once for each shape and precision, and kept next to the
-compiler's cache.
+Images are ``[lane, image, row, column, channel]``, weights ``[lane, output, row, column, channel]``, contiguous within
+each lane. On a CPU, and wherever it is faster, an operator is PyTorch's grouped convolution; on a GPU with Triton,
+fedloom has its own kernels. Which of them is used, and with which tiles, is measured once for each shape and precision,
+and kept next to the compiler's cache.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     parts: int = 1  # of the sum over pixels, for the gradient of weights
+
+
+def packed(x: Tensor) -> Tensor:
+    """The same numbers, contiguous within each lane; lanes of parameters are apart by all parameters of a net."""
+    return x if x[0].is_contiguous() else x.contiguous()
 
 
 def _geometry(kernel: Ints, stride: Ints, padding: Ints, exact: bool) -> Geometry:
