@@ -1,6 +1,6 @@
 """Rounds on a GPU against their floor: one central model that sees the same examples.
 
-    python -m benchmarks.lanes [--work fedalr ragged pfl pfedala resnet lenet cohorts algorithms gossip] [--turns 7]
+    python -m benchmarks.lanes [--turns 7] [--work fedalr ragged pfl pfedala seeds resnet lenet ...]
     python -m benchmarks.lanes --work pfl --ways compiled best                  # only these columns
     python -m benchmarks.lanes --work --profile FOLDER [--kinds pfl qfedavg]    # only where the time of rounds goes
 
@@ -15,6 +15,7 @@ on what it means.
 - pfl: the CIFAR-10 benchmark of pfl-research, 50 clients with 50 images each, batch 10
 - pfedala: the round of the pFedALA paper, 10 clients, ``cnn_fedavg``, batch 10, on images of MNIST's and CIFAR-10's
   size; also with 210 clients, as many as 21 such runs have together
+- seeds: a round of pFedALA's with unequal clients, of one run, and of several that share their steps, for each of them
 - resnet: ResNet-18 with group normalisation, 10 clients, batch 64
 - lenet: LeNet-5, 100 clients, batch 64
 - cohorts: FedAvg on ``cnn64``, 5 to 100 clients in a round
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ from fedloom.engine.local import arithmetic
 from fedloom.engine.rounds import begin, rounds
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
+from fedloom.engine.together import together
 from fedloom.models.net import Net, NetSpec
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import parse
@@ -51,6 +54,7 @@ SERVED = ("fedavg", "fedprox", "scaffold", "fedalr", "fedopt", "fedmgda", "qfeda
 BLOCK = 10  # rounds that are timed at once: while a GPU does one, the CPU makes the next ready
 STEPS = 50  # of a client in a round of pFedALA
 COHORTS = (5, 20, 50, 100)
+TOGETHER = (1, 3, 7)  # runs that share their steps
 
 
 FLOORS = ("central", "best")
@@ -251,6 +255,20 @@ def pfedala_round(clients: int) -> dict[str, Any]:
     return all_ | {"local": {"lr": 0.005, "batch": 10}, "cohort": {"sampling": "all"}}
 
 
+def seeds(how: How) -> dict[str, Any]:
+    arrays = images(STEPS * 100, PFEDALA_SHAPES["mnist"])
+    unequal = {"kind": "pathological", "clients": 10, "per_client": 2, "holdout": 0.0, "min_size": 40}
+    settings = pfedala_round(10) | {"partition": unequal, "engine": {"compile": "on"}}
+    runs = [rounds_of(experiment(arrays, seed=seed, **settings)) for seed in range(max(TOGETHER))]
+
+    def some(n: int) -> None:
+        together(runs[:n])
+
+    taken = measured({str(n): partial(some, n) for n in TOGETHER}, how.turns)
+    each = {n: round(s / int(n), 6) for n, s in taken.items()}
+    return {"seconds_for_each": each, "over_alone": _over(each, "1")}
+
+
 def resnet(how: How) -> dict[str, Any]:
     return compared(images(6_400), 640, how, BOTH, **RESNET)
 
@@ -308,7 +326,7 @@ def profiles(folder: Path, kinds: list[str]) -> None:
         profiled(exp, folder / f"{name}.txt")
 
 
-WORK = {f.__name__: f for f in (fedalr, ragged, pfl, pfedala, resnet, lenet, cohorts, algorithms, gossip)}
+WORK = {f.__name__: f for f in (fedalr, ragged, pfl, pfedala, seeds, resnet, lenet, cohorts, algorithms, gossip)}
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def test_a_worker_that_is_asked_to_stop_in_the_last_round_of_a_cell_ends(tmp_pat
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=tmp_path, **pipes) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(job_of(cell, folder, tmp_path)) + "\n")
+        process.stdin.write(json.dumps([job_of(cell, folder, tmp_path)]) + "\n")
         process.stdin.flush()
         wait_for(lambda: lines_in(tmp_path) == 5, process)  # the fifth round is held
         process.terminate()
@@ -195,6 +195,71 @@ def test_a_worker_that_is_asked_to_stop_in_the_last_round_of_a_cell_ends(tmp_pat
         finally:
             process.kill()
     assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_", ["off", "on"])
+def test_seeds_together_come_to_what_each_comes_to_alone(tmp_path: Path, compile_: str) -> None:
+    """With compiled steps, all seeds take them side by side; else they take turns, and have the same bits."""
+    engine = {"compile": compile_, "executor": "lanes"}
+    asked = SMALL | {"engine": engine, "compare": {"algorithms": ["fedavg"], "seeds": 3}}
+    alone, joint = tmp_path / "alone", tmp_path / "joint"
+    assert not run(asked, alone, jobs=1).failures
+    assert not run(asked, joint, jobs=1, together=2).failures
+    plain = {p.name: read_metrics(p) for p in (alone / "cells").iterdir()}
+    assert len(plain) == 3
+    for name, lines in plain.items():
+        found = read_metrics(joint / "cells" / name)
+        assert [line["round"] for line in found] == [line["round"] for line in lines]
+        if compile_ == "off":
+            assert found == lines
+        assert found[-1]["global/test/loss"] == pytest.approx(lines[-1]["global/test/loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_seeds_together_stop_together_and_go_on(tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    words = ["compare", "held.py", "fedavg", "--seeds", "2", "--together", "2", "--jobs", "1", "--out", "out"]
+    process = started(*words, *LONG_SETTINGS, cwd=tmp_path, parent=True)
+    wait_for(lambda: lines_in(tmp_path / "out") >= 4, process)
+    process.send_signal(signal.SIGINT)
+    (tmp_path / "hold").unlink()
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 130, err
+    assert "Traceback" not in out + err
+    done = fedloom(*words, *LONG_SETTINGS, cwd=tmp_path)
+    assert done.code == 0, done.err
+    want = fedloom(*words[:-1], "want", *LONG_SETTINGS, "--together", "1", cwd=tmp_path)
+    assert want.code == 0, want.err
+    assert contents(tmp_path / "out") == contents(tmp_path / "want")
+
+
+FAILS_ONCE = """
+from fedloom import FedAvg
+
+rounds = 0
+
+
+class FailsOnce(FedAvg):
+    def update(self, server, inbox):
+        global rounds
+        rounds += 1
+        if rounds == 2:
+            raise RuntimeError("only once in a process")
+        return super().update(server, inbox)
+"""
+
+
+@pytest.mark.slow
+def test_one_of_the_seeds_together_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS_ONCE)
+    asked = SMALL | {"compare": {"algorithms": [str(tmp_path / "fails.py")], "seeds": 3}}
+    done = run(asked, tmp_path / "c", jobs=1, together=3)
+    ((name, why),) = done.failures.items()
+    assert "seed 0" in name
+    assert "only once in a process" in why
+    assert len(list((tmp_path / "c" / "cells").glob("*/summary.json"))) == 2
 
 
 def test_a_cell_knows_how_many_use_its_code_when_it_starts_and_when_it_is_resumed(
@@ -209,7 +274,8 @@ def test_a_cell_knows_how_many_use_its_code_when_it_starts_and_when_it_is_resume
     monkeypatch.setattr(prepare, "capture_for", decide)
     cell = counted_alike(plan(table(algorithms=["fedavg"], seeds=4)).cells)[0]
     for _ in range(2):
-        ended = worker._outcome(job_of(cell, tmp_path / "c", tmp_path), worker.Reporter(io.StringIO()))
+        ended = worker._outcome(job_of(cell, tmp_path / "c", tmp_path), worker.Reporter(io.StringIO(), cell.hash))
+        assert ended is not None
         assert ended["state"] == "done"
     assert known == [4, 4]
 

@@ -72,6 +72,9 @@ def compare(
     budget: Budget = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
+    together: Annotated[
+        int, typer.Option(min=1, help="Seeds of a method that share their steps; faster for small nets on a GPU.")
+    ] = 1,
     kept: KeptBelow = None,
     watch: WithPage = False,
     json_: JsonResult = False,
@@ -99,7 +102,7 @@ def compare(
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     words = words or []
-    if _are_results(words, given, grid, out, jobs, kept, watch):
+    if _are_results(words, given, grid, out, jobs, together > 1, kept, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
     try:
@@ -109,7 +112,7 @@ def compare(
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
-    how = {"data_root": data_root, "jobs": jobs, "kept": kept, "trust": trust}
+    how = {"data_root": data_root, "jobs": jobs, "together": together, "kept": kept, "trust": trust}
     done = _shown(planned, folder, how, as_json=json_, watch=watch)
     if json_:
         print(json.dumps(done.as_json()))

@@ -142,12 +142,14 @@ def compare(
     grid: Mapping[str, Sequence[Any]] | None = None,
     data_root: str | Path | None = None,
     jobs: int | None = None,
+    together: int = 1,
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Comparison:
     """Compare algorithms over seeds and a grid of settings, as ``fedloom compare`` does.
 
+    ``jobs`` processes run cells side by side; ``together`` seeds of a method share the steps of one process, on a GPU.
     ``grid={"local.lr": [0.01, 0.1]}`` has an axis for each key; ``options`` are further keys of the ``[compare]``
     table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Data is named, by a
     source or a path, since every cell is a separate process.
@@ -170,12 +172,12 @@ def compare(
     table = {**settings, "compare": {**chosen, **axes, **(options or {})}}
     folder = Path(out) if out is not None else None
     if not _is_shown(progress):
-        return compared(table, folder, data_root=data_root, jobs=jobs)
+        return compared(table, folder, data_root=data_root, jobs=jobs, together=together)
     from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
 
     with closing(ComparisonScreen(plain_console(soft_wrap=True))) as screen:
-        done = compared(table, folder, data_root=data_root, jobs=jobs, watcher=screen)
+        done = compared(table, folder, data_root=data_root, jobs=jobs, together=together, watcher=screen)
     screen.ended(done)
     return done
 

@@ -62,12 +62,13 @@ class InterruptedComparison(KeyboardInterrupt):
 
 
 def job_of(cell: Cell, folder: Path, root: Path) -> dict[str, Any]:
-    """The job of a worker: one cell."""
-    return {"config": as_table(cell.config), "alike": cell.config.alike, "folder": str(folder), "root": str(root)}
+    """What a worker is told of a cell; its answers name the cell by its hash."""
+    where = {"folder": str(folder), "root": str(root)}
+    return {"cell": cell.hash, "config": as_table(cell.config), "alike": cell.config.alike, **where}
 
 
 class Worker:
-    """A process that runs one cell after another; it ends when this process ends, even if that is killed."""
+    """A process that runs one cell after another, or some at once; it ends with this one, even if that is killed."""
 
     def __init__(self, events: Events, threads: int, beside: Mapping[str, str]) -> None:
         threads_of = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
@@ -82,8 +83,8 @@ class Worker:
             env={**os.environ, **beside, **threads_of},
             start_new_session=True,
         )
-        self.cell: Cell | None = None
-        self.round = 0
+        self.cells: dict[str, Cell] = {}  # by hash, those that have not ended
+        self.rounds: dict[str, int] = {}
         self._thread = threading.Thread(target=self._listen, args=(events,), daemon=True)
         self._thread.start()
 
@@ -93,11 +94,13 @@ class Worker:
             events.put((self, json.loads(line)))
         events.put((self, None))
 
-    def give(self, cell: Cell, folder: Path, root: Path) -> None:
-        self.cell, self.round = cell, 0
+    def give(self, cells: Sequence[Cell], below: Path, root: Path) -> None:
+        """Have these cells run together, each in its folder."""
+        self.cells, self.rounds = {cell.hash: cell for cell in cells}, {cell.hash: 0 for cell in cells}
+        jobs = [job_of(cell, below / cell.hash, root) for cell in cells]
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # a dead worker is reported by its listener
-            self._process.stdin.write(json.dumps(job_of(cell, folder, root)).encode() + b"\n")
+            self._process.stdin.write(json.dumps(jobs).encode() + b"\n")
             self._process.stdin.flush()
 
     def exit_reason(self) -> str:
@@ -142,10 +145,11 @@ class Crew:
         *,
         done: int,
         watcher: Watcher,
+        together: int = 1,
         more: Callable[[Cell, str], Sequence[Cell]] | None = None,
     ) -> None:
-        """``more``: further cells to run after a cell has ended."""
-        self._more = more
+        """``together``: seeds of a method that one worker runs; ``more``: further cells to run after one has ended."""
+        self._more, self._together = more, together
         self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
         self._environment: Mapping[str, str] = {}
         self._waiting = deque(missing)
@@ -157,7 +161,11 @@ class Crew:
         self._failures: dict[str, str] = {}
 
     def standing(self, ended: str = "") -> Standing:
-        busy = [(w.cell.name, w.round, w.cell.config.basics.rounds) for w in self._workers if w.cell is not None]
+        busy = [
+            (cell.name, worker.rounds[hash_], cell.config.basics.rounds)
+            for worker in self._workers
+            for hash_, cell in worker.cells.items()
+        ]
         spent = time.perf_counter() - self._began
         left = self._rounds_left * spent / self._rounds_done if self._rounds_done else None
         fresh = self._done - self._reused
@@ -170,7 +178,7 @@ class Crew:
         try:
             for _ in range(jobs):
                 self._hire()
-            while any(w.cell is not None for w in self._workers):
+            while any(worker.cells for worker in self._workers):
                 self._handle(*self._events.get())
         except KeyboardInterrupt as stop:
             self._stop()
@@ -181,42 +189,53 @@ class Crew:
         return self._failures
 
     def _hire(self) -> None:
-        cell = self._waiting.popleft() if self._waiting else None
-        if cell is not None:
-            worker = Worker(self._events, cell.config.engine.threads or 1, self._environment)
+        cells = self._next()
+        if cells:
+            worker = Worker(self._events, cells[0].config.engine.threads or 1, self._environment)
             self._workers.append(worker)
-            worker.give(cell, self._cells / cell.hash, self._root)
+            worker.give(cells, self._cells, self._root)
+
+    def _next(self) -> list[Cell]:
+        """The next cell, and other seeds of it that run together with it."""
+        if not self._waiting:
+            return []
+        first = self._waiting.popleft()
+        others = [cell for cell in self._waiting if (cell.method, cell.place) == (first.method, first.place)]
+        cells = [first, *others[: self._together - 1]]
+        taken = {cell.hash for cell in cells}
+        self._waiting = deque(cell for cell in self._waiting if cell.hash not in taken)
+        return cells
 
     def _handle(self, worker: Worker, message: dict[str, Any] | None) -> None:
         """One message of a worker; None: it has died."""
-        if worker.cell is None:
+        if not worker.cells:
             return
         if message is None:
             self._workers.remove(worker)
-            self._ended(worker, "failed", worker.exit_reason())
+            reason = worker.exit_reason()
+            for hash_ in list(worker.cells):
+                self._ended(worker, hash_, "failed", reason)
             worker.close()
             self._hire()
         elif "round" in message:
-            step = message["round"] - worker.round
-            worker.round = message["round"]
+            step = message["round"] - worker.rounds[message["cell"]]
+            worker.rounds[message["cell"]] = message["round"]
             self._rounds_left -= step
             self._rounds_done += 0 if message.get("resumed") else step
             self._watcher.moved(self.standing())
         else:
-            self._ended(worker, message["state"], message.get("message", ""))
+            self._ended(worker, message["cell"], message["state"], message.get("message", ""))
             self._give_work()
 
     def _give_work(self) -> None:
         """Give waiting cells to idle workers."""
-        for worker in (each for each in self._workers if each.cell is None):
-            if self._waiting:
-                following = self._waiting.popleft()
-                worker.give(following, self._cells / following.hash, self._root)
+        for worker in (each for each in self._workers if not each.cells):
+            if cells := self._next():
+                worker.give(cells, self._cells, self._root)
 
-    def _ended(self, worker: Worker, state: str, message: str) -> None:
-        assert worker.cell is not None
-        cell, worker.cell = worker.cell, None
-        self._rounds_left -= cell.config.basics.rounds - worker.round
+    def _ended(self, worker: Worker, hash_: str, state: str, message: str) -> None:
+        cell = worker.cells.pop(hash_)
+        self._rounds_left -= cell.config.basics.rounds - worker.rounds[hash_]
         self._done += 1
         if state == "failed":
             self._failures[cell.name] = message

@@ -30,14 +30,16 @@ def run(
     *,
     data_root: str | Path | None = None,
     jobs: int | None = None,
+    together: int = 1,
     kept: str | Path | None = None,
     trust: bool = False,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Run the missing cells of a comparison in the folder ``out``, and write its tables and curves.
 
-    ``table`` is an experiment with an additional ``compare`` table. ``kept``: a folder of collected results, whose
-    cells are not run. ``trust``: run code that a comparison in this folder names even if you have never run it.
+    ``table`` is an experiment with an additional ``compare`` table. ``together``: seeds of a method whose clients train
+    in the same steps. ``kept``: a folder of collected results, whose cells are not run. ``trust``: run code that a
+    comparison in this folder names even if you have never run it.
     """
     if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
@@ -56,7 +58,7 @@ def run(
             planned = planned._replace(notes=(*planned.notes, *move_stale_aside(planned, folder, cells, root)))
             tables = TablesAsCellsEnd(planned, folder, cells, watcher or Unwatched())
             try:
-                failures = _run_missing(planned, folder, cells, root, jobs, tables, left_out)
+                failures = _run_missing(planned, folder, cells, root, (jobs, together), tables, left_out)
             except InterruptedComparison:
                 tables.write()
                 raise
@@ -82,18 +84,25 @@ def _run_missing(
     folder: Path,
     cells: Path,
     root: Path,
-    jobs: int | None,
+    side_by_side: tuple[int | None, int],
     watcher: Watcher,
     left_out: Collection[str],
 ) -> dict[str, str]:
-    """Run every cell that has not ended yet and is not left out; the failures by the name of their cell."""
+    """Run every cell that has not ended yet and is not left out; the failures by the name of their cell.
+
+    ``side_by_side``: processes, as many as fit if None, and cells of each.
+    """
     # Finished cells count, too: whether steps are compiled must not depend on when a comparison was interrupted.
     wanted = counted_alike([cell for cell in planned.cells if cell.hash not in left_out])
     by_hash = {cell.hash: cell for cell in reversed(wanted)}  # two labels may have the same config
     missing = [c for c in wanted if by_hash[c.hash] is c and not state_of(cells / c.hash)]
-    jobs = min(jobs or default_jobs(c.config for c in planned.cells), max(1, len(missing)))
-    crew = Crew(folder, cells, root, missing, done=len(by_hash) - len(missing), watcher=watcher)
-    watcher.started(planned, folder, jobs, crew.standing())
+    jobs, together = side_by_side
+    if jobs is None:
+        jobs = max(1, default_jobs(c.config for c in planned.cells) // together)
+    jobs = min(jobs, max(1, len(missing)))
+    done = len(by_hash) - len(missing)
+    crew = Crew(folder, cells, root, missing, done=done, watcher=watcher, together=together)
+    watcher.started(planned, folder, min(jobs * together, max(1, len(missing))), crew.standing())
     if not missing:
         return {}
     with gpu.shared(jobs if on_gpu(c.config for c in missing) else 1) as environment:

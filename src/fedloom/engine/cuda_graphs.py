@@ -149,7 +149,7 @@ def descend(
     graphs, which = _graphs(alg.task), _which(alg, phase)
     if which in graphs.refused:
         return None
-    batch, room = _batch(group), max(len(group.ids), group.plan.usual)
+    batch, room = batch_of(group), max(len(group.ids), group.plan.usual)
     few = fed.x.device.type == "cpu" and alg.task.capture == "compiled"  # where compiling takes the longest
     width = min(width_for(group.steps, batch, group.plan.usual, few=few), graphs.widest)
     while True:
@@ -188,13 +188,13 @@ def _which(alg: Algorithm[Any, Any, Any], phase: Phase) -> tuple[int, str, str]:
     return id(alg), phase.name, getattr(phase.step, "__qualname__", "")
 
 
-def _batch(group: Group) -> int:
+def batch_of(group: Group) -> int:
     """The width of a batch, the same for all rounds: clients with fewer examples are padded."""
     set_, widest = group.plan.local.batch, group.rows.shape[2]
     return set_ if widest <= set_ else 1 << (widest - 1).bit_length()
 
 
-def _layout(value: Any) -> tuple[Any, ...]:
+def layout(value: Any) -> tuple[Any, ...]:
     """The shapes and types of stacked rows."""
     return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(value))
 
@@ -218,7 +218,7 @@ class _Graphs:
     ) -> _Tables:
         """The graphs of a step, with room for ``n`` clients."""
         sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
-        key = (*key, given.shared, _layout(at), _layout(sent), _layout(given.mine))
+        key = (*key, given.shared, layout(at), layout(sent), layout(given.mine))
         found = self.held.pop(key, None)
         if found is None or found.clients < n:
             # A table that is too small is doubled, so that it is not reallocated repeatedly.
@@ -249,7 +249,7 @@ def _graphs(task: Task) -> _Graphs:
     return _OF.setdefault(task, _Graphs())
 
 
-class _Plan(NamedTuple):
+class TickPlan(NamedTuple):
     """What the lanes do at each tick, or at one."""
 
     client: Tensor  # [S, L]
@@ -259,18 +259,31 @@ class _Plan(NamedTuple):
     progress: Tensor  # [S, L]
 
     @classmethod
-    def of(cls, whole: Tensor, real: Tensor) -> _Plan:
+    def of(cls, whole: Tensor, real: Tensor) -> TickPlan:
         """The plan as two tensors, [S, L, B + 2] and [S, L, B + 1]: a tick then fetches two rows, not five."""
         return cls(whole[..., 0], whole[..., 2:], real[..., 1:], whole[..., 1], real[..., 0])
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """Tensors with a row for each client, or for each lane; what was sent to all clients alike has no rows."""
 
     carry: Any
     mine: Any
     buffers: Tensor
     down: Any
+
+
+def step_of(phase: Phase, fed: Federation, *, shared: bool) -> Callable[..., list[Tensor]]:
+    """A tick as a pure function of the tensors of the clients in the lanes: what they carry after it."""
+
+    def step(held: Held, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
+        carry, mine, buffers, down = held
+        x = augmented(examples[0], plan.keys, fed.augment)
+        batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
+        in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
+        return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
+
+    return step
 
 
 class _Tables:
@@ -292,9 +305,9 @@ class _Tables:
         self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(at))  # that one client carries
         self.shared = given.shared
         down = tree.tmap(torch.clone, given.down) if given.shared else given.down
-        values = _Held(at, given.mine, given.buffers, down)
+        values = Held(at, given.mine, given.buffers, down)
         self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), values)
-        self._step = self._stepping(phase)
+        self._step = step_of(phase, fed, shared=given.shared)
         self._replays: dict[tuple[int, Stay], _Replay | _Blocks] = {}
 
     def _rows_like(self, x: Tensor, rows: int) -> Tensor:
@@ -305,7 +318,7 @@ class _Tables:
         table = x.new_empty(rows, apart)[:, :wide].view(rows, *x.shape[1:])
         return table.copy_(x[:1].expand_as(table))
 
-    def _by_row(self, of: Callable[..., Tensor], held: _Held, *rest: _Held) -> _Held:
+    def _by_row(self, of: Callable[..., Tensor], held: Held, *rest: Held) -> Held:
         """A function of the tensors that have rows; the others are those of the first argument."""
         if not self.shared:
             return tree.tmap(of, held, *rest)
@@ -313,7 +326,7 @@ class _Tables:
 
     def load(self, at: Carry, given: Any) -> None:
         """Copy the initial values of clients into the tables of the graphs."""
-        n, values = len(given.buffers), _Held(at, given.mine, given.buffers, given.down)
+        n, values = len(given.buffers), Held(at, given.mine, given.buffers, given.down)
         self._by_row(lambda to, x: to[:n].copy_(x), self.held, values)
         if self.shared:
             tree.tmap(lambda to, x: to.copy_(x), self.held.down, given.down)
@@ -329,7 +342,7 @@ class _Tables:
             self._replays[kind] = make(self, kind, near, ticks)
         return self._replays[kind]
 
-    def _near(self, lanes: int, stay: Stay) -> _Held:
+    def _near(self, lanes: int, stay: Stay) -> Held:
         """What a tick reads and writes: whole tables, their first rows, or rows of the lanes' own."""
         if stay == "tick":
             return self.held
@@ -337,28 +350,15 @@ class _Tables:
             return self._by_row(lambda x: x[:lanes], self.held)
         return self._by_row(lambda x: self._rows_like(x, lanes), self.held)
 
-    def fetch(self, near: _Held, clients: Tensor) -> None:
+    def fetch(self, near: Held, clients: Tensor) -> None:
         """Copy the rows of these clients into those of the lanes."""
         self._by_row(lambda to, x: to.copy_(x[clients]), near, self.held)
 
-    def put_back(self, near: _Held, clients: Tensor) -> None:
+    def put_back(self, near: Held, clients: Tensor) -> None:
         """Copy what the clients in the lanes carry into their rows."""
         tree.tmap(lambda to, x: to.index_copy_(0, clients, x), self.held.carry, near.carry)
 
-    def _stepping(self, phase: Phase) -> Callable[..., list[Tensor]]:
-        """A tick as a pure function of the tensors of the clients in the lanes: their values after it."""
-        fed, shared = self.fed, self.shared
-
-        def step(held: _Held, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
-            carry, mine, buffers, down = held
-            x = augmented(examples[0], plan.keys, fed.augment)
-            batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
-            in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
-            return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
-
-        return step
-
-    def _tick(self, held: _Held, plan: _Plan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
+    def _tick(self, held: Held, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
         """Fetch the tensors of the clients in the lanes, take a step, and put them back."""
         moved = self._step(self._by_row(lambda x: _fetched(x, plan.client), held), plan, examples, lr)
         for table, rows in zip(tree.leaves(held.carry), moved, strict=True):
@@ -370,8 +370,8 @@ class _Tables:
         Its arguments are like ``inputs``: what it reads and writes, the whole plan, the number of the tick, the rate.
         """
 
-        def plain(near: _Held, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
-            plan = _Plan.of(*(each.index_select(0, tick).squeeze(0) for each in (whole, real)))
+        def plain(near: Held, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
+            plan = TickPlan.of(*(each.index_select(0, tick).squeeze(0) for each in (whole, real)))
             examples = self.fed.examples(plan.rows)
             if stay == "tick":
                 self._tick(near, plan, examples, lr)
@@ -391,12 +391,12 @@ class _Tables:
         It is given the examples instead of their rows, so that it is the same for data of any size.
         """
 
-        def ticks(held: _Held, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
+        def ticks(held: Held, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
             for t in range(_TOGETHER):
-                self._tick(held, _Plan.of(whole[t], real[t]), (x[t], y[t]), lr)
+                self._tick(held, TickPlan.of(whole[t], real[t]), (x[t], y[t]), lr)
 
         blank = _blank_plan((_TOGETHER, lanes), self.batch, self.clients, self.lr.device)
-        fused = self._compiled(ticks, (self.held, *blank, *self.fed.examples(_Plan.of(*blank).rows), self.lr), lanes)
+        fused = self._compiled(ticks, (self.held, *blank, *self.fed.examples(TickPlan.of(*blank).rows), self.lr), lanes)
         assert fused is not None, "a step that a CPU's compiler rejects is not captured"
         return fused
 
@@ -448,7 +448,7 @@ def _blank_plan(lead: tuple[int, ...], batch: int, idle: int, device: torch.devi
     """Room for an empty plan."""
     whole = torch.zeros(*lead, batch + 2, dtype=torch.int64, device=device)
     real = torch.zeros(*lead, batch + 1, device=device)
-    _Plan.of(whole, real).client.fill_(idle)
+    TickPlan.of(whole, real).client.fill_(idle)
     return whole, real
 
 
@@ -458,7 +458,7 @@ class _Schedule:
     def __init__(self, tables: _Tables, lanes: int, ticks: int) -> None:
         self._idle = tables.clients
         self.held = _blank_plan((ticks, lanes), tables.batch, self._idle, tables.lr.device)
-        self.plan = _Plan.of(*self.held)
+        self.plan = TickPlan.of(*self.held)
 
     def load(self, group: Group, packed: Packed, until: int) -> None:
         """Write the steps of a group into the plan; after them all lanes idle ``until`` this tick."""
@@ -479,7 +479,7 @@ class _Schedule:
 class _Blocks:
     """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: _Held, ticks: int) -> None:
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
         self._tables, self.near, self.ticks = tables, near, -(-max(ticks, 32) // _TOGETHER) * _TOGETHER
         self._schedule, self._step = _Schedule(tables, kind[0], self.ticks), tables.block(kind[0])
 
@@ -498,7 +498,7 @@ class _Blocks:
 class _Replay:
     """The tick of these lanes, captured: it reads its work from a plan, at the position of its counter."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: _Held, ticks: int) -> None:
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
         lanes, self._stay = kind
         self._tables, self.near = tables, near
         self.ticks = max(_ROOM, 1 << (ticks - 1).bit_length())  # of few sizes, since each is compiled separately

@@ -35,7 +35,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.task import BATCH_DIMS, Batch, Capture, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
-from fedloom.engine import cuda_graphs
+from fedloom.engine import cuda_graphs, together
 from fedloom.engine.compiling import has_cpp_compiler
 from fedloom.engine.plan import Group, again, looked_through, once
 
@@ -220,7 +220,7 @@ def _captured_survey(alg: AnyAlgorithm, fed: Federation, group: Group, given: Gi
     down = given.down if given.shared else tree.take(given.down, 0)
     form = survey_of(alg, one, down, tree.take(given.mine, 0))
     none = tree.tmap(lambda x: x.new_zeros(len(group.ids), *x.shape), form)
-    sums = cuda_graphs.descend(alg, Phase(add, name="survey"), fed, looks, Carry(none, ()), given)
+    sums = together.descend(alg, Phase(add, name="survey"), fed, looks, Carry(none, ()), given)
     return None if sums is None else sums.x
 
 
@@ -332,7 +332,7 @@ def _descend(
         carries, buffers = _stacked(each)
         return carries, buffers
     if alg.task.capture != "eager":
-        there = cuda_graphs.descend(alg, phase, fed, group, at, given)
+        there = together.descend(alg, phase, fed, group, at, given)
         if there is not None:
             return there, given.buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])

@@ -6,13 +6,14 @@ clients or on how many train side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedloom.algorithm import Phase, Work
 from fedloom.core import rng, tree
@@ -204,6 +205,30 @@ def extent(local: Local, sizes: Tensor, phase: Phase, epochs: int | None = None)
     whole = {"drop_last": False, "wrap_last": False} if phase.repeat else {}
     amount = amounts(local.model_copy(update=whole), part, epochs or phase.epochs or 1)
     return amount if phase.steps is None else amount._replace(steps=torch.full_like(sizes, phase.steps))
+
+
+def joined(groups: Sequence[Group]) -> Group:
+    """The clients of several groups, in this order, as one whose steps can be captured."""
+    longest, widest = (max(group.rows.shape[d] for group in groups) for d in (1, 2))
+
+    def padded(x: Tensor) -> Tensor:
+        more = (0, widest - x.shape[2]) if x.ndim == 3 else ()
+        return pad(x, (*more, 0, longest - x.shape[1]))
+
+    first, widths = groups[0], [group.widths + [0] * (longest - len(group.widths)) for group in groups]
+    return Group(
+        ids=torch.cat([group.ids for group in groups]),
+        rows=torch.cat([padded(group.rows) for group in groups]),
+        mask=torch.cat([padded(group.mask) for group in groups]),
+        keys=torch.cat([padded(group.keys) for group in groups]),
+        steps=[n for group in groups for n in group.steps],
+        widths=[max(each) for each in zip(*widths, strict=True)],
+        per_epoch=[n for group in groups for n in group.per_epoch],
+        work=first.work._replace(
+            steps=torch.cat([group.work.steps for group in groups]), lr=torch.cat([group.work.lr for group in groups])
+        ),
+        plan=first.plan._replace(usual=sum(group.plan.usual for group in groups)),
+    )
 
 
 def once(ranges: Ranges, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:

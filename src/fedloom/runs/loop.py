@@ -20,6 +20,7 @@ from fedloom.engine.ranks import Ranks
 from fedloom.engine.rounds import rounds
 from fedloom.engine.state import Experiment, Round, RunState
 from fedloom.engine.store import ClientStore, DiskStore, RamStore
+from fedloom.engine.together import asked_to_stop
 from fedloom.runs.entry import Resumption, enter
 from fedloom.runs.evaluation import evaluates, evaluation_line, lines_of
 from fedloom.runs.finish import common_model, finish
@@ -215,7 +216,7 @@ def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event
 
     The launcher of several ranks may forward a signal that has reached them already: this is not a second one.
     """
-    stop, asked = threading.Event(), 0.0
+    stop, asked = asked_to_stop() or threading.Event(), 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
