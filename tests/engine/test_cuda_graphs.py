@@ -337,6 +337,27 @@ def test_a_compiled_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("small", [1 << 18, 0], ids=["blocks", "steps"])
+def test_plans_that_become_longer_are_the_same_plans(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ticks as one function are compiled once for each width, however long plans become."""
+    calls: list[bool] = []
+
+    def as_it_is(step: Any, _: Any, *, small: bool) -> Any:
+        calls.append(small)
+        return step
+
+    monkeypatch.setattr(cuda_graphs, "compiled", as_it_is)
+    monkeypatch.setattr(cuda_graphs, "_ROOM", 8)
+    monkeypatch.setattr(cuda_graphs, "_SMALL", small)
+    exp = world(capture="compiled")
+    for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
+        assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
+    rooms = {r.ticks for tables in cuda_graphs._graphs(exp.task).held.values() for r in tables._replays.values()}
+    assert all(room & (room - 1) == 0 for room in rooms)
+    assert len(calls) <= 2 or not small
+
+
+@pytest.mark.slow
 def test_a_step_that_no_cpu_compiler_takes_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")

@@ -41,7 +41,7 @@ _EXAMPLES = 1 << 13
 # Ticks of one graph, in addition to the graph of a single one: between two graphs a GPU pauses for some microseconds.
 # Also of one compiled function on a CPU.
 _TOGETHER = 8
-# Ticks of the shortest plan.
+# Ticks of the shortest plan; longer ones have a power of two.
 _ROOM = 256
 # Ticks between two changes of lanes, on average, from which clients stay in their lanes in between.
 _SEGMENT = 8
@@ -309,6 +309,7 @@ class _Tables:
         self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), values)
         self._step = step_of(phase, fed, shared=given.shared)
         self._replays: dict[tuple[int, Stay], _Replay | _Blocks] = {}
+        self._blocks: dict[int, Callable[..., None]] = {}
 
     def _rows_like(self, x: Tensor, rows: int) -> Tensor:
         """So many rows like those of ``x``; long ones begin at addresses that allow wide loads."""
@@ -339,7 +340,8 @@ class _Tables:
         if found is None or found.ticks < ticks:
             near = found.near if found else self._near(*kind)
             self._replays.pop(kind, None)  # its memory is free before more is taken
-            self._replays[kind] = make(self, kind, near, ticks)
+            room = max(_ROOM, 1 << (ticks - 1).bit_length())  # few sizes, since each is compiled separately
+            self._replays[kind] = make(self, kind, near, room)
         return self._replays[kind]
 
     def _near(self, lanes: int, stay: Stay) -> Held:
@@ -390,7 +392,11 @@ class _Tables:
 
         It is given the examples instead of their rows, so that it is the same for data of any size.
         """
+        if lanes not in self._blocks:
+            self._blocks[lanes] = self._block(lanes)
+        return self._blocks[lanes]
 
+    def _block(self, lanes: int) -> Callable[..., None]:
         def ticks(held: Held, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
             for t in range(_TOGETHER):
                 self._tick(held, TickPlan.of(whole[t], real[t]), (x[t], y[t]), lr)
@@ -480,8 +486,8 @@ class _Blocks:
     """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
     def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
-        self._tables, self.near, self.ticks = tables, near, -(-max(ticks, 32) // _TOGETHER) * _TOGETHER
-        self._schedule, self._step = _Schedule(tables, kind[0], self.ticks), tables.block(kind[0])
+        self._tables, self.near, self.ticks = tables, near, ticks
+        self._schedule, self._step = _Schedule(tables, kind[0], ticks), tables.block(kind[0])
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
@@ -500,9 +506,8 @@ class _Replay:
 
     def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
         lanes, self._stay = kind
-        self._tables, self.near = tables, near
-        self.ticks = max(_ROOM, 1 << (ticks - 1).bit_length())  # of few sizes, since each is compiled separately
-        self._schedule = _Schedule(tables, lanes, self.ticks)
+        self._tables, self.near, self.ticks = tables, near, ticks
+        self._schedule = _Schedule(tables, lanes, ticks)
         self._tick = torch.zeros(1, dtype=torch.int64, device=tables.lr.device)
         self._inputs = (near, *self._schedule.held, self._tick, tables.lr)
         self._step = tables.step(lanes, self._stay, self._inputs)
