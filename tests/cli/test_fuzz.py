@@ -607,7 +607,8 @@ class OneProcess(Crew):
         with open(os.devnull, "w") as nowhere:
             for cell in self._waiting:
                 job = job_of(cell, self._cells / cell.hash, self._root)
-                ended = worker._outcome(job, worker.Reporter(nowhere))
+                ended = worker._outcome(job, worker.Reporter(nowhere, cell.hash))
+                assert ended is not None
                 if ended["state"] == "failed":
                     self._failures[cell.name] = ended["message"]
         return self._failures

@@ -102,7 +102,7 @@ def test_every_kind_of_step_is_the_same_by_parts(algorithm: AnyAlgorithm, steps:
 def test_factors_are_computed_once(name: str, factors: int, steps: list[fx.GraphModule]) -> None:
     """Where a number of a lane leaves float64 it is stored, so that no parameter computes it again."""
     servers(world(FedAvg(), Local(optimizer=name, batch=4, lr=0.01), compiled=True))
-    assert {counts(step, torch.ops.fedloom.kept.default) for step in steps} == {factors}
+    assert {counts(step, torch.ops.fedloom.stored_factor.default) for step in steps} == {factors}
 
 
 @pytest.mark.slow

@@ -50,6 +50,9 @@ Equal = Annotated[
 Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
 ]
+Together = Annotated[
+    int, typer.Option(min=1, help="Seeds of a method that share their steps; faster for small nets on a GPU.")
+]
 KeptBelow = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept in this folder: see fedloom collect."),
@@ -72,9 +75,7 @@ def compare(
     budget: Budget = None,
     out: Annotated[Path | None, typer.Option(help="The folder; by default one below runs/.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
-    together: Annotated[
-        int, typer.Option(min=1, help="Seeds of a method that share their steps; faster for small nets on a GPU.")
-    ] = 1,
+    together: Together = 1,
     kept: KeptBelow = None,
     watch: WithPage = False,
     json_: JsonResult = False,

@@ -264,7 +264,7 @@ class TickPlan(NamedTuple):
         return cls(whole[..., 0], whole[..., 2:], real[..., 1:], whole[..., 1], real[..., 0])
 
 
-class Held(NamedTuple):
+class LaneRows(NamedTuple):
     """Tensors with a row for each client, or for each lane; what was sent to all clients alike has no rows."""
 
     carry: Any
@@ -276,7 +276,7 @@ class Held(NamedTuple):
 def step_of(phase: Phase, fed: Federation, *, shared: bool) -> Callable[..., list[Tensor]]:
     """A tick as a pure function of the tensors of the clients in the lanes: what they carry after it."""
 
-    def step(held: Held, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
+    def step(held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
         carry, mine, buffers, down = held
         x = augmented(examples[0], plan.keys, fed.augment)
         batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
@@ -305,7 +305,7 @@ class _Tables:
         self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(at))  # that one client carries
         self.shared = given.shared
         down = tree.tmap(torch.clone, given.down) if given.shared else given.down
-        values = Held(at, given.mine, given.buffers, down)
+        values = LaneRows(at, given.mine, given.buffers, down)
         self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), values)
         self._step = step_of(phase, fed, shared=given.shared)
         self._replays: dict[tuple[int, Stay], _Replay | _Blocks] = {}
@@ -319,7 +319,7 @@ class _Tables:
         table = x.new_empty(rows, apart)[:, :wide].view(rows, *x.shape[1:])
         return table.copy_(x[:1].expand_as(table))
 
-    def _by_row(self, of: Callable[..., Tensor], held: Held, *rest: Held) -> Held:
+    def _by_row(self, of: Callable[..., Tensor], held: LaneRows, *rest: LaneRows) -> LaneRows:
         """A function of the tensors that have rows; the others are those of the first argument."""
         if not self.shared:
             return tree.tmap(of, held, *rest)
@@ -327,7 +327,7 @@ class _Tables:
 
     def load(self, at: Carry, given: Any) -> None:
         """Copy the initial values of clients into the tables of the graphs."""
-        n, values = len(given.buffers), Held(at, given.mine, given.buffers, given.down)
+        n, values = len(given.buffers), LaneRows(at, given.mine, given.buffers, given.down)
         self._by_row(lambda to, x: to[:n].copy_(x), self.held, values)
         if self.shared:
             tree.tmap(lambda to, x: to.copy_(x), self.held.down, given.down)
@@ -344,7 +344,7 @@ class _Tables:
             self._replays[kind] = make(self, kind, near, room)
         return self._replays[kind]
 
-    def _near(self, lanes: int, stay: Stay) -> Held:
+    def _near(self, lanes: int, stay: Stay) -> LaneRows:
         """What a tick reads and writes: whole tables, their first rows, or rows of the lanes' own."""
         if stay == "tick":
             return self.held
@@ -352,15 +352,15 @@ class _Tables:
             return self._by_row(lambda x: x[:lanes], self.held)
         return self._by_row(lambda x: self._rows_like(x, lanes), self.held)
 
-    def fetch(self, near: Held, clients: Tensor) -> None:
+    def fetch(self, near: LaneRows, clients: Tensor) -> None:
         """Copy the rows of these clients into those of the lanes."""
         self._by_row(lambda to, x: to.copy_(x[clients]), near, self.held)
 
-    def put_back(self, near: Held, clients: Tensor) -> None:
+    def put_back(self, near: LaneRows, clients: Tensor) -> None:
         """Copy what the clients in the lanes carry into their rows."""
         tree.tmap(lambda to, x: to.index_copy_(0, clients, x), self.held.carry, near.carry)
 
-    def _tick(self, held: Held, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
+    def _tick(self, held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
         """Fetch the tensors of the clients in the lanes, take a step, and put them back."""
         moved = self._step(self._by_row(lambda x: _fetched(x, plan.client), held), plan, examples, lr)
         for table, rows in zip(tree.leaves(held.carry), moved, strict=True):
@@ -372,7 +372,7 @@ class _Tables:
         Its arguments are like ``inputs``: what it reads and writes, the whole plan, the number of the tick, the rate.
         """
 
-        def plain(near: Held, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
+        def plain(near: LaneRows, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
             plan = TickPlan.of(*(each.index_select(0, tick).squeeze(0) for each in (whole, real)))
             examples = self.fed.examples(plan.rows)
             if stay == "tick":
@@ -397,7 +397,7 @@ class _Tables:
         return self._blocks[lanes]
 
     def _block(self, lanes: int) -> Callable[..., None]:
-        def ticks(held: Held, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
+        def ticks(held: LaneRows, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
             for t in range(_TOGETHER):
                 self._tick(held, TickPlan.of(whole[t], real[t]), (x[t], y[t]), lr)
 
@@ -485,7 +485,7 @@ class _Schedule:
 class _Blocks:
     """Ticks that a CPU runs some at a time, by one call of compiled code each time."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: LaneRows, ticks: int) -> None:
         self._tables, self.near, self.ticks = tables, near, ticks
         self._schedule, self._step = _Schedule(tables, kind[0], ticks), tables.block(kind[0])
 
@@ -504,7 +504,7 @@ class _Blocks:
 class _Replay:
     """The tick of these lanes, captured: it reads its work from a plan, at the position of its counter."""
 
-    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: Held, ticks: int) -> None:
+    def __init__(self, tables: _Tables, kind: tuple[int, Stay], near: LaneRows, ticks: int) -> None:
         lanes, self._stay = kind
         self._tables, self.near, self.ticks = tables, near, ticks
         self._schedule = _Schedule(tables, lanes, ticks)

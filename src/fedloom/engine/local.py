@@ -220,7 +220,7 @@ def _captured_survey(alg: AnyAlgorithm, fed: Federation, group: Group, given: Gi
     down = given.down if given.shared else tree.take(given.down, 0)
     form = survey_of(alg, one, down, tree.take(given.mine, 0))
     none = tree.tmap(lambda x: x.new_zeros(len(group.ids), *x.shape), form)
-    sums = together.descend(alg, Phase(add, name="survey"), fed, looks, Carry(none, ()), given)
+    sums = together.take_steps(alg, Phase(add, name="survey"), fed, looks, Carry(none, ()), given)
     return None if sums is None else sums.x
 
 
@@ -332,7 +332,7 @@ def _descend(
         carries, buffers = _stacked(each)
         return carries, buffers
     if alg.task.capture != "eager":
-        there = together.descend(alg, phase, fed, group, at, given)
+        there = together.take_steps(alg, phase, fed, group, at, given)
         if there is not None:
             return there, given.buffers
     order = sorted(range(len(group.ids)), key=lambda k: -group.steps[k])

@@ -207,7 +207,7 @@ def extent(local: Local, sizes: Tensor, phase: Phase, epochs: int | None = None)
     return amount if phase.steps is None else amount._replace(steps=torch.full_like(sizes, phase.steps))
 
 
-def joined(groups: Sequence[Group]) -> Group:
+def joined_groups(groups: Sequence[Group]) -> Group:
     """The clients of several groups, in this order, as one whose steps can be captured."""
     longest, widest = (max(group.rows.shape[d] for group in groups) for d in (1, 2))
 

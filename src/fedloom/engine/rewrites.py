@@ -36,13 +36,13 @@ def rewrite(graph: fx.Graph) -> None:
 
 
 # -- factors ---------------------------------------------------------------------------------------
-@torch.library.custom_op("fedloom::kept", mutates_args=())
-def kept(x: Tensor) -> Tensor:
+@torch.library.custom_op("fedloom::stored_factor", mutates_args=())
+def stored_factor(x: Tensor) -> Tensor:
     """The same numbers, in memory. The compiler does not look through this operator."""
     return x.clone()
 
 
-@kept.register_fake
+@stored_factor.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -54,7 +54,7 @@ def _compute_factors_once(graph: fx.Graph) -> None:
             continue
         if any(_dtype(each) == torch.float64 for each in node.all_input_nodes):
             with graph.inserting_after(node):
-                stored = graph.call_function(torch.ops.fedloom.kept.default, (node,))
+                stored = graph.call_function(torch.ops.fedloom.stored_factor.default, (node,))
             stored.meta["val"] = node.meta["val"]
             for user in [user for user in node.users if user is not stored]:
                 user.replace_input_with(node, stored)

@@ -21,7 +21,7 @@ from fedloom.algorithm import AnyAlgorithm, Carry, Phase
 from fedloom.core import tree
 from fedloom.data.federation import Federation
 from fedloom.engine import cuda_graphs
-from fedloom.engine.plan import Group, joined
+from fedloom.engine.plan import Group, joined_groups
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def asked_to_stop() -> threading.Event | None:
     return None if turns is None else turns.stop
 
 
-def descend(alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Any) -> Carry | None:
+def take_steps(alg: AnyAlgorithm, phase: Phase, fed: Federation, group: Group, at: Carry, given: Any) -> Carry | None:
     """The steps of ``group``, with the clients of other runs beside it if there are any: see ``cuda_graphs``."""
     turns: _Turns | None = getattr(_HERE, "turns", None)
     if turns is None:
@@ -182,7 +182,7 @@ def _same_data(a: Federation, b: Federation) -> bool:
 def _same_step(a: _Asked, b: _Asked) -> bool:
     """Whether the step of one run takes a client of the other where its own would, by trying it."""
     first, given, group = slice(0, 1), b.given, b.group
-    held = cuda_graphs.Held(*tree.take((b.at, given.mine, given.buffers), first), given.down)
+    held = cuda_graphs.LaneRows(*tree.take((b.at, given.mine, given.buffers), first), given.down)
     if not given.shared:
         held = held._replace(down=tree.take(given.down, first))
     rows, mask, keys = (x[first, 0] for x in (group.rows, group.mask, group.keys))
@@ -215,7 +215,7 @@ def _trained(asked: Sequence[_Asked]) -> list[Carry | None]:
             buffers=torch.cat([each.given.buffers for each in asked]),
             shared=False,
         )
-        group, at = joined([each.group for each in asked]), tree.cat([each.at for each in asked])
+        group, at = joined_groups([each.group for each in asked]), tree.cat([each.at for each in asked])
         there = cuda_graphs.descend(first.alg, first.phase, first.fed, group, at, given)
     if there is None:
         return [None] * len(asked)

@@ -22,13 +22,13 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from fedloom.core.lanes.ops import (
     Geometry,
     Pair,
+    dense_lanes,
     lane_conv,
     lane_conv_inputs,
     lane_conv_pooled,
     lane_conv_pooled_weights,
     lane_conv_weights,
     largest,
-    packed,
     picked,
     unpooled,
 )
@@ -184,7 +184,7 @@ class _InputGradient(_Bilinear):
             dx = input_gradient(g.flatten(0, 1), w, how, sides)
             return dx.unflatten(0, g.shape[:2]), 0  # type: ignore[no-untyped-call]
         g, w = _lanes(info, in_dims, g, w)
-        return _first(lane_conv_inputs(_last(g), packed(w.permute(0, 2, 3, 4, 1)), *how, sides)), 0
+        return _first(lane_conv_inputs(_last(g), dense_lanes(w.permute(0, 2, 3, 4, 1)), *how, sides)), 0
 
 
 class _WeightGradient(_Bilinear):
@@ -278,7 +278,7 @@ class _ConvolvePooled(torch.autograd.Function):
             y, index = (each.unflatten(0, x.shape[:2]) for each in both)
             return (y, index), (0, 0)
         x, w, bias = _lanes(info, in_dims, x, w, bias)
-        y, index = lane_conv_pooled(_last(x), _last(w), packed(bias), *how)
+        y, index = lane_conv_pooled(_last(x), _last(w), dense_lanes(bias), *how)
         return (_first(y), _first(index)), (0, 0)
 
 
@@ -294,7 +294,7 @@ def _lanes(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tupl
 
 def _last(x: Tensor) -> Tensor:
     """Channels last: [L, n, H, W, C] for [L, n, C, H, W], contiguous within each lane."""
-    return packed(x.movedim(2, -1))
+    return dense_lanes(x.movedim(2, -1))
 
 
 def _first(x: Tensor) -> Tensor:

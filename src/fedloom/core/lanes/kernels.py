@@ -395,7 +395,7 @@ def _largest(
     tl.store(index + at, place.to(tl.int8), mask=ok)
 
 
-def largest(y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def window_maxima(y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """max(0, bias + the largest of each window) of y [L, B, h, w, O], and its place."""
     lanes, images, high, wide, outputs = y.shape
     best = y.new_empty(lanes, images, high // 2, wide // 2, outputs)
@@ -421,7 +421,7 @@ def _unpooled(
     tl.store(whole + at, tl.where(place == r % 2 * 2 + c % 2, value, 0.0), mask=at < count)
 
 
-def unpooled(g: Tensor, index: Tensor, sides: tuple[int, int]) -> Tensor:
+def spread_windows(g: Tensor, index: Tensor, sides: tuple[int, int]) -> Tensor:
     """The numbers of windows g [L, B, h / 2, w / 2, O] at their places: [L, B, *sides, O]."""
     lanes, images, high, wide, outputs = g.shape
     whole = g.new_empty(lanes, images, *sides, outputs)

@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     parts: int = 1  # of the sum over pixels, for the gradient of weights
 
 
-def packed(x: Tensor) -> Tensor:
+def dense_lanes(x: Tensor) -> Tensor:
     """The same numbers, contiguous within each lane; lanes of parameters are apart by all parameters of a net."""
     return x if x[0].is_contiguous() else x.contiguous()
 
@@ -399,9 +399,9 @@ def _apart_from_windows(what: str, *given: Tensor, how: Geometry) -> Any:
 
     if what == "pooled":
         x, w, bias = given
-        return kernels.largest(_chosen("forward", (x, w), how)(x, w), bias)
+        return kernels.window_maxima(_chosen("forward", (x, w), how)(x, w), bias)
     x, g, index = given
-    whole = kernels.unpooled(g, index, how.out(x.shape[2:4]))
+    whole = kernels.spread_windows(g, index, how.out(x.shape[2:4]))
     return _chosen("weights", (x, whole), how)(x, whole)
 
 
