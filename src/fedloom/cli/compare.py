@@ -51,7 +51,7 @@ Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
 ]
 Together = Annotated[
-    int, typer.Option(min=1, help="Seeds of a method that share their steps; faster for small nets on a GPU.")
+    int, typer.Option(min=1, help="Seeds of a method that share their steps, for small nets on a GPU.")
 ]
 KeptBelow = Annotated[
     Path | None,
