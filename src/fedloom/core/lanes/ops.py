@@ -279,9 +279,9 @@ _TAPS = {  # by how many columns there are: tiles that were the fastest for some
     128: ((128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (64, 128, 32, 4, 3), (128, 64, 32, 4, 3)),
 }
 _POOLED = {  # four sums for each place of a tile
-    32: ((64, 32, 32, 4, 3), (32, 32, 32, 4, 3), (64, 32, 16, 4, 3), (128, 32, 32, 8, 3)),
-    64: ((32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (64, 64, 32, 8, 3), (32, 64, 16, 4, 3)),
-    128: ((32, 64, 32, 4, 3), (64, 64, 32, 8, 3), (32, 128, 32, 8, 3)),
+    32: ((64, 32, 32, 4, 3), (64, 32, 16, 4, 3), (32, 32, 32, 4, 3)),
+    64: ((64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (64, 64, 16, 4, 3)),
+    128: ((32, 64, 32, 4, 3), (64, 64, 32, 8, 3), (64, 64, 16, 4, 3)),
 }
 _PIXELS = {  # in 32 bits, where Hopper's matrix units would want operands the other way round, and in 16
     False: ((64, 64, 16, 2, 4), (64, 64, 32, 2, 3), (32, 128, 32, 4, 3), (32, 32, 32, 2, 4), (64, 32, 32, 2, 4),
@@ -289,7 +289,7 @@ _PIXELS = {  # in 32 bits, where Hopper's matrix units would want operands the o
     True: ((64, 64, 64, 4, 3), (64, 128, 32, 4, 3), (128, 128, 64, 8, 3), (32, 32, 64, 4, 4), (64, 16, 64, 4, 3),
            (32, 128, 32, 4, 3)),
 }  # fmt: skip
-_WINDOWS = ((32, 32, 16, 2, 4), (32, 32, 32, 4, 4), (32, 32, 32, 2, 4), (32, 128, 16, 4, 3))  # of pixels, four at once
+_WINDOWS = ((32, 32, 16, 2, 4), (32, 32, 32, 2, 4))  # of pixels, four at once
 _PROGRAMS = (264, 1056)  # twice and eight times the multiprocessors of an H200: how many programs a sum is split into
 
 
