@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.compare.cells import counted_alike
+from fedloom.compare.cells import counted_alike, step_settings
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
@@ -204,6 +204,17 @@ def test_cells_that_use_the_same_compiled_code_are_counted_together() -> None:
     assert [cell.hash for cell in cells] == [cell.hash for cell in planned]
     assert [cell.with_config(cell.config._replace(notes=())).hash for cell in cells] == [c.hash for c in planned]
     assert [c.config.alike for c in counted_alike([*planned[:1], *planned[:1]])] == [1, 1]  # it is run once
+
+
+def test_seeds_rates_and_partitions_have_the_same_steps() -> None:
+    """Unlike batches, optimizers and a method's own settings."""
+    grid = {"partition.alpha": [0.1, 1.0], "local.lr": [0.1, 0.2]}
+    assert (
+        len({step_settings(cell.config) for cell in plan(table(algorithms=["fedavg"], seeds=2, grid=grid)).cells}) == 1
+    )
+    grid = {"local.batch": [8, 16], "local.optimizer": ["sgd", "adam"]}
+    methods = ["fedavg", {"kind": "fedprox", "mu": 0.1}, {"kind": "fedprox", "mu": 0.2, "label": "more"}]
+    assert len({step_settings(cell.config) for cell in plan(table(algorithms=methods, seeds=2, grid=grid)).cells}) == 12
 
 
 def test_a_setting_of_a_method_that_has_no_effect_is_refused_and_not_dropped() -> None:

@@ -199,15 +199,18 @@ def test_a_worker_that_is_asked_to_stop_in_the_last_round_of_a_cell_ends(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_", ["off", "on"])
-def test_seeds_together_come_to_what_each_comes_to_alone(tmp_path: Path, compile_: str) -> None:
-    """With compiled steps, all seeds take them side by side; else they take turns, and have the same bits."""
+def test_cells_together_come_to_what_each_comes_to_alone(tmp_path: Path, compile_: str) -> None:
+    """With compiled steps, seeds and rates take them side by side; else they take turns, and have the same bits."""
     engine = {"compile": compile_, "executor": "lanes"}
-    asked = SMALL | {"engine": engine, "compare": {"algorithms": ["fedavg"], "seeds": 3}}
+    asked = SMALL | {
+        "engine": engine,
+        "compare": {"algorithms": ["fedavg"], "seeds": 2, "grid": {"local.lr": [0.1, 0.05]}},
+    }
     alone, joint = tmp_path / "alone", tmp_path / "joint"
     assert not run(asked, alone, jobs=1).failures
-    assert not run(asked, joint, jobs=1, together=2).failures
+    assert not run(asked, joint, jobs=1, together=3).failures
     plain = {p.name: read_metrics(p) for p in (alone / "cells").iterdir()}
-    assert len(plain) == 3
+    assert len(plain) == 4
     for name, lines in plain.items():
         found = read_metrics(joint / "cells" / name)
         assert [line["round"] for line in found] == [line["round"] for line in lines]
@@ -217,7 +220,7 @@ def test_seeds_together_come_to_what_each_comes_to_alone(tmp_path: Path, compile
 
 
 @pytest.mark.slow
-def test_seeds_together_stop_together_and_go_on(tmp_path: Path) -> None:
+def test_cells_together_stop_together_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
     words = ["compare", "held.py", "fedavg", "--seeds", "2", "--together", "2", "--jobs", "1", "--out", "out"]
@@ -252,7 +255,7 @@ class FailsOnce(FedAvg):
 
 
 @pytest.mark.slow
-def test_one_of_the_seeds_together_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_one_of_the_cells_together_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS_ONCE)
     asked = SMALL | {"compare": {"algorithms": [str(tmp_path / "fails.py")], "seeds": 3}}
     done = run(asked, tmp_path / "c", jobs=1, together=3)

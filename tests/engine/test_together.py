@@ -13,6 +13,7 @@ from torch import nn
 from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithms.fedala import FedALA
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedprox import FedProx
 from fedloom.algorithms.qfedavg import QFedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
@@ -35,15 +36,17 @@ def world(
     algorithm: Callable[[], AnyAlgorithm] = FedAvg,
     *,
     frozen: tuple[str, ...] = (),
-    local: Local | None = None,
+    rate: float = 0.1,
+    momentum: float = 0.5,
+    sizes: tuple[int, ...] = SIZES,
     last: int = 3,
 ) -> Experiment:
     """A run with this seed: its own start, cohorts and batches."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    local = local or Local(batch=4, epochs=2, lr=0.1, momentum=0.5)
+    local = Local(batch=4, epochs=2, lr=rate, momentum=momentum)
     how: dict[str, Any] = {"capture": "graph", "local": local, "cohort": Cohort(size=4), "rounds": last}
-    return experiment(federation(SIZES), net, algorithm(), seed=seed, frozen=frozen, **how)
+    return experiment(federation(sizes), net, algorithm(), seed=seed, frozen=frozen, **how)
 
 
 def ended(exp: Experiment) -> Any:
@@ -100,20 +103,47 @@ def test_a_run_that_is_shorter_leaves_the_others_alone(trained: list[int]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedAvg, FedProx, Scaffold, FedALA], ids=lambda a: a.__name__)
+def test_runs_with_other_rates_and_partitions_share_their_steps(
+    algorithm: Callable[[], AnyAlgorithm], trained: list[int]
+) -> None:
+    """A learning rate is a number of the client; a partition decides only which rows it reads."""
+    others: list[dict[str, Any]] = [{"rate": 0.1}, {"rate": 0.03}, {"sizes": SIZES[::-1]}]
+    made = [lambda how=how: world(3, algorithm, last=2, **how) for how in others]
+    alone = [ended(make()) for make in made]
+    trained.clear()
+    found = together([lambda make=make: ended(make()) for make in made])
+    for a, b in zip(found, alone, strict=True):
+        assert close(a, b)
+    assert not close(alone[0][0], alone[1][0])
+    assert not close(alone[0][0], alone[2][0])
+    assert max(trained) == 4 * len(made)
+
+
+@pytest.mark.slow
 def test_runs_with_other_steps_are_not_joined(trained: list[int]) -> None:
-    """Another learning rate, or a part of the net that is frozen as each run has drawn it."""
-    rates = (0.1, 0.05)
-    locals_ = [Local(batch=4, lr=rate) for rate in rates]
-    found = together([lambda local=local: ended(world(3, local=local, last=1)) for local in locals_])
-    assert trained == [4, 4]
-    for one, local in zip(found, locals_, strict=True):
-        assert close(one, ended(world(3, local=local, last=1)))
+    """Another momentum or pull, which act from the second step, or a part that is frozen as each run has drawn it."""
+    makes: list[Callable[[], Experiment]] = [
+        *(lambda m=m: world(3, momentum=m, last=1) for m in (0.5, 0.9)),
+        *(lambda mu=mu: world(3, lambda: FedProx(mu=mu), last=1) for mu in (0.5, 1.0)),
+    ]
+    found = together([lambda make=make: ended(make()) for make in makes])
+    assert trained == [4, 4, 4, 4]
+    for one, make in zip(found, makes, strict=True):
+        assert close(one, ended(make()))
     trained.clear()
     frozen = ("0.weight", "0.bias")
     found = together([lambda s=s: ended(world(s, frozen=frozen, last=1)) for s in SEEDS])
     assert trained == [4, 4, 4]
     for one, seed in zip(found, SEEDS, strict=True):
         assert close(one, ended(world(seed, frozen=frozen, last=1)))
+
+
+@pytest.mark.slow
+def test_a_run_that_needs_a_phase_more_meets_the_others_again(trained: list[int]) -> None:
+    """Clients of FedALA pass over their data as often as they need; the others wait with their next phase."""
+    together([lambda s=s: ended(world(s, FedALA, last=4)) for s in SEEDS])
+    assert trained[-1] == 4 * len(SEEDS)
 
 
 @pytest.mark.slow

@@ -50,9 +50,7 @@ Equal = Annotated[
 Reference = Annotated[
     str | None, typer.Option(help="The method whose spending is the budget of all; by default the baseline.")
 ]
-Together = Annotated[
-    int, typer.Option(min=1, help="Seeds of a method that share their steps, for small nets on a GPU.")
-]
+Together = Annotated[int, typer.Option(min=1, help="Runs of a method that share their steps, for small nets on a GPU.")]
 KeptBelow = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept in this folder: see fedloom collect."),

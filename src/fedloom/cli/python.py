@@ -149,7 +149,7 @@ def compare(
 ) -> Comparison:
     """Compare algorithms over seeds and a grid of settings, as ``fedloom compare`` does.
 
-    ``jobs`` processes run cells side by side; ``together`` seeds of a method share the steps of one process, on a GPU.
+    ``jobs`` processes run cells side by side; ``together`` runs of a method share the steps of one process, on a GPU.
     ``grid={"local.lr": [0.01, 0.1]}`` has an axis for each key; ``options`` are further keys of the ``[compare]``
     table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Data is named, by a
     source or a path, since every cell is a separate process.

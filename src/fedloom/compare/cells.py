@@ -115,17 +115,17 @@ def _cell(spot: _Spot, seed: int) -> Cell:
 
 def counted_alike(cells: Sequence[Cell]) -> list[Cell]:
     """The cells, and for each how many use the same compiled code: seeds, rounds and learning rates are not in it."""
-    kinds = [_code(cell.config) for cell in cells]
+    kinds = [(step_settings(cell.config), repr(cell.config.partition)) for cell in cells]
     counts = Counter(dict(zip((cell.hash for cell in cells), kinds, strict=True)).values())  # each hash is run once
     return [
         cell._replace(config=cell.config._replace(alike=counts[kind])) for cell, kind in zip(cells, kinds, strict=True)
     ]
 
 
-def _code(config: Config) -> str:
-    """What compiled steps depend on, as far as settings say."""
+def step_settings(config: Config) -> str:
+    """The settings that decide what a client computes in a step: not seeds, partitions, rounds and learning rates."""
     local = config.local.model_copy(update={"lr": 1.0})
-    net = (config.data, config.partition, config.model, config.task, config.algorithm, config.topology)
+    net = (config.data, config.model, config.task, config.algorithm, config.topology)
     return repr((net, local, config.cohort, config.system, config.corruption, config.privacy, config.engine))
 
 

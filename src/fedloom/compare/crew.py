@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
-from fedloom.compare.cells import Cell
+from fedloom.compare.cells import Cell, step_settings
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.runs.settings import as_table
 
@@ -148,7 +149,7 @@ class Crew:
         together: int = 1,
         more: Callable[[Cell, str], Sequence[Cell]] | None = None,
     ) -> None:
-        """``together``: seeds of a method that one worker runs; ``more``: further cells to run after one has ended."""
+        """``together``: cells that one worker runs at once; ``more``: further cells to run after one has ended."""
         self._more, self._together = more, together
         self._folder, self._cells, self._root, self._watcher = folder, cells, root, watcher
         self._environment: Mapping[str, str] = {}
@@ -196,12 +197,15 @@ class Crew:
             worker.give(cells, self._cells, self._root)
 
     def _next(self) -> list[Cell]:
-        """The next cell, and other seeds of it that run together with it."""
+        """The next cell, and others with the same steps that run together with it."""
         if not self._waiting:
             return []
         first = self._waiting.popleft()
-        others = [cell for cell in self._waiting if (cell.method, cell.place) == (first.method, first.place)]
-        cells = [first, *others[: self._together - 1]]
+        if self._together == 1:
+            return [first]
+        same = step_settings(first.config)
+        others = (cell for cell in self._waiting if step_settings(cell.config) == same)
+        cells = [first, *islice(others, self._together - 1)]
         taken = {cell.hash for cell in cells}
         self._waiting = deque(cell for cell in self._waiting if cell.hash not in taken)
         return cells

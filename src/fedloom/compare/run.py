@@ -37,7 +37,7 @@ def run(
 ) -> Comparison:
     """Run the missing cells of a comparison in the folder ``out``, and write its tables and curves.
 
-    ``table`` is an experiment with an additional ``compare`` table. ``together``: seeds of a method whose clients train
+    ``table`` is an experiment with an additional ``compare`` table. ``together``: runs of a method whose clients train
     in the same steps. ``kept``: a folder of collected results, whose cells are not run. ``trust``: run code that a
     comparison in this folder names even if you have never run it.
     """

@@ -154,10 +154,11 @@ def descend(
     width = min(width_for(group.steps, batch, group.plan.usual, few=few), graphs.widest)
     while True:
         try:
-            tables = graphs.tables((*which, batch), alg, phase, fed, at, given, room)
+            rows = LaneRows(at, given.mine, given.buffers, given.down, group.work.lr)
+            tables = graphs.tables((*which, batch), alg, phase, fed, rows, given.shared, room)
             packed = pack(tuple(group.steps), width)
             replay = tables.replay(width, packed.ticks, packed.stay(group.steps))
-            tables.load(at, given)
+            tables.load(rows)
             replay.run(group, packed)
             carry: Carry = tree.take(tables.held.carry, slice(0, len(group.ids)))
             return carry
@@ -214,16 +215,23 @@ class _Graphs:
         self.pool: Any = None
 
     def tables(
-        self, key: Any, alg: Algorithm[Any, Any, Any], phase: Phase, fed: Federation, at: Carry, given: Any, n: int
+        self,
+        key: Any,
+        alg: Algorithm[Any, Any, Any],
+        phase: Phase,
+        fed: Federation,
+        rows: LaneRows,
+        shared: bool,
+        n: int,
     ) -> _Tables:
-        """The graphs of a step, with room for ``n`` clients."""
-        sent = tree.tmap(lambda x: x[None], given.down) if given.shared else given.down
-        key = (*key, given.shared, layout(at), layout(sent), layout(given.mine))
+        """The graphs of a step of clients with rows like these, with room for ``n`` of them."""
+        sent = tree.tmap(lambda x: x[None], rows.down) if shared else rows.down
+        key = (*key, shared, layout(rows.carry), layout(sent), layout(rows.mine))
         found = self.held.pop(key, None)
         if found is None or found.clients < n:
             # A table that is too small is doubled, so that it is not reallocated repeatedly.
             room = n if found is None else max(n, 2 * found.clients)
-            found = _Tables(self, alg, phase, fed, (at, given), key[3], room)
+            found = _Tables(self, alg, phase, fed, rows, shared, key[3], room)
         self.held[key] = found
         return found
 
@@ -271,16 +279,18 @@ class LaneRows(NamedTuple):
     mine: Any
     buffers: Tensor
     down: Any
+    lr: Tensor
 
 
 def step_of(phase: Phase, fed: Federation, *, shared: bool) -> Callable[..., list[Tensor]]:
     """A tick as a pure function of the tensors of the clients in the lanes: what they carry after it."""
 
-    def step(held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> list[Tensor]:
-        carry, mine, buffers, down = held
+    def step(held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor]) -> list[Tensor]:
+        carry, mine, buffers, down, lr = held
         x = augmented(examples[0], plan.keys, fed.augment)
         batch = Batch(x, examples[1], plan.mask, plan.keys, plan.progress, lr, buffers)
-        in_dims = (0, BATCH_DIMS, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
+        by_lane = BATCH_DIMS._replace(lr=0)
+        in_dims = (0, by_lane, None if shared or not tree.leaves(down) else 0, 0 if tree.leaves(mine) else None)
         return tree.leaves(torch.func.vmap(phase.step, in_dims=in_dims)(carry, batch, down, mine))
 
     return step
@@ -295,19 +305,18 @@ class _Tables:
         alg: Algorithm[Any, Any, Any],
         phase: Phase,
         fed: Federation,
-        like: tuple[Carry, Any],
+        like: LaneRows,
+        shared: bool,
         batch: int,
         clients: int,
     ) -> None:
-        at, given = like
         self.graphs, self.alg, self.fed, self.batch, self.clients = graphs, alg, fed, batch, clients
-        self.lr = torch.zeros((), device=fed.x.device)
-        self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(at))  # that one client carries
-        self.shared = given.shared
-        down = tree.tmap(torch.clone, given.down) if given.shared else given.down
-        values = LaneRows(at, given.mine, given.buffers, down)
-        self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), values)
-        self._step = step_of(phase, fed, shared=given.shared)
+        self.device, self.shared = fed.x.device, shared
+        self._numbers = sum(prod(leaf.shape[1:]) for leaf in tree.leaves(like.carry))  # that one client carries
+        if shared:
+            like = like._replace(down=tree.tmap(torch.clone, like.down))
+        self.held = self._by_row(lambda x: self._rows_like(x, clients + 1), like)
+        self._step = step_of(phase, fed, shared=shared)
         self._replays: dict[tuple[int, Stay], _Replay | _Blocks] = {}
         self._blocks: dict[int, Callable[..., None]] = {}
 
@@ -325,12 +334,12 @@ class _Tables:
             return tree.tmap(of, held, *rest)
         return tree.tmap(of, *(each._replace(down=()) for each in (held, *rest)))._replace(down=held.down)
 
-    def load(self, at: Carry, given: Any) -> None:
+    def load(self, rows: LaneRows) -> None:
         """Copy the initial values of clients into the tables of the graphs."""
-        n, values = len(given.buffers), LaneRows(at, given.mine, given.buffers, given.down)
-        self._by_row(lambda to, x: to[:n].copy_(x), self.held, values)
+        n = len(rows.buffers)
+        self._by_row(lambda to, x: to[:n].copy_(x), self.held, rows)
         if self.shared:
-            tree.tmap(lambda to, x: to.copy_(x), self.held.down, given.down)
+            tree.tmap(lambda to, x: to.copy_(x), self.held.down, rows.down)
 
     def replay(self, lanes: int, ticks: int, stay: Stay) -> _Replay | _Blocks:
         """The runner of the ticks of these lanes, with room for ``ticks``."""
@@ -360,25 +369,25 @@ class _Tables:
         """Copy what the clients in the lanes carry into their rows."""
         tree.tmap(lambda to, x: to.index_copy_(0, clients, x), self.held.carry, near.carry)
 
-    def _tick(self, held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor], lr: Tensor) -> None:
+    def _tick(self, held: LaneRows, plan: TickPlan, examples: tuple[Tensor, Tensor]) -> None:
         """Fetch the tensors of the clients in the lanes, take a step, and put them back."""
-        moved = self._step(self._by_row(lambda x: _fetched(x, plan.client), held), plan, examples, lr)
+        moved = self._step(self._by_row(lambda x: _fetched(x, plan.client), held), plan, examples)
         for table, rows in zip(tree.leaves(held.carry), moved, strict=True):
             table.index_copy_(0, plan.client, rows)
 
     def step(self, lanes: int, stay: Stay, inputs: tuple[Any, ...]) -> Callable[..., None]:
         """The next tick of these lanes, which writes the new values of their clients; compiled if requested.
 
-        Its arguments are like ``inputs``: what it reads and writes, the whole plan, the number of the tick, the rate.
+        Its arguments are like ``inputs``: what it reads and writes, the whole plan, the number of the tick.
         """
 
-        def plain(near: LaneRows, whole: Tensor, real: Tensor, tick: Tensor, lr: Tensor) -> None:
+        def plain(near: LaneRows, whole: Tensor, real: Tensor, tick: Tensor) -> None:
             plan = TickPlan.of(*(each.index_select(0, tick).squeeze(0) for each in (whole, real)))
             examples = self.fed.examples(plan.rows)
             if stay == "tick":
-                self._tick(near, plan, examples, lr)
+                self._tick(near, plan, examples)
             else:
-                for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples, lr), strict=True):
+                for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples), strict=True):
                     row.copy_(moved)
             tick += 1
 
@@ -397,12 +406,12 @@ class _Tables:
         return self._blocks[lanes]
 
     def _block(self, lanes: int) -> Callable[..., None]:
-        def ticks(held: LaneRows, whole: Tensor, real: Tensor, x: Tensor, y: Tensor, lr: Tensor) -> None:
+        def ticks(held: LaneRows, whole: Tensor, real: Tensor, x: Tensor, y: Tensor) -> None:
             for t in range(_TOGETHER):
-                self._tick(held, TickPlan.of(whole[t], real[t]), (x[t], y[t]), lr)
+                self._tick(held, TickPlan.of(whole[t], real[t]), (x[t], y[t]))
 
-        blank = _blank_plan((_TOGETHER, lanes), self.batch, self.clients, self.lr.device)
-        fused = self._compiled(ticks, (self.held, *blank, *self.fed.examples(TickPlan.of(*blank).rows), self.lr), lanes)
+        blank = _blank_plan((_TOGETHER, lanes), self.batch, self.clients, self.device)
+        fused = self._compiled(ticks, (self.held, *blank, *self.fed.examples(TickPlan.of(*blank).rows)), lanes)
         assert fused is not None, "a step that a CPU's compiler rejects is not captured"
         return fused
 
@@ -414,7 +423,7 @@ class _Tables:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of the compiler
-            if self.lr.device.type == "cpu":
+            if self.device.type == "cpu":
                 raise _NotCapturableError(_brief(error)) from error
             self.graphs.note(f"the compiler rejected this step; it is captured uncompiled ({_brief(error)})")
             return None
@@ -429,7 +438,7 @@ class _Tables:
 
     def _is_small(self, lanes: int) -> bool:
         """Whether a tick of these lanes on a CPU is so short that starting a second thread would cost more."""
-        return self.lr.device.type == "cpu" and lanes * self._numbers <= _SMALL
+        return self.device.type == "cpu" and lanes * self._numbers <= _SMALL
 
     @contextmanager
     def threads(self, lanes: int) -> Iterator[None]:
@@ -463,7 +472,7 @@ class _Schedule:
 
     def __init__(self, tables: _Tables, lanes: int, ticks: int) -> None:
         self._idle = tables.clients
-        self.held = _blank_plan((ticks, lanes), tables.batch, self._idle, tables.lr.device)
+        self.held = _blank_plan((ticks, lanes), tables.batch, self._idle, tables.device)
         self.plan = TickPlan.of(*self.held)
 
     def load(self, group: Group, packed: Packed, until: int) -> None:
@@ -494,11 +503,10 @@ class _Blocks:
         tables, rows, (whole, real) = self._tables, self._schedule.plan.rows, self._schedule.held
         until = -(-packed.ticks // _TOGETHER) * _TOGETHER
         self._schedule.load(group, packed, until)
-        tables.lr.copy_(group.work.lr[0])
         with tables.threads(whole.shape[1]):
             for t in range(0, until, _TOGETHER):
                 some = slice(t, t + _TOGETHER)
-                self._step(self.near, whole[some], real[some], *tables.fed.examples(rows[some]), tables.lr)
+                self._step(self.near, whole[some], real[some], *tables.fed.examples(rows[some]))
 
 
 class _Replay:
@@ -508,15 +516,14 @@ class _Replay:
         lanes, self._stay = kind
         self._tables, self.near, self.ticks = tables, near, ticks
         self._schedule = _Schedule(tables, lanes, ticks)
-        self._tick = torch.zeros(1, dtype=torch.int64, device=tables.lr.device)
-        self._inputs = (near, *self._schedule.held, self._tick, tables.lr)
+        self._tick = torch.zeros(1, dtype=torch.int64, device=tables.device)
+        self._inputs = (near, *self._schedule.held, self._tick)
         self._step = tables.step(lanes, self._stay, self._inputs)
-        self._graphs = self._captured(lanes) if tables.lr.device.type == "cuda" else None
+        self._graphs = self._captured(lanes) if tables.device.type == "cuda" else None
 
     def run(self, group: Group, packed: Packed) -> None:
         """The steps of a group."""
         self._schedule.load(group, packed, packed.ticks)
-        self._tables.lr.copy_(group.work.lr[0])
         self._tick.zero_()
         with self._tables.threads(packed.client.shape[1]):
             if self._stay != "segment":

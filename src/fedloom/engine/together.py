@@ -1,11 +1,13 @@
 """Several runs in one process, whose clients train in the same steps.
 
-A GPU needs hardly longer for a step of thirty small nets than for one of ten. Runs that differ only in their seed take
-the same steps, so that the clients of all of them can be in lanes side by side.
+A GPU needs hardly longer for a step of thirty small nets than for one of ten. Runs that differ only in their seed,
+their partition or their learning rate take the same steps, so that the clients of all of them can be in lanes side by
+side.
 
 Every run is a thread, but only one of them runs at a time: they take turns, and a turn ends where clients are to train.
-When all runs have come to such a place, the groups with the same step are joined, trained as one, and divided again. So
-a run does not know of the others, and what it computes is the same up to rounding.
+When all runs have come to such a place, those that are behind the others continue: the groups with the same step are
+joined, trained as one, and divided again. So a run does not know of the others, and what it computes is the same up to
+rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AnyAlgorithm, Carry, Phase
+from fedloom.algorithm.capabilities import phases_of
 from fedloom.core import tree
 from fedloom.data.federation import Federation
 from fedloom.engine import cuda_graphs
@@ -40,6 +43,12 @@ class _Asked(NamedTuple):
     at: Carry
     given: Any
     arithmetic: tuple[bool, bool, bool]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the run is: its round, and the phase of that; a survey comes before all phases."""
+        names = [phase.name for phase in phases_of(self.alg)]
+        return self.group.plan.address.round, names.index(self.phase.name) if self.phase.name in names else -1
 
 
 _HERE = threading.local()  # of a run: ``turns`` and ``me``
@@ -124,19 +133,21 @@ class _Turns:
         return carry
 
     def _pass_on(self) -> None:
-        """Give the turn to a run that does not wait; if all wait, train what they wait for."""
-        ready = self._live - self._asked.keys()
-        if self._live and not ready:
+        """Give the turn to a run that does not wait; if all wait, train what those wait for that are behind."""
+        if self._live and self._live == self._asked.keys():
             self._train()
-            ready = self._live
         with self._changed:
-            self._whose = min(ready, default=None)
+            self._whose = min(self._live - self._asked.keys(), default=None)
             self._changed.notify_all()
 
     def _train(self) -> None:
-        """Train what all runs have asked for, as few groups as possible."""
+        """Train what the runs that are behind the others have asked for, in as few groups as possible.
+
+        The others wait for them. Otherwise two runs, one of which has needed a pass more, would never meet again.
+        """
+        behind = min(asked.progress for asked in self._asked.values())
         sets: list[list[int]] = []
-        for me in sorted(self._asked):
+        for me in sorted(me for me, asked in self._asked.items() if asked.progress == behind):
             fitting = (some for some in sets if self._fit(self._asked[some[0]], self._asked[me]))
             some = next(fitting, None)
             if some is None:
@@ -170,7 +181,7 @@ def _form(asked: _Asked) -> tuple[Any, ...]:
     one = given.down if not given.shared else tree.tmap(lambda x: x[None], given.down)
     layouts = tuple(map(cuda_graphs.layout, (asked.at, one, given.mine, given.buffers)))
     how = (task.precision, task.capture, asked.arithmetic, asked.fed.augment)
-    return asked.phase.name, cuda_graphs.batch_of(group), group.plan.lr, layouts, how
+    return asked.phase.name, cuda_graphs.batch_of(group), layouts, how
 
 
 def _same_data(a: Federation, b: Federation) -> bool:
@@ -180,21 +191,26 @@ def _same_data(a: Federation, b: Federation) -> bool:
 
 
 def _same_step(a: _Asked, b: _Asked) -> bool:
-    """Whether the step of one run takes a client of the other where its own would, by trying it."""
+    """Whether the steps of one run take a client of the other where its own would, by trying two of them."""
     first, given, group = slice(0, 1), b.given, b.group
-    held = cuda_graphs.LaneRows(*tree.take((b.at, given.mine, given.buffers), first), given.down)
+    held = cuda_graphs.LaneRows(*tree.take((b.at, given.mine, given.buffers), first), given.down, group.work.lr[first])
     if not given.shared:
         held = held._replace(down=tree.take(given.down, first))
     rows, mask, keys = (x[first, 0] for x in (group.rows, group.mask, group.keys))
     plan = cuda_graphs.TickPlan(keys, rows, mask, keys, torch.zeros_like(mask[:, 0]))
     with torch.no_grad():
-        mine, theirs = (
-            cuda_graphs.step_of(each.phase, each.fed, shared=given.shared)(
-                held, plan, each.fed.examples(rows), group.work.lr[0]
-            )
-            for each in (a, b)
-        )
+        mine, theirs = (_after_two_steps(each, held, plan) for each in (a, b))
     return all(_close(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+def _after_two_steps(asked: _Asked, held: cuda_graphs.LaneRows, plan: cuda_graphs.TickPlan) -> list[Tensor]:
+    """What a client carries after two steps of this run: momentum and distances from the start act from the second."""
+    step, examples = (
+        cuda_graphs.step_of(asked.phase, asked.fed, shared=asked.given.shared),
+        asked.fed.examples(plan.rows),
+    )
+    once = tree.unflatten(held.carry, step(held, plan, examples))
+    return step(held._replace(carry=once), plan, examples)
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
