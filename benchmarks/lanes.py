@@ -20,6 +20,7 @@ on what it means.
 - lenet: LeNet-5, 100 clients, batch 64
 - cohorts: FedAvg on ``cnn64``, 5 to 100 clients in a round
 - algorithms: a round of each algorithm against a round of FedAvg
+- servers: likewise for methods whose servers take steps of their own, in the round of LAW-AFL's Table 8
 - gossip: DFedSAM and DFedGAM against DFedAvg
 """
 
@@ -38,6 +39,7 @@ from torch import nn
 
 from benchmarks.machine import commit, interleaved, read, write
 from fedloom.core import usercode
+from fedloom.core.replay import recording_notes
 from fedloom.core.task import KeyedDropout
 from fedloom.data.arrays import Arrays
 from fedloom.engine import cuda_graphs
@@ -295,6 +297,18 @@ def algorithms_of(kinds: Sequence[str], turns: int) -> dict[str, Any]:
     return {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg")}
 
 
+def servers(how: How) -> dict[str, Any]:
+    arrays = images(10_000, PFEDALA_SHAPES["mnist"])
+    table8 = {"partition": {"kind": "dirichlet", "clients": 100, "alpha": 0.1, "holdout": 0.0}, "proxy": {"size": 1000}}
+    table8 |= {"model": {"kind": "mlp", "widths": [512, 256]}, "local": {"lr": 0.05, "batch": 64}}
+    law_afl = {"kind": "law_afl", "schedule": "per_round"}
+    kinds = {"law_afl": law_afl} | {kind: kind for kind in ("fedavg", "fedlaw", "server_finetune", "feddf", "fedbe")}
+    exps = {name: experiment(arrays, algorithm=kind, **table8) for name, kind in kinds.items()}
+    seconds = measured({name: rounds_of(exp) for name, exp in exps.items()}, how.turns)
+    notes = {name: list(recording_notes(exp.task)) for name, exp in exps.items()}
+    return {"seconds": seconds, "over_fedavg": _over(seconds, "fedavg"), "notes": notes}
+
+
 def gossip(how: How) -> dict[str, Any]:
     """DFedGAM takes differences of gradients, for which TF32 is too short: all three in float32."""
     arrays = images(10_000)
@@ -326,7 +340,9 @@ def profiles(folder: Path, kinds: list[str]) -> None:
         profiled(exp, folder / f"{name}.txt")
 
 
-WORK = {f.__name__: f for f in (fedalr, ragged, pfl, pfedala, seeds, resnet, lenet, cohorts, algorithms, gossip)}
+WORK = {
+    f.__name__: f for f in (fedalr, ragged, pfl, pfedala, seeds, resnet, lenet, cohorts, algorithms, servers, gossip)
+}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.engine.rounds import advance_watched, begin
 from fedloom.engine.store import RamStore
 from fedloom.maths.learned_weights import Stack, aggregated, learn_weights
-from fedloom.maths.proxy_set import proxy_gradients, proxy_loss
+from fedloom.maths.proxy_set import ProxyGradient, proxy_epochs, proxy_loss
 from support.blobs import blobs
 from support.proxies import SIZES, after, deserted, spoiled
 
@@ -33,9 +33,10 @@ def test_a_round_is_what_law_learns_of_these_uploads(laid_out) -> None:
     w0, sizes = exp.task.w0, exp.federation.train.sizes
     state = after(exp)
     moves = torch.stack(_moves(exp))
-    epochs = proxy_gradients(exp.task, exp.algorithm.proxy, 3, 7, (5, 0))
+    epochs = proxy_epochs(exp.task, exp.algorithm.proxy, 3, 7, (5, 0))
     assert [len(e) for e in epochs] == [3, 3, 3]
-    how = learn_weights(Stack(w0, moves), sizes.double(), epochs).how
+    along = ProxyGradient(exp.task, exp.algorithm.proxy)
+    how = learn_weights(Stack(w0, moves), sizes.double(), along, epochs).how
     assert torch.equal(state.server.w, aggregated(Stack(w0, moves), how))
     assert torch.equal(state.server.lam, how.lam)
 
@@ -205,7 +206,7 @@ def test_batch_normalisation_learns_on_statistics_of_proxy_batches(world) -> Non
     exp = world(
         SIZES, arrays=images, algorithm=settings, model={"kind": "resnet20", "norm": "batch"}, proxy={"size": 11}
     )
-    assert [len(e) for e in proxy_gradients(exp.task, exp.algorithm.proxy, 1, 5, (0, 0))] == [2]  # not one of one row
+    assert [len(e) for e in proxy_epochs(exp.task, exp.algorithm.proxy, 1, 5, (0, 0))] == [2]  # not one of one row
     assert bool(after(exp).server.w.isfinite().all())
 
 

@@ -55,6 +55,18 @@ def clients_of_world(ridge=0.01):
     return HeadClients(rows, lam, ridge, C), proxy
 
 
+def test_heads_are_learned_where_cholesky_is_not_enough() -> None:
+    """Two features are the same and there is no ridge: every step needs the pseudo-inverse."""
+    x, y = examples()
+    x = torch.cat([x, x[:, :1]], 1)
+    stats = of_clients(x, y, dirichlet(y, 5, 0.5, seed=3), clients=5)
+    clients = HeadClients(to_rows(normalised(stats)), stats.examples / stats.examples.sum(), 0.0, C)
+    found = learn_head(clients, (x[:60], y[:60]), 0.0, HeadSettings(steps=20))
+    assert not found.reverted
+    assert bool(found.head.isfinite().all())
+    assert not torch.equal(found.how.lam, clients.lam0)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 @pytest.mark.parametrize("loss", ["ce", "mse"])
@@ -110,7 +122,7 @@ def test_l11_without_steps_it_is_afl() -> None:
     assert torch.equal(found.how.lam, clients.lam0)
     assert relative(found.head / found.temperature, afl) < 1e-10
     # the weights of FedLAW without server epochs, shared with the statistics
-    shared = learn_weights(stacked(normal(7, 9)), stats.examples, []).how
+    shared = learn_weights(stacked(normal(7, 9)), stats.examples, lambda w, _: (w.sum(), w), []).how
     assert relative(weighted_head(clients.rows, shared.mu, 0.01, C).head, afl) < 1e-10
 
 

@@ -84,6 +84,11 @@ def grad_of(loss):
     return grad
 
 
+def learned(stack, start, epochs, *rest, **named):
+    """Weights learned along gradients that are themselves the batches."""
+    return learn_weights(stack, start, lambda w, grad: grad(w), epochs, *rest, **named)
+
+
 def full_batch(grad, epochs):
     return [[grad]] * epochs
 
@@ -179,12 +184,12 @@ def test_f2_equal_clients_keep_their_weights(kind, dtype) -> None:
     w = models(dtype=dtype)[:1].expand(4, -1).contiguous()
     lean = lean_gradient(stacked(w), Weighing(SIZES / 100, vec(1)[0]), grad_of(net_loss()))
     assert not simplex_gradient(SIZES / 100, lean.lam).any()
-    found = learn_weights(stacked(w), SIZES, full_batch(grad_of(net_loss()), 20), WeightSettings(kind))
+    found = learned(stacked(w), SIZES, full_batch(grad_of(net_loss()), 20), WeightSettings(kind))
     assert torch.equal(found.how.lam, SIZES / SIZES.sum())
     assert float(found.how.shrink) != 1.0
     # and so it is where the server's model is not that of the first client
     seen_from_zero = Stack(0 * w[0], w)
-    found = learn_weights(seen_from_zero, SIZES, full_batch(grad_of(net_loss()), 20), WeightSettings(kind))
+    found = learned(seen_from_zero, SIZES, full_batch(grad_of(net_loss()), 20), WeightSettings(kind))
     torch.testing.assert_close(found.how.lam, SIZES / 100, rtol=1e-6, atol=1e-7)
 
 
@@ -192,7 +197,7 @@ def test_f2_equal_clients_keep_their_weights(kind, dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_f1_without_epochs_it_is_fedavg_to_the_bit(kind) -> None:
     stack = stacked(models(dtype=torch.float32))
-    found = learn_weights(stack, SIZES, [], WeightSettings(kind))
+    found = learned(stack, SIZES, [], WeightSettings(kind))
     assert torch.equal(found.how.lam, SIZES / SIZES.sum())
     assert float(found.how.shrink) == 1.0
     fedavg = stack.base + tree.mix((SIZES / SIZES.sum())[None], stack.moves)[0].float()
@@ -204,8 +209,8 @@ def test_f1_without_epochs_it_is_fedavg_to_the_bit(kind) -> None:
 @given(st.permutations(range(4)), st.sampled_from(KINDS))
 def test_f4_permuting_clients_permutes_weights(order, kind) -> None:
     w, epochs = models(), full_batch(grad_of(net_loss()), 10)
-    one = learn_weights(stacked(w), SIZES, epochs, WeightSettings(kind, lr=0.05)).how
-    other = learn_weights(stacked(w[list(order)]), SIZES[list(order)], epochs, WeightSettings(kind, lr=0.05)).how
+    one = learned(stacked(w), SIZES, epochs, WeightSettings(kind, lr=0.05)).how
+    other = learned(stacked(w[list(order)]), SIZES[list(order)], epochs, WeightSettings(kind, lr=0.05)).how
     torch.testing.assert_close(other.lam, one.lam[list(order)], rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(other.shrink, one.shrink, rtol=1e-6, atol=1e-9)
 
@@ -215,7 +220,7 @@ def test_f4_permuting_clients_permutes_weights(order, kind) -> None:
 def test_f5_the_client_that_is_right_takes_it_all(kind) -> None:
     w = models(P=30)
     chosen = WeightSettings(kind, lr=0.5 if kind == "exp" else 0.05, step_every=200)
-    found = learn_weights(stacked(w), torch.ones(4), full_batch(bowl(w[0]), 1000), chosen)
+    found = learned(stacked(w), torch.ones(4), full_batch(bowl(w[0]), 1000), chosen)
     assert float(found.how.lam[0]) > 0.99
     assert float(found.how.shrink) == pytest.approx(1, abs=1e-2)
     assert float(found.losses[-1]) < 1e-3 * float(found.losses[0])
@@ -225,21 +230,18 @@ def test_f7_a_capped_shrink_does_not_grow() -> None:
     w = models(P=30)
     wants_more = full_batch(bowl(1.4 * w.mean(0)), 50)
     free, capped = (
-        learn_weights(stacked(w), torch.ones(4), wants_more, WeightSettings(k, lr=0.02)) for k in ("exp", "exp_cap")
+        learned(stacked(w), torch.ones(4), wants_more, WeightSettings(k, lr=0.02)) for k in ("exp", "exp_cap")
     )
     assert float(free.how.shrink) > 1.05
     assert float(capped.how.shrink) == 1.0
     wants_less = full_batch(bowl(0.8 * w.mean(0)), 50)
-    assert (
-        float(learn_weights(stacked(w), torch.ones(4), wants_less, WeightSettings("exp_cap", lr=0.02)).how.shrink)
-        < 0.95
-    )
+    assert float(learned(stacked(w), torch.ones(4), wants_less, WeightSettings("exp_cap", lr=0.02)).how.shrink) < 0.95
 
 
 def test_f8_a_client_split_in_two_counts_the_same() -> None:
     w = models()
     split, halves = torch.cat([w, w[3:]]), torch.cat([SIZES[:3], SIZES[3:] / 2, SIZES[3:] / 2])
-    one, other = (learn_weights(stacked(v), s, []).how for v, s in ((w, SIZES), (split, halves)))
+    one, other = (learned(stacked(v), s, []).how for v, s in ((w, SIZES), (split, halves)))
     torch.testing.assert_close(aggregated(stacked(split), other), aggregated(stacked(w), one))
 
 
@@ -250,7 +252,7 @@ def test_f9_learning_does_not_raise_the_loss_it_descends(stage, kind) -> None:
     stack = stacked(w)
     for optimizer in (SERVER_ADAM, sgd(momentum=0.9)):
         chosen = WeightSettings(kind, stage, lr=0.005, optimizer=optimizer)
-        found = learn_weights(stack, SIZES, full_batch(grad_of(loss), 24), chosen)
+        found = learned(stack, SIZES, full_batch(grad_of(loss), 24), chosen)
         begin = aggregated(stack, Weighing(SIZES / 100, vec(1)[0]))
         assert float(loss(aggregated(stack, found.how))) < float(loss(begin))
 
@@ -261,7 +263,7 @@ def test_steps_are_those_of_torch() -> None:
     w, loss = models(), net_loss()
     grads = [grad_of(loss), bowl(w[2])]
     losses = [loss, lambda v: 0.5 * (v - w[2]).square().sum()]
-    found = learn_weights(stacked(w), SIZES, [grads] * 25, WeightSettings(lr=0.02, bounds=Bounds(1e-3, 1e3)))
+    found = learned(stacked(w), SIZES, [grads] * 25, WeightSettings(lr=0.02, bounds=Bounds(1e-3, 1e3)))
     a, b = (SIZES / 100).log().requires_grad_(), torch.zeros((), dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([a, b], lr=0.02, betas=(0.5, 0.999))
     schedule = torch.optim.lr_scheduler.StepLR(adam, 20, 0.5)
@@ -278,7 +280,7 @@ def test_steps_are_those_of_torch() -> None:
 
 def test_the_two_stages_are_those_of_fedlaw() -> None:
     w, loss = models(), net_loss()
-    found = learn_weights(stacked(w), SIZES, full_batch(grad_of(loss), 40), WeightSettings(stage="two_stage"))
+    found = learned(stacked(w), SIZES, full_batch(grad_of(loss), 40), WeightSettings(stage="two_stage"))
     a = (SIZES / 100).log().requires_grad_()
     adam = torch.optim.Adam([a], lr=0.01, betas=(0.5, 0.999))
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=100)
@@ -306,9 +308,7 @@ def test_the_two_stages_are_those_of_fedlaw() -> None:
 
 
 def test_few_epochs_in_two_stages_still_learn() -> None:
-    found = learn_weights(
-        stacked(models()), SIZES, full_batch(grad_of(net_loss()), 4), WeightSettings(stage="two_stage")
-    )
+    found = learned(stacked(models()), SIZES, full_batch(grad_of(net_loss()), 4), WeightSettings(stage="two_stage"))
     assert not torch.equal(found.how.lam, SIZES / 100)
 
 
@@ -319,21 +319,21 @@ def test_the_rate_is_halved_every_twenty_epochs() -> None:
 def test_adam_moves_a_logit_by_about_its_rate() -> None:
     """Why forty steps at 0.01 cannot silence a client: no weight changes by more than e^0.8 against another."""
     w = models(P=30)
-    found = learn_weights(stacked(w), torch.ones(4), [[bowl(w[0])] * 2] * 20)
+    found = learned(stacked(w), torch.ones(4), [[bowl(w[0])] * 2] * 20)
     assert float((found.how.lam.max() / found.how.lam.min()).log()) < 0.85
 
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_fixed_shrink_stays(learns) -> None:
     chosen = WeightSettings("fixed", shrink=0.95, learns_weights=learns)
-    found = learn_weights(stacked(models()), SIZES, full_batch(grad_of(net_loss()), 5), chosen).how
+    found = learned(stacked(models()), SIZES, full_batch(grad_of(net_loss()), 5), chosen).how
     assert float(found.shrink) == 0.95
     assert torch.equal(found.lam, SIZES / 100) is not learns
 
 
 def test_a_single_client_learns_its_shrink_alone() -> None:
     w = models()[:1]
-    found = learn_weights(stacked(w), torch.ones(1), full_batch(bowl(0.7 * w[0]), 60), WeightSettings(lr=0.02)).how
+    found = learned(stacked(w), torch.ones(1), full_batch(bowl(0.7 * w[0]), 60), WeightSettings(lr=0.02)).how
     assert found.lam.tolist() == [1.0]
     assert float(found.shrink) == pytest.approx(0.7, abs=0.02)
 
@@ -344,14 +344,14 @@ def test_who_has_nothing_or_sends_nonsense_is_left_out() -> None:
     stack.moves[1, 3] = math.nan
     sizes = vec(10, 30, 5, 55, 0, 15)
     for epochs in (0, 5):
-        found = learn_weights(stack, sizes, full_batch(grad_of(net_loss()), epochs)).how
+        found = learned(stack, sizes, full_batch(grad_of(net_loss()), epochs)).how
         assert found.lam[[1, 4]].tolist() == [0, 0]
         assert float(found.lam.sum()) == pytest.approx(1, abs=1e-12)
         assert bool(aggregated(stack, found).isfinite().all())
     keep = [0, 2, 3, 5]
-    alone = learn_weights(Stack(w[0], stack.moves[keep]), sizes[keep], full_batch(grad_of(net_loss()), 5)).how
+    alone = learned(Stack(w[0], stack.moves[keep]), sizes[keep], full_batch(grad_of(net_loss()), 5)).how
     torch.testing.assert_close(found.lam[keep], alone.lam)
-    nobody = learn_weights(stack, 0 * sizes, full_batch(grad_of(net_loss()), 5)).how
+    nobody = learned(stack, 0 * sizes, full_batch(grad_of(net_loss()), 5)).how
     assert not nobody.lam.any()
     assert torch.equal(aggregated(Stack(w[0], w - w[0]), Weighing(nobody.lam[:4], nobody.shrink)), w[0])
 
@@ -366,19 +366,19 @@ def test_a_loss_that_is_not_finite_takes_everything_back(kind, stage) -> None:
         loss, g = bowl(w[2])(v)
         return (loss * math.nan, g) if next(turns) == 3 else (loss, g)
 
-    found = learn_weights(stacked(w), SIZES, full_batch(breaks, 20), WeightSettings(kind, stage, shrink=0.9))
+    found = learned(stacked(w), SIZES, full_batch(breaks, 20), WeightSettings(kind, stage, shrink=0.9))
     assert found.reverted
     assert torch.equal(found.how.lam, SIZES / 100)
     assert float(found.how.shrink) == 0.9
-    infinite = learn_weights(stacked(w), SIZES, full_batch(lambda v: (v.sum(), v * math.inf), 1))
+    infinite = learned(stacked(w), SIZES, full_batch(lambda v: (v.sum(), v * math.inf), 1))
     assert infinite.reverted
 
 
 def test_updates_too_large_to_be_kept_in_float64_give_the_same_weights(monkeypatch) -> None:
     w, epochs = models(dtype=torch.float32), full_batch(grad_of(net_loss()), 20)
-    kept = learn_weights(stacked(w), SIZES, epochs)
+    kept = learned(stacked(w), SIZES, epochs)
     monkeypatch.setattr(learned_weights, "_WIDE", 0)
-    torch.testing.assert_close(learn_weights(stacked(w), SIZES, epochs), kept, rtol=1e-12, atol=0)
+    torch.testing.assert_close(learned(stacked(w), SIZES, epochs), kept, rtol=1e-12, atol=0)
 
 
 def test_l13_what_nobody_trains_is_never_shrunk() -> None:
@@ -388,7 +388,7 @@ def test_l13_what_nobody_trains_is_never_shrunk() -> None:
     for _ in range(10):
         moves = (models(seed=8, dtype=torch.float32)) * ~frozen
         epochs = full_batch(grad_of(net_loss()), 3)
-        found = learn_weights(Stack(base, moves), SIZES, epochs, WeightSettings(shrink=0.9), shrinks=~frozen)
+        found = learned(Stack(base, moves), SIZES, epochs, WeightSettings(shrink=0.9), shrinks=~frozen)
         after = aggregated(Stack(base, moves), found.how, ~frozen)
         assert torch.equal(after[frozen], w[0][frozen])
         assert float(found.how.shrink) != 1.0
@@ -452,7 +452,7 @@ def test_fedlaw_suppresses_bad_models_only_with_enough_steps() -> None:
 
     sizes = torch.ones(10, dtype=torch.float64)
     grads = full_batch(grad_of(loss), 100)
-    little = learn_weights(stacked(w), sizes, grads[:20], WeightSettings(lr=0.01)).how.lam[bad].sum()
-    much = learn_weights(stacked(w), sizes, grads, WeightSettings(lr=0.1, step_every=100)).how.lam[bad].sum()
+    little = learned(stacked(w), sizes, grads[:20], WeightSettings(lr=0.01)).how.lam[bad].sum()
+    much = learned(stacked(w), sizes, grads, WeightSettings(lr=0.1, step_every=100)).how.lam[bad].sum()
     assert float(little) > 0.35
     assert float(much) < 0.1

@@ -262,6 +262,15 @@ def test_a_stack_is_solved_as_its_systems_one_by_one(ridge) -> None:
     torch.testing.assert_close(factors(gram[0, 1], ridge).solve(rhs[0, 1]), expected[0][1], rtol=1e-9, atol=0)
 
 
+def test_unchecked_factors_are_nan_where_cholesky_is_not_enough() -> None:
+    x = normal(3, 40, 12)
+    x[1, :, 4:] = 0  # G is singular
+    found, checked = (factors(x.mT @ x, 0.0, checked=c) for c in (False, True))
+    assert found.lower.isnan().all(-1).all(-1).tolist() == [False, True, False]
+    assert torch.equal(found.lower[[0, 2]], checked.lower[[0, 2]])
+    assert checked.others.keys() == {1}
+
+
 def test_a_stack_with_a_system_that_is_not_finite_is_refused() -> None:
     gram = torch.eye(3, dtype=torch.float64).expand(2, -1, -1).clone()
     gram[1, 0, 0] = math.nan

@@ -93,7 +93,7 @@ from fedloom.maths.learned_weights import (
     squared_gradient,
     with_shrink,
 )
-from fedloom.maths.proxy_set import proxy_gradients, proxy_loss, proxy_statistics
+from fedloom.maths.proxy_set import ProxyGradient, proxy_epochs, proxy_loss, proxy_statistics
 
 _OPTIMIZERS: dict[str, Optimizer] = {"adam": SERVER_ADAM, "sgd": sgd(momentum=0.9)}
 
@@ -222,9 +222,10 @@ class FedLAW(Algorithm[Server, Nothing, Moved], Surveys, UsesProxy, OwnStatistic
 
     def weighed(self, stack: Stack, inbox: Inbox[Moved], shrinks: Tensor | None) -> Weighing:
         """The learned lambda and gamma of this round."""
-        epochs = proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
+        epochs = proxy_epochs(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
         settings, loss = self.learning, partial(proxy_loss, self.task, self.proxy)
-        how = learn_weights(stack, inbox.weights, epochs, settings_for(self.shrink_rule, settings), shrinks).how
+        along, learns = ProxyGradient(self.task, self.proxy), settings_for(self.shrink_rule, settings)
+        how = learn_weights(stack, inbox.weights, along, epochs, learns, shrinks, along.recorder).how
         return with_shrink(self.shrink_rule, how, stack, loss, settings, inbox.uploads.slope, shrinks)
 
     @property

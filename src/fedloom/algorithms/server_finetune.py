@@ -9,14 +9,16 @@ than that of simply training on these examples.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Inbox, Model, Nothing, Update, UsesProxy
 from fedloom.core.optim import Optimizer, adam, sgd
+from fedloom.core.replay import after
 from fedloom.core.schema import over, when
-from fedloom.maths.proxy_set import proxy_gradients
+from fedloom.maths.proxy_set import ProxyBatch, ProxyGradient, proxy_epochs
 
 _OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd(momentum=0.9), "adam": adam()}
 
@@ -37,9 +39,13 @@ class ServerFinetune(Algorithm[Model, Nothing, Update], UsesProxy):
 
     def update(self, server: Model, inbox: Inbox[Update]) -> Model:
         w = super().update(server, inbox).w
-        optimizer = _OPTIMIZERS[self.server_optimizer]
-        memory, lr = optimizer.init(w), w.new_tensor(self.server_lr)
-        for epoch in proxy_gradients(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address):
-            for gradient in epoch:
-                w, memory = optimizer.update(gradient(w)[1], memory, w, lr)
-        return Model(w)
+        optimizer, gradient = _OPTIMIZERS[self.server_optimizer], ProxyGradient(self.task, self.proxy)
+
+        def step(lr: Tensor, at: tuple[Tensor, Any], batch: ProxyBatch) -> tuple[Tensor, Any]:
+            x, memory = at
+            return optimizer.update(gradient(x, batch)[1], memory, x, lr)
+
+        epochs = proxy_epochs(self.task, self.proxy, self.server_epochs, self.proxy_batch, inbox.address)
+        batches, start = (batch for epoch in epochs for batch in epoch), (w, optimizer.init(w))
+        lr = w.new_tensor(self.server_lr)
+        return Model(after(step, lr, start, batches, gradient.recorder, self.server_optimizer)[0])

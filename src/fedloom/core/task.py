@@ -17,6 +17,7 @@ from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
 from fedloom.core.objective import CLASSES, Criterion
+from fedloom.core.replay import Recorder
 
 X = TypeVar("X")
 # All parameters in one vector [P], or in consecutive pieces of whole tensors: pieces that are constant are
@@ -305,6 +306,10 @@ class Task:
             at = f(point)
             found = torch.autograd.grad(at, tree.leaves(point), materialize_grads=True)
         return at.detach(), tree.unflatten(x, found)
+
+    def recorder(self, *constants: Tensor) -> Recorder | None:
+        """Where a server's steps on this net are recorded, unless steps are not captured; see ``core.replay``."""
+        return None if self.capture == "eager" else Recorder(self, constants)
 
     def below(self, layers: int | Literal["all", "none"]) -> int:
         """How many parameters are below the top ``layers`` (modules that own parameters), which come last."""

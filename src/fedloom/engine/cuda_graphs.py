@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Phase
-from fedloom.core import tree
+from fedloom.core import replay, tree
 from fedloom.core.lanes import ops
 from fedloom.core.task import BATCH_DIMS, Batch, Task
 from fedloom.data.augment import augmented
@@ -136,7 +136,8 @@ class Built(NamedTuple):
 
 def built(task: Task) -> Built:
     """What was compiled and captured for this task so far."""
-    return _graphs(task).built._replace(convolutions=ops.chosen_kernels())
+    found = _graphs(task).built
+    return found._replace(notes=(*found.notes, *replay.recording_notes(task)), convolutions=ops.chosen_kernels())
 
 
 def descend(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.nn.functional import log_softmax
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Optimizer
+from fedloom.core.replay import repeated
 from fedloom.core.task import Task
 
 _CHUNK = 512  # examples of one forward pass
@@ -69,15 +70,25 @@ def distilled(
     task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons, address: tuple[int, int]
 ) -> Iterator[Tensor]:
     """The student after each step."""
-    memory, done = how.optimizer.init(w), 0
-    total = how.epochs * how.steps(len(x))
-    for epoch in range(how.epochs):
-        for rows in torch.split(_order(len(x), address, epoch).to(x.device), how.batch):
-            lr = how.lr * (1 + math.cos(math.pi * done / total)) / 2 if how.schedule == "cosine" else how.lr
-            g = _slope(task, w, x[rows], target[rows], how.temperature)
-            w, memory = how.optimizer.update(g, memory, w, torch.tensor(lr, device=w.device))
-            done += 1
-            yield w
+
+    def step(fixed: tuple[Tensor, Tensor], at: tuple[Tensor, Any], here: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        (x, target), (w, memory), (rows, lr) = fixed, at, here
+        return how.optimizer.update(_slope(task, w, x[rows], target[rows], how.temperature), memory, w, lr)
+
+    orders = (_order(len(x), address, epoch).to(x.device) for epoch in range(how.epochs))
+    batches = (rows for order in orders for rows in torch.split(order, how.batch))
+    rates, start = torch.tensor(_rates(how, len(x)), device=w.device), (w, how.optimizer.init(w))
+    inputs = zip(batches, rates, strict=True)
+    for student, _ in repeated(step, (x, target), start, inputs, task.recorder(), ("distill", how)):
+        yield student
+
+
+def _rates(how: Lessons, rows: int) -> list[float]:
+    """The learning rate of each step."""
+    total = how.epochs * how.steps(rows)
+    if how.schedule == "constant":
+        return [how.lr] * total
+    return [how.lr * (1 + math.cos(math.pi * done / total)) / 2 for done in range(total)]
 
 
 def _slope(task: Task, w: Tensor, x: Tensor, target: Tensor, temperature: float) -> Tensor:

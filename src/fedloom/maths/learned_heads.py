@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedloom.core import rng
 from fedloom.core.optim import Optimizer
+from fedloom.core.replay import Recorder, after
 from fedloom.maths.learned_weights import OF_HEADS, SERVER_ADAM, Bounds, Free, Weighing, bounded
 from fedloom.maths.proxy_set import ProxyFeatures
 from fedloom.maths.weighted_ridge import (
@@ -46,14 +48,16 @@ class WeightedSystem(NamedTuple):
 
     sums: Sums
     lam0: Tensor  # [K]
-    ridge: float
+    ridge: Tensor  # []
 
 
 def system_of(clients: HeadClients) -> WeightedSystem:
     """The system of the clients with weight."""
     some = clients.lam0 > 0
     rows = clients.rows if bool(some.all()) else clients.rows[some]
-    return WeightedSystem(unpacked_sums(rows, clients.classes), clients.lam0[some], clients.ridge)
+    return WeightedSystem(
+        unpacked_sums(rows, clients.classes), clients.lam0[some], clients.lam0.new_tensor(clients.ridge)
+    )
 
 
 class HeadSettings(NamedTuple):
@@ -101,17 +105,24 @@ def kl(lam: Tensor, lam0: Tensor) -> Tensor:
 
 
 def head_gradient(
-    system: WeightedSystem, proxy: Examples, free: HeadFree, beta: Tensor, settings: HeadSettings = AS_LAW_AFL
+    system: WeightedSystem,
+    proxy: Examples,
+    free: HeadFree,
+    beta: Tensor,
+    settings: HeadSettings = AS_LAW_AFL,
+    *,
+    checked: bool = True,
 ) -> tuple[Tensor, HeadFree]:
     """The loss CE(e^c X W) + beta KL(lambda || lambda0) + spread sum lambda^2, and its gradient; beta is ``[S]``.
 
-    With beta = inf, lambda is lambda0 for any a. In LAW-AFL, Algorithm 3 learns weights in line 13 that never
-    reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a closed form.
+    With beta = inf, lambda is lambda0 for any a. ``checked``: see ``factors``. In LAW-AFL, Algorithm 3 learns weights
+    in line 13 that never reach the statistics of lines 15 to 17, and eq. 19 to 23 call an average of heads by size a
+    closed form.
     """
     sums, lam0, ridge = system
     held = beta.isinf()
     lam = torch.where(held[:, None], lam0, free.a.softmax(-1))
-    g = weighted_gradient(sums, lam, free.b.exp(), ridge, free.c, proxy, settings.loss)
+    g = weighted_gradient(sums, lam, free.b.exp(), ridge, free.c, proxy, settings.loss, checked=checked)
     # The slope of the prior is beta (ln(lambda / lambda0) + 1); the 1 has no effect on the simplex.
     slope = beta[:, None] * (lam.log() - lam0.log()) + 2 * settings.spread * lam
     prior = beta * kl(lam, lam0) + settings.spread * lam.square().sum(-1)
@@ -135,30 +146,54 @@ def learn_heads(
     settings: HeadSettings = AS_LAW_AFL,
     offsets: Tensor | None = None,
     steps: int | None = None,
+    recorder: Recorder | None = None,
 ) -> LearnedHeads:
     """Learn lambda, gamma and the temperature through the solve, for all strengths and parts side by side.
 
     ``offsets`` ``[K]`` is the initial a minus ln lambda0; ``steps``, if given, replaces that of the settings.
     """
+    steps = settings.steps if steps is None else steps
     counts, some = clients.lam0 > 0, system_of(clients)
     a = some.lam0.log() if offsets is None else some.lam0.log() + offsets[counts]
-    beta, lr = a.new_tensor(betas), a.new_tensor(settings.lr)
-    none = a.new_zeros(len(proxy.x), len(beta))
-    first = free = HeadFree(a.expand(*none.shape, -1), none, none + math.log(settings.temperature))
-    memory, finite = settings.optimizer.init(free), none == 0
-    for _ in range(settings.steps if steps is None else steps):
-        loss, along = head_gradient(some, proxy, free, beta, settings)
-        finite = finite & loss.isfinite()
-        moved, memory = settings.optimizer.update(along, memory, free, lr)
-        moved = HeadFree(*bounded("exp", Free(moved.a, moved.b), settings.bounds), moved.c)
-        free = _where(finite, moved, free)
-    finite = finite & free.a.isfinite().all(-1) & free.b.isfinite() & free.c.isfinite()
+    beta, none = a.new_tensor(betas), a.new_zeros(len(proxy.x), len(betas))
+    first = HeadFree(a.expand(*none.shape, -1), none, none + math.log(settings.temperature))
+    start = _HeadsAt(first, settings.optimizer.init(first), none == 0)
+    fixed = some, proxy, beta, a.new_tensor(settings.lr)
+    at = after(partial(_step, settings, False), fixed, start, [()] * steps, recorder, ("heads", settings))
+    if not bool(at.finite.all()):  # perhaps because of a system that Cholesky cannot factorise
+        at = after(partial(_step, settings, True), fixed, start, [()] * steps)
+    free = at.free
+    finite = at.finite & free.a.isfinite().all(-1) & free.b.isfinite() & free.c.isfinite()
     free = _where(finite, free, first)
     learned = finite & ~beta.isinf() & (free.a != some.lam0.log()).any(-1)
     found = torch.zeros_like(clients.lam0).expand(*none.shape, -1).masked_scatter(counts, free.a.softmax(-1))
     how = Weighing(torch.where(learned[..., None], found, clients.lam0), free.b.exp())
     head = weighted_head(clients.rows, how.shrink[..., None] * how.lam, clients.ridge, clients.classes).head
     return LearnedHeads(free.c.exp()[..., None, None] * head, how, free.c.exp(), ~finite)
+
+
+class _HeadsAt(NamedTuple):
+    """Where the learning of heads is."""
+
+    free: HeadFree
+    memory: Any  # of the optimizer
+    finite: Tensor  # [F, S] whether all losses so far were finite
+
+
+def _step(
+    settings: HeadSettings,
+    checked: bool,
+    fixed: tuple[WeightedSystem, Examples, Tensor, Tensor],
+    at: _HeadsAt,
+    _: tuple[()],
+) -> _HeadsAt:
+    """One step of all heads."""
+    system, proxy, beta, lr = fixed
+    loss, along = head_gradient(system, proxy, at.free, beta, settings, checked=checked)
+    finite = at.finite & loss.isfinite()
+    moved, memory = settings.optimizer.update(along, at.memory, at.free, lr)
+    moved = HeadFree(*bounded("exp", Free(moved.a, moved.b), settings.bounds), moved.c)
+    return _HeadsAt(_where(finite, moved, at.free), memory, finite)
 
 
 def _where(here: Tensor, one: HeadFree, other: HeadFree) -> HeadFree:
@@ -174,9 +209,10 @@ def learn_head(
     settings: HeadSettings = AS_LAW_AFL,
     offsets: Tensor | None = None,
     steps: int | None = None,
+    recorder: Recorder | None = None,
 ) -> LearnedHead:
     """One head, learned from all proxy examples at once."""
-    many = learn_heads(clients, one_part(proxy), (beta,), settings, offsets, steps)
+    many = learn_heads(clients, one_part(proxy), (beta,), settings, offsets, steps, recorder)
     how = Weighing(many.how.lam[0, 0], many.how.shrink[0, 0])
     return LearnedHead(many.head[0, 0], how, many.temperature[0, 0], beta, (), bool(many.reverted))
 
@@ -185,7 +221,12 @@ _AT_ONCE = 1 << 24  # numbers in the systems that are solved side by side
 
 
 def held_out_losses(
-    clients: HeadClients, proxy: ProxyFeatures, folds: Tensor, settings: HeadSettings, offsets: Tensor | None = None
+    clients: HeadClients,
+    proxy: ProxyFeatures,
+    folds: Tensor,
+    settings: HeadSettings,
+    offsets: Tensor | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[float, ...]:
     """For each strength of the prior, the cross-entropy of proxy examples under heads learned from the other half."""
     learned_on = halves(proxy, folds)
@@ -194,7 +235,7 @@ def held_out_losses(
     found: list[Tensor] = []
     for k in range(0, len(settings.grid), several):
         betas = settings.grid[k : k + several]
-        heads = learn_heads(clients, learned_on, betas, settings, offsets, settings.cv_steps).head
+        heads = learn_heads(clients, learned_on, betas, settings, offsets, settings.cv_steps, recorder).head
         losses = cross_entropy(heads, torch.zeros_like(heads[..., 0, 0]), judged_on).value
         found.append(torch.stack([(~folds).sum(), folds.sum()]).double() @ losses / len(folds))
     return tuple(torch.cat(found).tolist())
@@ -218,13 +259,15 @@ def cross_validated_head(
     folds: Tensor,
     settings: HeadSettings = AS_LAW_AFL,
     offsets: Tensor | None = None,
+    recorder: Recorder | None = None,
 ) -> LearnedHead:
     """The head learned from all proxy examples, under the strength of the prior that two folds of them choose.
 
     With beta = inf it is AFL except for a learned ridge and temperature: so nothing is lost with clean clients.
     """
-    losses = held_out_losses(clients, proxy, folds, settings, offsets)
-    learned = learn_head(clients, proxy, strongest_best(settings.grid, losses), settings, offsets)
+    losses = held_out_losses(clients, proxy, folds, settings, offsets, recorder)
+    best = strongest_best(settings.grid, losses)
+    learned = learn_head(clients, proxy, best, settings, offsets, recorder=recorder)
     return learned._replace(held_out=losses)
 
 

@@ -12,14 +12,16 @@ the batches are passed in, in their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fedloom.core import tree
 from fedloom.core.optim import Optimizer, adam
+from fedloom.core.replay import Recorder, repeated
 from fedloom.maths.as_printed import printed_shrink
 from fedloom.maths.proxy_set import Gradient
 from fedloom.maths.weighted_ridge import inner, off_mean, simplex_gradient
@@ -162,7 +164,9 @@ class Lean(NamedTuple):
     log_shrink: Tensor  # [] gamma <g, w>
 
 
-def lean_gradient(stack: Stack, how: Weighing, grad: Gradient, shrinks: Tensor | None = None) -> Lean:
+def lean_gradient(
+    stack: Stack, how: Weighing, grad: Callable[[Tensor], tuple[Tensor, Tensor]], shrinks: Tensor | None = None
+) -> Lean:
     """One backward pass of the aggregated model and two products with the stacked updates.
 
     dL/da_i = gamma lambda_i (<g, w_i> - <g, sum_j lambda_j w_j>) and dL/db = gamma <g, sum_j lambda_j w_j>.
@@ -203,11 +207,13 @@ class LearnedWeights(NamedTuple):
 def learn_weights(
     stack: Stack,
     start: Tensor,
-    epochs: Sequence[Sequence[Gradient]],
+    gradient: Gradient,
+    epochs: Sequence[Sequence[Any]],
     settings: WeightSettings = AS_FEDLAW,
     shrinks: Tensor | None = None,
+    recorder: Recorder | None = None,
 ) -> LearnedWeights:
-    """Learn lambda and gamma, each epoch along the gradients of its batches.
+    """Learn lambda and gamma, each epoch along the gradient on each of its batches.
 
     ``start`` ``[m]`` are the initial weights of clients, in FedAvg their sizes; they need not sum to 1. LAW-AFL,
     Algorithm 3 line 12 divides sizes by that of the proxy set, so that they sum to far more. A client without weight
@@ -222,7 +228,8 @@ def learn_weights(
         return LearnedWeights(begin, lam0.new_zeros(0), False)
     some = _in_float64(stack if bool(usable.all()) else Stack(stack.base, stack.moves[usable]))
     first = initial(settings.kind, lam0[usable], settings.shrink)
-    last, losses = _LEARNERS[settings.stage](some, first, epochs, settings, shrinks)
+    descent = _Descent(some, shrinks, gradient, settings, recorder)
+    last, losses = _LEARNERS[settings.stage](descent, first, epochs)
     if not all(bool(x.isfinite().all()) for x in (losses, *last)):
         return LearnedWeights(begin, losses, True)
     found = weighing(settings.kind, last)
@@ -238,70 +245,76 @@ def _in_float64(stack: Stack) -> Stack:
     return stack if stack.moves.numel() > _WIDE else stack._replace(moves=stack.moves.double())
 
 
-def _jointly(
-    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: WeightSettings, shrinks: Tensor | None
-) -> tuple[Free, Tensor]:
-    """lambda and gamma at once, the rate decayed every ``step_every`` epochs."""
-    rates = [step_rate(settings, e) for e in range(len(epochs))]
-    way = _descent(stack, free, zip(epochs, rates, strict=True), settings, shrinks)
-    return way.points[-1], way.losses
-
-
-def _in_two_stages(
-    stack: Stack, free: Free, epochs: Sequence[Sequence[Gradient]], settings: WeightSettings, shrinks: Tensor | None
-) -> tuple[Free, Tensor]:
-    """First lambda, as the mean of the points after epoch 5 (SWA), then gamma; half of the epochs each.
-
-    FedLAW's code returns the starting point if there are no more than six epochs; here it is the last one.
-    """
-    half = len(epochs) // 2
-    rates = [swa_rate(settings.lr, e) for e in range(half)]
-    one = _descent(stack, free, zip(epochs[:half], rates, strict=True), settings, shrinks, of_b=False)
-    averaged = one.points[SWA_START + 2 :] or one.points[-1:]
-    free = free._replace(a=torch.stack([point.a for point in averaged]).mean(0))
-    rates = [step_rate(settings, e) for e in range(half)]
-    two = _descent(stack, free, zip(epochs[half : 2 * half], rates, strict=True), settings, shrinks, of_a=False)
-    return two.points[-1], torch.cat([one.losses, two.losses])
-
-
-_LEARNERS = {"joint": _jointly, "two_stage": _in_two_stages}
-
-
 class _Way(NamedTuple):
     points: list[Free]  # the start, and the end of each epoch
     losses: Tensor  # [steps]
 
 
-def _descent(
-    stack: Stack,
-    free: Free,
-    epochs: Iterable[tuple[Sequence[Gradient], float]],
-    settings: WeightSettings,
-    shrinks: Tensor | None,
-    *,
-    of_a: bool = True,
-    of_b: bool = True,
-) -> _Way:
-    """Minimise over one or both parameters, with the learning rate of each epoch.
+class _Point(NamedTuple):
+    free: Free
+    memory: Any  # of the optimizer
+    loss: Tensor  # [] at the weights before the step
 
-    It goes on after a loss that is not finite, since to ask would stop a GPU in every step: the caller looks at all.
-    """
-    memory = settings.optimizer.init(free)
-    moves_a, moves_b = of_a and settings.learns_weights, of_b and settings.kind != "fixed"
-    points, losses = [free], [free.a.new_zeros(0)]
-    for batches, rate in epochs:
-        lr = free.b.new_tensor(rate)
-        for grad in batches:
-            how = weighing(settings.kind, free)
-            lean = lean_gradient(stack, how, grad, shrinks)
-            losses.append(lean.loss[None])
-            along = pulled_back(settings.kind, free, how.lam, lean.lam, lean.log_shrink)
+
+class _Descent(NamedTuple):
+    """The proxy loss of what is aggregated from a stack, as a function of the parameters of its weights."""
+
+    stack: Stack
+    shrinks: Tensor | None
+    gradient: Gradient
+    settings: WeightSettings
+    recorder: Recorder | None
+
+    def way(
+        self, free: Free, epochs: Sequence[tuple[Sequence[Any], float]], *, of_a: bool = True, of_b: bool = True
+    ) -> _Way:
+        """Minimise over one or both parameters, with the learning rate of each epoch.
+
+        It goes on after a loss that is not finite, since to ask would stop a GPU in every step: the caller looks at
+        all of them.
+        """
+        settings, gradient, ends = self.settings, self.gradient, [*accumulate((len(b) for b, _ in epochs), initial=0)]
+        moves_a, moves_b = of_a and settings.learns_weights, of_b and settings.kind != "fixed"
+
+        def step(fixed: tuple[Stack, Any], at: _Point, x: tuple[Any, Tensor]) -> _Point:
+            (stack, shrinks), (batch, lr) = fixed, x
+            how = weighing(settings.kind, at.free)
+            lean = lean_gradient(stack, how, lambda w: gradient(w, batch), shrinks if len(shrinks) else None)
+            along = pulled_back(settings.kind, at.free, how.lam, lean.lam, lean.log_shrink)
             still = tree.tmap(torch.zeros_like, along)
             along = Free(along.a if moves_a else still.a, along.b if moves_b else still.b)
-            free, memory = settings.optimizer.update(along, memory, free, lr)
-            free = bounded(settings.kind, free, settings.bounds)
-        points.append(free)
-    return _Way(points, torch.cat(losses))
+            moved, memory = settings.optimizer.update(along, at.memory, at.free, lr)
+            return _Point(bounded(settings.kind, moved, settings.bounds), memory, lean.loss)
+
+        first = _Point(free, settings.optimizer.init(free), torch.zeros_like(free.b))
+        rates = free.b.new_tensor([rate for _, rate in epochs])
+        inputs = ((batch, lr) for (batches, _), lr in zip(epochs, rates, strict=True) for batch in batches)
+        fixed = self.stack, () if self.shrinks is None else self.shrinks
+        points = [first, *repeated(step, fixed, first, inputs, self.recorder, ("weights", settings, moves_a, moves_b))]
+        losses = [point.loss[None] for point in points[1:]]
+        return _Way([points[end].free for end in ends], torch.cat([free.a.new_zeros(0), *losses]))
+
+
+def _jointly(descent: _Descent, free: Free, epochs: Sequence[Sequence[Any]]) -> tuple[Free, Tensor]:
+    """lambda and gamma at once, the rate decayed every ``step_every`` epochs."""
+    way = descent.way(free, [(batches, step_rate(descent.settings, e)) for e, batches in enumerate(epochs)])
+    return way.points[-1], way.losses
+
+
+def _in_two_stages(descent: _Descent, free: Free, epochs: Sequence[Sequence[Any]]) -> tuple[Free, Tensor]:
+    """First lambda, as the mean of the points after epoch 5 (SWA), then gamma; half of the epochs each.
+
+    FedLAW's code returns the starting point if there are no more than six epochs; here it is the last one.
+    """
+    settings, half = descent.settings, len(epochs) // 2
+    one = descent.way(free, [(epochs[e], swa_rate(settings.lr, e)) for e in range(half)], of_b=False)
+    averaged = one.points[SWA_START + 2 :] or one.points[-1:]
+    free = free._replace(a=torch.stack([point.a for point in averaged]).mean(0))
+    two = descent.way(free, [(epochs[half + e], step_rate(settings, e)) for e in range(half)], of_a=False)
+    return two.points[-1], torch.cat([one.losses, two.losses])
+
+
+_LEARNERS = {"joint": _jointly, "two_stage": _in_two_stages}
 
 
 def step_rate(settings: WeightSettings, epoch: int) -> float:

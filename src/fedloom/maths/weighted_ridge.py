@@ -38,9 +38,9 @@ def weighted_head(rows: Tensor, mu: Tensor, ridge: Tensor | float, classes: int)
     return solved(*from_rows(mixed, classes), ridge)
 
 
-def solved(gram: Tensor, cross: Tensor, ridge: Tensor | float) -> Solved:
+def solved(gram: Tensor, cross: Tensor, ridge: Tensor | float, *, checked: bool = True) -> Solved:
     """The head of each of these sums ``[..., d, d]`` and ``[..., d, C]``."""
-    system = factors(gram, ridge)
+    system = factors(gram, ridge, checked=checked)
     return Solved(system.solve(cross), system)
 
 
@@ -183,18 +183,21 @@ def weighted_gradient(
     sums: Sums,
     lam: Tensor,
     shrink: Tensor,
-    ridge: float,
+    ridge: Tensor | float,
     log_temperature: Tensor,
     proxy: Examples,
     loss: Literal["ce", "mse"] = "ce",
+    *,
+    checked: bool = True,
 ) -> WeightedGradient:
     """The loss of the heads with weights lam ``[F, S, K]`` on the proxy examples, and its gradient through the solve.
 
     All F S systems are mixed, factorised, solved and judged together: the statistics are read twice for all of them.
+    ``checked``: see ``factors``.
     """
     gram, cross = tree.mix((shrink[..., None] * lam).flatten(0, 1), sums)
     each = shrink.shape
-    found = solved(gram.view(*each, *gram.shape[1:]), cross.view(*each, *cross.shape[1:]), ridge)
+    found = solved(gram.view(*each, *gram.shape[1:]), cross.view(*each, *cross.shape[1:]), ridge, checked=checked)
     at = LOSSES[loss](found.head, log_temperature, proxy)
     delta, along_ridge = adjoint(sums, found, at.head)
     along_a, along_b = simplex_gradient(lam, shrink[..., None] * delta), shrink * (lam * delta).sum(-1)

@@ -118,7 +118,7 @@ def _rounds(
         records += first
         for line in first:
             tracked.track(line)
-        newest, saved, reported = records[-1], state.round, 0
+        newest, saved, reported = records[-1], state.round, set[str]()
         coming = rounds(exp, state, run.store)
         while state.round < exp.rounds:
             clock = [time.perf_counter()]
@@ -138,9 +138,9 @@ def _rounds(
                 tracked.end("FINISHED" if state.round == exp.rounds else "KILLED")
             clock.append(time.perf_counter())
             noted = cuda_graphs.built(exp.task).notes
-            said = (*noted[reported:], *tracked.new_notes())
+            said = (*(note for note in noted if note not in reported), *tracked.new_notes())
             listener.advanced(_progress(run, done, newest, clock, said))
-            reported = len(noted)
+            reported.update(noted)
             if ends and state.round < exp.rounds:
                 raise InterruptedRun(path, state.round)
     return _result(run, state, records, earlier + time.perf_counter() - began)

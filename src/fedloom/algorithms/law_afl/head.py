@@ -139,11 +139,13 @@ class HeadSolver(NamedTuple):
         offsets = server.statistics.offsets[ids] if self.how.persist else None
         folds, wide = two_folds(proxy[1], *address), proxy[0].shape[1]
         if self.how.sketch is None or self.how.sketch >= wide:
-            return SolvedHead(cross_validated_head(clients, proxy, folds, self.settings, offsets), clients.lam0)
+            found = cross_validated_head(clients, proxy, folds, self.settings, offsets, self.task.recorder())
+            return SolvedHead(found, clients.lam0)
         p = projection(wide, self.how.sketch, address[0]).to(proxy[0].device)
         small = sketched(clients.rows, p, self.classes)
         # The mean eigenvalue of P'GP is larger by this factor, as its trace is that of G.
         fewer = clients._replace(rows=small, ridge=clients.ridge * wide / self.how.sketch)
-        found = cross_validated_head(fewer, (proxy[0] @ p, proxy[1]), folds, self.settings, offsets)
+        seen = proxy[0] @ p, proxy[1]
+        found = cross_validated_head(fewer, seen, folds, self.settings, offsets, self.task.recorder())
         head = weighted_head(clients.rows, found.how.mu, clients.ridge, self.classes).head
         return SolvedHead(found._replace(head=found.temperature * head), clients.lam0)

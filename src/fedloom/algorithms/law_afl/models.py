@@ -21,7 +21,7 @@ from fedloom.maths.learned_weights import (
     settings_for,
     with_shrink,
 )
-from fedloom.maths.proxy_set import proxy_gradients, proxy_loss
+from fedloom.maths.proxy_set import ProxyGradient, proxy_epochs, proxy_loss
 
 
 class ModelAggregation(NamedTuple):
@@ -36,8 +36,9 @@ class ModelAggregation(NamedTuple):
         """FedLAW's round."""
         stack = Stack(server.w, inbox.uploads.dw)
         rule, settings = self.how.shrink_rule, self.how.model_settings
-        epochs = proxy_gradients(self.task, self.proxy, self.how.server_epochs, self.how.proxy_batch, inbox.address)
-        weighing = learn_weights(stack, inbox.weights, epochs, settings_for(rule, settings)).how
+        epochs = proxy_epochs(self.task, self.proxy, self.how.server_epochs, self.how.proxy_batch, inbox.address)
+        along, learns = ProxyGradient(self.task, self.proxy), settings_for(rule, settings)
+        weighing = learn_weights(stack, inbox.weights, along, epochs, learns, recorder=along.recorder).how
         loss = partial(proxy_loss, self.task, self.proxy)
         weighing = with_shrink(rule, weighing, stack, loss, settings, inbox.uploads.slope)
         models = with_learned(server.models, inbox.clients, weighing, inbox.weights / inbox.weights.sum())
