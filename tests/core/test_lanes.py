@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.core.lanes import ops
+from fedloom.core.lanes import conv, ops
 from fedloom.core.lanes.conv import LaneConv2d, convolve_pooled, in_lanes
 from fedloom.core.lanes.ops import Geometry
 from fedloom.engine.compiling import compiled, has_cpp_compiler
@@ -120,11 +120,19 @@ def lanes_of_lanes(net: nn.Module) -> Callable[..., Any]:
     return lambda w, x: vmap(lambda s: grad(loss(net))({n: s * t for n, t in w.items()}, x))(scales)
 
 
-@pytest.mark.parametrize("shared", ["nothing", "weights", "images"])
+@pytest.mark.parametrize("shared", ["nothing", "weights", "weights, as on a GPU", "images"])
 @pytest.mark.parametrize(
     "of",
-    [lambda net: grad(loss(net)), directional, twice, of_inputs, of_each_example, lanes_of_lanes],
-    ids=["gradient", "forward over reverse", "reverse over reverse", "inputs", "each example", "lanes of lanes"],
+    [loss, lambda net: grad(loss(net)), directional, twice, of_inputs, of_each_example, lanes_of_lanes],
+    ids=[
+        "loss",
+        "gradient",
+        "forward over reverse",
+        "reverse over reverse",
+        "inputs",
+        "each example",
+        "lanes of lanes",
+    ],
 )
 @pytest.mark.parametrize(("plain", "ours"), [(net, converted), (pooling, fused_pooling)], ids=["plain", "pooled"])
 def test_lanes_do_what_each_net_does_alone(
@@ -132,13 +140,17 @@ def test_lanes_do_what_each_net_does_alone(
     shared: str,
     plain: Callable[[], nn.Module],
     ours: Callable[[], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Lanes with the same weights are more images of one net, for which a GPU has the kernels of lanes, too."""
+    if "GPU" in shared:
+        monkeypatch.setattr(conv, "_is_on_gpu", lambda _: True)
     w, x = weights(plain()), images()
-    if shared == "weights":
+    if "weights" in shared:
         w = {n: t[0] for n, t in w.items()}
     if shared == "images":
         x = x[0]
-    dims = (None if shared == "weights" else 0, None if shared == "images" else 0)
+    dims = (None if "weights" in shared else 0, None if shared == "images" else 0)
     expected, found = (vmap(of(a()), in_dims=dims)(w, x) for a in (plain, ours))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 

@@ -155,7 +155,9 @@ class _Convolve(_Bilinear):
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, how: Geometry) -> tuple[Tensor, int]:
         if in_dims[1] is None:  # all lanes have the same weights: they are more images of one net
             x = x.movedim(in_dims[0], 0)
-            return convolve(x.flatten(0, 1), w, how).unflatten(0, x.shape[:2]), 0  # type: ignore[no-untyped-call]
+            images = x.flatten(0, 1)
+            y = one_net(lane_conv, images, w, how=how)[0] if _has_kernels(x, w) else convolve(images, w, how)
+            return y.unflatten(0, x.shape[:2]), 0  # type: ignore[no-untyped-call]
         x, w = _lanes(info, in_dims, x, w)
         return _first(lane_conv(_last(x), _last(w), *how)), 0
 
@@ -274,12 +276,32 @@ class _ConvolvePooled(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         if in_dims[1] is None and in_dims[2] is None:
             x = x.movedim(in_dims[0], 0)
-            both = _ConvolvePooled.apply(x.flatten(0, 1), w, bias, how)  # type: ignore[no-untyped-call]
+            images = x.flatten(0, 1)
+            both: tuple[Any, ...]
+            if _has_kernels(x, w, bias):
+                both = one_net(lane_conv_pooled, images, w, bias, how=how)
+            else:
+                both = _ConvolvePooled.apply(images, w, bias, how)  # type: ignore[no-untyped-call]
             y, index = (each.unflatten(0, x.shape[:2]) for each in both)
             return (y, index), (0, 0)
         x, w, bias = _lanes(info, in_dims, x, w, bias)
         y, index = lane_conv_pooled(_last(x), _last(w), dense_lanes(bias), *how)
         return (_first(y), _first(index)), (0, 0)
+
+
+def one_net(op: Any, images: Tensor, w: Tensor, *bias: Tensor, how: Geometry) -> tuple[Tensor, ...]:
+    """What this operator on lanes gives for the images of a single net."""
+    found = op(_last(images[None]), _last(w[None]), *(each[None] for each in bias), *how)
+    return tuple(_first(each)[0] for each in ([found] if isinstance(found, Tensor) else found))
+
+
+def _has_kernels(*tensors: Tensor) -> bool:
+    """Whether to use the operators on lanes for a single net: on a GPU, and unless they are to be differentiated."""
+    return _is_on_gpu(tensors[0]) and not any(each.requires_grad for each in tensors)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _sides(x: Tensor) -> Pair:
