@@ -136,6 +136,7 @@ class _Tape:
         self._recorded: dict[Any, tuple[Any, Callable[[], None]]] = {}
         self._refused = False
         self._pool: Any = None
+        self._stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     def load(self, fixed: Any, state: Any) -> None:
         _write(self.fixed, fixed)
@@ -158,7 +159,7 @@ class _Tape:
     def _record(self, step: Callable[[Any, Any, Any], Any], x: Any, kind: Any) -> None:
         """Record the step for inputs like this one, and take it with this one."""
         began, before = time.perf_counter(), tree.tmap(torch.clone, self.state)
-        expected, held = tree.tmap(torch.clone, step(self.fixed, before, x)), tree.tmap(torch.clone, x)
+        expected, held = self._beside(lambda: tree.tmap(torch.clone, (step(self.fixed, before, x), x)))
         try:
             replay = self._captured(lambda: _write(self.state, step(self.fixed, self.state, held)))
             replay()
@@ -173,12 +174,22 @@ class _Tape:
         self._recorded[kind] = held, replay
         self._notes.append(f"a step of the server was recorded in {time.perf_counter() - began:.1f} s")
 
+    def _beside(self, compute: Callable[[], S]) -> S:
+        """What this computes, on the stream that is recorded: some libraries prepare for a stream at its first use."""
+        if self._stream is None:
+            return compute()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            found = compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return found
+
     def _captured(self, operations: Callable[[], None]) -> Callable[[], None]:
         """These operations as one call."""
-        if not torch.cuda.is_available():
+        if self._stream is None:
             return operations
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             operations()
         self._pool = graph.pool()
         replay: Callable[[], None] = graph.replay
