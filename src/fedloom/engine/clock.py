@@ -159,6 +159,8 @@ def links(system: System, ids: Tensor, seed: int) -> Links:
     """The links of these clients, the same in every round; the two directions are drawn separately."""
 
     def spread(name: str) -> Tensor:
+        if not system.link_spread:  # in which case a sixth of a round's planning would be spent on factors of one
+            return torch.ones(len(ids), dtype=torch.float64)
         chance = rng.uniform(seed, name, ids).double() + 2.0**-25  # the middle of its cell, so that it is never 0
         return torch.exp(system.link_spread * torch.special.ndtri(chance))
 
@@ -195,8 +197,10 @@ def timetable(
     ``speed`` [K] is in examples per second; ``address`` is the seed and the round. What clients do while
     they wait changes nothing here, since the server never waits for it.
     """
-    sway = 2 * rng.uniform(address[0], "jitter", address[1], ids).double() - 1
-    pace = speed.double() / (1 + system.jitter * sway)  # examples per second in this round
+    pace = speed.double()  # examples per second in this round
+    if system.jitter:
+        sway = 2 * rng.uniform(address[0], "jitter", address[1], ids).double() - 1
+        pace = pace / (1 + system.jitter * sway)
     link = links(system, ids, address[0])
     latency = system.latency if up or down else 0.0  # a client that exchanges nothing does not wait for the network
     # A plain number divided by a tensor would be multiplied by the inverse, which rounds twice.
