@@ -79,7 +79,8 @@ def distilled(
     batches = (rows for order in orders for rows in torch.split(order, how.batch))
     rates, start = torch.tensor(_rates(how, len(x)), device=w.device), (w, how.optimizer.init(w))
     inputs = zip(batches, rates, strict=True)
-    for student, _ in repeated(step, (x, target), start, inputs, task.recorder(), ("distill", how)):
+    # A run has one optimizer for its students; learning rates are inputs.
+    for student, _ in repeated(step, (x, target), start, inputs, task.recorder(), ("distill", how.temperature)):
         yield student
 
 
