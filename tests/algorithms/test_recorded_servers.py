@@ -15,7 +15,9 @@ from support.proxies import after
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+    """To the bit, but for kernels of a GPU that do not give the same bits twice."""
+    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=True))
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) if x.is_cuda else torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.slow
@@ -40,7 +42,7 @@ def test_servers_come_to_what_they_come_to_without_recordings(
         return after(exp, 3).server
 
     want = end(laid_out(settings))
-    monkeypatch.setattr(replay, "_is_recorded", lambda state: True)
+    monkeypatch.setattr(replay, "can_record", lambda value: True)
     monkeypatch.setattr(Task, "recorder", lambda self, *constants: replay.Recorder(self, constants))
     exp = laid_out(settings)
     assert same(end(exp), want)

@@ -155,6 +155,13 @@ def test_lanes_do_what_each_net_does_alone(
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_more_numbers_than_kernels_can_count_are_not_given_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "_is_on_gpu", lambda _: True)
+    how, w = Geometry((3, 3), (1, 1), (1, 1), True), torch.empty(64, 3, 3, 3, device="meta")
+    for count, fits in ((1 << 14, True), (1 << 15, False)):  # of images, whose outputs are 64 x 32 x 32
+        assert conv._has_kernels(how, torch.empty(count, 3, 32, 32, device="meta"), w) == fits
+
+
 def test_outside_vmap_it_is_an_ordinary_convolution() -> None:
     w, x = {n: t[0].requires_grad_() for n, t in weights(net()).items()}, images()[0]
     expected, found = (torch.autograd.grad(loss(a)(w, x), list(w.values())) for a in (net(), converted()))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedloom.core import replay, tree
-from fedloom.core.replay import Recorder, after, recording_notes, repeated
+from fedloom.core.replay import Recorder, after, record, recording_notes, repeated
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"))
 
@@ -26,7 +26,7 @@ class Owner:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record on every device."""
-    monkeypatch.setattr(replay, "_is_recorded", lambda state: True)
+    monkeypatch.setattr(replay, "can_record", lambda value: True)
 
 
 def step(fixed: Any, state: Any, x: Any) -> Any:
@@ -117,18 +117,66 @@ def test_steps_with_other_keys_constants_and_shapes_are_apart(recorded: None, mo
     tape = replay._Tape
     monkeypatch.setattr(replay, "_Tape", lambda *given: made.append(given) or tape(*given))
     owner, (fixed, state, inputs) = Owner(), world()
-    constants = torch.zeros(3), torch.ones(3)
-    for constant in constants:
-        for key in ("one", "other"):
-            for _ in range(2):
-                after(step, fixed, state, inputs, Recorder(owner, (constant,)), key)
-    assert len(made) == 4
+    one, other = (Recorder(owner, (torch.full((3,), n),)) for n in (0.0, 1.0))
+    for key in ("one", "other"):
+        for _ in range(2):
+            after(step, fixed, state, inputs, one, key)
+    assert len(made) == 2
+    after(step, fixed, state, inputs, other, "one")
+    assert len(made) == 3
     a, (b, count) = state
-    after(step, fixed[:1], (a[:1], (b[:1], count)), inputs, Recorder(owner, (constants[0],)), "one")
-    assert len(made) == 5
-    for n in range(replay._KEPT):
-        after(step, fixed, state, inputs, Recorder(owner), n)
-    assert len(replay._tapes(owner)._held) == replay._KEPT
+    fewer = fixed[:1], (a[:1], (b[:1], count))
+    assert same(after(step, *fewer, inputs, other, "one"), plain(*fewer, inputs)[-1])
+    assert len(made) == 4
+    assert len(replay._tapes(owner)._held) == 2  # of each key the last layout
+
+
+def test_large_steps_and_no_steps_are_not_recorded(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, (fixed, state, inputs) = Owner(), world()
+    after(step, fixed, state, [], Recorder(owner), "key")
+    assert owner not in replay._OF
+    monkeypatch.setattr(replay, "_LARGE", 8)
+    assert same(after(step, fixed, state, inputs, Recorder(owner), "key"), plain(fixed, state, inputs)[-1])
+    assert owner not in replay._OF
+
+
+def test_where_memory_is_full_steps_are_taken_as_they_are(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    recorder, world_ = Recorder(Owner()), world()
+    monkeypatch.setattr(replay._Tape, "_beside", full)  # in the middle of the steps
+    assert same(tuple(repeated(step, *world_, recorder, "key")), tuple(plain(*world_)))
+    monkeypatch.setattr(replay._Tape, "load", full)  # before the first one
+    assert same(tuple(repeated(step, *world_, recorder, "key")), tuple(plain(*world_)))
+    assert not replay._tapes(recorder.owner)._held
+
+
+def test_what_a_recording_has_kept_of_its_first_values_is_found_with_the_next(recorded: None) -> None:
+    """A number of the first call, which is not in the state and not in the input."""
+    owner, (fixed, state, inputs) = Owner(), world()
+    for rate in (2.0, 1.0, 1.0):  # a recording goes on with the rate that it was made with
+
+        def scaled(fixed: Any, state: Any, x: Any, rate: float = rate) -> Any:
+            return step(fixed * rate, state, x)
+
+        found = after(scaled, fixed, state, inputs, Recorder(owner), "key")
+        assert same(found, plain(fixed * rate, state, inputs)[-1])
+    assert "does not repeat the step" in recording_notes(owner)[-1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_recording_that_fails_leaves_no_trace() -> None:
+    x, before = torch.ones(2, device="cuda"), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        record(torch.cuda.CUDAGraph(), lambda: x.add_(float(x.sum())), torch.cuda.graph_pool_handle())
+    assert torch.cuda.current_stream() == before
+    torch.cuda.empty_cache()
+    assert torch.randn(3, device="cuda").isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    record(graph, lambda: x.add_(1), torch.cuda.graph_pool_handle())
+    graph.replay()
+    assert x.tolist() == [2, 2]
 
 
 def test_recordings_are_forgotten_with_their_owner(recorded: None) -> None:

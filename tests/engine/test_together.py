@@ -14,12 +14,14 @@ from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithms.fedala import FedALA
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
+from fedloom.algorithms.fedsam import FedSAM
 from fedloom.algorithms.qfedavg import QFedAvg
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError
 from fedloom.core.optim import Local
 from fedloom.engine import cuda_graphs
+from fedloom.engine import together as together_module
 from fedloom.engine.plan import Cohort
 from fedloom.engine.rounds import begin, rounds
 from fedloom.engine.state import Experiment
@@ -140,6 +142,24 @@ def test_runs_with_other_steps_are_not_joined(trained: list[int]) -> None:
 
 
 @pytest.mark.slow
+def test_steps_that_differ_by_little_are_not_joined(trained: list[int]) -> None:
+    """A radius that follows each run's rate, and frozen parts under a rate so small that models hardly move."""
+
+    def with_rate(rate: float) -> Experiment:
+        return world(3, lambda: FedSAM(rho_schedule="prop_lr"), rate=rate, momentum=0.0, last=1)
+
+    rates = (0.02, 0.002)
+    found = together([lambda r=r: ended(with_rate(r)) for r in rates])
+    assert trained == [4, 4]
+    for one, rate in zip(found, rates, strict=True):
+        assert close(one, ended(with_rate(rate)))
+    trained.clear()
+    frozen = ("0.weight", "0.bias")
+    together([lambda s=s: ended(world(s, frozen=frozen, rate=1e-5, momentum=0.0, last=1)) for s in SEEDS])
+    assert trained == [4, 4, 4]
+
+
+@pytest.mark.slow
 def test_a_run_that_needs_a_phase_more_meets_the_others_again(trained: list[int]) -> None:
     """Clients of FedALA pass over their data as often as they need; the others wait with their next phase."""
     together([lambda s=s: ended(world(s, FedALA, last=4)) for s in SEEDS])
@@ -188,6 +208,27 @@ def test_an_error_in_joint_training_is_that_of_each_run(monkeypatch: pytest.Monk
 
     together([lambda s=s: one(s) for s in SEEDS])
     assert seen == ["the GPU is gone"] * 3
+
+
+@pytest.mark.slow
+def test_a_step_that_cannot_be_tried_is_not_joined(monkeypatch: pytest.MonkeyPatch, trained: list[int]) -> None:
+    def full(*_: Any) -> bool:
+        raise torch.OutOfMemoryError("no memory to try it")
+
+    monkeypatch.setattr(together_module, "_same_step", full)
+    found = together([lambda s=s: ended(world(s, last=1)) for s in SEEDS])
+    assert trained == [4, 4, 4]
+    assert close(found[0], ended(world(SEEDS[0], last=1)))
+
+
+@pytest.mark.slow
+def test_an_error_between_the_turns_ends_all_runs_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(together_module, "_same_step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        together([lambda s=s: ended(world(s, last=1)) for s in SEEDS])
 
 
 def test_only_one_run_runs_at_a_time_and_all_hear_that_they_should_stop() -> None:

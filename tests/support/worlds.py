@@ -66,7 +66,7 @@ def experiment(
     task = Task(net, frozen=frozen).to(CPU, lanes=executor == "lanes", capture=capture)
     chosen = {"cohort": Cohort(sampling="all"), "evaluate": Evaluate(), "rounds": 4, "seed": 3, **settings}
     return Experiment(
-        algorithm=(algorithm or FedAvg()).bind(Setup(task, local.make_optimizer(), fed.train.sizes)),
+        algorithm=(algorithm or FedAvg()).bind(Setup(task, local.make_optimizer(), fed.train.sizes, first_lr=local.lr)),
         task=task,
         federation=fed,
         local=local,

@@ -29,9 +29,8 @@ from torch.nn.functional import log_softmax
 from fedloom.algorithm import Inbox, Model, Setup, Traits, Update, UsesProxy, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import rng
-from fedloom.core.optim import sgd
 from fedloom.core.schema import over, when
-from fedloom.maths.distill import Lessons, averaged, last_student, logits, refuse_statistics, swa
+from fedloom.maths.distill import Lessons, averaged, last_student, logits, refuse_statistics, student_optimizer, swa
 
 _VARIANCE = 1e-5  # least variance of unit updates, as in the authors' code
 
@@ -103,7 +102,7 @@ class FedBE(FedAvg, UsesProxy):
             return mean
         x, address = self.proxy.x, inbox.address
         target = self.target(self.teachers(server.w, mean.w, inbox), x)
-        rule = sgd(momentum=self.momentum, weight_decay=self.weight_decay)
+        rule = student_optimizer("sgd", self.momentum, self.weight_decay)
         how = Lessons(rule, self.lr, self.epochs, self.batch)
         if not self.swa:
             return Model(last_student(self.task, mean.w, x, target, how, address))

@@ -23,9 +23,8 @@ from torch.nn.functional import log_softmax
 
 from fedloom.algorithm import Inbox, Model, Setup, Traits, Update, UsesProxy
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.core.optim import adam, sgd
 from fedloom.core.schema import over, when
-from fedloom.maths.distill import Lessons, averaged, best_student, logits, refuse_statistics
+from fedloom.maths.distill import Lessons, averaged, best_student, logits, refuse_statistics, student_optimizer
 
 _TEACHES = when(epochs=over(0))
 
@@ -78,7 +77,5 @@ class FedDF(FedAvg, UsesProxy):
         return [float(voice) for voice in voices]
 
     def _lessons(self, round_: int) -> Lessons:
-        rule = adam(weight_decay=self.weight_decay)
-        if self.rule == "sgd":
-            rule = sgd(momentum=self.momentum, weight_decay=self.weight_decay)
+        rule = student_optimizer(self.rule, self.momentum, self.weight_decay)
         return Lessons(rule, self.lr * self.decay**round_, self.epochs, self.batch, self.temperature, self.schedule)

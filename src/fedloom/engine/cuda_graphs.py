@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Carry, Phase
-from fedloom.core import replay, tree
+from fedloom.core import tree
 from fedloom.core.lanes import ops
+from fedloom.core.replay import forget_recordings, record, recording_notes
 from fedloom.core.task import BATCH_DIMS, Batch, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
@@ -137,7 +138,7 @@ class Built(NamedTuple):
 def built(task: Task) -> Built:
     """What was compiled and captured for this task so far."""
     found = _graphs(task).built
-    return found._replace(notes=(*found.notes, *replay.recording_notes(task)), convolutions=ops.chosen_kernels())
+    return found._replace(notes=(*found.notes, *recording_notes(task)), convolutions=ops.chosen_kernels())
 
 
 def descend(
@@ -165,6 +166,7 @@ def descend(
             return carry
         except torch.OutOfMemoryError:
             graphs.forget()
+            forget_recordings(alg.task)
             if width == 1:
                 raise
             width = graphs.widest = width // 2
@@ -550,6 +552,10 @@ class _Replay:
         """One tick."""
         self._step(*self._inputs)
 
+    def _advance_by(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self._advance()
+
     def _captured(self, lanes: int) -> tuple[Any, Any]:
         """The graphs of one tick and of some."""
         began, graphs = time.perf_counter(), self._tables.graphs
@@ -563,10 +569,8 @@ class _Replay:
             torch.cuda.synchronize()
             one, some = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             for graph, ticks in ((one, 1), (some, _TOGETHER)):
-                with torch.cuda.graph(graph, pool=graphs.pool):
-                    for _ in range(ticks):
-                        self._advance()
-                graphs.pool = graph.pool()
+                graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
+                record(graph, partial(self._advance_by, ticks), graphs.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

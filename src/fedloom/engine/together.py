@@ -28,8 +28,8 @@ from fedloom.engine.plan import Group, joined_groups
 
 T = TypeVar("T")
 
-# How far the steps of two runs may be apart for the same client, relative to its parameters: kernels need not give the
-# same bits twice, and another net gives something else altogether.
+# How far the steps of two runs may be apart for the same client, relative to what they move: kernels need not give the
+# same bits twice, and another net goes somewhere else altogether.
 _SAME = 1e-3
 
 
@@ -118,6 +118,7 @@ class _Turns:
     def leave(self, me: int) -> None:
         """This run has ended."""
         self._live.discard(me)
+        self._asked.pop(me, None)
         self._pass_on()
 
     def trained(self, me: int, asked: _Asked) -> Carry | None:
@@ -135,7 +136,11 @@ class _Turns:
     def _pass_on(self) -> None:
         """Give the turn to a run that does not wait; if all wait, train what those wait for that are behind."""
         if self._live and self._live == self._asked.keys():
-            self._train()
+            try:
+                self._train()
+            except BaseException as error:  # of nobody's step: it ends all runs, and none waits forever
+                self._answers.update(dict.fromkeys(self._asked, error))
+                self._asked.clear()
         with self._changed:
             self._whose = min(self._live - self._asked.keys(), default=None)
             self._changed.notify_all()
@@ -170,7 +175,10 @@ class _Turns:
             return False
         key = (id(a.alg), id(b.alg), id(a.fed.x), id(b.fed.x), a.phase.name, _form(a))
         if key not in self._known:
-            same = _same_data(a.fed, b.fed) and _same_step(a, b)
+            try:
+                same = _same_data(a.fed, b.fed) and _same_step(a, b)
+            except Exception:  # whatever is wrong with the step is an error of the run that takes it
+                same = False
             self._known[key] = (same, (a.alg, b.alg, a.fed, b.fed))  # held, so that their ids are not reused
         return self._known[key][0]
 
@@ -192,6 +200,9 @@ def _same_data(a: Federation, b: Federation) -> bool:
 
 def _same_step(a: _Asked, b: _Asked) -> bool:
     """Whether the steps of one run take a client of the other where its own would, by trying two of them."""
+    frozen = tuple(zip(a.alg.task.fixed, b.alg.task.fixed, strict=True))
+    if not all(torch.equal(x, y) for x, y in frozen):
+        return False
     first, given, group = slice(0, 1), b.given, b.group
     held = cuda_graphs.LaneRows(*tree.take((b.at, given.mine, given.buffers), first), given.down, group.work.lr[first])
     if not given.shared:
@@ -200,23 +211,23 @@ def _same_step(a: _Asked, b: _Asked) -> bool:
     plan = cuda_graphs.TickPlan(keys, rows, mask, keys, torch.zeros_like(mask[:, 0]))
     with torch.no_grad():
         mine, theirs = (_after_two_steps(each, held, plan) for each in (a, b))
-    return all(_close(x, y) for x, y in zip(mine, theirs, strict=True))
+    return all(_close(*each) for each in zip(mine, theirs, tree.leaves(held.carry), strict=True))
 
 
 def _after_two_steps(asked: _Asked, held: cuda_graphs.LaneRows, plan: cuda_graphs.TickPlan) -> list[Tensor]:
     """What a client carries after two steps of this run: momentum and distances from the start act from the second."""
-    step, examples = (
-        cuda_graphs.step_of(asked.phase, asked.fed, shared=asked.given.shared),
-        asked.fed.examples(plan.rows),
-    )
+    step = cuda_graphs.step_of(asked.phase, asked.fed, shared=asked.given.shared)
+    examples = asked.fed.examples(plan.rows)
     once = tree.unflatten(held.carry, step(held, plan, examples))
     return step(held._replace(carry=once), plan, examples)
 
 
-def _close(x: Tensor, y: Tensor) -> bool:
+def _close(x: Tensor, y: Tensor, start: Tensor) -> bool:
+    """Whether both have gone the same way from ``start``, up to the rounding of where they are."""
     if not x.is_floating_point():
         return torch.equal(x, y)
-    return bool((x - y).double().norm() <= _SAME * y.double().norm())
+    rounding = 4 * torch.finfo(x.dtype).eps * y.double().norm()
+    return bool((x - y).double().norm() <= _SAME * (y - start).double().norm() + rounding)
 
 
 def _trained(asked: Sequence[_Asked]) -> list[Carry | None]:

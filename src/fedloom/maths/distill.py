@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +21,18 @@ from torch.nn.functional import log_softmax
 
 from fedloom.core import rng
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.optim import Optimizer
+from fedloom.core.optim import Optimizer, adam, sgd
 from fedloom.core.replay import repeated
 from fedloom.core.task import Task
 
 _CHUNK = 512  # examples of one forward pass
 _ALIKE = 1e-12  # a divergence no larger than this is rounding, which Adam would turn into full steps
+
+
+@cache
+def student_optimizer(rule: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:
+    """The optimizer with these settings: always the same object, by which a recorded step is found again."""
+    return sgd(momentum=momentum, weight_decay=weight_decay) if rule == "sgd" else adam(weight_decay=weight_decay)
 
 
 class Lessons(NamedTuple):
@@ -79,8 +86,8 @@ def distilled(
     batches = (rows for order in orders for rows in torch.split(order, how.batch))
     rates, start = torch.tensor(_rates(how, len(x)), device=w.device), (w, how.optimizer.init(w))
     inputs = zip(batches, rates, strict=True)
-    # A run has one optimizer for its students; learning rates are inputs.
-    for student, _ in repeated(step, (x, target), start, inputs, task.recorder(), ("distill", how.temperature)):
+    key = "distill", how.optimizer, how.temperature
+    for student, _ in repeated(step, (x, target), start, inputs, task.recorder(), key):
         yield student
 
 

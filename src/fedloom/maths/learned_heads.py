@@ -159,7 +159,8 @@ def learn_heads(
     first = HeadFree(a.expand(*none.shape, -1), none, none + math.log(settings.temperature))
     start = _HeadsAt(first, settings.optimizer.init(first), none == 0)
     fixed = some, proxy, beta, a.new_tensor(settings.lr)
-    at = after(partial(_step, settings, False), fixed, start, [()] * steps, recorder, ("heads", settings))
+    key = "heads", settings, none.shape
+    at = after(partial(_step, settings, False), fixed, start, [()] * steps, recorder, key)
     if not bool(at.finite.all()):  # perhaps because of a system that Cholesky cannot factorise
         at = after(partial(_step, settings, True), fixed, start, [()] * steps)
     free = at.free

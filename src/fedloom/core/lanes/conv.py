@@ -12,6 +12,7 @@ derivatives are the three functions at the largest pixels of windows.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class _Convolve(_Bilinear):
         if in_dims[1] is None:  # all lanes have the same weights: they are more images of one net
             x = x.movedim(in_dims[0], 0)
             images = x.flatten(0, 1)
-            y = one_net(lane_conv, images, w, how=how)[0] if _has_kernels(x, w) else convolve(images, w, how)
+            y = one_net(lane_conv, images, w, how=how)[0] if _has_kernels(how, images, w) else convolve(images, w, how)
             return y.unflatten(0, x.shape[:2]), 0  # type: ignore[no-untyped-call]
         x, w = _lanes(info, in_dims, x, w)
         return _first(lane_conv(_last(x), _last(w), *how)), 0
@@ -278,7 +279,7 @@ class _ConvolvePooled(torch.autograd.Function):
             x = x.movedim(in_dims[0], 0)
             images = x.flatten(0, 1)
             both: tuple[Any, ...]
-            if _has_kernels(x, w, bias):
+            if _has_kernels(how, images, w, bias):
                 both = one_net(lane_conv_pooled, images, w, bias, how=how)
             else:
                 both = _ConvolvePooled.apply(images, w, bias, how)  # type: ignore[no-untyped-call]
@@ -295,9 +296,14 @@ def one_net(op: Any, images: Tensor, w: Tensor, *bias: Tensor, how: Geometry) ->
     return tuple(_first(each)[0] for each in ([found] if isinstance(found, Tensor) else found))
 
 
-def _has_kernels(*tensors: Tensor) -> bool:
-    """Whether to use the operators on lanes for a single net: on a GPU, and unless they are to be differentiated."""
-    return _is_on_gpu(tensors[0]) and not any(each.requires_grad for each in tensors)
+def _has_kernels(how: Geometry, images: Tensor, w: Tensor, *bias: Tensor) -> bool:
+    """Whether to use the operators on lanes for a single net: on a GPU, and unless they are to be differentiated.
+
+    Kernels count the numbers of a lane in 32 bits.
+    """
+    outputs = len(images) * len(w) * prod(how.out(_sides(images)))
+    few = max(images.numel(), outputs) < 1 << 31
+    return few and _is_on_gpu(images) and not any(each.requires_grad for each in (images, w, *bias))
 
 
 def _is_on_gpu(x: Tensor) -> bool:
