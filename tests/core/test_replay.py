@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedloom.core import replay, tree
-from fedloom.core.replay import Recorder, after, record, recording_notes, repeated
+from fedloom.core.replay import Recorder, after, record_graph, recording_notes, repeated
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"))
 
@@ -169,12 +169,12 @@ def test_what_a_recording_has_kept_of_its_first_values_is_found_with_the_next(re
 def test_a_recording_that_fails_leaves_no_trace() -> None:
     x, before = torch.ones(2, device="cuda"), torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
-        record(torch.cuda.CUDAGraph(), lambda: x.add_(float(x.sum())), torch.cuda.graph_pool_handle())
+        record_graph(torch.cuda.CUDAGraph(), lambda: x.add_(float(x.sum())), torch.cuda.graph_pool_handle())
     assert torch.cuda.current_stream() == before
     torch.cuda.empty_cache()
     assert torch.randn(3, device="cuda").isfinite().all()
     graph = torch.cuda.CUDAGraph()
-    record(graph, lambda: x.add_(1), torch.cuda.graph_pool_handle())
+    record_graph(graph, lambda: x.add_(1), torch.cuda.graph_pool_handle())
     graph.replay()
     assert x.tolist() == [2, 2]
 

@@ -218,7 +218,7 @@ class _Tape:
             return operations
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        record(graph, operations, self._pool, _side_stream(self._device))
+        record_graph(graph, operations, self._pool, _side_stream(self._device))
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -229,7 +229,7 @@ def _side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def record(graph: Any, operations: Callable[[], None], pool: Any, stream: Any = None) -> None:
+def record_graph(graph: Any, operations: Callable[[], None], pool: Any, stream: Any = None) -> None:
     """Record operations as a CUDA graph with memory from ``pool``; if that fails, go on as if it had not been tried.
 
     After a failure torch leaves the thread on the recorded stream, its allocator and its generator in the recording.

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Carry, Phase
 from fedloom.core import tree
 from fedloom.core.lanes import ops
-from fedloom.core.replay import forget_recordings, record, recording_notes
+from fedloom.core.replay import forget_recordings, record_graph, recording_notes
 from fedloom.core.task import BATCH_DIMS, Batch, Task
 from fedloom.data.augment import augmented
 from fedloom.data.federation import Federation
@@ -570,7 +570,7 @@ class _Replay:
             one, some = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             for graph, ticks in ((one, 1), (some, _TOGETHER)):
                 graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
-                record(graph, partial(self._advance_by, ticks), graphs.pool)
+                record_graph(graph, partial(self._advance_by, ticks), graphs.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
