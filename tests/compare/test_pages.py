@@ -78,7 +78,7 @@ def test_missing_cells_and_changed_settings_are_reductions(recipe: Path) -> None
     assert "- Reduced: 1 of 2 seeds." in found.text
     assert "3 of 12 cells are finished; missing: seed" in found.text
     assert "cells are finished." not in found.text
-    assert "1 columns without any result are left out." in found.text
+    assert "Without any result, and left out: 1 column." in found.text
 
 
 def test_a_recipe_that_was_not_run_is_counted(recipe: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fedloom.report.comparison.notes import marks, reasons
 from fedloom.report.comparison.sheet import Block, Number, Sheet, sheet_of
 from fedloom.report.comparison.sheet_text import digits
 from fedloom.report.comparison.text import mean_and_spread
+from fedloom.report.words import plural
 from fedloom.runs.settings import read_toml
 
 _ACROSS = 3  # columns of a paper's table side by side; each takes up to three
@@ -145,7 +146,7 @@ def _tables(sheet: Sheet) -> list[str]:
             title = ", ".join(word for word in (block.title, part.name) if word)
             for some in _batched(ran, _ACROSS):
                 out.append(f"**{title}**\n\n{_table(sheet, block, index, some)}")
-    words = f"{left_out} columns without any result are left out."
+    words = f"Without any result, and left out: {plural(left_out, 'column')}."
     return [*out, words] if left_out else out
 
 
