@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from fedloom.cli.console import plain_console
+from fedloom.cli.screen import ComparisonScreen
+from fedloom.compare.crew import Standing
 from support.terminal import HANG, SMALL, started
 
 
@@ -29,3 +33,14 @@ def test_a_reader_that_leaves_does_not_end_it(words: tuple[str, ...], found: str
         assert process.wait(HANG) == 0
         assert process.stderr.read() == ""
     assert json.loads((tmp_path / found).read_text())
+
+
+@pytest.mark.parametrize(("running", "shown"), [(4, "run 3 1/5\n"), (9, "run 3 1/5; 5 more\n")])
+def test_of_many_cells_at_the_same_time_a_few_are_named(
+    running: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.cli.screen._EVERY", (0.0, 0.0))
+    said = io.StringIO()
+    cells = tuple((f"run {k}", 1, 5) for k in range(running))
+    ComparisonScreen(plain_console(file=said, width=250)).moved(Standing(0, running, 0, cells, 60.0))
+    assert said.getvalue().endswith(shown)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedloom.runs.result import History
 
 _EVERY = 2.0, 10.0  # seconds between two lines of a run, and of a comparison, where there is no terminal
+_NAMED = 4  # cells that run at the same time and are named; of the others it is said how many there are
 
 
 def show_run(as_json: bool, work: Callable[[loop.Listener], History]) -> None:
@@ -338,7 +339,8 @@ class ComparisonScreen(_Screen):
     def moved(self, standing: Standing) -> None:
         left = "" if standing.seconds_left is None else f"{span(standing.seconds_left)} left"
         self._pace = standing.cells_an_hour
-        running = "; ".join(f"{name} {done}/{rounds}" for name, done, rounds in standing.running)
+        each = [f"{name} {done}/{rounds}" for name, done, rounds in standing.running]
+        running = "; ".join([*each[:_NAMED], *([f"{len(each) - _NAMED} more"] if len(each) > _NAMED else [])])
         now = "  ".join(part for part in (left, running) if part)
         clock, ended = time.perf_counter(), standing.ended.partition("\n")[0]
         if self._bar is not None:
