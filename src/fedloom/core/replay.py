@@ -25,7 +25,7 @@ X = TypeVar("X")
 
 # Steps that are taken without a recording before the first one is made: libraries choose algorithms in them.
 _WARM = 2
-# Bytes of a step's memory beyond which it is not recorded: its kernels are large, and take longer than Python.
+# Bytes of a step's memory beyond which it is not recorded: its kernels are large enough to keep a GPU busy.
 _LARGE = 1 << 30
 # How far a replayed step may be from the step itself: some kernels do not give the same bits twice.
 _CLOSE = 1e-3
