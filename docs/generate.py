@@ -300,8 +300,8 @@ manually. A claim is decided by a 95 % confidence interval over seeds, so one se
 
 ## The queue
 
-Recipes are run in this order. `fedloom collect experiments/queue.txt --missing` lists the missing cells, and takes into
-account that another recipe may have the same cell.
+Recipes are run in this order. `fedloom collect experiments/queue.txt --missing` lists the missing cells. A cell that
+several recipes share is run once: it counts in each of them, and once in the table above.
 
 | recipe | about | cells | seeds |
 |---|---|--:|--:|
@@ -328,16 +328,15 @@ Claims: {claims}.
 def reports() -> tuple[RecipeReport, ...]:
     """Every recipe in the order of the queue, with what has been measured of it."""
     return tuple(
-        report_of(recipe, ROOT / "results" / recipe.parent.name / recipe.stem,
-                  f"../../results/{recipe.parent.name}/{recipe.stem}")
+        report_of(recipe, ROOT / "results", "../../results")
         for recipe in recipes_in(ROOT / "experiments" / "queue.txt")
-    )  # fmt: skip
+    )
 
 
 def index_page() -> str:
     """The page with links to those of the papers, and the queue."""
     papers = [_paper_row(key, name) for key, name in PAPERS.items()]
-    queue = [f"| [{r.name}](../experiments/{r.name}.toml) | {r.title} | {r.there} of {r.cells} "
+    queue = [f"| [{r.name}](../experiments/{r.name}.toml) | {r.title} | {len(r.there)} of {len(r.cells)} "
              f"| {r.seeds[0]} of {r.seeds[1]} |" for r in reports()]  # fmt: skip
     return INDEX.format(made=MEASURED, papers="\n".join(papers), queue="\n".join(queue))
 
@@ -345,7 +344,8 @@ def index_page() -> str:
 def _paper_row(key: str, name: str) -> str:
     mine = [r for r in reports() if r.name.startswith(f"{key}/")]
     counts = _verdicts(mine)
-    ran, there, cells = sum(bool(r.text) for r in mine), sum(r.there for r in mine), sum(r.cells for r in mine)
+    there, cells = (len(frozenset().union(*each)) for each in ([r.there for r in mine], [r.cells for r in mine]))
+    ran = sum(bool(r.text) for r in mine)
     numbers = [f"{ran} of {len(mine)}", f"{there} of {cells}", *(str(counts[verdict]) for verdict in VERDICTS)]
     return f"| [{name}](reproduction/{_file(key)}) | {' | '.join(numbers)} |"
 
@@ -367,7 +367,7 @@ def paper_page(key: str) -> str:
         for r in mine
         if r.text
     ]
-    waiting = [f"- [{r.name.partition('/')[2]}](../../experiments/{r.name}.toml): {r.title} {r.cells} cells."
+    waiting = [f"- [{r.name.partition('/')[2]}](../../experiments/{r.name}.toml): {r.title} {len(r.cells)} cells."
                for r in mine if not r.text]  # fmt: skip
     sections += ["## Not run yet\n\n" + "\n".join(waiting) + "\n"] if waiting else []
     return PAPER.format(

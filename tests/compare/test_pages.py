@@ -27,12 +27,16 @@ def recipe(whole: Path, tmp_path: Path) -> Path:
     path = tmp_path / "experiments" / "paper" / "table9.toml"
     path.parent.mkdir(parents=True)
     path.write_text(HEAD + tomli_w.dumps(table))
-    assert collect(plan(table), tmp_path / "results", [look(whole)]) is not None
+    assert collect(plan(table), tmp_path / "results" / "paper" / "table9", [look(whole)]) is not None
     return path
 
 
 def reported(recipe: Path) -> RecipeReport:
     return report_of(recipe, recipe.parents[2] / "results", "../r")
+
+
+def cells_of(recipe: Path) -> Path:
+    return recipe.parents[2] / "results" / "paper" / "table9" / "cells"
 
 
 def row(text: str, method: str) -> list[str]:
@@ -43,10 +47,9 @@ def row(text: str, method: str) -> list[str]:
 def test_ours_stands_beside_the_papers(recipe: Path) -> None:
     found = reported(recipe)
     assert (found.name, found.title) == ("paper/table9", "Table 9: three methods, in small.")
-    assert (found.cells, found.there, found.seeds) == (12, 12, (2, 2))
+    assert (len(found.cells), len(found.there), found.seeds) == (12, 12, (2, 2))
     _, ours, paper, difference, *_ = row(found.text, "fedopt")
-    files = (recipe.parents[2] / "results" / "cells").iterdir()
-    kept = [json.loads(file.read_text()) for file in files]
+    kept = [json.loads(file.read_text()) for file in cells_of(recipe).iterdir()]
     mine = [
         k["summary"]["global/test/accuracy"]["mean_last_10"]
         for k in kept
@@ -56,7 +59,7 @@ def test_ours_stands_beside_the_papers(recipe: Path) -> None:
     assert (ours.split(" ± ")[0], paper) == (f"{mean:.2f}", "72.15")
     assert float(difference) == pytest.approx(mean - 72.15, abs=0.01)
     assert "- Reduced: three rounds, since a test must be short." in found.text
-    assert "![curves](../r/curves.png)" in found.text
+    assert "![curves](../r/paper/table9/curves.png)" in found.text
     assert "- All 12 cells are finished." in found.text
     assert sum(found.verdicts.values()) == 2
     assert "not run" not in found.verdicts
@@ -65,14 +68,13 @@ def test_ours_stands_beside_the_papers(recipe: Path) -> None:
 
 def test_missing_cells_and_changed_settings_are_reductions(recipe: Path) -> None:
     """Results without a seed and without a place; the recipe asks for more rounds than were run."""
-    results = recipe.parents[2] / "results"
-    for file in (results / "cells").iterdir():
+    for file in cells_of(recipe).iterdir():
         kept = json.loads(file.read_text())
         if kept["seed"] == 1 or kept["place"] == ["0.1"]:
             file.unlink()
     recipe.write_text(recipe.read_text().replace("rounds = 3", "rounds = 50"))
     found = reported(recipe)
-    assert (found.there, found.seeds) == (3, (1, 2))
+    assert (len(found.there), found.seeds) == (3, (1, 2))
     assert found.verdicts == {"undecided": 1, "not run": 1}
     assert "- Reduced: `rounds` is 3 (recipe: 50)." in found.text
     assert "- Reduced: 1 of 2 seeds." in found.text
@@ -83,8 +85,19 @@ def test_missing_cells_and_changed_settings_are_reductions(recipe: Path) -> None
 
 def test_a_recipe_that_was_not_run_is_counted(recipe: Path, tmp_path: Path) -> None:
     found = report_of(recipe, tmp_path / "nothing", "")
-    assert (found.cells, found.there, found.text) == (12, 0, "")
+    assert (len(found.cells), len(found.there), found.seeds, found.text) == (12, 0, (0, 2), "")
     assert found.verdicts == {"not run": 2}
+
+
+def test_a_cell_of_another_recipe_counts(recipe: Path) -> None:
+    """One that was run for Table 9 is not missing in a figure of the same runs, which has no table of its own yet."""
+    figure = recipe.with_name("figure3.toml")
+    figure.write_text(recipe.read_text().replace("rounds = 3", "rounds = 3  # the same"))
+    assert len(reported(figure).there) == 12
+    cells_of(recipe).joinpath(f"{min(reported(recipe).there)}.json").unlink()
+    found = reported(figure)
+    assert (len(found.there), found.text, found.verdicts) == (11, "", {"not run": 2})
+    assert found.there == reported(recipe).there
 
 
 def test_a_queue_names_recipes_from_its_own_folder(tmp_path: Path) -> None:

@@ -137,20 +137,20 @@ def _planned(recipe: Path, settings: list[str], *, trust: bool) -> ComparisonPla
 def _print_missing(recipes: list[Path], settings: list[str], results: Path, *, trust: bool, as_json: bool) -> None:
     """For each comparison the cells that are missing from all results, and how to run the next ones."""
     from fedloom.cli.console import plain_console
-    from fedloom.compare.collect import missing_cells
+    from fedloom.compare.collect import coverage
 
-    found = {recipe: missing_cells(_planned(recipe, settings, trust=trust), results) for recipe in recipes}
+    found = {recipe: coverage(_planned(recipe, settings, trust=trust), results) for recipe in recipes}
     if as_json:
         print(json.dumps({str(recipe): each.as_json() for recipe, each in found.items()}))
         return
     screen = plain_console(soft_wrap=True)
     for recipe, each in found.items():
         by_seed = ", ".join(f"seed {seed}: {there} of {cells}" for seed, (there, cells) in each.seeds.items())
-        screen.print(f"{recipe}: {each.there} of {each.cells} cells ({by_seed})", markup=False)
+        screen.print(f"{recipe}: {len(each.kept)} of {len(each.cells)} cells ({by_seed})", markup=False)
         if each.missing:
             seed = each.missing[0].seed
             left = sum(cell.seed == seed for cell in each.missing)
-            kept = f" --kept {results}" if each.there else ""
+            kept = f" --kept {results}" if each.kept else ""
             screen.print(f"  next {left} cells: fedloom compare {recipe} --seed {seed}{kept}", markup=False)
 
 

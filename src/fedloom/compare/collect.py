@@ -50,32 +50,36 @@ class KeptResults(NamedTuple):
         return len({cell.hash for cell in self.planned.cells})
 
 
-class Lacking(NamedTuple):
-    """Which cells of a comparison are still missing."""
+class Coverage(NamedTuple):
+    """Which cells of a comparison have a result in some folder, whichever comparison it was collected for."""
 
-    cells: int
-    there: int
-    seeds: dict[int, tuple[int, int]]  # for each seed: how many are finished, of how many
-    missing: tuple[Cell, ...]
+    cells: Mapping[str, Cell]  # all of them, by hash
+    kept: frozenset[str]  # the hashes of those with a result
+
+    @property
+    def seeds(self) -> dict[int, tuple[int, int]]:
+        """For each seed: how many cells are finished, of how many."""
+        every = Counter(cell.seed for cell in self.cells.values())
+        there = Counter(self.cells[name].seed for name in self.kept)
+        return {seed: (there[seed], every[seed]) for seed in sorted(every)}
+
+    @property
+    def missing(self) -> tuple[Cell, ...]:
+        return tuple(cell for name, cell in self.cells.items() if name not in self.kept)
 
     def as_json(self) -> dict[str, Any]:
-        return {"cells": self.cells, "there": self.there, "missing": [cell.name for cell in self.missing]}
+        return {"cells": len(self.cells), "there": len(self.kept), "missing": [cell.name for cell in self.missing]}
 
 
-def missing_cells(planned: ComparisonPlan, results: Path) -> Lacking:
-    """The cells that are in no folder below ``results``, whichever comparison they were collected for.
+def coverage(planned: ComparisonPlan, results: Path) -> Coverage:
+    """Which cells of a comparison are kept below ``results``.
 
     Methods on equal terms are counted with the recorded rounds, and all as missing if none are recorded.
     """
     if planned.spec.equal != "rounds":
         terms = kept_terms(planned, [path.read_bytes() for path in results.rglob(TERMS)])
         planned = on_terms(planned, terms) if terms is not None else planned
-    cells, kept = {cell.hash: cell for cell in planned.cells}, kept_below(planned, results)
-    seeds = {}
-    for seed in planned.spec.seeds:
-        own = {name for name, cell in cells.items() if cell.seed == seed}
-        seeds[seed] = (len(own & kept), len(own))
-    return Lacking(len(cells), len(kept), seeds, tuple(cell for name, cell in cells.items() if name not in kept))
+    return Coverage({cell.hash: cell for cell in planned.cells}, kept_below(planned, results))
 
 
 def kept_below(planned: ComparisonPlan, results: Path) -> frozenset[str]:

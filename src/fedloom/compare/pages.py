@@ -6,13 +6,12 @@ Everything is read from the recipe and its kept results; nothing is trained, and
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.compare.collect import KeptResults, missing_words, origin_words, redrawn
+from fedloom.compare.collect import KeptResults, coverage, missing_words, origin_words, redrawn
 from fedloom.compare.plan import plan
 from fedloom.compare.table import dotted
 from fedloom.compare.write import Comparison
@@ -34,32 +33,32 @@ class RecipeReport(NamedTuple):
 
     name: str  # paper/recipe
     title: str
-    cells: int
-    there: int
+    cells: frozenset[str]  # their hashes
+    there: frozenset[str]  # of those with a result, in this recipe's folder or in another's
     seeds: tuple[int, int]  # with results, and planned by the recipe
     verdicts: Mapping[str, int]
-    text: str  # a section of a page; empty if nothing has been run
+    text: str  # a section of a page; empty if no results are collected for this recipe
 
 
 def report_of(recipe: Path, results: Path, link: str) -> RecipeReport:
-    """The report of a recipe from the folder of its results, which ``link`` leads to from the page."""
+    """The report of a recipe from the folder of all results, which ``link`` leads to from the page."""
     table, name = read_toml(recipe), f"{recipe.parent.name}/{recipe.stem}"
-    title = title_of(recipe)
-    asked = table["compare"].get("seeds", 3)
-    seeds = asked if isinstance(asked, int) else len(asked)
-    drawn = None
+    own = results / name
+    ran = table
     changed: list[str] = []
-    if (results / "compare.toml").is_file():
-        table, changed = _as_run(table, read_toml(results / "compare.toml"))
-        drawn = redrawn(plan(table), results)
+    if (own / "compare.toml").is_file():
+        ran, changed = _as_run(table, read_toml(own / "compare.toml"))
+    planned = plan(ran)
+    covered = coverage(planned, results)
+    counts = covered.seeds.values()
+    seeds = (sum(there > 0 for there, _ in counts), len(counts))
+    report = RecipeReport(name, title_of(recipe), frozenset(covered.cells), covered.kept, seeds, {}, "")
+    drawn = redrawn(planned, own)
     if drawn is None:
-        claims = len(table["compare"].get("claims", []))
-        return RecipeReport(name, title, _count(table, seeds), 0, (0, seeds), {"not run": claims}, "")
+        return report._replace(verdicts={"not run": len(table["compare"].get("claims", []))})
     kept, comparison = drawn
     verdicts = Counter(verdict_of(decided) for decided in comparison.decided)
-    there = (len(comparison.question.seeds), seeds)
-    text = _section(kept, comparison, changed, link)
-    return RecipeReport(name, title, kept.cells, len(kept.found), there, verdicts, text)
+    return report._replace(verdicts=verdicts, text=_section(kept, comparison, changed, f"{link}/{name}"))
 
 
 def recipes_in(queue: Path) -> list[Path]:
@@ -72,12 +71,6 @@ def title_of(recipe: Path) -> str:
     """The first sentence of the comment at the top of a recipe."""
     lines = itertools.takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
     return " ".join(line.removeprefix("# ").strip() for line in lines)
-
-
-def _count(table: Mapping[str, Any], seeds: int) -> int:
-    """The number of cells of a comparison: methods times points times seeds."""
-    grid = dotted(table["compare"].get("grid", {}))
-    return len(table["compare"]["algorithms"]) * math.prod(len(values) for values in grid.values()) * seeds
 
 
 def _as_run(recipe: Mapping[str, Any], ran: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
