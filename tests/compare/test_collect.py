@@ -12,10 +12,12 @@ import pytest
 
 from fedloom.compare.collect import Collected, collect
 from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_text
+from fedloom.compare.look import look_at
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.compare.sources import look
 from fedloom.core.errors import ConfigError
+from fedloom.report.view import ComparisonView
 from fedloom.runs.environment import code_hash
 from fedloom.runs.settings import read_toml
 from support.comparisons import SMALL
@@ -195,6 +197,21 @@ def test_equal_terms_are_kept_so_that_the_data_are_not_needed() -> None:
 
 
 _SOUND = '{"format": 2, "hash": "x", "seed": 0, "state": "done", "origin": {}, "settings": {}, "partition": ""'
+
+
+def test_kept_results_are_shown_with_their_evaluations(whole: Path, kept: Path) -> None:
+    """``show``, ``report`` and ``show --plot`` of a folder of results, as of the runs that they came from."""
+    ran, stored = look_at([whole]), look_at([kept])
+    assert isinstance(ran, ComparisonView)
+    assert isinstance(stored, ComparisonView)
+    assert len(stored.cells) == 12
+    for mine, theirs in zip(stored.cells, ran.cells, strict=True):
+        assert (mine.method, mine.place, mine.seed) == (theirs.method, theirs.place, theirs.seed)
+        assert [line["round"] for line in mine.records] == [0, 1, 2, 3]
+        for line, other in zip(mine.records, theirs.records, strict=True):
+            assert line == pytest.approx({name: other[name] for name in line}, rel=1e-5)
+    next((kept / "cells").glob("*.json")).write_text("{}")
+    assert sum(cell.state == "missing" for cell in look_at([kept]).cells) == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fedloom.core.errors import CheckpointError, ConfigError
 from fedloom.data.arrays import Arrays
 from fedloom.engine.topology.facts import facts
 from fedloom.engine.topology.kinds import Ring
-from fedloom.report.comparison import notes, statistics
+from fedloom.report.comparison import claims, notes, statistics
 from fedloom.report.comparison.question import Versus
 from fedloom.report.page import language
 from fedloom.report.page.content import content_of
@@ -169,12 +169,32 @@ def test_notes_of_comparisons_are_said_in_chinese(compared: Path) -> None:
     assert language.sentence_in("zh", "fedala - paper (alpha=0.1)") == "fedala - 论文数值（alpha=0.1）"
 
 
+def test_differences_of_a_claim_are_in_the_unit_of_what_it_is_about(compared: Path) -> None:
+    """Points of accuracy, rounds as they are, and the same numbers as in the terminal."""
+    accuracy: dict[str, Any] = {
+        "says": "so", "source": "", "test": "above", "method": "a", "others": ("b",), "places": ((),), "paths": (),
+        "rises": True, "by": 0.0, "reported": {}, "metric": "", "statistic": "mean_last_10",
+    }  # fmt: skip
+    made = [result("a", s, [0.1, 0.7]) for s in (0, 1)]
+    made += [result("b", s, [0.1, 0.4, 0.5, 0.6]) for s in (0, 1)]
+    asked = question(("a", "b"), 2)
+    rounds = accuracy | {"statistic": "rounds_to", "target": 0.55}
+    decided = claims.decide(asked, made, [claims.Claim(**each) for each in (accuracy, rounds)])
+    view = look_at([compared])
+    assert isinstance(view, ComparisonView)
+    view = view._replace(summary={**view.summary, "claims": claims.as_dicts(asked, decided)})
+    text = Parsed(page(view)).text
+    for said, ending in zip(claims.sentences(asked, decided), ("a - b: +20 [", "a - b: +2 ["), strict=True):
+        assert ending in said
+        assert ending in text
+
+
 def test_claims_of_every_recipe_are_said_in_chinese() -> None:
     recipes = (Path(__file__).parents[2] / "experiments").rglob("*.toml")
     tables = [tomllib.loads(path.read_text("utf-8")).get("compare", {}) for path in recipes]
-    claims = {claim["says"] for table in tables for claim in table.get("claims", [])}
-    assert len(claims) > 300
-    said = {claim: language.sentence_in("zh", claim) for claim in claims}
+    claimed = {claim["says"] for table in tables for claim in table.get("claims", [])}
+    assert len(claimed) > 300
+    said = {claim: language.sentence_in("zh", claim) for claim in claimed}
     assert [claim for claim, chinese in said.items() if chinese == claim] == []
     for word in (" than ", " other ", " better ", " within ", " with ", " on ", " at ", " is ", " read as "):
         assert [chinese for chinese in said.values() if word in chinese] == []

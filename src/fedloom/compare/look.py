@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.compare.kept import Document, read_document, records_of
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.report.view import AnyView, ComparisonView, FolderView, RunView
 from fedloom.runs.look import csv_lines, flattened, is_run, json_file, look_at_run
@@ -106,13 +107,22 @@ def _cell(folder: Path, line: Mapping[str, str], axes: tuple[str, ...]) -> RunVi
     if is_run(home):
         view = look_at_run(home, name, method, place)
         return view._replace(state="failed") if line["state"] == "failed" and view.state == "unfinished" else view
-    kept = json_file(home.with_name(f"{home.name}.json"))
-    if kept:
-        settings, origin = flattened(_table(kept.get("settings"))), _table(kept.get("origin"))
-        state, records = line["state"], [each for each in kept.get("metrics", []) if isinstance(each, dict)]
-        return RunView(name, str(home), state, settings, records, (), origin, method=method, place=place)  # type: ignore[arg-type]
+    kept = _kept(home.with_name(f"{home.name}.json"))
+    if kept is not None:
+        settings, records = flattened(_table(kept["settings"])), records_of(kept)
+        return RunView(
+            name, str(home), kept["state"], settings, records, (), kept["origin"], method=method, place=place
+        )
     known = {"seed": int(line["seed"]), "algorithm.kind": line.get("kind", method)}
     return RunView(name, str(home), "missing", known, method=method, place=place)
+
+
+def _kept(path: Path) -> Document | None:
+    """A kept result; None: there is none, or it is damaged."""
+    try:
+        return read_document(path.read_bytes(), path.stem, str(path))
+    except (OSError, ConfigError):
+        return None
 
 
 def _unlisted(folder: Path, listed: set[str]) -> list[Path]:

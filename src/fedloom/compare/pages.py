@@ -16,7 +16,7 @@ from fedloom.compare.plan import plan
 from fedloom.compare.table import dotted
 from fedloom.compare.write import Comparison
 from fedloom.core.vocabulary import is_share
-from fedloom.report.comparison.claims import Decided, table_lines
+from fedloom.report.comparison.claims import table_lines
 from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.notes import marks, reasons
 from fedloom.report.comparison.sheet import Block, Number, Sheet, sheet_of
@@ -57,7 +57,7 @@ def report_of(recipe: Path, results: Path, link: str) -> RecipeReport:
     if drawn is None:
         return report._replace(verdicts={"not run": len(table["compare"].get("claims", []))})
     kept, comparison = drawn
-    verdicts = Counter(verdict_of(decided) for decided in comparison.decided)
+    verdicts = Counter(str(decided.verdict) for decided in comparison.decided)
     return report._replace(verdicts=verdicts, text=_section(kept, comparison, changed, f"{link}/{name}"))
 
 
@@ -80,12 +80,6 @@ def _as_run(recipe: Mapping[str, Any], ran: Mapping[str, Any]) -> tuple[dict[str
     differ = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
     changed = [f"`{key}` is {b.get(key, 'unset')} (recipe: {a.get(key, 'unset')})" for key in differ]
     return {**base, "compare": recipe["compare"]}, changed
-
-
-def verdict_of(decided: Decided) -> str:
-    """The verdict of a claim, or that none of its cells has been run."""
-    ran = any(difference.mean is not None for difference in decided.differences)
-    return decided.verdict if ran else "not run"
 
 
 # -- the section -----------------------------------------------------------------------------------
@@ -189,8 +183,8 @@ def _gain_row(sheet: Sheet, block: Block, index: int, columns: Sequence[int], re
 
 
 def _claims(comparison: Comparison) -> str:
-    found = zip(comparison.decided, table_lines(comparison.question, comparison.decided), strict=True)
-    rows = [[f"**{verdict_of(decided)}**", *words[1:]] for decided, words in found]
+    lines = table_lines(comparison.question, comparison.decided)
+    rows = [[f"**{verdict}**", *rest] for verdict, *rest in lines]
     table = [["verdict", "claim", "in the paper", "differences, paired by seed"], [":--"] * 4, *rows]
     scale = " in points" if is_share(comparison.question.metric) else ""
     about = f"Claims; differences{scale} with 95 % confidence intervals, positive as claimed."

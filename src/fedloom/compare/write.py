@@ -67,7 +67,7 @@ class Comparison(NamedTuple):
                 "notes": table_notes.notes(q, self.rows),
             }
             | (terms if q.equal != "rounds" else {})
-            | ({"claims": claims.as_dicts(self.decided)} if self.decided else {})
+            | ({"claims": claims.as_dicts(q, self.decided)} if self.decided else {})
             | (_selected(self.selection) if self.selection is not None else {})
             | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
@@ -138,7 +138,7 @@ def write_tables(planned: ComparisonPlan, comparison: Comparison) -> None:
     }
     if decided := comparison.decided:
         texts["table.md"] += "\n" + claims.markdown(question, decided)
-        texts |= {"claims.csv": claims.table_csv(decided), "claims.tex": claims.latex(question, decided)}
+        texts |= {"claims.csv": claims.table_csv(question, decided), "claims.tex": claims.latex(question, decided)}
     if selection := comparison.selection:
         texts["table.md"] = selected.markdown(selection) + "\n## All grid points\n\n" + texts["table.md"]
         texts |= {"selected.csv": selected.table_csv(selection), "selected.tex": selected.latex(selection)}

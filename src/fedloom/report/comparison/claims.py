@@ -1,7 +1,7 @@
 """Claims of a paper, decided from paired differences over seeds: each holds, does not hold, or is undecided.
 
 A difference is decided if its 95 % confidence interval over the seeds is on one side of what is claimed. One seed
-decides nothing.
+decides nothing. Without a seed that has both sides it was not run, and so was a claim that depends on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedloom.report.comparison.statistics import (
 from fedloom.report.tables import csv_text
 
 Test = Literal["above", "best", "order", "within", "trend", "steadier"]
-Verdict = Literal["holds", "does not hold", "undecided"]
+Verdict = Literal["holds", "does not hold", "undecided", "not run"]
 
 
 class Claim(NamedTuple):
@@ -73,13 +73,14 @@ Values = Mapping[int, Measured]  # by seed
 
 def decide(question: Question, results: Sequence[Result], claims: Sequence[Claim]) -> list[Decided]:
     """The verdict of each claim: it holds if all of its differences do, and does not if one of them does not."""
-    out = []
-    for claim in claims:
-        found = tuple(_differences(question, results, claim))
-        verdicts = {difference.verdict for difference in found}
-        whole: Verdict = "does not hold" if "does not hold" in verdicts else "undecided"
-        out.append(Decided(claim, "holds" if verdicts == {"holds"} else whole, found))
-    return out
+    found = [(claim, tuple(_differences(question, results, claim))) for claim in claims]
+    return [Decided(claim, _together([each.verdict for each in own]), own) for claim, own in found]
+
+
+def _together(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of a claim that depends on all of these."""
+    weakest: tuple[Verdict, ...] = ("does not hold", "not run", "undecided")
+    return next((each for each in weakest if each in verdicts), "holds" if verdicts else "undecided")
 
 
 def _differences(question: Question, results: Sequence[Result], claim: Claim) -> Iterator[Difference]:
@@ -93,8 +94,8 @@ def _differences(question: Question, results: Sequence[Result], claim: Claim) ->
         yield from _steadier(claim, values)
     elif claim.test == "within":
         for place in claim.places:
-            gaps = [each.value - claim.reported[place] for each in values(place, claim.method).values()]
-            yield _at_most(f"{claim.method} - paper{_title(question, place)}", gaps, claim.by)
+            own = [each.value - claim.reported[place] for each in values(place, claim.method).values()]
+            yield _at_most(f"{claim.method} - paper{_title(question, place)}", own or None, claim.by)
     elif claim.pairs:
         for better, worse in claim.pairs:
             gaps = _gaps(values(better, claim.method), values(worse, claim.method), sign)
@@ -148,33 +149,43 @@ def _values(question: Question, own: Sequence[Result], claim: Claim, method: str
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def _gaps(ours: Values, theirs: Values, sign: int) -> list[float]:
-    """The differences seed by seed, positive if the method is better.
+def _gaps(ours: Values, theirs: Values, sign: int) -> list[float] | None:
+    """The differences seed by seed, positive if the method is better; None: no seed has both.
 
-    A run that never reached the target needs more than it spent: its difference is a conservative bound. If neither
-    reached it, nothing is known.
+    A run that never reached the target needs more than it spent. So its difference is a bound, which says something if
+    the other run reached the target and spent no more. Otherwise nothing is known.
     """
     both = [(ours[seed], theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
-    return [sign * (a.value - b.value) for a, b in both if a.reached or b.reached]
+    gaps = [(a.reached, b.reached, sign * (a.value - b.value)) for a, b in both]
+    known = [gap for mine, other, gap in gaps if (mine or gap <= 0) and (other or gap >= 0) and (mine or other)]
+    return known if both else None
 
 
-def _at_least(what: str, gaps: Sequence[float], least: float) -> Difference:
+def _at_least(what: str, gaps: Sequence[float] | None, least: float) -> Difference:
     """Better by at least the margin; ties do not count."""
-    low, high = _interval(gaps)
-    verdict: Verdict = "undecided"
-    if low is not None and high is not None:
+
+    def judged(low: float, high: float) -> Verdict:
         better = low >= least - 1e-12 if least else low > 0
         worse = high < least if least else high <= 0
-        verdict = "holds" if better else "does not hold" if worse else "undecided"
-    return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
+        return "holds" if better else "does not hold" if worse else "undecided"
+
+    return _difference(what, gaps, judged)
 
 
-def _at_most(what: str, gaps: Sequence[float], most: float) -> Difference:
-    low, high = _interval(gaps)
-    verdict: Verdict = "undecided"
-    if low is not None and high is not None:
+def _at_most(what: str, gaps: Sequence[float] | None, most: float) -> Difference:
+    def judged(low: float, high: float) -> Verdict:
         inside = low >= -most - 1e-12 and high <= most + 1e-12
-        verdict = "holds" if inside else "does not hold" if low > most or high < -most else "undecided"
+        return "holds" if inside else "does not hold" if low > most or high < -most else "undecided"
+
+    return _difference(what, gaps, judged)
+
+
+def _difference(what: str, gaps: Sequence[float] | None, judged: Callable[[float, float], Verdict]) -> Difference:
+    """The mean of these differences, judged by its confidence interval."""
+    if gaps is None:
+        return Difference(what, None, None, None, 0, "not run")
+    low, high = _interval(gaps)
+    verdict: Verdict = "undecided" if low is None or high is None else judged(low, high)
     return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
 
 
@@ -201,11 +212,18 @@ def table_lines(question: Question, decided: Sequence[Decided]) -> list[list[str
     ]
 
 
-def _shown(question: Question, claim: Claim, each: Difference) -> str:
+def _is_in_points(question: Question, claim: Claim) -> bool:
+    """Whether differences are of shares, which are shown in points of a hundred."""
     own = claim.statistic not in (*COSTS, "convergence")
-    scale = 100 if own and is_share(_metric(question, claim, claim.method)) else 1
+    return own and is_share(_metric(question, claim, claim.method))
+
+
+def _shown(question: Question, claim: Claim, each: Difference) -> str:
+    scale = 100 if _is_in_points(question, claim) else 1
+    if each.verdict == "not run":
+        return f"{each.what}: not run"
     if each.mean is None:
-        return f"{each.what}: no seed has both"
+        return f"{each.what}: no run reached the target"
     shown = f"{each.what}: {scale * each.mean:+z.4g}"
     if each.low is None or each.high is None:
         return f"{shown} (one seed)"
@@ -236,7 +254,7 @@ def latex(question: Question, decided: Sequence[Decided]) -> str:
 
 
 # -- as numbers ------------------------------------------------------------------------------------
-def as_dicts(decided: Sequence[Decided]) -> list[dict[str, Any]]:
+def as_dicts(question: Question, decided: Sequence[Decided]) -> list[dict[str, Any]]:
     """Every claim with its verdict and the differences that decide."""
     return [
         {
@@ -246,15 +264,16 @@ def as_dicts(decided: Sequence[Decided]) -> list[dict[str, Any]]:
             "verdict": d.verdict,
             "statistic": d.claim.statistic,
             "by": d.claim.by,
+            "points": _is_in_points(question, d.claim),
             "differences": [each._asdict() for each in d.differences],
         }
         for d in decided
     ]
 
 
-def table_csv(decided: Sequence[Decided]) -> str:
+def table_csv(question: Question, decided: Sequence[Decided]) -> str:
     """A line for each difference, with its claim."""
-    plain = [{k: v for k, v in d.items() if k != "differences"} for d in as_dicts(decided)]
+    plain = [{k: v for k, v in d.items() if k != "differences"} for d in as_dicts(question, decided)]
     blank = Difference("", None, None, None, 0, "undecided")
     return csv_text(
         [

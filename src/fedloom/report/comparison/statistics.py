@@ -13,14 +13,14 @@ from fedloom.core.vocabulary import accuracies, bytes_exchanged, lower_is_better
 from fedloom.report.comparison.question import Along, Equal, Place, Question, Result
 
 ClaimStatistic = Literal[
-    "last", "best", "mean_last_10", "mean_all", "std_last_20", "setbacks",
+    "last", "best", "mean_last_10", "mean_all", "swing_last_20", "setbacks",
     "convergence", "rounds_to", "bytes_to", "seconds_to", "gradients_to",
 ]  # fmt: skip
 # What a run spends until its metric reaches a target.
 COSTS: dict[str, Along] = {
     "rounds_to": "rounds", "bytes_to": "bytes", "seconds_to": "seconds", "gradients_to": "gradients"
 }  # fmt: skip
-LESS_IS_BETTER = frozenset({"std_last_20", "setbacks", "convergence", *COSTS})
+LESS_IS_BETTER = frozenset({"swing_last_20", "setbacks", "convergence", *COSTS})
 
 _PERSONAL = "personal/*/test/accuracy"
 
@@ -175,7 +175,7 @@ def claimed_number(
     return None if value is None else Measured(float(value))
 
 
-_OVER_ROUNDS = ("mean_all", "std_last_20", "setbacks", "convergence")
+_OVER_ROUNDS = ("mean_all", "swing_last_20", "setbacks", "convergence")
 
 
 def _over_rounds(metric: str, points: Sequence[tuple[int, float]], statistic: ClaimStatistic) -> float | None:
@@ -187,8 +187,8 @@ def _over_rounds(metric: str, points: Sequence[tuple[int, float]], statistic: Cl
         return None
     if statistic == "mean_all":
         return float(values.mean())
-    if statistic == "std_last_20":
-        return float(np.std(values[-20:], ddof=1))
+    if statistic == "swing_last_20":
+        return float(np.abs(np.diff(values[-20:])).mean())
     moves = np.diff(values) * (1 if lower_is_better(metric) else -1)
     return float(moves[moves > 0].sum())
 

@@ -26,6 +26,7 @@ CHINESE_CLAIMS = {
     "{} is better than {} and {} on {} at {}, read as {}": "{0} 在 {3} 上、{4}（按 {5} 理解）时优于 {1} 和 {2}",
     "{} is better than {} and {} on {} at {}": "{0} 在 {3} 上、{4} 时优于 {1} 和 {2}",
     "{} is better than {} and {} on {}": "{0} 在 {3} 上优于 {1} 和 {2}",
+    "On {} {} is better at {} than at {}": "在 {0} 上，{1} 在 {2} 时优于 {3} 时",
     "{} is better at {} than at {}": "{0} 在 {1} 时优于 {2} 时",
     "{} is a little worse at {} than at {}": "{0} 在 {1} 时略差于 {2} 时",
     "{} is worse at {} than at {}": "{0} 在 {1} 时差于 {2} 时",
@@ -74,6 +75,7 @@ CHINESE_CLAIMS = {
     "{} converges faster than all {} other methods on {} at {}": "{0} 在 {2} 上、{3} 时比其余全部{1}种方法收敛更快",
     "{} converges faster than all {} other methods at {}": "{0} 在 {2} 时比其余全部{1}种方法收敛更快",
     "{} converges faster than {} in setting {} at {}": "在设置 {2}、{3} 时，{0} 比 {1} 收敛更快",
+    "On {} {} converges faster at {} than at {}": "在 {0} 上，{1} 在 {2} 时比在 {3} 时收敛更快",
     "{} converges faster at {} than at {}": "{0} 在 {1} 时比在 {2} 时收敛更快",
     "{} takes less time than the {} other baselines on {}": "{0} 在 {2} 上用时少于其余{1}种基线方法",
     "{} takes less time than the {} other methods on {}": "{0} 在 {2} 上用时少于其余{1}种方法",
@@ -92,6 +94,9 @@ CHINESE_CLAIMS = {
     ),
     "{}: SGD and ASGD are better than Adam": "{0}：SGD 和 ASGD 优于 Adam",
     "{}: Adam is the worst optimizer": "{0}：Adam 是最差的优化器",
+    "With {} the accuracy depends less on the learning rate than with {} on {}": (
+        "在 {2} 上，使用 {0} 时准确率对学习率的依赖小于 {1}"
+    ),
     "{} depends less on the optimizer than {}": "{0} 对优化器的依赖小于 {1}",
     "{} depends less on the setting than {} at {} ({} points against {})": (
         "在 {2} 时，{0} 对设置的依赖小于 {1}（相差 {3} 对 {4} 个百分点）"
@@ -116,6 +121,7 @@ CHINESE_CLAIMS = {
     "A malicious client has {} less weight with learned weights than with fixed ones": (
         "使用学习所得权重时，恶意客户端的权重比使用固定权重时小 {0}"
     ),
+    "{} gives malicious clients less weight than {}, {} and {}": "{0} 给恶意客户端的权重小于 {1}、{2} 和 {3}",
     "{} gives malicious clients the least weight, then {}, {}, {} and {}": (
         "{0} 给恶意客户端的权重最小，其次是 {1}、{2}、{3} 和 {4}"
     ),

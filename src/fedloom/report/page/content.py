@@ -50,7 +50,7 @@ from fedloom.report.view import (
 from fedloom.report.words import as_bytes, span
 
 _MOST_CLIENTS, _MOST_SPLITS, _MOST_CLASSES = 500, 24, 30
-_MARKS = {"holds": "good", "does not hold": "bad", "undecided": "unsure"}
+_MARKS = {"holds": "good", "does not hold": "bad", "undecided": "unsure", "not run": "missing"}
 
 
 class Split(NamedTuple):
@@ -238,7 +238,7 @@ def _comparison(view: ComparisonView, words: _Spoken) -> Content:
         kind=say("Comparison"),
         facts=_facts(view.cells, words) if view.cells else (),
         cards=_comparison_cards(view, metric, decided, words),
-        claims=_claims(decided, metric, words) if decided else None,
+        claims=_claims(decided, words) if decided else None,
         results=(*paper_tables(view, say), *_selected(view, words), *_results(view, words)),
         notes=tuple(words.sentence(TAGGED if note == STARRED else note) for note in written),
         progress=_comparison_progress(view, words),
@@ -267,12 +267,13 @@ def _comparison_cards(
     return (*found, Card(say("cells done"), f"{done:,} / {view.planned:,}", metric))
 
 
-def _claims(decided: Sequence[Mapping[str, Any]], metric: str, words: _Spoken) -> PageTable:
+def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     heads = tuple(PageColumn(words.say(head)) for head in ("verdict", "claim", "source", "differences"))
     lines = []
     for each in decided:
         verdict = str(each.get("verdict"))
-        gaps = [_difference(gap, metric, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
+        scale = 100 if each.get("points") else 1
+        gaps = [_difference(gap, scale, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
         cells = (
             PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")),
             PageCell(words.sentence(each.get("claim"))),
@@ -281,12 +282,11 @@ def _claims(decided: Sequence[Mapping[str, Any]], metric: str, words: _Spoken) -
     return PageTable(heads, tuple(lines))
 
 
-def _difference(gap: Mapping[str, Any], metric: str, words: _Spoken) -> str:
+def _difference(gap: Mapping[str, Any], scale: int, words: _Spoken) -> str:
     mean, low, high = (gap.get(key) for key in ("mean", "low", "high"))
     what = words.sentence(gap.get("what"))
     if not isinstance(mean, int | float):
-        return f"{what}: {words.say('no seed finished')}"
-    scale = 100 if shown(0.5, metric).endswith("%") else 1
+        return f"{what}: {words.say('not run' if gap.get('verdict') == 'not run' else 'no run reached the target')}"
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return f"{what}: {scale * mean:+.3g} ({words.say('one seed')})"
     return f"{what}: {scale * mean:+.3g} [{scale * low:+.3g}, {scale * high:+.3g}]"
