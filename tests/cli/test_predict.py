@@ -24,6 +24,20 @@ def quick() -> Iterator[Quick]:
     server.close()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.toml", "metrics.jsonl", "clients.csv"])
+def test_results_never_replace_a_file_of_a_run(quick: Quick, tmp_path: Path, name: str) -> None:
+    patients(tmp_path)
+    words = ("data=patients.csv", "data.label=ill", "data.client=hospital", "rounds=1", "model.kind=logistic")
+    assert quick("run", *words, "--out", "r", cwd=tmp_path).code == 0
+    before = (tmp_path / "r" / name).read_bytes()
+    (tmp_path / "link.csv").symlink_to(tmp_path / "r" / name)
+    for out in (f"r/{name}", "link.csv"):
+        told = quick("predict", "r", "new.csv", "--out", out, cwd=tmp_path)
+        assert (told.code, "is a file of a run" in told.err) == (2, True)
+    assert quick("export", "r", "--out", f"r/{name}", cwd=tmp_path).code == 2
+    assert (tmp_path / "r" / name).read_bytes() == before
+
+
 def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     patients(tmp_path)
     words = ("data=patients.csv", "data.label=ill", "data.client=hospital", "data.drop=patient", "algorithm=ditto")

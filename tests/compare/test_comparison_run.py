@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedloom.compare import worker
@@ -438,3 +439,19 @@ def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: 
     for result in done.results:
         last = read_metrics(done.cells / result.hash)[-1]
         assert last["participants/post_fit/test/accuracy"] != last["personal/pre_fit/test/accuracy"]
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_own_data_is_not_taken_for_changed(task: str, tmp_path: Path) -> None:
+    """Neither where a method keeps rows for the server, nor where labels are numbers; but other rows are."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(200, 4)), draw.integers(0, 3, 200) + 10 * (task == "regression")
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    methods = ("fedavg", "feddf") if task == "classification" else ("fedavg", "fedprox")
+    given = ("data=mine.npz", f"task={task}", "rounds=1", "partition.clients=4", "model.kind=logistic", "proxy.size=20")
+    words = ("compare", *methods, *(given if task == "classification" else given[:-1]), "--seeds", 1, "--out", "c")
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    again = fedloom(*words, cwd=tmp_path)
+    assert "2 of 2 cells are done already" in again.out
+    np.savez(tmp_path / "mine.npz", x=x + 1, y=y)
+    assert "since the data has changed" in fedloom(*words, cwd=tmp_path).out

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedloom.compare.equal_terms import equalised
@@ -97,3 +98,14 @@ def test_a_reference_that_spends_nothing_is_no_reference(tmp_path: Path) -> None
     planned = plan(table(algorithms=["local_only", "fedavg"], equal="bytes"))
     with pytest.raises(ConfigError, match="local_only spends no bytes"):
         equalised(planned, tmp_path)
+
+
+def test_equal_gradients_of_a_regression(tmp_path: Path) -> None:
+    """The forecast reads numbers as numbers, as the run does."""
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "num.npz", x=draw.normal(size=(200, 4)), y=draw.normal(size=200))
+    given = ("data=num.npz", "task=regression", "rounds=2", "partition.clients=4", "model.kind=logistic")
+    words = ("compare", "fedavg", "fedsam", *given, "--equal", "gradients", "--seeds", 1, "--json", "--out", "c")
+    done = fedloom(*words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert {row["algorithm"]: row["rounds_spent"] for row in done.json["table"]} == {"fedavg": 2, "fedsam": 1}

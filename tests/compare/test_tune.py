@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
+import time
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 
@@ -146,3 +149,66 @@ def test_numbers_are_drawn_with_few_digits_and_within_their_bounds() -> None:
     assert [is_range(word) for word in ("a=1..2", "a=b,c", 'a=["b", "c"]', "a=0.5", "exp.toml")] == [
         *(True, True, False, False, False),
     ]
+
+
+def test_settings_that_do_not_go_together_are_one_refused_trial(tmp_path: Path) -> None:
+    """Five clients in a round are possible with ten clients, and not with three; the ends of each range alone are."""
+    clients, size = "partition.clients=10,3", "cohort.size=2,5"
+    fixed = ("model.kind=logistic", "checkpoint.curves=false", "rounds=1", "evaluate.validation=0.2")
+    words = ("tune", clients, size, *fixed, "--trials", 6, "--jobs", 1, "--out", "s")
+    done = fedloom(*words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    found = trials(tmp_path / "s")
+    together = {(trial["partition.clients"], trial["cohort.size"]): trial["state"] for trial in found}
+    assert together[("3", "5")] == "refused"  # the seed draws it
+    assert {state for pair, state in together.items() if pair != ("3", "5")} == {"done"}
+    assert "refused  cohort.size: 5" in done.out
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    assert trials(tmp_path / "s") == found
+
+
+def test_a_trial_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None:
+    """Its settings are those of a new trial, and the search says that one has failed."""
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    words = ("tune", "algorithm=held.py", *FIXED, "local.lr=0.01..1", "--trials", 3, "--jobs", 1, "--out", "s")
+    with started(*words, cwd=tmp_path, fresh=True) as process:
+        assert process.stdout is not None
+        while len(list((tmp_path / "s").glob("cells/*/config.toml"))) < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        (tmp_path / "hold").unlink()
+        process.communicate(timeout=HANG)
+    assert process.returncode == 1
+    before = {trial["local.lr"]: trial["state"] for trial in trials(tmp_path / "s")}
+    assert sorted(before.values()) == ["done", "done", "failed"]
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    after = trials(tmp_path / "s")
+    assert {trial["local.lr"]: trial["state"] for trial in after} == dict.fromkeys(before, "done")
+    listed = {line["trial"] for line in csv.DictReader((tmp_path / "s" / "cells.csv").open())}
+    assert listed == {trial["trial"] for trial in after}
+
+
+def test_a_study_that_cannot_be_opened_is_one_error(tmp_path: Path) -> None:
+    words = ("tune", *FIXED, "local.lr=0.1..1", "--trials", 1, "--out", "s")
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    (tmp_path / "s" / "study.db").unlink()
+    (tmp_path / "s" / "study.db").mkdir()
+    done = fedloom(*words, cwd=tmp_path)
+    assert done.code == 4
+    assert "study.db: unable to open database file" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_search_over_numbers_goes_on(tmp_path: Path) -> None:
+    """The data is read as the task reads it, so that it is not taken for changed data."""
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "int.npz", x=draw.normal(size=(200, 4)), y=draw.integers(0, 50, 200))
+    fixed = ("data=int.npz", "task=regression", "partition.clients=4", "rounds=1", "evaluate.validation=0.2")
+    words = ("tune", *fixed, "model.kind=logistic", "checkpoint.curves=false", "local.lr=0.01,0.1", "--out", "s")
+    assert fedloom(*words, "--trials", 1, cwd=tmp_path).code == 0
+    done = fedloom(*words, "--trials", 2, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(trials(tmp_path / "s")) == 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
+import stat
 from pathlib import Path
 
 import pytest
 
 from fedloom.core import disk
-from fedloom.core.errors import CheckpointError
+from fedloom.core.errors import CheckpointError, StorageError
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -44,3 +46,37 @@ def test_a_lock_is_seen_while_it_is_held(tmp_path: Path) -> None:
     assert disk.is_locked(path)
     os.close(held)
     assert not disk.is_locked(path)
+
+
+def test_a_result_replaces_a_file_and_no_pipe(tmp_path: Path) -> None:
+    """Into a pipe, and in place of a link, which may lead anywhere; nothing else in the folder is touched."""
+    target, link, pipe = tmp_path / "there" / "x.csv", tmp_path / "x.csv", tmp_path / "pipe"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(target)
+    (tmp_path / "there" / "x.csv.part").write_text("mine")
+    disk.write_result(link, b"new")
+    assert not link.is_symlink()
+    assert (link.read_bytes(), target.read_bytes()) == (b"new", b"old")
+    disk.write_result(target, b"new")
+    assert (tmp_path / "there" / "x.csv.part").read_text() == "mine"
+    assert sorted(path.name for path in target.parent.iterdir()) == ["x.csv", "x.csv.part"]
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    disk.write_result(pipe, b"read by another program")
+    assert os.read(reader, 100) == b"read by another program"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_result_that_does_not_fit_leaves_the_old_one(tmp_path: Path) -> None:
+    path, limits = tmp_path / "p.png", resource.getrlimit(resource.RLIMIT_FSIZE)
+    disk.write_result(path, b"old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot write"):
+            disk.write_result(path, bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

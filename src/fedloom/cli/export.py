@@ -11,7 +11,6 @@ import typer
 from fedloom.cli.console import harmless
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import Client, Run, chosen
-from fedloom.core import disk
 
 
 def export(
@@ -29,13 +28,14 @@ def export(
     The file is loaded again, and its outputs are compared with the original's.
     """
     from fedloom.runs.export import export as write
+    from fedloom.runs.look import refuse_file_of_run
 
     refuse_user_code(no_user_code)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that no net here needs
     models = chosen(run, client, by_client=False, trust=trust)
     path = out or run / f"model.{format_}"
-    with disk.result_at(path):
-        apart = write(models, path, format_)
+    refuse_file_of_run(path)
+    apart = write(models, path, format_)
     shape = ", ".join(["rows", *map(str, models.record.shape)])
     takes = f"[{shape}]" + (f": {', '.join(models.inputs)}" if models.inputs else "")
     outputs = harmless(", ".join(models.labels)) or "the number"

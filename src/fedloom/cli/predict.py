@@ -43,12 +43,14 @@ def predict(
     refuse_user_code(no_user_code)
     if os.path.realpath(out) == os.path.realpath(data):  # which a link to itself does not upset
         raise ConfigError([Fault("--out", f"{out} is the file to predict", "choose another")])
+    from fedloom.runs.look import refuse_file_of_run
+
+    refuse_file_of_run(out)
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)
     by_client = each_by_its_client(models, rows, client, by_client)
     lines = predicted_lines(models, rows, by_client=by_client)
-    with disk.result_at(out):
-        disk.write_bytes(out, as_csv(lines).encode())
+    disk.write_result(out, as_csv(lines).encode())
     whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
     print(f"{len(lines) - 1:,} rows predicted by {whose}: {out}")
 

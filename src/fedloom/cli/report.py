@@ -36,8 +36,7 @@ def report(
         raise ConfigError([Fault("--out", f"{path} is a folder", f"write {path / 'report.html'}")])
     view = look_at(folders)
     text = page(view, lang)
-    with disk.result_at(path):
-        disk.write_bytes(path, text.encode())
+    disk.write_result(path, text.encode())
     print(f"{path}   open it in a browser; it needs no network")
     for sentence in changes_shown(view):
         print(f"warning: {sentence}")

@@ -76,7 +76,7 @@ def tune(
     _say(done, screen, [str(file)] if file else [], fixed)
     if json_:
         print(json.dumps(done.as_json()))
-    if done.best is None:
+    if done.best is None or done.failures:
         raise typer.Exit(1)
 
 

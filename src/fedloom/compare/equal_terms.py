@@ -15,7 +15,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.state import Experiment
 from fedloom.report.comparison.question import Equal, Place
-from fedloom.runs.prepare import prepare
+from fedloom.runs.prepare import load, prepare
 from fedloom.runs.settings import Config, hash_of
 
 MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more rounds is refused
@@ -113,9 +113,9 @@ class Forecaster:
 
     def prepared(self, config: Config) -> Experiment:
         """The experiment on a CPU, on whatever device it will run: nothing is trained here."""
-        key = (repr((config.kinds["data"], config.data)), config.basics.seed)
+        key = (repr((config.kinds["data"], config.data, config.task.is_regression)), config.basics.seed)
         if key not in self._arrays:
-            self._arrays = {key: config.data.load(self._root, config.basics.seed)}
+            self._arrays = {key: load(config, self._root)}
         here = config.engine.model_copy(update={"device": "cpu", "threads": None})
         return prepare(config._replace(engine=here), self._root, self._arrays[key]).experiment
 

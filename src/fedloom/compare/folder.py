@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.plan import ComparisonPlan, plan
@@ -20,7 +21,7 @@ from fedloom.core.errors import ConfigError, Fault, FedloomError, StorageError
 from fedloom.data.sources import Digits, PublishedSet, Synthetic
 from fedloom.runs.environment import changed_files, other_versions
 from fedloom.runs.folder import unused
-from fedloom.runs.prepare import data_fingerprint
+from fedloom.runs.prepare import data_fingerprint, share
 from fedloom.runs.settings import read_toml
 
 _ASIDE = "replaced"  # the old versions of cells that were run again
@@ -152,7 +153,7 @@ def stale_reasons(home: Path, cell: Cell, data: Fingerprints) -> list[str]:
 
 
 class Fingerprints:
-    """The current data of cells; each data set is read once for a seed."""
+    """The current data of cells, without the server's rows as a run records them; each is read once for a seed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -168,10 +169,11 @@ class Fingerprints:
         if isinstance(config.data, Digits | Synthetic | PublishedSet):
             return False
         then = _read_json(home / "partition.json").get("data_sha256")
-        key = repr((config.kinds["data"], config.data, config.basics.seed))
+        given = (config.kinds["data"], config.data, config.task, config.proxy, needs_proxy(config.algorithm))
+        key = repr((*given, config.basics.seed))
         if then is not None and key not in self._known:
             try:
-                self._known[key] = data_fingerprint(config.data.load(self._root, config.basics.seed))
+                self._known[key] = data_fingerprint(share(config, self._root).arrays)
             except FedloomError as error:
                 self._known[key], self._missing[config.data.name] = "", str(error)
         return then is not None and bool(self._known[key]) and self._known[key] != then

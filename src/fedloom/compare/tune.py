@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from fedloom.compare.memory import default_jobs, on_gpu
 from fedloom.compare.ranges import Range
 from fedloom.compare.read import result_of
 from fedloom.core import disk
-from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.errors import ConfigError, Fault, StorageError, nearest
 from fedloom.core.vocabulary import accuracies, first_measure, leaf, lower_is_better, matching
 from fedloom.report.comparison.selected import validation_metric
 from fedloom.report.comparison.statistics import Mean, mean_of, recorded, summary_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import optuna
 
 _RECORD, _STUDY, _CELLS = "tune.toml", "study.db", "cells.csv"
+_AGAIN = "again"  # an attribute of a trial: which failed one it repeats
 
 
 class Search(NamedTuple):
@@ -69,7 +70,7 @@ class Trial(NamedTuple):
 
     number: int
     settings: dict[str, Any]
-    state: str  # done, diverged or failed
+    state: str  # done, diverged, refused or failed
     value: float | None  # on validation rows, over seeds
 
 
@@ -132,12 +133,13 @@ def checked_search(search: Search) -> Search:
 def tune(search: Search, folder: Path, root: Path, jobs: int | None, watcher: Watcher) -> Tuned:
     """Try settings until the study in ``folder`` has the requested number of trials."""
     search = checked_search(search)
-    with storage_errors(folder), _own(folder):
+    with storage_errors(folder), _own(folder), _study_errors(folder):
         _refuse_other_search(search, folder)
         disk.make_folder(folder / "cells")
         write_text(folder / _RECORD, tomli_w.dumps(search.record()))
         trials = _Trials(search, folder, _study(search, folder), watcher)
         trials.refuse_stale(root)
+        trials.retry()
         failures: dict[str, str] = {}
         try:
             missing = trials.first(jobs or default_jobs([search.config({})]))
@@ -177,12 +179,25 @@ def _refuse_other_search(search: Search, folder: Path) -> None:
         raise ConfigError([Fault("--out", what, "choose another folder, or delete that one")])
 
 
-def _study(search: Search, folder: Path) -> optuna.Study:
-    """The study in the folder."""
+@contextmanager
+def _study_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the study's database into one that names its file; without optuna, say how to get it."""
     try:
-        import optuna
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import DBAPIError
     except ImportError:
         raise ConfigError([Fault("fedloom tune", "needs optuna", "pip install 'fedloom[tune]'")]) from None
+    try:
+        yield
+    except (DBAPIError, StorageInternalError) as error:
+        why = next((each.orig for each in (error, error.__cause__) if isinstance(each, DBAPIError)), error)
+        raise StorageError(f"{folder / _STUDY}: {why}") from error
+
+
+def _study(search: Search, folder: Path) -> optuna.Study:
+    """The study in the folder."""
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(
         study_name="fedloom",
@@ -211,9 +226,19 @@ class _Trials:
         return sum(trial.state.is_finished() for trial in self._drawn())
 
     def _drawn(self) -> list[optuna.trial.FrozenTrial]:
-        """The trials whose settings are complete: a process that is killed may leave one that is not."""
-        keys = {each.key for each in self._search.ranges}
-        return [trial for trial in self._study.get_trials(deepcopy=False) if set(trial.params) == keys]
+        """The trials whose settings are complete: a process that is killed may leave one that is not.
+
+        One that failed does not count once it is repeated.
+        """
+        trials, keys = self._study.get_trials(deepcopy=False), {each.key for each in self._search.ranges}
+        repeated = {trial.user_attrs.get(_AGAIN) for trial in trials}
+        return [trial for trial in trials if set(trial.params) == keys and trial.number not in repeated]
+
+    def retry(self) -> None:
+        """Ask again for the settings of trials that failed before: their process died, or the disk was full."""
+        for trial in self._drawn():
+            if trial.state.name == "FAIL":
+                self._study.enqueue_trial(trial.params, user_attrs={_AGAIN: trial.number})
 
     def _settings(self, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
         return {each.key: each.setting(trial.params[each.key]) for each in self._search.ranges}
@@ -253,7 +278,11 @@ class _Trials:
 
     def _missing(self, trial: optuna.trial.FrozenTrial) -> list[Cell]:
         """The cells of a trial that are not running yet; it is reported at once if all of them have ended."""
-        cells = {cell.hash: cell for cell in self._cells(trial)}
+        try:
+            cells = {cell.hash: cell for cell in self._cells(trial)}
+        except ConfigError as error:
+            self._refuse(trial, error)
+            return []
         self._list(trial.number, cells.values())
         under_way = {name for hashes in self._waiting.values() for name in hashes}
         waits = {name for name in cells if not state_of(self._home(cells[name]))}
@@ -265,10 +294,19 @@ class _Trials:
 
     def _list(self, trial: int, cells: Iterable[Cell]) -> None:
         """Write down which trial a run belongs to, before it begins; the first one if several share it."""
+        drawn = {str(each.number) for each in self._drawn()}
         for cell in cells:
             home = f"cells/{cell.hash}"
-            self._listed.setdefault(home, {"trial": str(trial), "seed": str(cell.seed), "folder": home})
+            if self._listed.get(home, {}).get("trial") not in drawn:
+                self._listed[home] = {"trial": str(trial), "seed": str(cell.seed), "folder": home}
         write_text(self._folder / _CELLS, csv_text(list(self._listed.values())))
+
+    def _refuse(self, trial: optuna.trial.FrozenTrial, error: ConfigError) -> None:
+        """Settings that do not go together cannot be run; the search continues without them."""
+        from optuna.trial import TrialState
+
+        self._study.tell(trial.number, state=TrialState.PRUNED)
+        self._said.append(f"trial {trial.number}: refused  {'; '.join(map(str, error.faults))}")
 
     def _home(self, cell: Cell) -> Path:
         return self._folder / "cells" / cell.hash
@@ -305,7 +343,7 @@ class _Trials:
 
     def refuse_stale(self, root: Path) -> None:
         """Refuse to continue trials of other data, code or versions: their values cannot be compared."""
-        finished = [trial for trial in self._drawn() if trial.state.is_finished()]
+        finished = [trial for trial in self._drawn() if trial.state.name in ("COMPLETE", "FAIL")]
         for cell in self._cells(finished[-1]) if finished else ():
             why = stale_reasons(self._home(cell), cell, Fingerprints(root)) if self._home(cell).is_dir() else []
             if why:
@@ -327,12 +365,21 @@ class _Trials:
     def stopping(self) -> None:
         self._watcher.stopping()
 
+    def _state(self, trial: optuna.trial.FrozenTrial) -> str:
+        """The state of a trial that has ended."""
+        if trial.state.name != "PRUNED":
+            return {"COMPLETE": "done", "FAIL": "failed"}[trial.state.name]
+        try:
+            self._cells(trial)
+        except ConfigError:
+            return "refused"
+        return "diverged"
+
     # -- the results -------------------------------------------------------------------------------
     def write(self, failures: Mapping[str, str] = MappingProxyType({})) -> Tuned:
         """Write the table of trials, the best settings as an experiment, and the summary."""
-        states = {"COMPLETE": "done", "PRUNED": "diverged", "FAIL": "failed"}
         finished = [trial for trial in self._drawn() if trial.state.is_finished()]
-        trials = [Trial(t.number, self._settings(t), states[t.state.name], t.value) for t in finished]
+        trials = [Trial(t.number, self._settings(t), self._state(t), t.value) for t in finished]
         sign = 1 if lower_is_better(self._search.metric) else -1
         best = min((t for t in trials if t.value is not None), key=lambda t: sign * (t.value or 0.0), default=None)
         chosen = next((t for t in finished if best is not None and t.number == best.number), None)

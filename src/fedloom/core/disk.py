@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 from fedloom.core.errors import CheckpointError, ConfigError, Fault, StorageError
@@ -66,7 +67,23 @@ def open_own(path: Path, flags: int) -> int:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """A file that is written atomically, also if the power fails."""
-    part = new_part(path)
+    _write(new_part(path), path, data)
+
+
+def write_result(path: Path, data: bytes) -> None:
+    """The user's file, written atomically; a device or a pipe is written to, and a link is replaced.
+
+    A link in a folder from another person could lead to any file. Those in /dev are the system's.
+    """
+    with result_at(path):
+        if path.exists() and not path.is_file() and (not path.is_symlink() or path.parent == Path("/dev")):
+            path.write_bytes(data)
+            return
+        with TemporaryDirectory(prefix=".fedloom-", dir=path.parent) as scratch:  # no file of the user has its name
+            _write(Path(scratch, "new"), path, data)
+
+
+def _write(part: Path, path: Path, data: bytes) -> None:
     file = _open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with os.fdopen(file, "wb") as out:
         out.write(data)

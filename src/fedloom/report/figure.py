@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.disk import result_at
+from fedloom.core.disk import write_result
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def suffix_of(path: Path) -> str:
 
 def write(path: Path, picture: bytes) -> None:
     """Write a picture to the user's path and make its parent folders."""
-    with result_at(path):
-        path.write_bytes(picture)
+    write_result(path, picture)
 
 
 def plain_frame(axes: Axes, line: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import warnings
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -24,20 +24,15 @@ def export(models: Predictor, path: Path, kind: Format) -> float:
     """Write the model and the preparation of inputs; returns the largest difference from the original's outputs."""
     net = models.module
     x = example_rows(models)
-    part = disk.new_part(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            said = _as_pt2(net, x, part) if kind == "pt2" else _as_onnx(net, x, part)
-        with torch.no_grad():
-            theirs, ours = torch.from_numpy(said), net(x)
-        apart = float((theirs - ours).abs().max())
-        if not agree(theirs, ours):
-            raise DataError(f"{path}: the exported net differs from the original by {apart:.3g}, so it was not written")
-        os.chmod(part, 0o600)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data, said = _as_pt2(net, x) if kind == "pt2" else _as_onnx(net, x)
+    with torch.no_grad():
+        theirs, ours = torch.from_numpy(said), net(x)
+    apart = float((theirs - ours).abs().max())
+    if not agree(theirs, ours):
+        raise DataError(f"{path}: the exported net differs from the original by {apart:.3g}, so it was not written")
+    disk.write_result(path, data)
     return apart
 
 
@@ -55,33 +50,35 @@ def example_rows(models: Predictor) -> Tensor:
     return x
 
 
-def _as_pt2(net: nn.Module, x: Tensor, path: Path) -> NDArray[np.float32]:
+def _as_pt2(net: nn.Module, x: Tensor) -> tuple[bytes, NDArray[np.float32]]:
+    """The file, made in memory (torch ends the process if it cannot write one), and the outputs of what it contains."""
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
-    with path.open("wb") as file:
-        torch.export.save(program, file)
-    with path.open("rb") as file, torch.no_grad():
-        again: Tensor = torch.export.load(file).module()(x)
-    return again.numpy()
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    data = file.getvalue()
+    with torch.no_grad():
+        again: Tensor = torch.export.load(io.BytesIO(data)).module()(x)
+    return data, again.numpy()
 
 
-def _as_onnx(net: nn.Module, x: Tensor, path: Path) -> NDArray[np.float32]:
+def _as_onnx(net: nn.Module, x: Tensor) -> tuple[bytes, NDArray[np.float32]]:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
         what = f"needs {error.name}, which is not installed"
         raise ConfigError([Fault("--format", f"onnx {what}", "pip install 'fedloom[onnx]'")]) from error
-    torch.onnx.export(
+    program = torch.onnx.export(
         net,
         (x,),
-        str(path),
         dynamo=True,
         input_names=["rows"],
         output_names=["outputs"],
         dynamic_shapes=({0: torch.export.Dim("rows")},),
-        external_data=False,
         verbose=False,
     )
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert program is not None
+    data = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     found: NDArray[np.float32] = session.run(None, {"rows": x.numpy()})[0]
-    return found
+    return data, found

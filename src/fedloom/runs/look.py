@@ -27,6 +27,7 @@ _KINDS: dict[str, dict[str, type]] = {  # what is shown of these files, and of w
     "partition.json": {"labels": list, "notes": list, "clients": int},
     "topology.json": {"first_round": list},
 }
+_NEEDED = (".toml", ".json", ".jsonl", ".safetensors")  # of the files of a run that cannot be made again
 _MOST = (1 << 24, 1 << 16)  # clients and classes that a page can be asked to count
 _SHOWN = ("metrics.jsonl", "partition.json", "privacy.json", "clients.csv", "confusion.json")
 
@@ -34,6 +35,14 @@ _SHOWN = ("metrics.jsonl", "partition.json", "privacy.json", "clients.csv", "con
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
     return (folder / "config.toml").is_file()
+
+
+def refuse_file_of_run(path: Path) -> None:
+    """Refuse to write a result over a file that a run needs: it could not be resumed or used any more."""
+    place = path.resolve()
+    needed = place.suffix in _NEEDED or place.name in ("clients.csv", "curves.csv")
+    if needed and place.is_file() and any(is_run(folder) for folder in list(place.parents)[:2]):
+        raise ConfigError([Fault("--out", f"{path} is a file of a run, which would be lost", "choose another")])
 
 
 def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str, ...] = ()) -> RunView:
