@@ -14,7 +14,7 @@ from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
-from fedloom.deploy.fleet import Failed, LostNodesError, read_population, read_rounds
+from fedloom.deploy.fleet import Failed, LostNodesError, Rules, read_population, read_rounds
 from fedloom.deploy.site import SERVER_TOML, read_state
 from fedloom.runs.settings import parse
 from fedloom.runs.start import start
@@ -23,7 +23,7 @@ from support.federation import Federation, a_site, config_of, here, same, table_
 
 pytest.importorskip("flwr")
 from fedloom.deploy.members import add_node
-from fedloom.deploy.serve import stop_run
+from fedloom.deploy.serve import start_run, stop_run
 
 
 def test_a_node_joins_between_two_runs(tmp_path: Path) -> None:
@@ -81,6 +81,22 @@ def test_a_run_goes_on_without_a_node_that_was_revoked_or_is_away_if_the_quorum_
     *_, second, third, finish = ((line["kind"], line["answered"]) for line in read_rounds(home))
     assert (second, third) == (("train", ["Ada", "Cem"]), ("train", ["Ada", "Bea", "Cem"]))
     assert finish == ("finish", ["Ada", "Bea", "Cem"])
+
+
+def test_a_quorum_is_exact_and_a_secure_sum_needs_more_than_half() -> None:
+    assert [Rules(quorum=share).needed(count) for share, count in ((0.55, 100), (0.07, 100), (0.56, 25))] == [55, 7, 14]
+    assert [Rules(quorum=0.5).needed(count) for count in (0, 1, 4, 5)] == [1, 1, 2, 3]
+    assert [Rules(quorum=0.5, secure_sum=True).needed(count) for count in (2, 3, 4, 5)] == [2, 2, 3, 3]
+
+
+def test_a_run_is_not_started_if_too_few_keys_are_left_for_a_secure_sum(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg"), secure_sum=True)
+    text = (home / SERVER_TOML).read_text()
+    (home / SERVER_TOML).write_text(text.replace("quorum = 1.0", "quorum = 0.3"))
+    for name in ("ada", "bea"):
+        (home / f"{name}.pub").unlink()
+    with pytest.raises(ConfigError, match="2 of 3 nodes are needed, and keys were revoked: Ada, Bea"):
+        start_run(home.parent)
 
 
 def test_a_node_whose_disk_is_full_says_so_and_goes_on_when_it_is_not(tmp_path: Path) -> None:

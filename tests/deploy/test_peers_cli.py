@@ -25,6 +25,7 @@ from support.federation import simulated, table_of
 from support.peers import wait_until
 from support.ports import free_ports
 
+OWN = "from fedloom.algorithms.dfedavg import DFedAvg\n\n\nclass Mine(DFedAvg):\n    pass\n"
 PATIENCE = 600.0  # seconds: a busy machine is no fault of the code
 
 
@@ -91,8 +92,12 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
     assert (tmp_path / "killed" / "model.safetensors").is_file()
 
 
-def test_a_network_on_one_machine(tmp_path: Path) -> None:
-    words = ("local", experiment(tmp_path, rounds=2), "--nodes", 2, "--out", tmp_path / "site", "--json")
+def test_a_network_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a method of one's own, named on the command line alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "mine.py").write_text(OWN)
+    method = f"algorithm.kind={tmp_path / 'mine.py'}:Mine"
+    words = ("local", experiment(tmp_path, rounds=2), method, "--nodes", 2, "--out", tmp_path / "site", "--json")
     found = json.loads(said(peers(*words)).splitlines()[-1])
     assert [(one["state"], one["round"], one["last_round"]["up"]) for one in found] == [
         ("completed", 2, ["Node 2"]),
@@ -106,8 +111,7 @@ def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_g
     """One node has rows of one class alone, as a small hospital may."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     site = tmp_path / "site"
-    method = "from fedloom.algorithms.dfedavg import DFedAvg\n\n\nclass Mine(DFedAvg):\n    pass\n"
-    (tmp_path / "mine.py").write_text(method)
+    (tmp_path / "mine.py").write_text(OWN)
     rows = [f"{40 + k},{('red', 'blue')[k % 2]},{('ill', 'well')[k % 4 > 1]}" for k in range(40)]
     for name, own in (("lab", rows), ("ada", [row for row in rows if row.endswith("ill")]), ("bea", rows[::2])):
         (tmp_path / f"{name}.csv").write_text("\n".join(["age,colour,outcome", *own]))

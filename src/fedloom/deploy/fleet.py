@@ -59,6 +59,14 @@ class Rules(Spec):
     secure_sum: bool = Field(False, description="let the server learn only the sum of the uploads of a round")
     join: PositiveFloat = Field(600.0, description="seconds that the server waits for all nodes to connect")
 
+    def needed(self, count: int) -> int:
+        """How many of this many nodes must answer.
+
+        For a secure sum more than half: otherwise some could be asked for one seed of a node, and some for the other.
+        """
+        share = max(1, math.ceil(count * self.quorum - 1e-9))  # 100 * 0.55 is a little more than 55
+        return max(share, count // 2 + 1, 2) if self.secure_sum else share
+
 
 class Failed(NamedTuple):
     """No answer from a node."""
@@ -110,7 +118,7 @@ class RemoteNodes:
         ids = list(range(len(self._contract.nodes)))
         self.population = began or Population((), ())
         asked = [k for k in ids if began is None or began.train[k]]
-        needed = self._needed(len(ids))
+        needed = self._rules.needed(len(ids))
         replies = self._hello(asked, self._rules.join, needed if began else len(ids))
         wrong = {k: one for k, one in replies.failed.items() if one.answered or not (began or one.revoked)}
         if wrong:
@@ -154,7 +162,7 @@ class RemoteNodes:
     def train(self, exp: Experiment, order: Order, ids: list[int]) -> dict[int, Outcome]:
         """What the nodes of a round have sent."""
         self._stop_if_asked(order.round)
-        needed = self._needed(len(ids))
+        needed = self._rules.needed(len(ids))
         there, away = self._greeted(ids)
         facts = self._facts(order.round) | {
             "senders": order.senders,
@@ -172,10 +180,6 @@ class RemoteNodes:
             what = f"round {order.round + 1}: {len(replies.good)} of {len(ids)} nodes answered, {needed} are needed"
             raise LostNodesError(f"{what}; {self._reasons(replies.failed)}")
         return replies.good
-
-    def _needed(self, count: int) -> int:
-        """How many of this many nodes must answer."""
-        return max(1, math.ceil(count * self._rules.quorum))
 
     def _limit(self, exp: Experiment, order: Order) -> int:
         """How many bytes an answer to an order may have."""

@@ -30,10 +30,6 @@ class SecureNodes(RemoteNodes):
         self._seals[client] = str(facts["seal"])
         return super()._welcome(client, facts)
 
-    def _needed(self, count: int) -> int:
-        """More than half must be left: otherwise some could be asked for one seed of a node, and some for the other."""
-        return max(super()._needed(count), count // 2 + 1, 2)
-
     def _limit(self, exp: Experiment, order: Order) -> int:
         return secure_limit(exp, order, len(self._contract.nodes))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import json
-import math
 import os
 import signal
 import socket
@@ -191,11 +190,12 @@ def _refuse_running(home: Path, site: Path) -> None:
 def _refuse_revoked(home: Path, names: tuple[str, ...]) -> None:
     """Refuse to start where too many keys were revoked for the quorum."""
     gone = [name for name in names if revoked_key(home, name)]
-    quorum = read_rules(home).quorum
-    needed = math.ceil(len(names) * quorum)
+    rules = read_rules(home)
+    needed = rules.needed(len(names))
     if len(names) - len(gone) < needed:
         what = f"{needed} of {len(names)} nodes are needed, and keys were revoked: {', '.join(gone)}"
-        fix = f'fedloom deploy renew {home.parent} "{gone[0]}", or lower quorum (it is {quorum:g})'
+        lower = "a secure sum needs more than half" if rules.secure_sum else "or lower quorum"
+        fix = f'fedloom deploy renew {home.parent} "{gone[0]}"; {lower} (quorum is {rules.quorum:g})'
         raise ConfigError([Fault(f"{home / SERVER_TOML}, rules.quorum", what, fix)])
 
 

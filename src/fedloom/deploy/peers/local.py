@@ -53,6 +53,7 @@ def _started(out: Path, slug: str, root: Path) -> subprocess.Popen[bytes]:
         "start",
         str((out / slug).absolute()),
         f"data={EXPERIMENT_DATA}",
+        "--trust",  # own code may run: it did so when the folders were made
         "--data-root",
         str(root.absolute()),
     ]
