@@ -21,7 +21,7 @@ MLP = {"kind": "mlp", "widths": [5]}
 
 
 class Curved(Quadratic):
-    def bend(self, w, batch, v):
+    def hvp(self, w, batch, v):
         return batch.x @ v
 
 

@@ -167,6 +167,28 @@ def test_curvature_is_the_dense_hessians(world) -> None:
     assert L_minus <= 1e-4  # logistic regression is convex
 
 
+def test_the_curvature_of_a_net_is_found_on_both_sides_of_zero() -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    exp = experiment(federation((40, 30), shape=(5,)), net)
+    w = 3 * exp.task.w0
+    x, y = exp.federation.examples(exp.federation.train.rows)
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(exp.task.apply(v, x, exp.task.buffers0), y)
+
+    values = torch.linalg.eigvalsh(torch.func.hessian(loss)(w))
+    L, L_minus = curvature.curvature(exp, w)
+    assert pytest.approx(float(values[-1]), rel=1e-3) == L
+    assert pytest.approx(-float(values[0]), rel=1e-3) == L_minus
+    assert L_minus > 0.05
+
+
+def test_no_theorem_applies_where_the_curvature_is_unknown() -> None:
+    unknown = theory.Theory(1.0, 0.1, 1.0, math.nan, math.nan, 3)
+    assert [rate(unknown) for rate in (theory.rho_paper, theory.rho_fedprox, theory.rho_direct)] == [None] * 3
+
+
 # -- the bound for softmax regression --------------------------------------------------------------
 def hessian_top(exp, w: torch.Tensor, client: int) -> float:
     """The largest eigenvalue of the dense Hessian of one client's loss."""

@@ -43,7 +43,7 @@ class Quadratic:
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         return batch.x @ (w - batch.y)
 
-    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+    def hvp(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
         return batch.x @ v
 
 
@@ -170,7 +170,7 @@ class Tilted(Quadratic):
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         return batch.y * (1 + 1e-8 * torch.sin(1e6 * w.sum()))
 
-    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+    def hvp(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
         return torch.zeros_like(v)
 
 
@@ -190,7 +190,7 @@ def test_against_a_dense_hessian() -> None:
     f = H @ unit(g)
     exact = steepest(Surface(task, batch), w, g, Gam(0.2, product="exact"))
     torch.testing.assert_close(exact, 0.2 * unit(f), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(task.bend(w, batch, unit(g)), f, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(task.hvp(w, batch, unit(g)), f, rtol=1e-9, atol=1e-10)
     found = gam(task, w, batch, Gam(0.2, product="exact"))
     torch.testing.assert_close(found, task.grad(w + 0.2 * unit(f), batch), rtol=1e-9, atol=1e-10)
     for product in ("fd", "central"):
@@ -201,7 +201,7 @@ def test_against_a_dense_hessian() -> None:
 def test_g7_forward_differences_err_by_the_first_power_and_central_ones_by_the_second() -> None:
     task, w, batch = smooth()
     g = task.grad(w, batch)
-    f = task.bend(w, batch, unit(g))
+    f = task.hvp(w, batch, unit(g))
     reaches = (1e-3, 3e-3, 1e-2, 3e-2)
     for product, power in (("fd", 1), ("central", 2)):
         errors = []
@@ -220,16 +220,16 @@ def test_g7_forward_differences_err_by_the_first_power_and_central_ones_by_the_s
 class Counting(Task):
     """Counts gradients and Hessian-vector products, and keeps the batches that they saw."""
 
-    grads = bends = 0
+    grads = hvps = 0
     seen: tuple[Batch, ...] = ()
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         self.grads, self.seen = self.grads + 1, (*self.seen, batch)
         return super().grad(w, batch)
 
-    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
-        self.bends, self.seen = self.bends + 1, (*self.seen, batch)
-        return super().bend(w, batch, v)
+    def hvp(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+        self.hvps, self.seen = self.hvps + 1, (*self.seen, batch)
+        return super().hvp(w, batch, v)
 
 
 def counted() -> tuple[Counting, Tensor, Batch]:
@@ -248,26 +248,26 @@ COSTS = [
 ]
 
 
-@pytest.mark.parametrize(("how", "grads", "bends"), COSTS)
-def test_g8_what_a_step_costs(how, grads, bends) -> None:
+@pytest.mark.parametrize(("how", "grads", "hvps"), COSTS)
+def test_g8_what_a_step_costs(how, grads, hvps) -> None:
     task, w, batch = counted()
     gam(task, w, batch, how)
-    assert (task.grads, task.bends) == (grads, bends)
-    assert cost(how) == grads + 2 * bends
+    assert (task.grads, task.hvps) == (grads, hvps)
+    assert cost(how) == grads + 2 * hvps
 
 
 def test_g8b_what_a_sam_step_costs() -> None:
     for rho, grads in ((0.0, 1), (0.1, 2)):
         task, w, batch = counted()
         sam(task, w, batch, rho)
-        assert (task.grads, task.bends) == (grads, 0)
+        assert (task.grads, task.hvps) == (grads, 0)
 
 
-@pytest.mark.parametrize(("how", "grads", "bends"), COSTS)
-def test_g15_every_evaluation_of_a_step_sees_the_same_batch(how, grads, bends) -> None:
+@pytest.mark.parametrize(("how", "grads", "hvps"), COSTS)
+def test_g15_every_evaluation_of_a_step_sees_the_same_batch(how, grads, hvps) -> None:
     task, w, batch = counted()
     gam(task, w, batch, how)
-    assert len(task.seen) == grads + bends
+    assert len(task.seen) == grads + hvps
     assert all(seen is batch for seen in task.seen)
 
 

@@ -75,21 +75,21 @@ class Relaxation(FedProx, Surveys, HasPhases, OwnStatistics):
 
     def survey(self, batch: Batch, down: Model, mine: Nothing) -> Tensor:
         """grad F_k(w), once it is divided by the number of examples."""
-        return self.slope(batch, down.w, down, mine)
+        return self.gradient_sum(batch, down.w, down, mine)
 
-    def slope(self, batch: Batch, x: Tensor, down: Model, mine: Nothing) -> Tensor:
+    def gradient_sum(self, batch: Batch, x: Tensor, down: Model, mine: Nothing) -> Tensor:
         """The sum of the gradients of a batch's examples at ``x``."""
         return self.task.grad(x, batch) * batch.mask.sum()
 
     def phases(self) -> tuple[Phase, ...]:
         if self.gamma_target is None:
             return super().phases()
-        return (Phase(self.step, look=self.slope, look_gradients=1.0, after=self.solved),)
+        return (Phase(self.step, look=self.gradient_sum, look_gradients=1.0, after=self.solved),)
 
-    def solved(self, at: Carry, slope: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
+    def solved(self, at: Carry, total: Tensor, down: Model, mine: Nothing, work: Work) -> tuple[Carry, Tensor]:
         """Whether the local problem is solved accurately enough."""
         assert self.gamma_target is not None
-        there = slope / work.examples + self.mu * (at.x - down.w)
+        there = total / work.examples + self.mu * (at.x - down.w)
         here = work.survey / work.examples
         return at, torch.linalg.vector_norm(there) <= self.gamma_target * torch.linalg.vector_norm(here)
 

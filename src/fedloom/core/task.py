@@ -285,9 +285,9 @@ class Task:
         """The gradient of ``loss`` at ``w``.  ``[P]``"""
         return self.differentiate(lambda v: self.loss(v, batch), w)
 
-    def bend(self, w: Tensor, batch: Batch, v: Tensor) -> Tensor:
+    def hvp(self, w: Tensor, batch: Batch, v: Tensor, *, training: bool = True) -> Tensor:
         """The Hessian of ``loss`` at ``w``, times ``v``.  ``[P]``"""
-        product: Tensor = jvp(grad(partial(self.loss, batch=batch)), (w,), (v,))[1]
+        product: Tensor = jvp(grad(partial(self.loss, batch=batch, training=training)), (w,), (v,))[1]
         return product
 
     def differentiate(self, f: Callable[[X], Tensor], x: X) -> X:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +17,6 @@ from fedloom.data.federation import Federation
 from fedloom.engine.state import Experiment
 from fedloom.maths.learned_weights import Weighing
 
-_ITERATIONS = 30  # of the power method
 _ROWS = 2048  # in one Hessian-vector product
 _LANCZOS = 60  # steps at most
 _TOLERANCE = 1e-4  # of the top eigenvalue, relative
@@ -82,16 +81,7 @@ def hessian(exp: Experiment, w: Tensor, buffers: Tensor) -> dict[str, float]:
     In evaluation mode: BatchNorm uses the statistics that it is given.
     """
     chunks = list(_held_chunks(exp, buffers) or training_chunks(exp, buffers))
-
-    def product(v: Tensor) -> Tensor:
-        bent = torch.zeros_like(w)
-        for batch, share in chunks:
-            slope = grad(partial(exp.task.loss, batch=batch, training=False))
-            bent = bent + share * jvp(slope, (w,), (v,))[1]
-        return bent
-
-    start = torch.randn(w.shape, generator=torch.Generator().manual_seed(0)).to(w)
-    found = top_eigenvalue(product, start)
+    found = top_eigenvalue(lambda v: hessian_product(exp.task, chunks, w, v), _start(w))
     return {
         "hessian/top": found.value,
         "hessian/error": found.error,
@@ -171,30 +161,30 @@ def _top_square(x: Tensor) -> float:
 def curvature(exp: Experiment, w: Tensor) -> tuple[float, float]:
     """Estimates of the largest eigenvalue of the training loss's Hessian at ``w``, and of minus the smallest.
 
-    By the power method on Hessian-vector products over all training rows; from a fixed start.
+    In training mode, as in the theorems. Both are at least 0.
     """
-    chunks = list(training_chunks(exp, exp.task.buffers0))
+    chunks, start = list(training_chunks(exp, exp.task.buffers0)), _start(w)
 
     def product(v: Tensor) -> Tensor:
-        parts = [share * jvp(partial(grad(exp.task.loss), batch=batch), (w,), (v,))[1] for batch, share in chunks]
-        return torch.stack(parts).sum(0)
+        return hessian_product(exp.task, chunks, w, v, training=True)
 
-    top = _largest(product, w)
-    low = _largest(lambda v: product(v) - top * v, w) + top  # of H - top I, the one farthest from zero is the lowest
-    return max(top, low, 0.0), max(0.0, -min(top, low))
+    top, low = top_eigenvalue(product, start), top_eigenvalue(lambda v: -product(v), start)
+    return max(top.value, 0.0), max(low.value, 0.0)  # in this order what is not a number stays so
 
 
-def _largest(product: Any, w: Tensor) -> float:
-    v = torch.randn(w.shape, generator=torch.Generator().manual_seed(0)).to(w)
-    value = 0.0
-    for _ in range(_ITERATIONS):
-        v = v / torch.linalg.vector_norm(v)
-        after = product(v)
-        value = float(v @ after)
-        v = after
-        if float(torch.linalg.vector_norm(v)) < 1e-20:
-            return 0.0
-    return value
+def hessian_product(
+    task: Task, chunks: Iterable[tuple[Batch, float]], w: Tensor, v: Tensor, *, training: bool = False
+) -> Tensor:
+    """The Hessian at ``w`` of the mean loss over chunks of rows, each with its share of them, times ``v``.  ``[P]``"""
+    total = torch.zeros_like(w)
+    for batch, share in chunks:
+        total = total + share * task.hvp(w, batch, v, training=training)
+    return total
+
+
+def _start(w: Tensor) -> Tensor:
+    """A fixed random direction."""
+    return torch.randn(w.shape, generator=torch.Generator().manual_seed(0)).to(w)
 
 
 def training_chunks(exp: Experiment, buffers: Tensor) -> Iterator[tuple[Batch, float]]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, jvp
+from torch.func import grad_and_value
 
 from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core import rng, tree
@@ -36,7 +36,7 @@ from fedloom.core.metrics import Scores, Verdicts, auc, client_metrics, measure_
 from fedloom.core.objective import Criterion
 from fedloom.core.quality import confusion, measured_by_owner
 from fedloom.core.vocabulary import as_validation, first_measure, is_test
-from fedloom.engine.curvature import training_chunks
+from fedloom.engine.curvature import hessian_product, training_chunks
 from fedloom.engine.fleet import Inquiry
 from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
@@ -134,20 +134,15 @@ def _flatness(name: str, exp: Experiment, w: Tensor, buffers: Tensor) -> dict[st
         return {}
     chunks = list(training_chunks(exp, buffers))
 
-    def slope(at: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_gradient(at: Tensor) -> tuple[Tensor, Tensor]:
         value, g = torch.zeros((), dtype=torch.float64, device=at.device), torch.zeros_like(at)
         for batch, share in chunks:
             more, there = grad_and_value(partial(exp.task.loss, batch=batch, training=False))(at)
             value, g = value + share * there.double(), g + share * more
         return value, g
 
-    def bend(at: Tensor, v: Tensor) -> Tensor:
-        turned = torch.zeros_like(at)
-        for batch, share in chunks:
-            turned += share * jvp(grad(partial(exp.task.loss, batch=batch, training=False)), (at,), (v,))[1]
-        return turned
-
-    found = flatness(Landscape(slope, bend), w, exp.evaluate.flatness)
+    landscape = Landscape(value_and_gradient, partial(hessian_product, exp.task, chunks))
+    found = flatness(landscape, w, exp.evaluate.flatness)
     return {f"{name}/flatness/R0": found.r0, f"{name}/flatness/R1": found.r1}
 
 

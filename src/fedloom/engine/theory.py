@@ -31,7 +31,7 @@ class Theory(NamedTuple):
 def rho_paper(t: Theory) -> float | None:
     """The rate of FedProx + Relaxation's theorem; None if the theorem does not apply (mu <= L_minus)."""
     mb = t.mu_bar
-    if mb <= 0:
+    if not mb > 0:  # nor a number: the loss has overflowed
         return None
     g, phi = 1 + t.gamma, t.K * t.alpha**2 + 4 * (1 - t.alpha) ** 2
     return (
@@ -46,7 +46,7 @@ def rho_paper(t: Theory) -> float | None:
 def rho_fedprox(t: Theory) -> float | None:
     """The rate of FedProx's theorem 4."""
     mb = t.mu_bar
-    if mb <= 0:
+    if not mb > 0:  # nor a number: the loss has overflowed
         return None
     g = 1 + t.gamma
     return (
@@ -61,7 +61,7 @@ def rho_fedprox(t: Theory) -> float | None:
 def rho_direct(t: Theory) -> float | None:
     """A sharper rate: with unbiased sampling the linear term of the relaxed step vanishes in the mean."""
     mb = t.mu_bar
-    if mb <= 0:
+    if not mb > 0:  # nor a number: the loss has overflowed
         return None
     g = 1 + t.gamma
     A = (1 - t.gamma * t.B) / t.mu - t.L * t.B * g / (t.mu * mb)

@@ -61,15 +61,15 @@ class Surface(NamedTuple):
     batch: Batch
     decay: float = 0.0
 
-    def slope(self, at: Tensor) -> Tensor:
+    def gradient(self, at: Tensor) -> Tensor:
         """grad F(at)."""
         g = self.task.grad(at, self.batch)
         return g + self.decay * at if self.decay else g
 
-    def bend(self, at: Tensor, v: Tensor) -> Tensor:
+    def hvp(self, at: Tensor, v: Tensor) -> Tensor:
         """H v, with the Hessian of F at this point."""
-        turned = self.task.bend(at, self.batch, v)
-        return turned + self.decay * v if self.decay else turned
+        product = self.task.hvp(at, self.batch, v)
+        return product + self.decay * v if self.decay else product
 
 
 def toward(v: Tensor, length: Tensor | float, floor: Tensor | float = _NOTHING) -> Tensor:
@@ -81,18 +81,18 @@ def toward(v: Tensor, length: Tensor | float, floor: Tensor | float = _NOTHING) 
 def sam(task: Task, y: Tensor, batch: Batch, rho: float, *, decay: float = 0.0, scale: Tensor | float = 1.0) -> Tensor:
     """The gradient at the point, rho (times ``scale``) away, where F is about the largest."""
     surface = Surface(task, batch, decay)
-    g = surface.slope(y)
-    return surface.slope(y + toward(g, rho * scale)) if rho else g
+    g = surface.gradient(y)
+    return surface.gradient(y + toward(g, rho * scale)) if rho else g
 
 
 def gam(task: Task, y: Tensor, batch: Batch, how: Gam) -> Tensor:
     """The direction of a gradient-norm-aware step, by the chosen rule."""
     surface = Surface(task, batch, how.decay)
-    g0 = surface.slope(y)
+    g0 = surface.gradient(y)
     if not how.rho:
         return g0
     if how.rule == "paper":
-        return surface.slope(y + steepest(surface, y, g0, how))
+        return surface.gradient(y + steepest(surface, y, g0, how))
     if how.rule == "gam_exact":
         return g0 + how.alpha * _flatness(surface, y, g0, how.rho * how.scale)
     return (_accelerated if how.rule == "gam_repo" else _by_differences)(surface, y, g0, how)
@@ -101,10 +101,10 @@ def gam(task: Task, y: Tensor, batch: Batch, how: Gam) -> Tensor:
 def steepest(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> Tensor:
     """delta = rho f / ||f||: where, rho away, the gradient is about the longest; zero if f is rounding."""
     if how.product == "exact":
-        return toward(surface.bend(y, toward(g0, 1.0)), how.rho * how.scale)
+        return toward(surface.hvp(y, toward(g0, 1.0)), how.rho * how.scale)
     step = toward(g0, how.reach)
-    before = g0 if how.product == "fd" else surface.slope(y - step)
-    return _along(surface.slope(y + step) - before, g0, how)
+    before = g0 if how.product == "fd" else surface.gradient(y - step)
+    return _along(surface.gradient(y + step) - before, g0, how)
 
 
 def _along(difference: Tensor, g0: Tensor, how: Gam) -> Tensor:
@@ -114,22 +114,22 @@ def _along(difference: Tensor, g0: Tensor, how: Gam) -> Tensor:
 
 def _flatness(surface: Surface, y: Tensor, g0: Tensor, rho: Tensor | float) -> Tensor:
     """The gradient of rho ||grad F|| at the point, rho away, where it is about the longest."""
-    there = y + toward(surface.bend(y, toward(g0, 1.0)), rho)
-    return rho * surface.bend(there, toward(surface.slope(there), 1.0))
+    there = y + toward(surface.hvp(y, toward(g0, 1.0)), rho)
+    return rho * surface.hvp(there, toward(surface.gradient(there), 1.0))
 
 
-def _slopes(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients at rho' along g0; at the point, rho away, where it is about the longest; and from there at rho'
     along that gradient."""
-    g1 = surface.slope(y + toward(g0, how.reach))
+    g1 = surface.gradient(y + toward(g0, how.reach))
     there = y + _along(g1 - g0, g0, how)
-    g2 = surface.slope(there)
-    return g1, g2, surface.slope(there + toward(g2, how.reach))
+    g2 = surface.gradient(there)
+    return g1, g2, surface.gradient(there + toward(g2, how.reach))
 
 
 def _by_differences(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> Tensor:
     """g0 + (alpha rho / rho') (g3 - g2)."""
-    _, g2, g3 = _slopes(surface, y, g0, how)
+    _, g2, g3 = _gradients(surface, y, g0, how)
     return g0 + how.alpha * how.rho * how.scale / how.reach * (g3 - g2)
 
 
@@ -138,7 +138,7 @@ def _accelerated(surface: Surface, y: Tensor, g0: Tensor, how: Gam) -> Tensor:
 
     Their text calls beta0 the weight of g0; their code gives g0 the weight 1, and g2 the weight |1 - beta0|.
     """
-    g1, g2, g3 = _slopes(surface, y, g0, how)
+    g1, g2, g3 = _gradients(surface, y, g0, how)
     G = how.beta1 * g1 + (1 - how.beta1) * g3
     M = g0 + abs(1 - how.beta0) * g2
     across = M - (M @ G) / (G @ G).clamp(min=_NOTHING**2) * G
@@ -165,8 +165,8 @@ class Flatness(NamedTuple):
 class Landscape(NamedTuple):
     """A function whose flatness is measured."""
 
-    slope: Callable[[Tensor], tuple[Tensor, Tensor]]  # its value and its gradient
-    bend: Callable[[Tensor, Tensor], Tensor]  # (at, v) -> H v
+    value_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]]
+    hvp: Callable[[Tensor, Tensor], Tensor]  # (at, v) -> H v
 
 
 def flatness(f: Landscape, y: Tensor, rho: float) -> Flatness:
@@ -176,13 +176,13 @@ def flatness(f: Landscape, y: Tensor, rho: float) -> Flatness:
     second start: a random direction, always the same. If the function is convex, no step decreases it; on a quadratic
     it is the power method.
     """
-    value, _ = f.slope(y)
+    value, _ = f.value_and_gradient(y)
     chance = rng.uniform(0, "flatness", torch.arange(len(y), device=y.device)).to(y) - 0.5
     starts = (torch.zeros_like(y), toward(chance, rho))
     seen: list[tuple[float, float]] = []
 
     def look(d: Tensor) -> Tensor:
-        there, g = f.slope(y + d)
+        there, g = f.value_and_gradient(y + d)
         seen.append((float(there - value), float(torch.linalg.vector_norm(g))))
         return g
 
@@ -193,6 +193,6 @@ def flatness(f: Landscape, y: Tensor, rho: float) -> Flatness:
 
     for start in starts:
         climb(start, look)
-        climb(start, lambda d: f.bend(y + d, toward(look(d), 1.0)))
+        climb(start, lambda d: f.hvp(y + d, toward(look(d), 1.0)))
     rises, lengths = zip(*seen, strict=True)
     return Flatness(max(rises), rho * max(lengths))
