@@ -13,6 +13,7 @@ from fedloom.core.vocabulary import (
     is_ours,
     is_privacy,
     is_share,
+    lower_is_better,
     matching,
     meaning,
 )
@@ -44,6 +45,26 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 def test_names_have_a_meaning_in_words(name: str, says: str) -> None:
     assert says in meaning(name)
     assert bool(meaning(name)) == is_ours(name)
+
+
+def test_names_of_a_method_that_begin_like_a_measure_are_not_one() -> None:
+    less = [
+        "global/test/loss",
+        "nodes/test/mae_max",
+        "personal/pre_fit/test/accuracy_std",
+        "bytes/up",
+        "work/gradients",
+    ]
+    less += [
+        "bad_clients/weight_mean",
+        "bad_clients/weight_share",
+        "mine/loss_mean",
+        "hessian/top",
+        "privacy/epsilon_simulated",
+    ]
+    more = ["global/test/accuracy", "personal/pre_fit/test/accuracy_worst10", "nodes/test/accuracy_min"]
+    more += ["mine/downstream_accuracy", "mine/uptake", "mine/losslessness", "mine/upper_bound", "mine/recall"]
+    assert [name for name in [*less, *more] if lower_is_better(name)] == less
 
 
 def test_what_a_run_has_spent() -> None:

@@ -246,6 +246,27 @@ def test_who_was_away_too_long_asks_its_neighbours() -> None:
     assert torch.equal(advance(pull, recent, RamStore(16))[0].server.w, kept.server.w)
 
 
+def test_who_was_away_too_long_forgets_its_momentum(world) -> None:
+    """Also with a method that keeps nothing of its own: the optimizer starts anew beside the model that was pulled."""
+    ring = {"kind": "ring", "node_loss": 0.4, "stale_after": 0, "rejoin": "pull"}
+    local = {"lr": 0.1, "momentum": 0.9, "state": "persist"}
+    exp = world((6,) * 5, algorithm={"kind": "dfedavg"}, topology=ring, local=local)
+    state, store, back = begin(exp), RamStore(5), set[int]()
+    everyone = torch.arange(5)
+    for _ in range(6):
+        offline = exp.topology.offline(5, Moment(exp.seed, state.round))  # type: ignore[union-attr]
+        to, _ = gossip.pulled(exp, state.round, offline, state.nodes.away.numpy())
+        before = exp.given(state, store, everyone).memory
+        again = gossip._rejoined(exp, state, store, offline)
+        after = exp.given(again, store, everyone).memory
+        for node in range(5):
+            (old,), (new,) = (tree.leaves(tree.take(each, node)) for each in (before, after))
+            assert torch.equal(new, torch.zeros_like(old) if node in to else old)
+        back |= {node for node in to.tolist() if any(x.any() for x in tree.leaves(tree.take(before, node)))}
+        state, _ = advance(exp, state, store)
+    assert back
+
+
 # -- messages that are used again -------------------------------------------------------------------
 def remembering(topology: Topology, rounds: int, start: Any, fresh: dict[str, Any]) -> Any:
     """The same by definition: X <- W Z, in which a row that is lost is the last one that came over its link."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 
 class Measure(NamedTuple):
-    """What a number is, by the beginning of the last part of its name."""
+    """What a number is, by the last part of its name without what it is over clients."""
 
-    begins: str
+    name: str  # one that ends with _ is only the beginning
     meaning: str
     lower: bool = False  # whether a smaller value is the better one
 
@@ -46,6 +46,7 @@ MEASURES = (
     Measure("psi", "factor by which gossip brings nodes together at worst", lower=True),
     Measure("contraction", "factor by which gossip brought nodes together in the round", lower=True),
     Measure("epsilon", "epsilon of differential privacy spent so far", lower=True),
+    Measure("epsilon_simulated", "the same, if the noise were secret: it is drawn from the seed", lower=True),
     Measure("weight_", "weight that the server gave to bad clients", lower=True),
     Measure("offline", "nodes that were offline in the round"),
     Measure("away", "rounds for which the longest of them has been offline"),
@@ -117,7 +118,8 @@ def is_ours(name: str) -> bool:
 def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     end = leaf(name)
-    return name in _LESS or end.endswith("_std") or any(q.lower and end.startswith(q.begins) for q in MEASURES)
+    measure = _measure(end)
+    return name in _LESS or end.endswith("_std") or (measure is not None and measure.lower)
 
 
 def is_share(name: str) -> bool:
@@ -129,10 +131,18 @@ def meaning(name: str) -> str:
     """What a metric measures, in words; empty for names that only an algorithm knows."""
     place, _, end = name.rpartition("/")
     spread = next((words for ending, words in SPREAD.items() if end.endswith(ending)), "")
-    quantity = next((q.meaning for q in MEASURES if end.startswith(q.begins)), "")
-    if place not in PLACES or not quantity:
+    measure = _measure(end)
+    if place not in PLACES or measure is None:
         return ""
-    return f"{PLACES[place]}: {quantity}" + (f", {spread}" if spread else "")
+    return f"{PLACES[place]}: {measure.meaning}" + (f", {spread}" if spread else "")
+
+
+def _measure(end: str) -> Measure | None:
+    """The measure that the last part of a name is, if we know it."""
+    if (begun := next((m for m in MEASURES if m.name.endswith("_") and end.startswith(m.name)), None)) is not None:
+        return begun
+    over = next((ending for ending in (*SPREAD, "_min", "_max") if end.endswith(ending)), "")
+    return next((m for m in MEASURES if m.name == end.removesuffix(over)), None)
 
 
 def is_cost(name: str) -> bool:

@@ -47,7 +47,7 @@ from fedloom.engine.mixing import (
     product,
     sparse_rows,
 )
-from fedloom.engine.state import ClientWork, Experiment, Kept, Nodes, Past, Round, RunState
+from fedloom.engine.state import ClientWork, Experiment, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
 from fedloom.engine.topology.network import Moment, Topology, surviving, usable
 from fedloom.engine.topology.weights import Mask, Weights, cut, norm, psi
@@ -158,14 +158,15 @@ def _rejoined(exp: Experiment, state: RunState, store: ClientStore, offline: Mas
 
 
 def _joined_anew(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> None:
-    """Reset the stored state of these nodes to that of a node that joins with its current model."""
+    """Reset the stored state of these nodes to that of a node that joins with its current model.
+
+    Running statistics that stay with the nodes are of their own data, and are kept.
+    """
     if not len(ids):
         return
     given = exp.given(state, store, ids)
-    if tree.leaves(given.mine):
-        mine = mapped(exp.algorithm.join, (0,))(given.down)
-        buffers = given.buffers if exp.keeps_buffers else ()
-        store.scatter(ids, Kept(mine, buffers, given.memory if exp.keeps_memory else ()))
+    blank = tree.stack([exp.blank(tree.take(given.down, k)) for k in range(len(ids))])
+    store.scatter(ids, blank._replace(buffers=given.buffers) if exp.keeps_buffers else blank)
 
 
 def pulled(exp: Experiment, round_: int, offline: Mask, away: Ints) -> tuple[Ints, Ints]:

@@ -354,7 +354,8 @@ def meaning_in(language: Language, metric: str) -> str:
     """What a metric measures; empty for names that only an algorithm knows."""
     place, _, end = metric.rpartition("/")
     quantity = next((words for begins, words in _CHINESE_MEASURES.items() if end.startswith(begins)), "")
-    if language == "en" or place not in _CHINESE_PLACES or not quantity:
-        return meaning(metric)
+    found = meaning(metric)
+    if language == "en" or not found or place not in _CHINESE_PLACES or not quantity:
+        return found
     spread = next((_CHINESE_SPREAD[ending] for ending in SPREAD if end.endswith(ending)), "")
     return f"{_CHINESE_PLACES[place]}：{quantity}" + (f"，{spread}" if spread else "")
