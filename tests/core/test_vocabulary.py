@@ -48,20 +48,9 @@ def test_names_have_a_meaning_in_words(name: str, says: str) -> None:
 
 
 def test_names_of_a_method_that_begin_like_a_measure_are_not_one() -> None:
-    less = [
-        "global/test/loss",
-        "nodes/test/mae_max",
-        "personal/pre_fit/test/accuracy_std",
-        "bytes/up",
-        "work/gradients",
-    ]
-    less += [
-        "bad_clients/weight_mean",
-        "bad_clients/weight_share",
-        "mine/loss_mean",
-        "hessian/top",
-        "privacy/epsilon_simulated",
-    ]
+    less = ["global/test/loss", "nodes/test/mae_max", "personal/pre_fit/test/accuracy_std", "bytes/up"]
+    less += ["work/gradients", "bad_clients/weight_mean", "bad_clients/weight_share", "mine/loss_mean"]
+    less += ["hessian/top", "privacy/epsilon_simulated"]
     more = ["global/test/accuracy", "personal/pre_fit/test/accuracy_worst10", "nodes/test/accuracy_min"]
     more += ["mine/downstream_accuracy", "mine/uptake", "mine/losslessness", "mine/upper_bound", "mine/recall"]
     assert [name for name in [*less, *more] if lower_is_better(name)] == less

@@ -105,19 +105,19 @@ def _asked(planned: ComparisonPlan) -> str:
 
 
 class Forecaster:
-    """Prepares experiments to forecast what they will spend; each data set is read once."""
+    """Prepares experiments to forecast what they will spend; the data set of the last one is kept for the next."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._arrays: dict[tuple[str, int], Arrays] = {}
+        self._read: tuple[tuple[str, int], Arrays] | None = None
 
     def prepared(self, config: Config) -> Experiment:
         """The experiment on a CPU, on whatever device it will run: nothing is trained here."""
         key = (repr((config.kinds["data"], config.data, config.task.is_regression)), config.basics.seed)
-        if key not in self._arrays:
-            self._arrays = {key: load(config, self._root)}
+        if self._read is None or self._read[0] != key:
+            self._read = key, load(config, self._root)
         here = config.engine.model_copy(update={"device": "cpu", "threads": None})
-        return prepare(config._replace(engine=here), self._root, self._arrays[key]).experiment
+        return prepare(config._replace(engine=here), self._root, self._read[1]).experiment
 
     def cost(self, config: Config, equal: Equal) -> float:
         """What a run of this configuration will spend."""
@@ -128,8 +128,6 @@ class Forecaster:
 
         A run that spends none of it keeps its rounds.
         """
-        if equal == "rounds":
-            return int(budget)
         for spent in forecast(self.prepared(config)):
             here = amount(spent, equal)
             if here > budget * (1 + 1e-9):

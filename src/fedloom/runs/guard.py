@@ -46,11 +46,11 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
 def _local_uses(config: Config, fed: Federation) -> tuple[int, ...]:
     """How often any one client has released something before each round; only rounds that it takes part in count."""
     seed, rounds, sends = config.basics.seed, config.basics.rounds, private_sums(config.algorithm)
-    taken = torch.zeros(rounds + 1, fed.clients, dtype=torch.int64)
+    uses, most = torch.zeros(fed.clients, dtype=torch.int64), [0]
     for r in range(rounds):
-        cohort = draw_cohort(config.cohort, fed.train.sizes, seed, r)
-        taken[r + 1, cohort.ids] = 1 if sends is None else sends.releases_in(r)
-    return tuple(taken.cumsum(0).max(1).values.tolist())
+        uses[draw_cohort(config.cohort, fed.train.sizes, seed, r).ids] += 1 if sends is None else sends.releases_in(r)
+        most.append(int(uses.max()))
+    return tuple(most)
 
 
 def noise_of(guard: Guard, sums: HiddenSums) -> Noise:

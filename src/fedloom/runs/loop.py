@@ -178,8 +178,7 @@ def _progress(
     run: _Run, done: Round, newest: dict[str, Any], clock: Sequence[float], notes: tuple[str, ...]
 ) -> Progress:
     """The report of a round, whose timing is written; ``clock``: the times between its stages."""
-    exp, number = run.exp, done.state.round
-    clients = len(exp.present(number - 1).drawn.ids)
+    exp, number, clients = run.exp, done.state.round, len(done.work)
     train, evaluate, record = (end - begin for begin, end in pairwise(clock))
     if run.folder:
         run.folder.timing(Timing(number, train, evaluate, record, clients))
