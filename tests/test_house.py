@@ -401,6 +401,6 @@ def test_drawings_read_only_what_they_are_handed() -> None:
 def test_what_a_setting_names_is_imported_in_one_place_only() -> None:
     """``usercode`` asks for consent first; the others import modules of fedloom by their names."""
     imports = {"import_module", "exec_module", "run_path", "run_module"}
-    for name in set(SOURCES) - {"core.usercode", "core.schema", "core.moved", "runs.find", "__init__"}:
+    for name in set(SOURCES) - {"core.usercode", "core.schema", "runs.find", "__init__"}:
         assert {"exec", "eval", "compile", "__import__"} & calls(name) == set(), name
         assert imports & {call.rpartition(".")[2] for call in calls(name)} == set(), name

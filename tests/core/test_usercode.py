@@ -5,7 +5,6 @@ Every attack ends in the same question: is there a file ``marker``, which only t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,10 +20,9 @@ from safetensors.torch import save_file
 
 import fedloom as package
 from fedloom import FedAvg
-from fedloom.core import moved, usercode
+from fedloom.core import usercode
 from fedloom.core.disk import digest
 from fedloom.core.errors import CheckpointError, ConfigError
-from fedloom.runs.catalogue import describe
 from support import warm
 from support.terminal import HANG, SMALL, Done, Quick, environment, files
 
@@ -634,61 +632,7 @@ def test_to_describe_code_is_not_to_trust_it_later(
     refused(quick("run", "e.toml", "--print-config", cwd=desk, env=world_outside), desk, "that you have not run before")
 
 
-# -- code that was written for an earlier version --------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "advice"),
-    [
-        ("from fedloom.task import Batch", "fedloom.task has no Batch, write: from fedloom.core.task import Batch"),
-        ("from fedloom.optim import sgd", "fedloom.optim has no sgd, write: from fedloom.core.optim import sgd"),
-        ("from fedloom import tree", "fedloom has no tree, write: from fedloom.core import tree"),
-        ("import fedloom.rng as rng", "there is no module fedloom.rng, write: from fedloom.core import rng"),
-        ("from fedloom.config import parse", "write: from fedloom.runs.settings import parse"),
-        ("from fedloom.core.tree import grow", "fedloom.core.tree has no grow any more"),
-        ("from fedloom.models.net import Model", "net has no Model, write: from fedloom.models.net import NetSpec"),
-        ("import fedloom.law", "no module fedloom.law, write: from fedloom.maths import learned_weights"),
-        ("import fedloom.engine.run", "no module fedloom.engine.run, write: from fedloom.engine import rounds"),
-        ("from fedloom.engine import run", "fedloom.engine has no run, write: from fedloom.engine import rounds"),
-        ("from fedloom.engine.run import advance", "run has no advance, write: from fedloom.engine.rounds import adva"),
-    ],
-)
-def test_an_import_of_an_earlier_version_gets_the_new_name(tmp_path: Path, line: str, advice: str) -> None:
-    own = tmp_path / "old.py"
-    own.write_text(f"from fedloom import FedAvg\n{line}\n\n\nclass Mine(FedAvg):\n    pass\n")
-    with pytest.raises(ConfigError) as error:
-        package.run(f"{own}:Mine", rounds=1)
-    assert len(error.value.faults) == 1
-    assert advice in str(error.value)
-
-
-def test_a_method_of_an_earlier_version_is_not_said_to_be_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "algorithms").mkdir()
-    (tmp_path / "algorithms" / "mine.py").write_text("from fedloom.optim import sgd\n")
-    monkeypatch.chdir(tmp_path)
-    usercode.vouch("mine")
-    with pytest.raises(ConfigError, match=r"write: from fedloom\.core\.optim import sgd"):
-        describe("mine")
-
-
-@pytest.mark.slow
-def test_all_imports_of_an_earlier_version_at_once_also_of_a_module_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "old_helper.py").write_text("from fedloom.rng import stream\nfrom fedloom.tree import tmap\n")
-    (tmp_path / "by_helper.py").write_text("import old_helper\n")
-    monkeypatch.chdir(tmp_path)
-    for name in (f"{tmp_path / 'by_helper.py'}:Mine", "by_helper:Mine"):
-        with pytest.raises(ConfigError, match=r"fedloom.core.rng import stream; .*fedloom.core.tree import tmap"):
-            package.run(name, rounds=1)
-
-
-def test_every_module_that_had_another_name_is_there_under_its_own() -> None:
-    assert all(importlib.util.find_spec(f"fedloom.{now}") for now in moved.MODULES.values())
-    assert not [old for old in moved.MODULES if "." not in old and importlib.util.find_spec(f"fedloom.{old}")]
-
-
+# -- code that does not load -----------------------------------------------------------------------
 def test_a_constant_without_a_type_in_a_class_gets_both_ways_to_write_it(tmp_path: Path) -> None:
     own = tmp_path / "flags.py"
     own.write_text("from fedloom import FedAvg\n\n\nclass Mine(FedAvg):\n    stateful = True\n")

@@ -60,11 +60,6 @@ BAD: dict[str, Any] = {
 }
 
 
-def test_a_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "rounds.jsonl").write_text('{"kind": "train", "heard": ["Ada"]}\n')
-    assert list(read_rounds(tmp_path)) == [{"kind": "train", "answered": ["Ada"]}]
-
-
 @pytest.mark.parametrize("why", BAD)
 def test_a_bad_upload_is_refused_and_named_and_the_round_goes_on(why: str, tmp_path: Path) -> None:
     def tamper(_: int, client: int, answer: bytes) -> bytes:

@@ -342,7 +342,6 @@ def test_columns_are_printed_in_groups_that_fit() -> None:
             {"caveats": [{"metric": "loss", "why": "x"}]},
             r"compare\.caveats\.0\.metric: no value of a paper is of 'loss'",
         ),
-        ({"doubts": [{"why": "x"}]}, r"compare\.doubts: is called compare\.caveats now \(rename it\)"),
         ({"caveats": [{}]}, r"compare\.caveats\.0\.why"),
         ({"caveats": [{"why": "x"}]}, r"compare\.caveats\.0: no paper value matches this caveat"),
         (

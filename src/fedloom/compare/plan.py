@@ -16,7 +16,7 @@ from fedloom.compare import notes
 from fedloom.compare.cells import Cell, all_cells, with_one_proxy
 from fedloom.compare.foreseen import unrecorded
 from fedloom.compare.grid import Axis, Method, axes_of, labels_named, methods_of
-from fedloom.compare.rules import RENAMED, Asked, faults_of, faults_of_base, faults_of_names
+from fedloom.compare.rules import Asked, faults_of, faults_of_base
 from fedloom.compare.table import Compare, Statement
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
@@ -74,8 +74,8 @@ def plan(table: Mapping[str, Any]) -> ComparisonPlan:
     """The comparison that ``table`` describes, every cell parsed, or one ConfigError with everything that is wrong."""
     given = table.get("compare", {})
     base = {k: v for k, v in table.items() if k != "compare"}
-    faults = faults_of_base(base) + faults_of_names(given)
-    written = {k: v for k, v in given.items() if k not in RENAMED} if isinstance(given, Mapping) else {"compare": given}
+    faults = faults_of_base(base)
+    written = given if isinstance(given, Mapping) else {"compare": given}
     spec, wrong = read(Compare, written, "compare")
     if spec is None:
         raise ConfigError(faults + wrong)

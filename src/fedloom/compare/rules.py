@@ -12,7 +12,6 @@ from fedloom.core.vocabulary import as_validation, leaf
 from fedloom.report.comparison.statistics import COSTS
 from fedloom.runs.in_memory import InMemory
 
-RENAMED = {"doubts": "caveats"}  # keys of earlier versions, and their current names
 # Keys of a claim that some tests need and others do not have.
 _NEEDED = {"over": ("above", "order", "steadier"), "direction": ("trend",)}
 _NOT_AXES = ("seed", "algorithm", "algorithm.kind", "name")
@@ -35,12 +34,6 @@ def faults_of_base(base: Mapping[str, Any]) -> list[Fault]:
     if InMemory.kind in (data, data.get("source") if isinstance(data, Mapping) else None):
         faults.append(Fault("data.source", "data from Python cannot be compared yet", "write it to an .npz file"))
     return faults
-
-
-def faults_of_names(given: Any) -> list[Fault]:
-    """Keys of the table that have been renamed."""
-    old = [key for key in RENAMED if isinstance(given, Mapping) and key in given]
-    return [Fault(f"compare.{key}", f"is called compare.{RENAMED[key]} now", "rename it") for key in old]
 
 
 def faults_of(asked: Asked) -> list[Fault]:

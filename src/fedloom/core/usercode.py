@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import PydanticUserError
 
-from fedloom.core import disk, moved
+from fedloom.core import disk
 from fedloom.core.disk import digest
 from fedloom.core.errors import ConfigError, Fault, nearest
 
@@ -184,8 +184,6 @@ def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if moved.advice(error):
-            raise ConfigError([_failed(place, at, error)]) from error
         raise ConfigError([Fault(at, f"cannot import '{place}': {error}", "is it on PYTHONPATH?")]) from error
     except Exception as error:
         raise ConfigError([_failed(f"'{place}'", at, error)]) from error
@@ -196,8 +194,6 @@ def _load_module(place: str, at: str, called: str, name: str) -> ModuleType:
 
 def _failed(place: str, at: str, error: Exception) -> Fault:
     """The message for code that raised an error when it was imported."""
-    if isinstance(error, ImportError) and (advice := moved.advice(error)):
-        return Fault(at, f"{place} imports what this version of fedloom has elsewhere: {advice}")
     if isinstance(error, PydanticUserError) and error.code == "model-field-missing-annotation":
         return Fault(at, f"{place} failed to load: {_without_type(str(error))}")
     return Fault(at, f"{place} failed to load: {type(error).__name__}: {error}")

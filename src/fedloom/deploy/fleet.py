@@ -312,8 +312,7 @@ def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of a server's log of exchanges; one that a crash cut short is left out."""
     path = folder / ROUNDS
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        found: dict[str, Any] = json.loads(line)
-        yield found if "answered" in found else found | {"answered": found.pop("heard")}  # the name of earlier versions
+        yield json.loads(line)
 
 
 def last_inquiry(exp: Experiment, state: Any) -> Inquiry:
