@@ -29,7 +29,6 @@ def test_quality_of_data_by_hand() -> None:
     counts = torch.tensor([[5.0, 5], [10, 0], [15, 15]], dtype=torch.float64)
     # sizes 10, 10, 30 of median 10; a client of one class is held at the floor
     torch.testing.assert_close(data_quality(counts), vec(0.5, 1e-3, 0.75))
-    torch.testing.assert_close(data_quality(counts, size_power=0.0), vec(1, 1e-3, 1))
 
 
 def test_forgers_win_by_their_own_word_and_lose_by_the_servers() -> None:

@@ -30,17 +30,18 @@ from fedloom.maths.learned_heads import (
 )
 from fedloom.maths.learned_weights import (
     Bounds,
+    Stack,
     learn_weights,
     remembered,
-    stacked,
 )
-from fedloom.maths.ridge import default_ridge, from_rows, normalised, solve, to_rows, with_bias
+from fedloom.maths.ridge import default_ridge, from_rows, solve, to_rows, with_bias
 from fedloom.maths.weighted_ridge import halves, one_part, weighted_head
 from support.ridge import (
     C,
     dirichlet,
     examples,
     normal,
+    normalised,
     of_clients,
     relative,
     total,
@@ -122,7 +123,7 @@ def test_l11_without_steps_it_is_afl() -> None:
     assert torch.equal(found.how.lam, clients.lam0)
     assert relative(found.head / found.temperature, afl) < 1e-10
     # the weights of FedLAW without server epochs, shared with the statistics
-    shared = learn_weights(stacked(normal(7, 9)), stats.examples, lambda w, _: (w.sum(), w), []).how
+    shared = learn_weights(Stack(normal(9), normal(7, 9)), stats.examples, lambda w, _: (w.sum(), w), []).how
     assert relative(weighted_head(clients.rows, shared.mu, 0.01, C).head, afl) < 1e-10
 
 

@@ -50,37 +50,25 @@ def test_sensitivity_in_numbers() -> None:
     assert sensitivity(1.0) == pytest.approx(math.sqrt(2))
     assert sensitivity(2.0) == pytest.approx(math.sqrt(20))
     assert sensitivity(2.0, cross_scale=3.0) == pytest.approx(math.sqrt(16 + 36))
-    assert sensitivity(1.0, relation="replace_one") == pytest.approx(2.1213, abs=1e-4)
-    assert sensitivity(1.0, relation="replace_one", nonnegative=True) == pytest.approx(2.0)
     assert sensitivity(1.0, counts=True) == pytest.approx(math.sqrt(3))
-    assert sensitivity(0.1, relation="replace_one", counts=True) == pytest.approx(math.sqrt(2.0202))
-    for norm, scale in ((0.3, 1.0), (1.0, 1.0), (2.0, 0.5)):  # against a search over all cosines
-        c = torch.linspace(-1, 1, 20001, dtype=torch.float64)
-        moved = (2 * norm**4 * (1 - c**2) + 2 * (scale * norm) ** 2 * (1 - c)).sqrt()
-        found = sensitivity(norm, relation="replace_one", cross_scale=scale)
-        assert found == pytest.approx(float(moved.max()), rel=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0.3, 1.0, 2.0]), st.booleans())
-def test_d7_neighbours_are_no_further_apart_than_the_sensitivity(seed, norm, nonnegative) -> None:
+@given(st.integers(0, 10_000), st.sampled_from([0.3, 1.0, 2.0]))
+def test_d7_neighbours_are_no_further_apart_than_the_sensitivity(seed, norm) -> None:
     g = torch.Generator().manual_seed(seed)
-    x = 3 * torch.randn(6, 4, generator=g, dtype=torch.float64)
-    x = clipped_rows(x.abs() if nonnegative else x, norm)
-    y = torch.randint(0, C, (6,), generator=g)
-    whole, less, other = (statistics(x[r], y[r], C) for r in ([0, 1, 2, 3, 4], [1, 2, 3, 4], [5, 1, 2, 3, 4]))
+    x = clipped_rows(3 * torch.randn(5, 4, generator=g, dtype=torch.float64), norm)
+    y = torch.randint(0, C, (5,), generator=g)
+    whole, less = (statistics(x[r], y[r], C) for r in ([0, 1, 2, 3, 4], [1, 2, 3, 4]))
 
     def apart(a, b):
         return math.hypot(float((a.gram - b.gram).norm()), float((a.cross - b.cross).norm()))
 
     assert apart(whole, less) <= sensitivity(norm) * (1 + 1e-9)
-    replaced = sensitivity(norm, relation="replace_one", nonnegative=nonnegative)
-    assert apart(whole, other) <= replaced * (1 + 1e-9)
     # what is noised is the triangle, which is no longer than the square
     assert (to_rows(whole) - to_rows(less)).norm() <= sensitivity(norm) * (1 + 1e-9)
-    for neighbour, relation in ((less, "add_remove"), (other, "replace_one")):
-        counted = math.hypot(apart(whole, neighbour), float((whole.counts - neighbour.counts).norm()))
-        assert counted <= sensitivity(norm, relation=relation, counts=True) * (1 + 1e-9)
+    counted = math.hypot(apart(whole, less), float((whole.counts - less.counts).norm()))
+    assert counted <= sensitivity(norm, counts=True) * (1 + 1e-9)
 
 
 def test_d2_noise_is_symmetric_and_of_the_stated_scale() -> None:

@@ -17,7 +17,6 @@ from fedloom.maths.ridge import (
     Statistics,
     from_rows,
     no_statistics,
-    normalised,
     statistics,
     to_rows,
     triangle,
@@ -28,6 +27,7 @@ from support.ridge import (
     digits,
     examples,
     normal,
+    normalised,
     of_clients,
 )
 
@@ -40,15 +40,15 @@ def honest(relu=True, bias=True, norm=2.0):
     return statistics(x, y, C)
 
 
-CHECKS = {"examples": 400, "norm": 2.5, "bias": 12, "nonnegative": True}
+CHECKS = {"norm": 2.5, "bias": 12}
 
 
 def test_honest_sums_have_no_fault() -> None:
     assert statistics_faults(honest(), **CHECKS) == []
-    assert statistics_faults(honest(relu=False, bias=False), examples=400, norm=2.0) == []
-    assert statistics_faults(no_statistics(3, 2), examples=0, norm=1.0) == []
+    assert statistics_faults(honest(relu=False, bias=False), norm=2.0) == []
+    assert statistics_faults(no_statistics(3, 2), norm=1.0) == []
     x, y, *_ = digits()
-    assert statistics_faults(statistics(x, y, 10), examples=len(y), nonnegative=True) == []
+    assert statistics_faults(statistics(x, y, 10)) == []
 
 
 def test_flipped_labels_pass_every_check() -> None:
@@ -67,13 +67,11 @@ FAULTS = {
     "finite": lambda s: s.cross[0, 0].fill_(math.nan),
     "symmetric": lambda s: s.gram[0, 1].add_(1e-3),
     "negative count": lambda s: s.counts[0].sub_(1000),
-    "were claimed": lambda s: s.counts[0].add_(1),
     "above n R": lambda s: s.gram.diagonal().add_(1000),
     "longer than count": lambda s: s.cross[:, 0].mul_(100),
     "semidefinite": lambda s: s.gram.mul_(0.1),
     "sum of the columns of B": lambda s: s.cross.neg_(),
     "bias entry of G": lambda s: s.gram[12, 12].add_(1),
-    "negative entries": lambda s: s.cross.neg_(),
 }
 
 
@@ -85,8 +83,8 @@ def test_what_cannot_be_a_sum_is_found(fault) -> None:
 def test_a_negated_b_is_found_by_the_bias_alone() -> None:
     stats = honest(relu=False)
     negated = stats._replace(cross=-stats.cross)
-    assert statistics_faults(negated, examples=400, norm=2.5) == []
-    assert len(statistics_faults(negated, examples=400, norm=2.5, bias=12)) == 1
+    assert statistics_faults(negated, norm=2.5) == []
+    assert len(statistics_faults(negated, norm=2.5, bias=12)) == 1
 
 
 def test_noise_for_privacy_is_no_fault() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fedloom.maths.ridge import (
     from_rows,
-    normalised,
     solve,
     statistics,
     to_rows,
@@ -30,6 +29,7 @@ from support.ridge import (
     central,
     examples,
     normal,
+    normalised,
     of_clients,
     relative,
     total,

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from fedloom.core import rng, tree
 from fedloom.maths.ridge import (
-    normalised,
+    Statistics,
     solve,
     statistics,
     to_rows,
@@ -42,6 +42,12 @@ def of_clients(x, y, owner, classes=C, clients=None):
     """The stacked statistics of clients, row i being that of client ``owner[i]``."""
     clients = int(owner.max()) + 1 if clients is None else clients
     return tree.stack([statistics(x[owner == k], y[owner == k], classes) for k in range(clients)])
+
+
+def normalised(stats: Statistics) -> Statistics:
+    """Sums divided by the number of examples: G / n, B / n and the share of each class; zeros without examples."""
+    n = stats.examples.clamp(min=1)
+    return Statistics(stats.gram / n[..., None, None], stats.cross / n[..., None, None], stats.counts / n[..., None])
 
 
 def central(x, y, ridge, classes=C):

@@ -38,9 +38,9 @@ def merge_as_printed(u: Solution, v: Solution, form: PrintedForm) -> Solution:
     return merged_by(printed_coefficients(u.gram, v.gram, form), u, v)
 
 
-def printed_shrink(squares: Tensor, eta: float = 1.0, smooth: float = 1e-8) -> Tensor:
+def printed_shrink(squares: Tensor, eta: float = 1.0) -> Tensor:
     """gamma = eta / (E |g_i|^2 + eps), eq. 5, from the squares |g_i|^2 ``[m]``.  ``[]``
 
     It has the unit of 1 / |g|^2, and grows without bound as training converges, although gamma should be in (0, 1].
     """
-    return eta / (squares.double().mean() + smooth)
+    return eta / (squares.double().mean() + 1e-8)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+_SMOOTH = 1e-8  # eps of LAW-AFL eq. 16
+
 
 def entropy(counts: Tensor) -> Tensor:
     """H(p) of the classes in nats, 0 without examples.  ``[..., C] -> [...]``"""
@@ -21,16 +23,13 @@ def evenness(counts: Tensor) -> Tensor:
     return entropy(counts) / math.log(max(counts.shape[-1], 2))
 
 
-def data_quality(counts: Tensor, *, evenness_power: float = 1.0, size_power: float = 1.0) -> Tensor:
-    """q_i = (H(p_i) / ln C)^k1 (n_i / (n_i + median n))^k2, at least 0.001; LAW-AFL leaves q_i undefined.  ``[K]``"""
+def data_quality(counts: Tensor) -> Tensor:
+    """q_i = H(p_i) / ln C * n_i / (n_i + median n), at least 0.001; LAW-AFL leaves q_i undefined.  ``[K]``"""
     n = counts.sum(-1)
-    q = evenness(counts) ** evenness_power * (n / (n + n.median()).clamp(min=1e-300)) ** size_power
-    return q.clamp(min=1e-3)
+    return (evenness(counts) * (n / (n + n.median()).clamp(min=1e-300))).clamp(min=1e-3)
 
 
-def quality_weights(
-    quality: Tensor, accuracy: Tensor, loss: Tensor, sizes: Tensor | None = None, smooth: float = 1e-8
-) -> Tensor:
+def quality_weights(quality: Tensor, accuracy: Tensor, loss: Tensor, sizes: Tensor | None = None) -> Tensor:
     """lambda_i ~ n_i q_i a_i / (1 + l_i), which sums to 1; only by size if all would be 0.  ``[K]``
 
     LAW-AFL eq. 16: lambda'_i = q_i a_i / (sum_j q_j a_j + eps), and eq. 17: lambda_i ~ lambda'_i N / (1 + l_i), in
@@ -39,7 +38,7 @@ def quality_weights(
     known = ~(quality.isnan() | accuracy.isnan() | loss.isnan())
     q, a = quality.nan_to_num().clamp(0, 1), accuracy.nan_to_num().clamp(0, 1)
     merit = known * q * a
-    raw = merit / (merit.sum() + smooth) / (1 + loss.nan_to_num(posinf=20.0).clamp(0, 20))
+    raw = merit / (merit.sum() + _SMOOTH) / (1 + loss.nan_to_num(posinf=20.0).clamp(0, 20))
     share = torch.ones_like(raw) if sizes is None else sizes.double()
     for weights in (raw * share, known * share, share):
         if bool(weights.sum() > 0):

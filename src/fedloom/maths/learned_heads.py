@@ -248,10 +248,10 @@ def head_cross_entropy(head: Tensor, proxy: ProxyFeatures) -> Tensor:
     return cross_entropy(heads, torch.zeros_like(heads[..., 0, 0]), one_part(proxy)).value.view(head.shape[:-2])
 
 
-def strongest_best(grid: Sequence[float], losses: Sequence[float], tolerance: float = 1e-9) -> float:
+def strongest_best(grid: Sequence[float], losses: Sequence[float]) -> float:
     """The strength of least loss, the largest of ties: if learned weights do not help, they stay lambda0."""
     known = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    return max(beta for beta, loss in zip(grid, known, strict=True) if loss <= min(known) + tolerance)
+    return max(beta for beta, loss in zip(grid, known, strict=True) if loss <= min(known) + 1e-9)
 
 
 def cross_validated_head(
@@ -282,9 +282,9 @@ def two_folds(y: Tensor, seed: int, *path: int) -> Tensor:
 
 
 # -- which head is used ----------------------------------------------------------------------------
-def better(candidate: float, before: float, tolerance: float = 1e-4) -> bool:
+def better(candidate: float, before: float) -> bool:
     """Whether a head whose loss in two folds is ``candidate`` replaces one of loss ``before``."""
-    return candidate < before - tolerance
+    return candidate < before - 1e-4
 
 
 class Blend(NamedTuple):

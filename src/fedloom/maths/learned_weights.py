@@ -103,20 +103,22 @@ def check_bounds(shrink: float, bounds: Bounds, prefix: str = "") -> None:
 OF_MODELS = Bounds(0.5, 1.5)  # FedLAW's gamma multiplies the model in every round
 OF_HEADS = Bounds(0.05, 20.0)  # in a closed form gamma only divides the ridge
 
+_REACH = 20.0  # of logits from their mean
 
-def bounded(kind: WeightForm, free: Free, bounds: Bounds = OF_MODELS, reach: float = 20.0) -> Free:
-    """Parameters with gamma within its bounds and logits within ``reach`` of their mean.
 
-    Roots have bounds of the same effect: no weight is below e^(-2 reach) of another, and none is ever 0.
+def bounded(kind: WeightForm, free: Free, bounds: Bounds = OF_MODELS) -> Free:
+    """Parameters with gamma within its bounds and logits within a reach of their mean.
+
+    Roots have bounds of the same effect: no weight is below e^-40 of another, and none is ever 0.
     """
     low, high = of_kind(kind, bounds)
     if kind == "quad":
         u = free.a.abs()
-        u = u.clamp(min=math.exp(-reach) * u.max()).copysign(free.a)
+        u = u.clamp(min=math.exp(-_REACH) * u.max()).copysign(free.a)
         return Free(u, free.b.clamp(math.sqrt(low), math.sqrt(high)))
     centre = free.a.mean(-1, keepdim=True)
     b = free.b if kind == "fixed" else free.b.clamp(math.log(low), math.log(high))
-    return Free(free.a.clamp(centre - reach, centre + reach), b)
+    return Free(free.a.clamp(centre - _REACH, centre + _REACH), b)
 
 
 # -- FedLAW: weights of models ---------------------------------------------------------------------
@@ -125,11 +127,6 @@ class Stack(NamedTuple):
 
     base: Tensor  # [P]
     moves: Tensor  # [m, P]
-
-
-def stacked(models: Tensor) -> Stack:
-    """Models ``[m, P]``, relative to the first of them."""
-    return Stack(models[0], models - models[0])
 
 
 def aggregated(stack: Stack, how: Weighing, shrinks: Tensor | None = None) -> Tensor:
@@ -333,21 +330,23 @@ def swa_rate(lr: float, epoch: int, swa_lr: float = 0.05, anneal: int = 10, peri
     return before * (1 - done) + swa_lr * done
 
 
+_TRIED = (1.00, 0.99, 0.97, 0.95, 0.93, 0.90)  # of ties the first wins
+
+
 def grid_shrink(
     stack: Stack,
     lam: Tensor,
     loss: Callable[[Tensor], Tensor],
-    grid: Sequence[float] = (0.90, 0.93, 0.95, 0.97, 0.99, 1.00),
     shrinks: Tensor | None = None,
 ) -> Weighing:
     """gamma by grid search: the one of least proxy loss, the largest of ties."""
-    tried = [Weighing(lam, lam.new_tensor(shrink)) for shrink in sorted(grid, reverse=True)]
+    tried = [Weighing(lam, lam.new_tensor(shrink)) for shrink in _TRIED]
     losses = torch.stack([loss(aggregated(stack, how, shrinks)).double() for how in tried])
     return tried[int(losses.argmin())]
 
 
-def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0.5) -> Tensor:
-    """gamma = |w| / (|w| + kappa |g| v) in [low, 1], with g the mean update and v how much updates disagree.  ``[]``
+def ratio_shrink(mean: Tensor, moves: Tensor, low: float = 0.5) -> Tensor:
+    """gamma = |w| / (|w| + |g| v) in [low, 1], with g the mean update and v how much updates disagree.  ``[]``
 
     v = sum_i |g_i - g|^2 / sum_i |g_i|^2. It replaces LAW-AFL eq. 5: see ``as_printed``.
     """
@@ -356,7 +355,7 @@ def ratio_shrink(mean: Tensor, moves: Tensor, kappa: float = 1.0, low: float = 0
     squares = squares_of(moves).sum()
     v = (1 - m * length.square() / squares.clamp(min=1e-300)).clamp(0, 1)
     size = mean.double().norm()
-    down = kappa * length * v
+    down = length * v
     return torch.where(down > 0, size / (size + down).clamp(min=1e-300), torch.ones_like(down)).clamp(low, 1.0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,30 +21,13 @@ def clipped_features(x: Tensor, norm: float | None) -> Tensor:
     return x if norm is None else clipped_rows(x.double(), norm)
 
 
-Neighbours: TypeAlias = Literal["add_remove", "replace_one"]
+def sensitivity(norm: float, *, cross_scale: float = 1.0, counts: bool = False) -> float:
+    """The sensitivity of (G, cross_scale B) to one example more or less, if features are no longer than R = ``norm``.
 
-
-def sensitivity(
-    norm: float,
-    *,
-    relation: Neighbours = "add_remove",
-    nonnegative: bool = False,
-    cross_scale: float = 1.0,
-    counts: bool = False,
-) -> float:
-    """The sensitivity of (G, cross_scale B) to one example, if features are no longer than R = ``norm``.
-
-    One example adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2), and 1 under the root if ``counts`` of classes
-    are released, too. Replacing x by z of cosine c changes them by sqrt(2 R^4 (1 - c^2) + 2 R^2 (1 - c)), which is
-    largest at c = -1 / (2 R^2), or at 0 if features are not negative; if the class changes, by that of c = 0 and the
-    two counts.
+    It adds x x' and x y', of norms R^2 and R: sqrt(R^4 + R^2), and 1 under the root if ``counts`` of classes are
+    released, too.
     """
-    square, linear, counted = norm**4, (cross_scale * norm) ** 2, float(counts)
-    if relation == "add_remove":
-        return math.sqrt(square + linear + counted)
-    c = 0.0 if nonnegative or not square else max(-1.0, -linear / (2 * square))
-    same_class = 2 * square * (1 - c**2) + 2 * linear * (1 - c)
-    return math.sqrt(max(same_class, 2 * (square + linear + counted)))
+    return math.sqrt(norm**4 + (cross_scale * norm) ** 2 + float(counts))
 
 
 def noised_sums(rows: Tensor, std: Tensor | float, normals: Tensor, classes: int, cross_scale: float = 1.0) -> Tensor:

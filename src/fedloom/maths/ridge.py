@@ -60,12 +60,6 @@ def no_statistics(features: int, classes: int) -> Statistics:
     return Statistics(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
 
-def normalised(stats: Statistics) -> Statistics:
-    """Sums divided by the number of examples: G / n, B / n and the share of each class; zeros without examples."""
-    n = stats.examples.clamp(min=1)
-    return Statistics(stats.gram / n[..., None, None], stats.cross / n[..., None, None], stats.counts / n[..., None])
-
-
 def with_bias(x: Tensor) -> Tensor:
     """The features and a constant 1 as the last of them.  ``[..., d + 1]``"""
     return torch.cat([x, torch.ones_like(x[..., :1])], -1)
@@ -112,9 +106,9 @@ def sent_statistics(rows: Tensor, counts: Tensor) -> Tensor:
     return (counts != 0).any(-1) | (rows != 0).any(-1)
 
 
-def statistics_bytes(features: int, classes: int, *, packed: bool = True, itemsize: int = 8) -> int:
-    """Bytes of one client's G and B, of which G is sent as a triangle or, not packed, as a square."""
-    return ((triangle(features) if packed else features**2) + features * classes) * itemsize
+def statistics_bytes(features: int, classes: int) -> int:
+    """Bytes of one client's G and B in float64, of which G is sent as a triangle."""
+    return (triangle(features) + features * classes) * 8
 
 
 # -- solving --------------------------------------------------------------------------------------

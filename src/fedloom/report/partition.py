@@ -58,13 +58,6 @@ def table(summary: PartitionSummary) -> list[tuple[str, str]]:
     ]
 
 
-def summary_lines(summary: PartitionSummary, notes: Sequence[str] = ()) -> list[str]:
-    """The table as aligned lines of text, followed by the notes."""
-    pairs = table(summary)
-    width = max(len(name) for name, _ in pairs)
-    return [*(f"{name:<{width}}  {value}" for name, value in pairs), *(f"note: {note}" for note in notes)]
-
-
 def shown_clients(clients: int) -> Ints:
     """The clients that get a bar: all of them, or evenly spaced ones."""
     return np.linspace(0, clients - 1, min(clients, _MOST_BARS)).round().astype(np.int64)

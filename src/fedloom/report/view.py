@@ -173,7 +173,7 @@ def as_setting(value: Any) -> str:
     return str(value)
 
 
-def differing(runs: Sequence[RunView], leave_out: Sequence[str] = ()) -> list[str]:
+def differing(runs: Sequence[RunView]) -> list[str]:
     """The settings in which runs differ, in order."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    return [k for k in keys if k not in leave_out and len({as_setting(r.settings.get(k, "")) for r in runs}) > 1]
+    return [k for k in keys if len({as_setting(r.settings.get(k, "")) for r in runs}) > 1]

@@ -16,7 +16,7 @@ from fedloom.engine.topology.network import LONGEST, LOOKED, Moment, Topology, m
 from fedloom.engine.topology.weights import DENSE, TOLERANCE, Floats, Weights, arcs_of, norm, psi
 
 
-def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False, symmetric: bool = False) -> list[str]:
+def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False) -> list[str]:
     """What is wrong with a mixing matrix, in words; ``edges``: those that it may use."""
     found = []
     if not np.isfinite(weights.value).all():
@@ -26,8 +26,6 @@ def flaws(weights: Weights, edges: Ints | None = None, *, directed: bool = False
     for name, sums in (("rows", weights.rows()), ("columns", weights.columns())):
         if np.abs(sums - 1).max() > TOLERANCE:
             found.append(f"has {name} that sum to {sums.min():.4g} ... {sums.max():.4g} instead of 1")
-    if symmetric and not weights.is_symmetric():
-        found.append("is not symmetric")
     if edges is not None:
         arcs = arcs_of(edges, directed=directed)
         allowed = set(map(tuple, arcs.tolist()))

@@ -12,7 +12,6 @@ from fedloom.report.comparison.sheet import Block, Number, Sheet
 from fedloom.report.comparison.text import mean_and_spread, percent
 
 _MARKS = {"below": "↓", "above": "↑", "": ""}
-_MOST_HIGH, _MOST_WIDE = 14, 4  # panels of a picture
 
 
 class Word(NamedTuple):

@@ -14,7 +14,6 @@ class PageColumn(NamedTuple):
 
     label: str
     numeric: bool = False
-    hint: str = ""
 
 
 class PageCell(NamedTuple):
