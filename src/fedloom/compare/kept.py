@@ -15,7 +15,7 @@ from typing import Any
 from fedloom.compare.cells import Cell
 from fedloom.compare.read import as_result, result_of
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.metrics import summarise
+from fedloom.core.metrics import summary_of
 from fedloom.core.vocabulary import is_evaluation
 from fedloom.report.comparison.question import PrivacyCost, Result
 from fedloom.runs.folder import as_json
@@ -74,12 +74,11 @@ def _rounded(value: Any) -> Any:
 
 def _summary(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Last, best and mean of the last ten of every numeric metric, once training has begun."""
-    trained = [record for record in records if record["round"] > 0] or list(records)
-    names = {name for record in trained for name, value in record.items() if isinstance(value, int | float)}
+    names = {name for record in records for name in record} - {"round"}
     return {
-        name: {key: _rounded(value) for key, value in summarise(name, values)._asdict().items()}
-        for name in sorted(names - {"round"})
-        if (values := [record[name] for record in trained if name in record])
+        name: {key: _rounded(value) for key, value in found._asdict().items()}
+        for name in sorted(names)
+        if (found := summary_of(name, records)) is not None
     }
 
 

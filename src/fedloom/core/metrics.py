@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -181,6 +181,20 @@ def summarise(name: str, series: Sequence[float]) -> Summary:
     """The last, best and mean of the last ten values; for a loss or a distance, best is the lowest."""
     best = min if lower_is_better(name) else max
     return Summary(series[-1], best(series), float(np.mean(series[-10:])))
+
+
+LineT = TypeVar("LineT", bound=Mapping[str, Any])
+
+
+def once_trained(records: Sequence[LineT]) -> Sequence[LineT]:
+    """The evaluations once training has begun; where it has not, all of them."""
+    return [line for line in records if line["round"] > 0] or records
+
+
+def summary_of(name: str, records: Sequence[Mapping[str, Any]]) -> Summary | None:
+    """The summary of a metric over the evaluations of a run, once training has begun; None: it was not measured."""
+    values = [line[name] for line in once_trained(records) if isinstance(line.get(name), int | float)]
+    return summarise(name, values) if values else None
 
 
 def rounds_to_convergence(name: str, points: Sequence[tuple[int, float]]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from fedloom.core.metrics import Summary, summarise
+from fedloom.core.metrics import Summary, summary_of
 from fedloom.core.vocabulary import accuracies, is_evaluation, lower_is_better
 from fedloom.data.arrays import Ints
 
@@ -137,9 +137,7 @@ def standing_for(runs: Sequence[RunView]) -> str:
 
 def summary_of_run(run: RunView, metric: str) -> Summary | None:
     """Last, best and mean of the last ten values, once training has begun."""
-    lines = [line for line in run.evaluations if isinstance(line.get(metric), int | float)]
-    values = [float(line[metric]) for line in lines if line["round"] > 0] or [float(line[metric]) for line in lines]
-    return summarise(metric, values) if values else None
+    return summary_of(metric, run.evaluations)
 
 
 class ClientScore(NamedTuple):

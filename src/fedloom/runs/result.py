@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from fedloom.core.metrics import Summary, summarise
+from fedloom.core.metrics import Summary, once_trained, summary_of
 from fedloom.core.vocabulary import SPREAD, accuracies
 
 
@@ -82,10 +82,12 @@ class History(NamedTuple):
     @property
     def summary(self) -> dict[str, Summary]:
         """Of each metric the last value, the best and the mean of the last ten, once training has begun."""
-        trained = [line for line in self.records if line["round"] > 0]
-        frame = Frame(trained or self.records)
-        series = {c: frame[c][~np.isnan(frame[c])] for c in frame.columns if c != "round"}
-        return {name: summarise(name, values.tolist()) for name, values in series.items() if len(values)}
+        lines = [
+            {name: float(v) for name, v in line.items() if isinstance(v, int | float) and not np.isnan(v)}
+            for line in self.records
+        ]
+        names = dict.fromkeys(name for line in once_trained(lines) for name in line if name != "round")
+        return {name: found for name in names if (found := summary_of(name, lines)) is not None}
 
     def __repr__(self) -> str:
         found = self.summary
