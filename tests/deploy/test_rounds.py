@@ -17,7 +17,7 @@ import fedloom
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import read_contract, write_contract
+from fedloom.deploy.contract import Terms, read_contract, write_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Node, Policy
@@ -116,8 +116,9 @@ def test_a_late_client_keeps_its_state_only_where_the_server_need_not_know_it(tm
 
 def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"))
-    hello = packed(Envelope("hello", {"parts": federation.contract.parts}, {}))
-    other = packed(Envelope("hello", {"parts": federation.contract.parts | {"torch": "1.0"}}, {}))
+    terms = Terms.of(federation.contract)
+    hello = packed(Envelope("hello", terms._asdict(), {}))
+    other = packed(Envelope("hello", terms._asdict() | {"parts": terms.parts | {"torch": "1.0"}}, {}))
     place = federation.places[0]
 
     def answer(data: bytes, **policy: Any) -> str:

@@ -1,8 +1,8 @@
 """The contract of a deployment: the experiment, the form of its data, and the nodes that take part.
 
-Server and nodes have the same two files, and the user's own code and weights that these name. Before the first round
-they compare hashes of all of it, of the code of the method and the versions of packages that affect numbers, and stop
-if something differs.
+Server and nodes have the same two files, and the user's own code and weights that these name. With every message they
+compare hashes of all of it, of the code of the method and the versions of packages that affect numbers, and stop if
+something differs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from fedloom.deploy.own_files import OwnFiles, files_here, own_files, placed, pu
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
 from fedloom.runs.environment import versions
+from fedloom.runs.look import flattened
 from fedloom.runs.settings import Config, as_hashed, as_table, hash_of, parse, toml_of
 from fedloom.trust.corruption import Corruption
 
 EXPERIMENT, FEDERATION = "experiment.toml", "federation.json"
 _VERSIONS = ("fedloom", "torch", "numpy")
+_NAMED = 3  # settings that differ, at most, in one message
 
 
 class Form(NamedTuple):
@@ -72,14 +74,54 @@ class Contract(NamedTuple):
             **{name: now[name].partition("+")[0] for name in _VERSIONS},
         }
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of the experiment as JSON, by dotted name: they say what differs where its hash does."""
+        table = flattened(self.own.named(as_hashed(self.config)))
+        return {name: json.dumps(value, sort_keys=True) for name, value in table.items()}
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """What differs on the other side, in words."""
+
+class Terms(NamedTuple):
+    """What one side has agreed to, as it is sent to the other."""
+
+    parts: dict[str, str]
+    settings: dict[str, str]
+
+    @classmethod
+    def of(cls, contract: Contract) -> Terms:
+        return cls(contract.parts, contract.settings)
+
+
+def differences(ours: Terms, facts: Mapping[str, Any]) -> list[str]:
+    """What differs on the other side, in words; ``facts``: what it has sent."""
+    theirs, settings = _table(facts.get("parts")), _table(facts.get("settings"))
     return [
-        f"{name} differs (here {_short(ours[name])}, there {_short(str(theirs.get(name, 'nothing')))})"
-        for name in ours
-        if theirs.get(name) != ours[name]
+        f"{name} differs ({_details(name, ours, theirs, settings)})"
+        for name in ours.parts
+        if theirs.get(name) != ours.parts[name]
     ]
+
+
+def _details(name: str, ours: Terms, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which settings differ if the experiment does, and otherwise both hashes."""
+    changed = _changed(ours.settings, settings) if name == "experiment" else []
+    if not changed:
+        return f"here {_short(ours.parts[name])}, there {_short(str(theirs.get(name, 'nothing')))}"
+    sides = [
+        (key[:60], *(_short(str(side.get(key, "not set"))) for side in (ours.settings, settings))) for key in changed
+    ]
+    words = [f"{key}: here {here}, there {there}" for key, here, there in sides[:_NAMED]]
+    more = [f"{len(changed) - _NAMED} more settings"] if len(changed) > _NAMED else []
+    return f"{', '.join(words + more)}; copy {EXPERIMENT} from the other side"
+
+
+def _changed(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
+    """The names of settings that differ; none where the other side has sent none."""
+    return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)] if theirs else []
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def code_sha256(cls: type) -> str:

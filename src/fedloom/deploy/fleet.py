@@ -21,7 +21,7 @@ from fedloom.core import disk
 from fedloom.core.errors import FedloomError
 from fedloom.core.metrics import Verdicts
 from fedloom.core.schema import Spec
-from fedloom.deploy.contract import Contract
+from fedloom.deploy.contract import Contract, Terms
 from fedloom.deploy.ends import Population, population_of
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed
 from fedloom.deploy.talk import (
@@ -102,7 +102,8 @@ class RemoteNodes:
         self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
         self.population = Population((), ())
         self._most = HEADER  # bytes that an answer may have
-        self._met: set[int] = set()  # nodes that have agreed to the contract in this process
+        self._terms = Terms.of(contract)._asdict() | {"secure_sum": rules.secure_sum}  # which every message has
+        self._met: set[int] = set()  # nodes that have said in this process how many rows they have
         self.run = 0
         self._evaluated: tuple[tuple[int, tuple[int, ...]], Verdicts] | None = None
         self.say: Callable[[str], None] = lambda _: None
@@ -133,7 +134,6 @@ class RemoteNodes:
 
     def _hello(self, ids: list[int], seconds: float, needed: int) -> Replies:
         """Greet nodes; those that have welcomed the server may take part from now on."""
-        asked = {"parts": self._contract.parts, "secure_sum": self._rules.secure_sum}
 
         def read(client: int, data: bytes) -> tuple[int, int]:
             rows = self._welcome(client, expected(data, "welcome", HEADER).facts)
@@ -141,7 +141,7 @@ class RemoteNodes:
                 raise MessageError(f"has {rows} training and test rows, the run began with {self._rows_of(client)}")
             return rows
 
-        replies = self._ask(packed(Envelope("hello", asked, {})), ids, seconds, read, needed)
+        replies = self._ask(packed(Envelope("hello", self._terms, {})), ids, seconds, read, needed)
         self._met |= set(replies.good)
         return replies
 
@@ -149,7 +149,7 @@ class RemoteNodes:
         return self.population.train[client], self.population.test[client]
 
     def _greeted(self, ids: list[int]) -> tuple[list[int], dict[int, Failed]]:
-        """Which of these nodes have compared the contract, now or before, and why the others have not."""
+        """Which of these nodes have answered a greeting, now or before, and why the others have not."""
         strangers = [k for k in ids if k not in self._met]
         failed = self._hello(strangers, self._rules.deadline, 0).failed if strangers else {}
         return [k for k in ids if k in self._met], failed
@@ -227,7 +227,7 @@ class RemoteNodes:
     # -- all of these -----------------------------------------------------------------------------
     def _facts(self, round_: int) -> dict[str, Any]:
         where = {"campaign": self._contract.campaign, "run": self.run, "round": round_}
-        return where | {"population": [list(self.population.train), list(self.population.test)]}
+        return self._terms | where | {"population": [list(self.population.train), list(self.population.test)]}
 
     def _ask(
         self, data: bytes, ids: list[int], seconds: float, read: Callable[[int, bytes], T], needed: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from fedloom.core import disk
-from fedloom.core.errors import FedloomError
+from fedloom.core.errors import DataError, FedloomError
 from fedloom.core.schema import Spec
 from fedloom.deploy.audit import write_audit
-from fedloom.deploy.contract import Contract, differences
+from fedloom.deploy.contract import Contract, Terms, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.memory import Memory
 from fedloom.deploy.messages import HEADER, SEALED_BYTES, Envelope, MessageError, packed, unpacked
@@ -39,6 +40,7 @@ from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, record_of
 from fedloom.runs.prepare import data_fingerprint
 from fedloom.trust import noise
 
+ROWS = "rows.sha256"  # of the rows with which a run began, beside its states
 _IN_THE_CLEAR = "policy.require_secure_sum: the server asks for uploads in the clear (its rules.secure_sum is off)"
 
 
@@ -80,6 +82,7 @@ class Node:
         self._built: tuple[tuple[Population, int], Experiment, Memory] | None = None
         self._record: Any = None  # of the model
         self._limit = HEADER
+        self._rows_file = place.folder / ROWS  # of the run under way
         self._session: Any = None  # of a secure sum
         disk.make_folder(place.folder)
 
@@ -89,6 +92,7 @@ class Node:
         try:
             found = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
             del data  # free large ones as early as possible
+            self._refuse_other_terms(found)
             reply = self._kinds.get(found.kind, _unknown)(self, found)
             message = found
         except FedloomError as error:
@@ -101,14 +105,20 @@ class Node:
             return refusal(f"cannot write its audit log, {type(error).__name__}: {error}")
         return reply
 
-    def _hello(self, message: Envelope) -> bytes:
-        theirs = message.facts.get("parts")
-        why = differences(self._place.contract.parts, theirs if isinstance(theirs, dict) else {})
+    def _refuse_other_terms(self, message: Envelope) -> None:
+        """Refuse a message that belongs to another contract, or to an experiment that the owner does not allow.
+
+        This is checked for every message, not only for the first: either side may have started again with other files,
+        and a server need not begin with a greeting.
+        """
+        why = differences(self._terms, message.facts)
         refused = self._place.policy.refusal(self._place.contract)
         if self._place.policy.require_secure_sum and message.facts.get("secure_sum") is not True:
             refused = refused or _IN_THE_CLEAR
         if why or refused:
             raise MessageError("; ".join([*why, *([refused] if refused else [])]))
+
+    def _hello(self, _message: Envelope) -> bytes:
         own, seal = self._place.own, self._place.folder / "seal.crt"
         facts = {"seal": seal.read_text()} if seal.is_file() else {}
         return packed(Envelope("welcome", facts | {"train": own.train, "test": own.test, "name": self._name}, {}))
@@ -124,6 +134,7 @@ class Node:
         if not isinstance(members, list) or not isinstance(seals, dict) or not set(members) <= set(range(len(names))):
             raise MessageError("'members' and 'seals' should name nodes of the contract")
         about = f"{facts['campaign']} {facts['run']} {whole(facts, 'round')} {facts.get('attempt')}"
+        self._refuse_small(set(members), "members")
         parties = Parties(about, tuple(members), whole(facts, "threshold"))
         certificates = {int(k): str(seal) for k, seal in seals.items()}
         self._session = None
@@ -138,8 +149,9 @@ class Node:
 
         facts, session = message.facts, self._session_of(message)
         left = facts.get("left")
-        if not isinstance(left, list) or len(left) < self._place.policy.min_cohort:
-            raise MessageError(f"policy.min_cohort: 'left' should name {self._place.policy.min_cohort} nodes or more")
+        if not isinstance(left, list):
+            raise MessageError("'left' should name the nodes whose uploads arrived")
+        self._refuse_small(set(left) & set(session.parties.members), "left")
         return packed_shares(session.shares_of(left), {"round": facts.get("round"), "name": self._name})
 
     def _session_of(self, message: Envelope) -> Any:
@@ -149,6 +161,12 @@ class Node:
             raise MessageError("has sealed nothing for this secure sum (it was started again, or is of another round)")
         return found
 
+    def _refuse_small(self, nodes: set[int], name: str) -> None:
+        """Refuse a secure sum of fewer nodes than the owner demands."""
+        least = self._place.policy.min_cohort
+        if len(nodes) < least:
+            raise MessageError(f"policy.min_cohort: '{name}' should name {least} nodes or more (got {len(nodes)})")
+
     def _train(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
         order, client = order_of(exp, message, self._place.client), self._place.client
@@ -157,22 +175,33 @@ class Node:
             raise MessageError(f"policy.min_cohort: {what}")
         if "attempt" not in message.facts and self._place.policy.require_secure_sum:
             raise MessageError(_IN_THE_CLEAR)
-        session = self._session_of(message) if "attempt" in message.facts else None
+        session, boxes = None, {}
+        if "attempt" in message.facts:
+            session = self._session_of(message)
+            boxes = self._boxes_of(message, session)
         memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
         # Shares of common noise must add up to all of it, even if only the required number of nodes answers.
         order = order._replace(senders=min(order.senders, whole(message.facts, "least")))
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
+        if not self._rows_file.exists():
+            disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
         facts = {"round": order.round, "name": self._name}
         if session is None:
             return packed_outcome(exp, outcome, facts)
-        from fedloom.deploy.secure_talk import boxes_for, packed_masked
+        from fedloom.deploy.secure_talk import packed_masked
 
-        sealed = message.facts.get("sealed")
-        given = message.tensors.get("boxes")
+        return packed_masked(exp, outcome, session, boxes, facts)
+
+    def _boxes_of(self, message: Envelope, session: Any) -> dict[int, bytes]:
+        """What the other nodes of a secure sum have sealed for this one."""
+        from fedloom.deploy.secure_talk import boxes_for
+
+        sealed, given = message.facts.get("sealed"), message.tensors.get("boxes")
         if not isinstance(sealed, list) or given is None:
             raise MessageError("'sealed' and 'boxes' should have what the nodes of this sum have sealed")
-        return packed_masked(exp, outcome, session, boxes_for(session.parties, client, sealed, given), facts)
+        self._refuse_small(set(sealed), "sealed")
+        return boxes_for(session.parties, self._place.client, sealed, given)
 
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
@@ -207,6 +236,15 @@ class Node:
     def _name(self) -> str:
         return self._place.contract.nodes[self._place.client]
 
+    @cached_property
+    def _terms(self) -> Terms:
+        return Terms.of(self._place.contract)
+
+    @cached_property
+    def _rows(self) -> str:
+        """What identifies the rows of this node, and which of them it holds out."""
+        return data_fingerprint(self._place.own.arrays._replace(test=self._place.own.held_out))
+
     def _end(self, message: Envelope) -> tuple[Experiment, Memory]:
         """This node's experiment, for the population that the server sent."""
         place, facts = self._place, message.facts
@@ -218,11 +256,18 @@ class Node:
             raise MessageError("'population' should be two lists of whole numbers") from error
         if len(population.train) != len(place.contract.nodes) or len(population.test) != len(population.train):
             raise MessageError(f"'population' should have {len(place.contract.nodes)} nodes")
-        run = whole(facts, "run")
+        run, rounds = whole(facts, "run"), place.contract.config.basics.rounds
+        last = rounds - 1 if message.kind in ("seal", "train") else rounds
+        if whole(facts, "round") > last:
+            raise MessageError(f"'round' should be {last} at most: the experiment has {rounds} (got {facts['round']})")
         if self._built is None or self._built[0] != (population, run):
             prepared = node_end(place.contract.config, place.own, place.client, population)
             exp, self._record = prepared.experiment, record_of(prepared)
             self._limit = order_limit(exp) + SEALED_BYTES * len(place.contract.nodes) ** 2
+            self._rows_file = place.folder / "runs" / str(run) / ROWS
+            if self._rows_file.exists() and self._rows_file.read_text() != self._rows:
+                what = "this node's rows are not those with which the run began, although there are as many"
+                raise DataError(f"{what}: restore its data; other rows need a new run")
             memory = Memory(place.folder / "runs" / str(run), len(population.train))
             self._built = (population, run), exp, memory
         return self._built[1], self._built[2]

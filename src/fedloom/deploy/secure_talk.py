@@ -61,6 +61,9 @@ def boxes_for(parties: Parties, client: int, sealed: Sequence[int], boxes: Tenso
         raise MessageError("'boxes' should have one box for each pair of nodes")
     if not set(sealed) <= set(parties.members) or len(set(sealed)) != len(sealed) or client not in sealed:
         raise MessageError("'sealed' should name nodes of this sum, and this one among them")
+    if len(sealed) < parties.threshold:
+        what = f"'sealed' should name {parties.threshold} nodes or more (got {len(sealed)})"
+        raise MessageError(f"{what}: with fewer masks the server could remove them all")
     mine = parties.members.index(client)
     return {one: boxes[at, mine].numpy().tobytes() for at, one in enumerate(sealed) if one != client}
 

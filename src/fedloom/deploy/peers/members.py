@@ -15,7 +15,7 @@ import tomli_w
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
-from fedloom.deploy.contract import Contract
+from fedloom.deploy.contract import Contract, Terms
 from fedloom.engine.topology.network import START, Topology
 
 MEMBERS = "members.toml"
@@ -85,9 +85,10 @@ def read_members(folder: Path, contract: Contract) -> Members:
     return Members(nodes, hashlib.sha256(data).hexdigest())
 
 
-def agreed_parts(contract: Contract, members: Members) -> dict[str, str]:
-    """What must be the same at all nodes, by name."""
-    return contract.parts | {"members": members.sha256, "protocol": PROTOCOL}
+def agreed_terms(contract: Contract, members: Members) -> Terms:
+    """What must be the same at all nodes."""
+    terms = Terms.of(contract)
+    return terms._replace(parts=terms.parts | {"members": members.sha256, "protocol": PROTOCOL})
 
 
 def agreement(parts: dict[str, str]) -> str:

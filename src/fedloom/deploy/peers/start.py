@@ -21,7 +21,7 @@ from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.peers.bundles import Bundle, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Edges, Exchanged
 from fedloom.deploy.peers.links import CurveKeys, CurveLinks
-from fedloom.deploy.peers.members import agreed_parts
+from fedloom.deploy.peers.members import agreed_terms
 from fedloom.deploy.peers.peer import Peer, PeerPlace
 from fedloom.deploy.peers.station import Identity, Station, StoppedError
 from fedloom.deploy.site import STATE, read_state
@@ -87,7 +87,7 @@ class PeerProcess:
         self._bundle, self._place, self._stop, self._say = bundle, place, stop, say
         nodes, lines = bundle.members.nodes, lines_to_neighbours(bundle)
         identity = Identity(
-            bundle.me, bundle.contract.nodes, agreed_parts(bundle.contract, bundle.members), tuple(lines)
+            bundle.me, bundle.contract.nodes, agreed_terms(bundle.contract, bundle.members), tuple(lines)
         )
         keys = CurveKeys(nodes[bundle.me].key, secret)
         known = {nodes[k].key: k for k in lines}

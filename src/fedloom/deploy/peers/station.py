@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from fedloom.core.errors import FedloomError
-from fedloom.deploy.contract import differences
+from fedloom.deploy.contract import Terms, differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.edges import Edges, Exchanged
@@ -42,7 +42,7 @@ class Identity(NamedTuple):
 
     me: int
     names: tuple[str, ...]
-    parts: dict[str, str]
+    terms: Terms
     neighbours: tuple[int, ...]  # of any round
 
 
@@ -60,7 +60,7 @@ class Station:
         self._there: list[int] = []
         self._met = False  # whether any neighbour has been there
         self._done: set[int] = set()  # neighbours that have done all rounds, and know their outcomes
-        self._agreement = agreement(identity.parts)
+        self._agreement = agreement(identity.terms.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
         now = time.monotonic()
@@ -204,7 +204,7 @@ class Station:
 
     def greet(self, j: int, kind: str = "hello") -> None:
         rows = {str(k): list(pair) for k, pair in self.rows.items()}
-        self.edges.say(j, kind, parts=self.identity.parts, rows=rows)
+        self.edges.say(j, kind, rows=rows, **self.identity.terms._asdict())
 
     def _happened(self, event: Event) -> None:
         j = event.node
@@ -242,8 +242,7 @@ class Station:
                 self.edges.handle(j, frame)
 
     def _greeted(self, j: int, frame: WireFrame) -> None:
-        theirs = frame.facts.get("parts")
-        why = differences(self.identity.parts, theirs if isinstance(theirs, dict) else {})
+        why = differences(self.identity.terms, frame.facts)
         counts = self._row_counts(frame.facts.get("rows"))
         if why:
             self._turned_away(j, "; ".join(why))

@@ -1,0 +1,152 @@
+"""What a node refuses, whatever its server sends: another contract, other rows, more rounds, sums of too few."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.deploy.conduct import conduct
+from fedloom.deploy.contract import Terms, differences
+from fedloom.deploy.fleet import LostNodesError
+from fedloom.deploy.messages import Envelope, packed, unpacked
+from fedloom.deploy.node import Node, Place, Policy
+from fedloom.deploy.site import SERVER_TOML
+from support.federation import Federation, a_site, config_of, contract_of, here
+
+Change = Callable[[Envelope], Envelope]
+
+
+def why(answer: bytes) -> str:
+    """Why a node refuses; empty if it does not."""
+    return str(unpacked(answer, len(answer)).facts.get("why", ""))
+
+
+def heard(node: Node, kind: str) -> list[Envelope]:
+    """The messages of one kind that a node is sent from now on."""
+    found, answer = list[Envelope](), node.answer
+
+    def listening(data: bytes) -> bytes:
+        message = unpacked(data, len(data))
+        found.extend([message] if message.kind == kind else [])
+        return answer(data)
+
+    node.answer = listening  # type: ignore[method-assign]
+    return found
+
+
+def with_facts(**facts: Any) -> Change:
+    return lambda message: message._replace(facts=message.facts | facts)
+
+
+# -- one that starts again during a run ------------------------------------------------------------
+def other_settings(place: Place) -> Place:
+    return place._replace(contract=contract_of(config_of("fedavg", local={"batch": 32, "lr": 5.0})))
+
+
+def other_labels(place: Place) -> Place:
+    arrays = place.own.arrays
+    return place._replace(own=place.own._replace(arrays=arrays._replace(y=arrays.y[::-1].copy())))
+
+
+def other_test_rows(place: Place) -> Place:
+    return place._replace(own=place.own._replace(held_out=place.own.held_out[::-1].copy()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (other_settings, r"experiment differs \(local\.lr: here 5\.0, there 0\.\d+; copy experiment\.toml from the"),
+        (other_labels, "rows are not those with which the run began, although there are as many: restore its data"),
+        (other_test_rows, "rows are not those with which the run began"),
+    ],
+)
+def test_a_node_that_starts_again_with_something_else_is_refused(
+    changed: Callable[[Place], Place], reason: str, tmp_path: Path
+) -> None:
+    federation = Federation(tmp_path, config_of("fedavg"))
+    state = federation.advanced(rounds=1)
+    federation.transport.nodes[1] = Node(changed(federation.places[1]))
+    with pytest.raises(LostNodesError, match=f"round 2: 2 of 3 nodes answered, 3 are needed; Bea: refuses: .*{reason}"):
+        federation.advanced(state, rounds=1)
+    federation.restart(1)
+    federation.advanced(state, rounds=1)
+
+
+def test_settings_that_differ_are_named_and_others_are_compared_by_hash() -> None:
+    ours = Terms({"experiment": "a" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.1", "name": '"x"'})
+    theirs = Terms({"experiment": "b" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.2", "seed": "1"})
+    told = 'local.lr: here 0.1, there 0.2, name: here "x", there not set, seed: here not set, there 1'
+    assert differences(ours, theirs._asdict()) == [
+        f"experiment differs ({told}; copy experiment.toml from the other side)"
+    ]
+    assert differences(ours, ours._asdict()) == []
+    assert differences(ours, {"parts": theirs.parts}) == [f"experiment differs (here {'a' * 12}, there {'b' * 12})"]
+    many = theirs._replace(settings={f"s{k}": "1" for k in range(6)})
+    assert ", 6 more settings; copy" in differences(ours, many._asdict())[0]
+
+
+# -- a server that asks for more than was agreed ----------------------------------------------------
+ASKED: dict[str, tuple[Change, dict[str, Any]]] = {
+    "experiment differs": (with_facts(parts={}), {}),
+    r"policy\.algorithms: 'fedavg' is not allowed here": (with_facts(), {"algorithms": ("fedprox",)}),
+    r"policy\.require_privacy: the experiment adds no noise": (with_facts(), {"require_privacy": True}),
+    r"'round' should be 2 at most: the experiment has 3 \(got 50000\)": (with_facts(round=50000), {}),
+    "'round' should be 3 at most": (lambda m: with_facts(round=4)(m._replace(kind="evaluate")), {}),
+}
+
+
+@pytest.mark.parametrize("reason", ASKED)
+def test_limits_bind_a_server_that_sends_no_greeting(reason: str, tmp_path: Path) -> None:
+    federation = Federation(tmp_path, config_of("fedavg"))
+    orders = heard(federation.transport.nodes[0], "train")
+    federation.advanced(rounds=1)
+    change, policy = ASKED[reason]
+    place = federation.places[0]._replace(policy=Policy(**policy))
+    assert re.search(reason, why(Node(place).answer(packed(change(orders[0])))))
+    assert why(Node(federation.places[0]).answer(packed(orders[0]))) == ""
+
+
+def a_sum_of_one(message: Envelope) -> Envelope:
+    """Only the boxes of the node itself: it would add no mask that it has in common with another."""
+    boxes = message.tensors["boxes"][:1]
+    return with_facts(sealed=[0])(message._replace(tensors=message.tensors | {"boxes": boxes}))
+
+
+def a_sum_of_two(message: Envelope) -> Envelope:
+    boxes = message.tensors["boxes"][:2]
+    return with_facts(sealed=[0, 1])(message._replace(tensors=message.tensors | {"boxes": boxes}))
+
+
+SUMS: dict[str, tuple[str, Change, int]] = {
+    r"'sealed' should name 2 nodes or more \(got 1\): with fewer masks": ("train", a_sum_of_one, 0),
+    r"policy\.min_cohort: 'members' should name 3 nodes or more \(got 2\)": ("seal", with_facts(members=[0, 1]), 3),
+    r"policy\.min_cohort: 'sealed' should name 3 nodes or more \(got 2\)": ("train", a_sum_of_two, 3),
+    r"policy\.min_cohort: 'left' should name 3 nodes or more \(got 2\)": ("unmask", with_facts(left=[0, 1, 1]), 3),
+}
+
+
+@pytest.mark.parametrize("reason", SUMS)
+def test_a_secure_sum_of_too_few_is_refused(reason: str, tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    kind, change, least = SUMS[reason]
+    config = config_of("fedavg", rounds=1, evaluate={"personal": False})
+    home = a_site(tmp_path / "site", config, secure_sum=True)
+    (home / SERVER_TOML).write_text((home / SERVER_TOML).read_text().replace("quorum = 1.0", "quorum = 0.6"))
+    settings = home.parent / "ada" / "node.toml"
+    settings.write_text(settings.read_text().replace("min_cohort = 0", f"min_cohort = {least}"))
+    transport = here(home)
+    ada, told = transport.nodes[0].answer, list[str]()
+
+    def answer(data: bytes) -> bytes:
+        message = unpacked(data, len(data))
+        reply = ada(packed(change(message)) if message.kind == kind else data)
+        told.extend([why(reply)] if message.kind == kind else [])
+        return reply
+
+    transport.nodes[0].answer = answer  # type: ignore[method-assign]
+    conduct(home, transport, 1, print)
+    assert re.search(reason, told[0])
