@@ -411,6 +411,8 @@ def test_a_node_cannot_fill_the_memory_of_the_server(tmp_path: Path, monkeypatch
             assert [sent("QWRh") for _ in range(4)] == [200, 200, 413, 413]
             assert (sent("QWRh", "pull-messages", 1), sent("QmVh")) == (200, 200)
             assert sum(received) == 6 * piece + 1  # nothing that was refused
+            wait_until((home / "heard.json").exists)
+            assert "forged" not in (home / "heard.json").read_text()
             write_bytes(home / "allowance", str(1 << 20).encode())  # the next message
             assert sent("QWRh") == 200
             assert sent("QWRh", size=65 << 20) == 413

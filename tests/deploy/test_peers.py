@@ -42,6 +42,7 @@ def test_simulation_is_a_network_of_peers(kind: str, tmp_path: Path) -> None:
     found = status_of_peer(tmp_path / "site" / "bea")
     assert (found["state"], found["round"], found["closed"], found["skipped"]) == ("completed", 3, {}, 0)
     assert found["last_round"]["up"] == ["Ada", "Cem"]
+    assert found["neighbours"] == {"Ada": "ended", "Cem": "ended"}
     assert [(line["round"], line["to"]) for line in read_audit(tmp_path / "site" / "bea")] == [
         (k, ["Ada", "Cem"]) for k in range(3)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import Terms, differences
+from fedloom.deploy.contract import AgreedTerms, differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import Envelope, packed, unpacked
 from fedloom.deploy.node import Node, Place, Policy
@@ -77,8 +77,8 @@ def test_a_node_that_starts_again_with_something_else_is_refused(
 
 
 def test_settings_that_differ_are_named_and_others_are_compared_by_hash() -> None:
-    ours = Terms({"experiment": "a" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.1", "name": '"x"'})
-    theirs = Terms({"experiment": "b" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.2", "seed": "1"})
+    ours = AgreedTerms({"experiment": "a" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.1", "name": '"x"'})
+    theirs = AgreedTerms({"experiment": "b" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.2", "seed": "1"})
     told = 'local.lr: here 0.1, there 0.2, name: here "x", there not set, seed: here not set, there 1'
     assert differences(ours, theirs._asdict()) == [
         f"experiment differs ({told}; copy experiment.toml from the other side)"

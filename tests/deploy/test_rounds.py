@@ -17,7 +17,7 @@ import fedloom
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import Terms, read_contract, write_contract
+from fedloom.deploy.contract import AgreedTerms, read_contract, write_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Node, Policy
@@ -30,7 +30,7 @@ from fedloom.runs.look import look_at_run
 from fedloom.runs.prepare import share
 from fedloom.runs.start import start
 from fedloom.trust.noise import fresh_key
-from support.federation import Federation, Tamper, a_site, config_of, contract_of, here, same, simulated, weights
+from support.federation import Federation, Here, Tamper, a_site, config_of, contract_of, here, same, simulated, weights
 
 
 def changed(data: bytes, **tensors: torch.Tensor) -> bytes:
@@ -82,6 +82,28 @@ def late_in(messages: set[int], client: int) -> Tamper:
     return lambda count, k, answer: Failed("is late", late=True) if k == client and count in messages else answer
 
 
+def test_an_evaluation_waits_for_nodes_and_is_marked_where_it_lacks_some(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
+
+    class Waiting(Here):
+        needed: list[int] = []  # noqa: RUF012
+
+        def exchange(self, data: bytes, ids: list[int], seconds: float, needed: int) -> dict[int, bytes | Failed]:
+            if unpacked(data, len(data)).kind == "evaluate":
+                self.needed.append(needed)
+            return super().exchange(data, ids, seconds, needed)
+
+    told: list[str] = []
+    transport = Waiting(here(home).nodes, late_in({4}, 2))  # hello, evaluation, round 1, evaluation
+    conduct(home, transport, 1, told.append)
+    assert transport.needed == [3, 3]
+    marked = [line.rpartition("  ")[2] for line in told if line.startswith("round ")]
+    assert marked[-1] == "(personal: 2 of 3 nodes)"
+    assert not any("(personal" in line for line in told if line.startswith("round 0"))
+    lines = [line for line in read_rounds(home) if line["kind"] == "evaluate"]
+    assert [(len(line["asked"]), len(line["answered"])) for line in lines] == [(3, 3), (3, 2)]
+
+
 def test_too_few_answers_are_an_error_that_names_the_nodes(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"), late_in({2}, 2))
     with pytest.raises(LostNodesError, match=r"round 1: 2 of 3 nodes answered, 3 are needed; Cem: is late"):
@@ -116,7 +138,7 @@ def test_a_late_client_keeps_its_state_only_where_the_server_need_not_know_it(tm
 
 def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"))
-    terms = Terms.of(federation.contract)
+    terms = AgreedTerms.of(federation.contract)
     hello = packed(Envelope("hello", terms._asdict(), {}))
     other = packed(Envelope("hello", terms._asdict() | {"parts": terms.parts | {"torch": "1.0"}}, {}))
     place = federation.places[0]

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import Terms, read_contract
+from fedloom.deploy.contract import AgreedTerms, read_contract
 from fedloom.deploy.fleet import Failed, LostNodesError, read_rounds
 from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.site import SERVER_TOML
@@ -182,7 +182,12 @@ def test_nodes_demand_it_and_methods_that_need_each_upload_are_refused(tmp_path:
     ):
         conduct(home, here(home), 1, print)
     contract, node = read_contract(home), here(home).nodes[0]
-    facts = Terms.of(contract)._asdict() | {"campaign": contract.campaign, "run": 1, "round": 0, "secure_sum": True}
+    facts = AgreedTerms.of(contract)._asdict() | {
+        "campaign": contract.campaign,
+        "run": 1,
+        "round": 0,
+        "secure_sum": True,
+    }
     facts["left"] = [0, 1]
     answer = node.answer(packed(Envelope("unmask", facts, {})))
     assert "has sealed nothing for this secure sum" in str(unpacked(answer, len(answer)).facts["why"])

@@ -136,7 +136,8 @@ def status(site: Site, json_: Json = False) -> None:
 def _print_status(found: dict[str, Any]) -> None:
     print(f"server  {found['server']}")
     for name, state in found["nodes"].items():
-        print(f"node    {name}: {state}")
+        heard = found.get("heard", {}).get(name)
+        print(f"node    {name}: {state}" + ("" if heard is None else f", last heard {heard:.0f} s ago"))
     print(f"run     {found['state']}, round {found['round']} of {found['rounds']}")
     last = found.get("last_round", {})
     for name in last.get("late", []):
@@ -194,7 +195,7 @@ def renew(
         print(f"{site}/server has a new certificate: start the server again")
         return
     slug = renew_node(site, name)
-    print(f"{site}/{slug}: hand node.key, seal.key and seal.crt to this node; its old keys no longer work")
+    print(f"{site}/{slug}: hand node.key, node.pub, seal.key and seal.crt to this node; its old keys no longer work")
     print(f"a run that is under way continues without it until: fedloom deploy resume {site}")
 
 

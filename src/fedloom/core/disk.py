@@ -158,9 +158,15 @@ def lock(path: Path, *, wait: bool = False) -> int:
 def is_locked(path: Path) -> bool:
     """Whether a process holds this lock file."""
     try:
-        os.close(lock(path))
+        file = _open(path, os.O_RDONLY)  # which a folder that this user cannot write to allows as well
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    finally:
+        os.close(file)
     return False
 
 

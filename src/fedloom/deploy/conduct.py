@@ -33,10 +33,13 @@ Say = Callable[[str], None]
 
 
 class Lines:
-    """A listener that prints a line for each round."""
+    """A listener that prints a line for each round.
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    ``evaluated``: how many nodes have evaluated their models after a round, and how many were asked to.
+    """
+
+    def __init__(self, say: Say, evaluated: Callable[[int], tuple[int, int]]) -> None:
+        self._say, self._evaluated = say, evaluated
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:
         self._say(
@@ -46,6 +49,9 @@ class Lines:
     def advanced(self, progress: Progress) -> None:
         shown = {k: v for k, v in progress.metrics.items() if k.endswith(("test/accuracy", "test/loss"))}
         words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        answered, asked = self._evaluated(progress.round)
+        if answered < asked:
+            words += f"  (personal: {answered} of {asked} nodes)"
         self._say(f"round {progress.round} of {progress.rounds}  {progress.seconds:.1f} s  {words}")
 
     def stopping(self) -> None:
@@ -126,7 +132,7 @@ def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
                 folder.seal()
             elif (path / "partition.json").is_file():
                 changed_data(path, prepared, accept=False)
-        history = drive(prepared, folder, Resumption() if begun else None, Lines(say))
+        history = drive(prepared, folder, Resumption() if begun else None, Lines(say, nodes.evaluated))
     exp = prepared.experiment
     state = checkpoint.load_state(path / "checkpoints", begin(exp), RamStore(exp.federation.clients)).state
     for client, failed in nodes.finish(exp, last_inquiry(exp, state)).items():

@@ -81,18 +81,18 @@ class Contract(NamedTuple):
         return {name: json.dumps(value, sort_keys=True) for name, value in table.items()}
 
 
-class Terms(NamedTuple):
+class AgreedTerms(NamedTuple):
     """What one side has agreed to, as it is sent to the other."""
 
     parts: dict[str, str]
     settings: dict[str, str]
 
     @classmethod
-    def of(cls, contract: Contract) -> Terms:
+    def of(cls, contract: Contract) -> AgreedTerms:
         return cls(contract.parts, contract.settings)
 
 
-def differences(ours: Terms, facts: Mapping[str, Any]) -> list[str]:
+def differences(ours: AgreedTerms, facts: Mapping[str, Any]) -> list[str]:
     """What differs on the other side, in words; ``facts``: what it has sent."""
     theirs, settings = _table(facts.get("parts")), _table(facts.get("settings"))
     return [
@@ -102,7 +102,7 @@ def differences(ours: Terms, facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _details(name: str, ours: Terms, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _details(name: str, ours: AgreedTerms, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Which settings differ if the experiment does, and otherwise both hashes."""
     changed = _changed(ours.settings, settings) if name == "experiment" else []
     if not changed:
@@ -146,9 +146,9 @@ def write_contract(folder: Path, contract: Contract) -> None:
     disk.write_bytes(folder / FEDERATION, json.dumps(table, indent=1).encode() + b"\n")
 
 
-def read_contract(folder: Path, *, trust: bool = False) -> Contract:
-    """The contract in a folder; ``trust``: the code in it may run."""
-    with _damaged(folder):
+def read_contract(folder: Path, *, trust: bool = False, made_by: str = "deploy") -> Contract:
+    """The contract in a folder; ``trust``: the code in it may run; ``made_by``: the command whose `init` makes one."""
+    with _damaged(folder, made_by):
         written, table = _files_of(folder)
         own = files_here(folder, dict(table.get("files", {})))
         settings = placed(written, own)
@@ -165,8 +165,8 @@ class Outline(NamedTuple):
     rounds: int
 
 
-def read_outline(folder: Path) -> Outline:
-    with _damaged(folder):
+def read_outline(folder: Path, *, made_by: str = "deploy") -> Outline:
+    with _damaged(folder, made_by):
         written, table = _files_of(folder)
         return Outline(tuple(map(str, table["nodes"])), int(written["rounds"]))
 
@@ -176,13 +176,14 @@ def _files_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @contextmanager
-def _damaged(folder: Path) -> Iterator[None]:
+def _damaged(folder: Path, made_by: str) -> Iterator[None]:
     """Report what is wrong with the files of a contract."""
     try:
         yield
     except FileNotFoundError as error:
-        what = f"{error.filename}: is missing, so this is not a folder of a deployment"
-        raise DataError(f"{what} (make one with: fedloom deploy init)") from error
+        where = "a deployment" if made_by == "deploy" else "a network"
+        what = f"{error.filename}: is missing, so this is not a folder of {where}"
+        raise DataError(f"{what} (make one with: fedloom {made_by} init)") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its contract is damaged ({type(error).__name__}: {error})") from error
 

@@ -21,7 +21,7 @@ from fedloom.core import disk
 from fedloom.core.errors import FedloomError
 from fedloom.core.metrics import Verdicts
 from fedloom.core.schema import Spec
-from fedloom.deploy.contract import Contract, Terms
+from fedloom.deploy.contract import AgreedTerms, Contract
 from fedloom.deploy.ends import Population, population_of
 from fedloom.deploy.messages import HEADER, Envelope, MessageError, packed
 from fedloom.deploy.talk import (
@@ -102,7 +102,7 @@ class RemoteNodes:
         self._contract, self._transport, self._folder, self._rules = contract, transport, folder, rules
         self.population = Population((), ())
         self._most = HEADER  # bytes that an answer may have
-        self._terms = Terms.of(contract)._asdict() | {"secure_sum": rules.secure_sum}  # which every message has
+        self._terms = AgreedTerms.of(contract)._asdict() | {"secure_sum": rules.secure_sum}  # which every message has
         self._met: set[int] = set()  # nodes that have said in this process how many rows they have
         self.run = 0
         self._evaluated: tuple[tuple[int, tuple[int, ...]], Verdicts] | None = None
@@ -208,11 +208,20 @@ class RemoteNodes:
             return self._evaluated[1]
         data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
         there, away = self._greeted(ids)
-        replies = self._ask(data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply))
+        needed = self._needed(len(ids))  # nodes that are not connected are waited for, as in training
+        replies = self._ask(
+            data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply), needed
+        )
         replies = replies._replace(failed=replies.failed | away)
         self._log("evaluate", inquiry.round, ids, replies)
         self._evaluated = asked, Verdicts.cat([replies.good[client] for client in sorted(replies.good)])
         return self._evaluated[1]
+
+    def evaluated(self, round_: int) -> tuple[int, int]:
+        """How many nodes have evaluated their models after this round, and how many were asked to."""
+        if self._evaluated is None or self._evaluated[0][0] != round_:
+            return 0, 0
+        return len(self._evaluated[1].ids), len(self._evaluated[0][1])
 
     def finish(self, exp: Experiment, inquiry: Inquiry) -> dict[int, Failed]:
         """Let every node save the model with which it predicts; returns those that did not."""

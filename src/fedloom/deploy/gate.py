@@ -6,7 +6,8 @@ certificate, forwards only requests for ``/v1/fleet/...``, up to a size.
 
 What nodes send stays in the SuperLink's memory until the server asks for it. So the gate also counts what each node has
 sent since the server's last message, and refuses more than an answer can have. It writes down which nodes were cut off,
-since their answers never arrive.
+since their answers never arrive, and when each node was last heard: for a minute, Flower calls a node that is gone
+online.
 
 python -m fedloom.deploy.gate HOME BIND PORT UPSTREAM_PORT
 """
@@ -19,10 +20,12 @@ import os
 import re
 import ssl
 import sys
+import threading
 import time
 from base64 import b64decode
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +33,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from fedloom.core import disk
-from fedloom.deploy.wire import ALLOWANCE, CUT_OFF
+from fedloom.deploy.wire import ALLOWANCE, CUT_OFF, HEARD
 
 _ALLOWED = re.compile(r"/v1/fleet/[a-z-]+")
 _SENDING = ("/v1/fleet/push-messages", "/v1/fleet/push-object")
@@ -41,6 +44,7 @@ _AT_ONCE = 32  # requests that are under way at the SuperLink
 _PATIENCE = 600.0  # seconds that it has for an answer
 _LAST = 1  # seconds until it ends although nodes are connected: idle ones would not notice for half a minute
 _KEY = b"flwr-public-key"  # the header that says whose request it is; the SuperLink verifies it
+_NOTED = 3.0  # seconds between two notes of when nodes were heard
 _TIMES = 4  # a message may have to be sent again after a broken connection
 
 Headers = list[tuple[bytes, bytes]]
@@ -128,11 +132,35 @@ class Allowance:
             self._most = int((self._home / ALLOWANCE).read_bytes())
 
 
+class Heard:
+    """When each node was last heard, in a file for ``fedloom deploy status``."""
+
+    def __init__(self, home: Path) -> None:
+        self._path, self._noted, self._writing = home / HEARD, 0.0, threading.Lock()
+        self._at = dict[str, float]()
+
+    def note(self, key: bytes) -> bool:
+        """Remember that a node was heard now; whether it is time to save that."""
+        self._at[key.decode("latin-1")] = time.time()
+        due = time.monotonic() - self._noted >= _NOTED
+        if due:
+            self._noted = time.monotonic()
+        return due
+
+    def save(self) -> None:
+        """Write the file; a full disk is no reason not to serve."""
+        if self._writing.acquire(blocking=False):
+            with suppress(OSError):
+                disk.write_bytes(self._path, json.dumps(dict(self._at)).encode())
+            self._writing.release()
+
+
 class Gate:
     """An ASGI application."""
 
-    def __init__(self, upstream: SuperLink, allowance: Allowance) -> None:
-        self._upstream, self._allowance, self._threads = upstream, allowance, ThreadPoolExecutor(_AT_ONCE)
+    def __init__(self, upstream: SuperLink, allowance: Allowance, heard: Heard) -> None:
+        self._upstream, self._allowance, self._heard = upstream, allowance, heard
+        self._threads = ThreadPoolExecutor(_AT_ONCE)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -156,8 +184,8 @@ class Gate:
         await self._forward(Request(scope["method"], path, headers, body), send)
 
     async def _forward(self, request: Request, send: Any) -> None:
-        key = _key_of(request.headers) if request.path in _SENDING else b""
-        if key and not self._allowance.allows(key, len(request.body)):
+        key, sends = _key_of(request.headers), request.path in _SENDING
+        if key and sends and not self._allowance.allows(key, len(request.body)):
             await _answer(send, 413, b"more than an answer to the server can have")
             return
         try:
@@ -167,7 +195,10 @@ class Gate:
             await _answer(send, 502, b"the SuperLink does not answer")
             return
         if key and status < 400:  # the key is that of a node
-            self._allowance.count(key, len(request.body))
+            if sends:
+                self._allowance.count(key, len(request.body))
+            if self._heard.note(key):
+                loop.run_in_executor(self._threads, self._heard.save)
         await _answer(send, status, body, [(k, v) for k, v in headers if k not in _HOP])
 
 
@@ -189,7 +220,7 @@ def serve_gate(home: Path, bind: str, port: int, upstream: int) -> None:
     """Serve until the process is ended."""
     context = ssl.create_default_context(cafile=str(home / "ca.crt"))
     uvicorn.run(
-        Gate(SuperLink(upstream, context), Allowance(home)),
+        Gate(SuperLink(upstream, context), Allowance(home), Heard(home)),
         host=bind,
         port=port,
         ssl_certfile=str(home / "server.pem"),

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedloom.core.errors import ConfigError, Fault
 from fedloom.deploy.messages import MessageError
 
+NODE_KEY, NODE_PUBLIC, SEAL_KEY, SEAL_CERTIFICATE, AUTHORITY = "node.key", "node.pub", "seal.key", "seal.crt", "ca.crt"
 _DAYS = {"authority": 3650, "server": 365}
 
 
@@ -84,6 +88,62 @@ def new_seal(name: str, authority: Any, certificate: Any) -> Pair:
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     signed = builder.sign(authority, hashes.SHA256())
     return Pair(_private(key), signed.public_bytes(serialization.Encoding.PEM))
+
+
+def node_files(pair: Pair, seal: Pair) -> dict[str, bytes]:
+    """The files of a node's keys, by name; its public key is there so that another node's key is noticed."""
+    public = {NODE_PUBLIC: pair.public, SEAL_CERTIFICATE: seal.public}
+    return {NODE_KEY: pair.private, SEAL_KEY: seal.private, **public}
+
+
+def refuse_wrong_keys(folder: Path, name: str) -> None:
+    """Refuse a node's folder with a key that is damaged, or that of another node.
+
+    Bundles of earlier versions have no ``node.pub``: there, the server refuses the key of another node.
+    """
+    known, sealed = folder / NODE_PUBLIC, folder / SEAL_CERTIFICATE
+    own: Any = _read(folder / NODE_KEY, name, "a node's private key", _node_key)
+    _read(folder / AUTHORITY, name, "a certificate", x509.load_pem_x509_certificate)
+    faults = []
+    if known.is_file() and own.public_key() != _read(known, name, "a public key", serialization.load_ssh_public_key):
+        faults.append(Fault(str(folder / NODE_KEY), f"is not the key that '{name}' was handed", _again(name)))
+    if sealed.is_file():
+        seal: Any = _read(folder / SEAL_KEY, name, "a private key", _seal_key)
+        found: Any = _read(sealed, name, "a certificate", x509.load_pem_x509_certificate)
+        owner = next((each.value for each in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
+        if owner != name[:64]:
+            faults.append(Fault(str(sealed), f"is that of '{owner}', not of '{name}'", _again(name)))
+        elif seal.public_key() != found.public_key():
+            faults.append(Fault(str(folder / SEAL_KEY), f"is not the key of {SEAL_CERTIFICATE}", _again(name)))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _read(path: Path, name: str, what: str, load: Callable[[bytes], Any]) -> Any:
+    try:
+        return load(path.read_bytes())
+    except OSError as error:
+        raise ConfigError([Fault(str(path), f"cannot be read ({error.strerror})", _again(name))]) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError([Fault(str(path), f"is not {what}", _again(name))]) from error
+
+
+def _again(name: str) -> str:
+    return f'restore it from the bundle, or let the coordinator make new keys: fedloom deploy renew SITE "{name}"'
+
+
+def _node_key(data: bytes) -> Any:
+    key = serialization.load_ssh_private_key(data, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise TypeError("of another kind")
+    return key
+
+
+def _seal_key(data: bytes) -> Any:
+    key = serialization.load_pem_private_key(data, None)
+    if not isinstance(key, X25519PrivateKey):
+        raise TypeError("of another kind")
+    return key
 
 
 def certified_key(certificate: str, authority: bytes, name: str) -> Any:

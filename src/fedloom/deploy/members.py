@@ -42,11 +42,11 @@ def add_node(site: Path, name: str) -> str:
     grown = contract._replace(config=contract.config._replace(partition=partition), nodes=(*contract.nodes, name))
     listens, rules = read_listens(home), read_rules(home)
     pair, seal = keys.new_node(), keys.new_seal(name, authority, certificate)
-    secret = {"node.key": pair.private, "seal.key": seal.private, "seal.crt": seal.public}
     identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
     settings = NodeSettings(identity, Policy(require_secure_sum=rules.secure_sum))
     disk.make_folder(site / slug)
-    write_bundle(site / slug, grown, settings, secret | {"ca.crt": (home / "ca.crt").read_bytes()})
+    files = keys.node_files(pair, seal) | {"ca.crt": (home / "ca.crt").read_bytes()}
+    write_bundle(site / slug, grown, settings, files)
     disk.make_folder(site / CONTRACT)
     bundles = [site / folder_name(old) for old in contract.nodes]
     for folder in (site / CONTRACT, *(bundle for bundle in bundles if bundle.is_dir()), home):  # the server's last
@@ -81,7 +81,7 @@ def renew_node(site: Path, name: str) -> str:
     pair, seal = keys.new_node(), keys.new_seal(name, authority, certificate)
     with writing(home, "try again"):
         disk.make_folder(site / slug)
-        for file, data in (("node.key", pair.private), ("seal.key", seal.private), ("seal.crt", seal.public)):
+        for file, data in keys.node_files(pair, seal).items():
             disk.write_bytes(site / slug / file, data)
         disk.write_bytes(home / f"{slug}.pub", pair.public)
         register(home, outline.nodes)

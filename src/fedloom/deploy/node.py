@@ -19,7 +19,7 @@ from fedloom.core import disk
 from fedloom.core.errors import DataError, FedloomError
 from fedloom.core.schema import Spec
 from fedloom.deploy.audit import write_audit
-from fedloom.deploy.contract import Contract, Terms, differences
+from fedloom.deploy.contract import AgreedTerms, Contract, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.memory import Memory
 from fedloom.deploy.messages import HEADER, SEALED_BYTES, Envelope, MessageError, packed, unpacked
@@ -237,8 +237,8 @@ class Node:
         return self._place.contract.nodes[self._place.client]
 
     @cached_property
-    def _terms(self) -> Terms:
-        return Terms.of(self._place.contract)
+    def _terms(self) -> AgreedTerms:
+        return AgreedTerms.of(self._place.contract)
 
     @cached_property
     def _rows(self) -> str:

@@ -33,11 +33,10 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedloom.deploy.keys import certified_key
+from fedloom.deploy.keys import SEAL_KEY, certified_key
 from fedloom.deploy.messages import SEALED_BYTES, MessageError
 
 Words: TypeAlias = NDArray[np.uint64]  # numbers modulo 2**64
-SEAL_KEY, SEAL_CERTIFICATE = "seal.key", "seal.crt"  # in a node's folder
 BITS = 32  # fractional bits of a number
 SEED, PUBLIC, BOX = 16, 32, SEALED_BYTES  # bytes of a seed, a public key, and of a box: nonce, key, shares, tag
 

@@ -34,7 +34,8 @@ from fedloom.deploy.site import (
     read_state,
     write_state,
 )
-from fedloom.deploy.waits import until_stopped, writing
+from fedloom.deploy.waits import held_lock, until_stopped, writing
+from fedloom.deploy.wire import HEARD
 from fedloom.engine.checkpoint import readable
 
 ENDED = ("completed", "failed", "stopped")  # states of a run
@@ -47,7 +48,7 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
     home = site / SERVER
     contract, listens = read_contract(home, trust=trust), read_listens(home)
     _refuse_expired(home)
-    lock = _locked(home)
+    lock = held_lock(home / ".server.lock", "another process serves this federation", f"fedloom deploy server {site}")
     inner = flower.free_port()
     processes: list[subprocess.Popen[bytes]] = []
     with until_stopped() as stop, writing(home, f"fedloom deploy server {site}"):
@@ -57,6 +58,7 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
             processes.append(flower.started(_superlink(home, inner), home, log))
             flower.wait_for_port(inner, processes[0], log)
             (home / NODES).unlink(missing_ok=True)  # what another SuperLink knew
+            (home / HEARD).unlink(missing_ok=True)
             flower.write_connection(home, inner)  # from here on `start` may register keys too
             register(home, contract.nodes)
             bind, port = listens.place
@@ -72,13 +74,6 @@ def serve(site: Path, say: Callable[[str], None], *, trust: bool = False) -> Non
         finally:
             flower.ended(processes)
             os.close(lock)
-
-
-def _locked(home: Path) -> int:
-    try:
-        return disk.lock(home / ".server.lock")
-    except BlockingIOError as error:
-        raise CheckpointError(f"{home}: another process serves this federation") from error
 
 
 def _superlink(home: Path, port: int) -> list[str]:
@@ -286,6 +281,7 @@ def status_of(site: Path) -> dict[str, Any]:
         by_id = {str(node["node-id"]): str(node["status"]) for node in flower.unrefused(home, listed)["nodes"]}
         known = registered(home)
         found["nodes"] = {name: by_id.get(known.get(name, ""), "no key") for name in contract.nodes}
+        found["heard"] = _heard(home, contract.nodes)
         flower_run = next((run for answer in more for run in answer.get("runs", [])), {})  # of this SuperLink
     except flower.FlowerError as error:
         found |= {"server": "not running", "why": str(error)}
@@ -305,6 +301,17 @@ def status_of(site: Path) -> dict[str, Any]:
     if folder.is_dir():  # a run that failed before its first round has none
         found["run_dir"] = str(folder)
     return found
+
+
+def _heard(home: Path, names: tuple[str, ...]) -> dict[str, float]:
+    """How many seconds ago the gate has heard of each node, by name; a node is heard every few seconds."""
+    try:
+        times = json.loads((home / HEARD).read_bytes())
+    except FileNotFoundError:
+        return {}
+    paths = {name: home / f"{folder_name(name)}.pub" for name in names}
+    known = {name: keys.pem_of(path.read_bytes()) for name, path in paths.items() if path.is_file()}
+    return {name: round(max(0.0, time.time() - times[key]), 1) for name, key in known.items() if key in times}
 
 
 def _state_of_run(

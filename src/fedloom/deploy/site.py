@@ -20,13 +20,14 @@ import tomli_w
 from pydantic import Field
 
 from fedloom.core import disk
-from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault
+from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.schema import Spec, read
 from fedloom.data.sources import File
 from fedloom.deploy.contract import Contract, Form, read_contract, refuse_undeployable, write_contract
 from fedloom.deploy.fleet import Rules
 from fedloom.deploy.node import Policy
 from fedloom.deploy.services import server_files, unit_of_node
+from fedloom.deploy.waits import held_lock
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
 
@@ -96,10 +97,9 @@ def initialise(
     for slug, name in zip(slugs, nodes, strict=True):
         pair, seal = keys.new_node(), keys.new_seal(name, key, certificate)
         files[f"{slug}.pub"] = pair.public
-        secret = {"node.key": pair.private, "seal.key": seal.private, "seal.crt": seal.public}
         identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
         settings = NodeSettings(identity, Policy(require_secure_sum=secure_sum))
-        write_bundle(out / slug, contract, settings, secret | {"ca.crt": authority.public})
+        write_bundle(out / slug, contract, settings, keys.node_files(pair, seal) | {"ca.crt": authority.public})
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)
@@ -208,10 +208,7 @@ def log_file(home: Path, run: int) -> Path:
 @contextmanager
 def conducted(home: Path) -> Iterator[None]:
     """Hold the lock for conducting a run of this server; one process at a time can."""
-    try:
-        lock = disk.lock(home / _LOCK)
-    except BlockingIOError as error:
-        raise CheckpointError(f"{home}: another process conducts a run here") from error
+    lock = held_lock(home / _LOCK, "another process conducts a run here", f"fedloom deploy resume {home.parent}")
     try:
         yield
     finally:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.core import disk
-from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault
 from fedloom.deploy import flower, wire
 from fedloom.deploy.contract import read_contract, refuse_undeployable
+from fedloom.deploy.keys import NODE_KEY, SEAL_CERTIFICATE, SEAL_KEY, refuse_wrong_keys
 from fedloom.deploy.node import Node, Place
 from fedloom.deploy.own_data import rows_for
 from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
-from fedloom.deploy.waits import until_stopped, writing
+from fedloom.deploy.waits import held_lock, until_stopped, writing
 from fedloom.engine.local import release_memory
 
 _AGAIN = 5.0  # seconds after which a SuperNode that has ended is started again
@@ -31,9 +31,10 @@ _CERTIFICATES = {  # what OpenSSL says, and what it means here
     "CERTIFICATE_EXPIRED": "has expired (at the coordinator: fedloom deploy renew), or this machine's clock is fast",
 }
 _ENDS = {  # what a SuperNode says at its end, and what it means here
-    "Failed to activate SuperNode": "this key is in use (for up to a minute after a crash, or by another process), "
-    "was revoked or is not known",
-    "terminated gracefully": "the server refuses this node; its key was revoked, or this machine's clock is wrong",
+    "Failed to activate SuperNode": "the server refuses this node; its key is in use (for up to a minute after a "
+    "crash, or by another process), was revoked or is not known",
+    "terminated gracefully": "the server has ended the connection; it stopped, it revoked this key, or this machine's "
+    "clock is wrong",
 }
 _OTHER = "is not the federation's: another server or a proxy that inspects TLS answers there"
 
@@ -47,13 +48,12 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *
     refuse_undeployable(contract.config)
     if settings.identity.name not in contract.nodes:
         raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.identity.name}' is not in the contract")])
-    refuse_open_key(folder / "node.key")
+    for name in (NODE_KEY, *((SEAL_KEY,) if (folder / SEAL_CERTIFICATE).is_file() else ())):
+        refuse_open_key(folder / name)
+    refuse_wrong_keys(folder, settings.identity.name)
     client = contract.nodes.index(settings.identity.name)
     own = rows_for(contract, client, data or settings.identity.data, root)
-    try:
-        lock = disk.lock(folder / ".node.lock")
-    except BlockingIOError as error:
-        raise CheckpointError(f"{folder}: another process is this node") from error
+    lock = held_lock(folder / ".node.lock", "another process is this node", f"fedloom deploy node {folder}")
     place = Place(contract, client, own, folder, settings.policy)
     name, server = settings.identity.name, settings.identity.server
     say(f"{name}: {own.train} training rows and {own.test} test rows, server {server}")
@@ -93,7 +93,7 @@ def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Cal
             welcome = accepted or _is_accepted(log, written) or not _is_refused(log, written)
             refused = 0.0 if welcome else refused or began
             _raise_if_permanent(settings, log, written, time.monotonic() - refused if refused else 0.0)
-            say(f"the connection has ended: {_reason(log, written)}; trying again")
+            say(f"{_reason(log, written)}; trying again")
             stop.wait(again - time.monotonic())
     listener.close()
 
@@ -125,7 +125,8 @@ def _reason(log: Path, since: int) -> str:
     """Why a SuperNode has ended, as far as its log tells."""
     words = flower.last_words(log, 30, since)
     lines = [line for line in words.split(" / ") if not line.startswith(("INFO", "For more information"))]
-    return next((said for sign, said in _ENDS.items() if sign in words), lines[-1] if lines else f"see {log}")
+    other = f"the connection has ended: {lines[-1] if lines else f'see {log}'}"
+    return next((said for sign, said in _ENDS.items() if sign in words), other)
 
 
 def _reaches(log: Path, since: int) -> bool | None:

@@ -9,6 +9,7 @@ from typing import IO
 RECORD = "fedloom"  # the name of what Flower carries
 ALLOWANCE = "allowance"  # the server's file with the bytes that an answer may have, replaced for each of its messages
 CUT_OFF = "cut-off"  # the gate's file with the keys of nodes that have sent more than that since the last message
+HEARD = "heard.json"  # the gate's file with the time at which it last heard of each node, by key
 SOCKET = "socket"  # where a node listens, in the configuration of its SuperNode
 _LENGTH = 8  # bytes
 

@@ -146,7 +146,7 @@ def _bind(address: str) -> str:
 
 def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
     """The bundle of a node; ``trust``: the code in it may run."""
-    contract, path = read_contract(folder, trust=trust), folder / NODE_TOML
+    contract, path = read_contract(folder, trust=trust, made_by="peers"), folder / NODE_TOML
     refuse_for_peers(contract.config)
     members = read_members(folder, contract)
     sections = (

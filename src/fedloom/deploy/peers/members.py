@@ -15,7 +15,7 @@ import tomli_w
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
-from fedloom.deploy.contract import Contract, Terms
+from fedloom.deploy.contract import AgreedTerms, Contract
 from fedloom.engine.topology.network import START, Topology
 
 MEMBERS = "members.toml"
@@ -85,9 +85,9 @@ def read_members(folder: Path, contract: Contract) -> Members:
     return Members(nodes, hashlib.sha256(data).hexdigest())
 
 
-def agreed_terms(contract: Contract, members: Members) -> Terms:
+def agreed_terms(contract: Contract, members: Members) -> AgreedTerms:
     """What must be the same at all nodes."""
-    terms = Terms.of(contract)
+    terms = AgreedTerms.of(contract)
     return terms._replace(parts=terms.parts | {"members": members.sha256, "protocol": PROTOCOL})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core import disk
-from fedloom.core.errors import CheckpointError, ConfigError, Fault, FedloomError
+from fedloom.core.errors import ConfigError, Fault, FedloomError
 from fedloom.deploy.audit import write_audit
 from fedloom.deploy.ends import population_of
 from fedloom.deploy.fleet import LostNodesError
@@ -25,7 +25,7 @@ from fedloom.deploy.peers.members import agreed_terms
 from fedloom.deploy.peers.peer import Peer, PeerPlace
 from fedloom.deploy.peers.station import Identity, Station, StoppedError
 from fedloom.deploy.site import STATE, read_state
-from fedloom.deploy.waits import until_stopped, writing
+from fedloom.deploy.waits import held_lock, until_stopped, writing
 from fedloom.engine.peer import OwnWork, links_of
 from fedloom.engine.topology.network import START
 
@@ -46,10 +46,7 @@ def start_peer(
     secret = read_secret(bundle)
     refuse_by_policy(bundle)
     own = rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
-    try:
-        lock = disk.lock(folder / LOCK)
-    except BlockingIOError as error:
-        raise CheckpointError(f"{folder}: another process is this node") from error
+    lock = held_lock(folder / LOCK, "another process is this node", f"fedloom peers start {folder}")
     try:
         place = PeerPlace(bundle.contract, bundle.me, own, folder)
         with until_stopped() as stop, writing(folder, f"fedloom peers start {folder}"):
@@ -248,10 +245,7 @@ class PeerProcess:
         """Record the state of the node."""
         self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
-        links = {
-            names[j]: "left" if j in edges.left else "away" if j in edges.gone else "connected"
-            for j in self.station.identity.neighbours
-        }
+        links = {names[j]: self.station.link_state(j) for j in self.station.identity.neighbours}
         found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
         disk.write_bytes(self._bundle.folder / STATE, json.dumps(found).encode() + b"\n")
         return found

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from fedloom.core.errors import FedloomError
-from fedloom.deploy.contract import Terms, differences
+from fedloom.deploy.contract import AgreedTerms, differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.edges import Edges, Exchanged
@@ -42,7 +42,7 @@ class Identity(NamedTuple):
 
     me: int
     names: tuple[str, ...]
-    terms: Terms
+    terms: AgreedTerms
     neighbours: tuple[int, ...]  # of any round
 
 
@@ -59,7 +59,7 @@ class Station:
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
         self._met = False  # whether any neighbour has been there
-        self._done: set[int] = set()  # neighbours that have done all rounds, and know their outcomes
+        self.done: set[int] = set()  # neighbours that have done all rounds, and know their outcomes
         self._agreement = agreement(identity.terms.parts)
         self._strangers: set[str] = set()
         self._aside = ThreadPoolExecutor(1)
@@ -115,6 +115,12 @@ class Station:
         return found
 
     # -- neighbours -------------------------------------------------------------------------------
+    def link_state(self, j: int) -> str:
+        """How the link to a neighbour is, in a word for ``fedloom peers status``."""
+        if j in self.done:
+            return "ended"
+        return "left" if j in self.edges.left else "away" if j in self.edges.gone else "connected"
+
     def present(self) -> list[int]:
         """The neighbours that can be reached and have agreed."""
         return [j for j in self.identity.neighbours if j not in self.edges.gone and j not in self.edges.left]
@@ -161,7 +167,7 @@ class Station:
 
         def over(j: int) -> bool:
             away = j in self.edges.gone and time.monotonic() - self.edges.gone[j] > patience.grace
-            return j in self.edges.left or away or (j in self._done and not self._questions(j))
+            return j in self.edges.left or away or (j in self.done and not self._questions(j))
 
         for _ in range(math.ceil(patience.deadline / _AGAIN)):
             for j in self.identity.neighbours:
@@ -237,7 +243,7 @@ class Station:
             if frame.kind == "leave":
                 self.edges.left.add(j)
             elif frame.kind == "done":
-                self._done.add(j)
+                self.done.add(j)
             else:
                 self.edges.handle(j, frame)
 

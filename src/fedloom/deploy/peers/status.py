@@ -29,7 +29,7 @@ def bundles_in(folder: Path) -> list[Path]:
 
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """The state of one node."""
-    seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder)
+    seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder, made_by="peers")
     recorded, lines = read_state(folder), list(read_node_rounds(folder))
     state, why = recorded.get("state", "idle"), recorded.get("why", "")
     if state in _AT_WORK and not disk.is_locked(folder / LOCK):
