@@ -122,10 +122,10 @@ def a_sum_of_two(message: Envelope) -> Envelope:
 
 
 SUMS: dict[str, tuple[str, Change, int]] = {
-    r"'sealed' should name 2 nodes or more \(got 1\): with fewer masks": ("train", a_sum_of_one, 0),
+    r"'sealed' should name 2 nodes or more, this one included \(got \[0\]\): with fewer": ("train", a_sum_of_one, 0),
     r"policy\.min_cohort: 'members' should name 3 nodes or more \(got 2\)": ("seal", with_facts(members=[0, 1]), 3),
     r"policy\.min_cohort: 'sealed' should name 3 nodes or more \(got 2\)": ("train", a_sum_of_two, 3),
-    r"policy\.min_cohort: 'left' should name 3 nodes or more \(got 2\)": ("unmask", with_facts(left=[0, 1, 1]), 3),
+    r"policy\.min_cohort: 'left' should name 3 nodes or more \(got 2\)": ("agree", with_facts(left=[0, 1, 1]), 3),
 }
 
 

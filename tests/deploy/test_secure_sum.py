@@ -47,6 +47,12 @@ def sessions(seals: tuple[list[Path], dict[int, str]], threshold: int = 3) -> li
     return [new_session(folder, parties, k, dict(enumerate(NAMES)), shown) for k, folder in enumerate(folders)]
 
 
+def shares_of(each: list[Session], left: list[int]) -> dict[int, dict[int, bytes]]:
+    """What these nodes give once they have agreed that their uploads have arrived."""
+    codes = {k: each[k].vouched(left) for k in left}
+    return {k: each[k].shares_of({j: codes[j][k] for j in left if j != k}) for k in left}
+
+
 @pytest.mark.parametrize("lost", [(), (2,), (0,)])
 def test_masks_cancel_out_and_those_of_lost_nodes_are_taken_away(seals: Any, lost: tuple[int, ...]) -> None:
     each = sessions(seals)
@@ -56,7 +62,7 @@ def test_masks_cancel_out_and_those_of_lost_nodes_are_taken_away(seals: Any, los
         k: one.masked(vectors[k], {j: sealed[j].boxes[k] for j in sealed if j != k}) for k, one in enumerate(each)
     }
     left = [k for k in masked if k not in lost]
-    given = {k: each[k].shares_of(left) for k in left[-3:]}  # no more than must be
+    given = dict(list(shares_of(each, left).items())[-3:])  # no more than must be
     total = unmasked(each[0].parties, {k: masked[k] for k in left}, sealed, given)
     assert np.abs(total - vectors[left].sum(0)).max() <= len(left) * 2.0 ** -(BITS + 1) + 1e-12
     for k, words in masked.items():  # what the server has of one node is no nearer to its vector than to another
@@ -70,15 +76,37 @@ def test_a_node_masks_once_and_gives_shares_once(seals: Any) -> None:
     sealed = {k: one.sealed() for k, one in enumerate(each)}
     boxes = {j: sealed[j].boxes[0] for j in (1, 2, 3)}
     with pytest.raises(MessageError, match="no share to give"):
-        each[0].shares_of([0, 1, 2])
+        each[0].shares_of({})
+    with pytest.raises(MessageError, match="cannot vouch for uploads: it sent none in this sum"):
+        each[0].vouched([0, 1, 2])
     each[0].masked(np.ones(3), boxes)
     with pytest.raises(MessageError, match="a second one under the same masks"):
         each[0].masked(np.zeros(3), boxes)
     with pytest.raises(MessageError, match="2 uploads arrived, and a secure sum needs 3"):
-        each[0].shares_of([0, 1])
-    each[0].shares_of([0, 1, 2])
+        each[0].vouched([0, 1])
+    for one in each[1:]:
+        one.masked(np.ones(3), {k: sealed[k].boxes[one.me] for k in sealed if k != one.me})
+    shares_of(each, [0, 1, 2])
+    with pytest.raises(MessageError, match="has vouched for some already"):
+        each[0].vouched([0, 1, 3])
     with pytest.raises(MessageError, match="has given them already"):
-        each[0].shares_of([0, 1, 3])
+        each[0].shares_of({})
+
+
+def test_a_server_that_names_other_uploads_to_each_node_gets_no_share(seals: Any) -> None:
+    """Otherwise some nodes would give a share of the one seed of a node, and others of its other seed."""
+    each = sessions(seals)
+    sealed = {k: one.sealed() for k, one in enumerate(each)}
+    for one in each:
+        one.masked(np.ones(3), {k: sealed[k].boxes[one.me] for k in sealed if k != one.me})
+    told = {0: [0, 1, 2], 1: [0, 1, 3], 2: [0, 2, 3], 3: [0, 1, 3]}
+    codes = {k: each[k].vouched(left) for k, left in told.items()}
+    for k in told:
+        with pytest.raises(MessageError, match=r"vouch for the same uploads, this one included: [12]; a secure"):
+            each[k].shares_of({j: codes[j][k] for j in told if j != k})
+    forged = {j: codes[j][3] for j in (0, 1, 2)}  # for another node
+    with pytest.raises(MessageError, match="this one included: 1;"):
+        each[1].shares_of(forged)
 
 
 def test_forged_boxes_certificates_and_shares_are_noticed(seals: Any) -> None:
@@ -98,7 +126,7 @@ def test_forged_boxes_certificates_and_shares_are_noticed(seals: Any) -> None:
         with pytest.raises(MessageError, match=r"threshold should be more than half|needs two nodes"):
             new_session(folders[0], Parties("a sum", members, threshold), 0, names, shown)
     vectors = {k: each[k].masked(np.ones(3), {j: sealed[j].boxes[k] for j in sealed if j != k}) for k in (1, 2, 3)}
-    given = {k: each[k].shares_of([1, 2, 3]) for k in vectors}
+    given = shares_of(each, [1, 2, 3])
     given[2] = {member: bytes(16) for member in given[2]}
     with pytest.raises(MessageError, match="a node has sent a wrong one"):
         unmasked(each[0].parties, vectors, sealed, given)
@@ -122,7 +150,7 @@ def test_a_run_of_secure_sums_computes_what_the_laboratory_does(kind: str, tmp_p
     for found, expected in zip(weights(home / "runs" / "1"), weights(tmp_path / "lab"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert "trained" not in seen  # no upload in the clear
-    assert len(seen["masked"]) == len(seen["sealed"]) == len(seen["unmasked"]) == 3 * 3
+    assert [len(seen[kind]) for kind in ("sealed", "masked", "agreed", "unmasked")] == [3 * 3] * 4
     vectors = [load(answer)["masked"].double() for answer in seen["masked"]]
     for words in vectors[:3]:  # of the first round
         assert float(words.abs().mean()) > 2.0**60  # all of 64 bits: nothing is left of numbers below 2**40
@@ -130,16 +158,16 @@ def test_a_run_of_secure_sums_computes_what_the_laboratory_does(kind: str, tmp_p
 
 def lost_in(kind: str, *clients: int) -> Tamper:
     """Nodes that are not heard any more from a stage of each round on."""
-    stages = {"sealed": ("sealed", "masked", "unmasked"), "masked": ("masked", "unmasked"), "unmasked": ("unmasked",)}
+    exchanges = ("sealed", "masked", "agreed", "unmasked")
 
     def tamper(_: int, client: int, answer: bytes) -> bytes | Failed:
-        gone = client in clients and unpacked(answer, len(answer)).kind in stages[kind]
+        gone = client in clients and unpacked(answer, len(answer)).kind in exchanges[exchanges.index(kind) :]
         return Failed("was killed") if gone else answer
 
     return tamper
 
 
-@pytest.mark.parametrize("stage", ["sealed", "masked", "unmasked"])
+@pytest.mark.parametrize("stage", ["sealed", "masked", "agreed", "unmasked"])
 def test_a_node_that_is_lost_in_a_round_is_left_out_of_the_sum(stage: str, tmp_path: Path) -> None:
     home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, **QUIET), secure_sum=True)
     plain = a_site(tmp_path / "plain", config_of("fedavg", rounds=1, **QUIET))
@@ -148,7 +176,7 @@ def test_a_node_that_is_lost_in_a_round_is_left_out_of_the_sum(stage: str, tmp_p
         (at / SERVER_TOML).write_text(text.replace("quorum = 1.0", "quorum = 0.6"))
     transport, other = here(home), here(plain)
     transport.tamper = lost_in(stage, 1)
-    late = stage == "unmasked"  # its upload was heard, and counts
+    late = stage in ("agreed", "unmasked")  # its upload was heard, and counts
     other.tamper = None if late else (lambda n, k, answer: Failed("was killed") if (n, k) == (2, 1) else answer)
     conduct(home, transport, 1, print)
     conduct(plain, other, 1, print)
@@ -162,6 +190,7 @@ def test_a_node_that_is_lost_in_a_round_is_left_out_of_the_sum(stage: str, tmp_p
     ("stage", "why"),
     [
         ("masked", r"round 1: 1 of 3 nodes answered, 2 are needed; Bea: was killed; Cem: was killed"),
+        ("agreed", r"round 1: the masks of 3 uploads cannot be taken away: 1 of 3 nodes vouched for them, 2 are"),
         ("unmasked", r"round 1: the masks of 3 uploads cannot be taken away: 1 of 3 nodes gave their shares, 2 are"),
     ],
 )

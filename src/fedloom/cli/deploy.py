@@ -215,7 +215,13 @@ def audit(
         return
     for line in lines:
         arrays = ", ".join(f"{name} {shape} {kind}" for name, (shape, kind) in line["arrays"].items())
-        in_round = line["asked"] in ("seal", "train", "unmask", "gossip")  # counted from 1, as in the server's log
+        in_round = line["asked"] in (
+            "seal",
+            "train",
+            "agree",
+            "unmask",
+            "gossip",
+        )  # counted from 1, as in the server's log
         round_ = "" if line["round"] is None else f" round {line['round'] + in_round}"
         print(f"{line['time']}  {line['sent']}{round_}  {line['bytes']} bytes  {arrays}{line['why']}")
 

@@ -53,7 +53,7 @@ class Rules(Spec):
     """How long the server waits, and for how many; in ``[rules]`` of server.toml."""
 
     deadline: PositiveFloat = Field(
-        3600.0, description="seconds that nodes have for an exchange; a secure sum takes three"
+        3600.0, description="seconds that nodes have for an exchange; a secure sum takes four"
     )
     quorum: float = Field(1.0, gt=0, le=1, description="share of the nodes of a round that must answer")
     secure_sum: bool = Field(False, description="let the server learn only the sum of the uploads of a round")

@@ -143,16 +143,26 @@ class Node:
         self._session = session
         return reply
 
-    def _unmask(self, message: Envelope) -> bytes:
-        """Give one share of each node's seeds, once."""
-        from fedloom.deploy.secure_talk import packed_shares
+    def _agree(self, message: Envelope) -> bytes:
+        """Vouch to the other nodes for what the server says has arrived, once."""
+        from fedloom.deploy.secure_talk import packed_codes
 
         facts, session = message.facts, self._session_of(message)
         left = facts.get("left")
         if not isinstance(left, list):
             raise MessageError("'left' should name the nodes whose uploads arrived")
         self._refuse_small(set(left) & set(session.parties.members), "left")
-        return packed_shares(session.shares_of(left), {"round": facts.get("round"), "name": self._name})
+        told = {"round": facts.get("round"), "name": self._name}
+        return packed_codes(session.parties, session.vouched(left), told)
+
+    def _unmask(self, message: Envelope) -> bytes:
+        """Give one share of each node's seeds, once, if enough nodes were told the same."""
+        from fedloom.deploy.secure_sum import CODE
+        from fedloom.deploy.secure_talk import column_for, packed_shares
+
+        session = self._session_of(message)
+        codes = column_for(session.parties, self._place.client, message, "agreed", "codes", CODE)
+        return packed_shares(session.shares_of(codes), {"round": message.facts.get("round"), "name": self._name})
 
     def _session_of(self, message: Envelope) -> Any:
         facts, found = message.facts, self._session
@@ -195,13 +205,12 @@ class Node:
 
     def _boxes_of(self, message: Envelope, session: Any) -> dict[int, bytes]:
         """What the other nodes of a secure sum have sealed for this one."""
-        from fedloom.deploy.secure_talk import boxes_for
+        from fedloom.deploy.secure_sum import BOX
+        from fedloom.deploy.secure_talk import column_for
 
-        sealed, given = message.facts.get("sealed"), message.tensors.get("boxes")
-        if not isinstance(sealed, list) or given is None:
-            raise MessageError("'sealed' and 'boxes' should have what the nodes of this sum have sealed")
-        self._refuse_small(set(sealed), "sealed")
-        return boxes_for(session.parties, self._place.client, sealed, given)
+        boxes = column_for(session.parties, self._place.client, message, "sealed", "boxes", BOX)
+        self._refuse_small({self._place.client, *boxes}, "sealed")
+        return boxes
 
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
@@ -227,6 +236,7 @@ class Node:
         "hello": _hello,
         "seal": _seal,
         "train": _train,
+        "agree": _agree,
         "unmask": _unmask,
         "evaluate": _evaluate,
         "finish": _finish,

@@ -1,4 +1,4 @@
-"""The nodes of a federation for a server that learns only sums: three exchanges in a round instead of one."""
+"""The nodes of a federation for a server that learns only sums: four exchanges in a round instead of one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 from fedloom.deploy.contract import Contract
 from fedloom.deploy.fleet import LostNodesError, RemoteNodes, Replies, Rules, Transport
 from fedloom.deploy.messages import Envelope, MessageError, packed
-from fedloom.deploy.secure_sum import Parties, Sealed, unmasked
-from fedloom.deploy.secure_talk import boxes_of_all, masked_of, outcomes_of, sealed_of, secure_limit, shares_of
+from fedloom.deploy.secure_sum import BOX, CODE, Parties, Sealed, unmasked
+from fedloom.deploy.secure_talk import (
+    codes_of,
+    masked_of,
+    outcomes_of,
+    sealed_of,
+    secure_limit,
+    shares_of,
+    table_of_all,
+)
 from fedloom.deploy.talk import order_tensors
 from fedloom.engine.fleet import Order
 from fedloom.engine.state import Experiment
@@ -49,7 +57,8 @@ class SecureNodes(RemoteNodes):
         sealed: dict[int, Sealed] = first.good
         if len(sealed) < needed:
             return first._replace(good={})
-        tensors = order_tensors(exp, order) | {"boxes": boxes_of_all(parties, sealed)}
+        boxes = table_of_all(parties, {k: one.boxes for k, one in sealed.items()}, BOX)
+        tensors = order_tensors(exp, order) | {"boxes": boxes}
         second = ask(
             "train", {"sealed": sorted(sealed)}, sorted(sealed), lambda _, data: masked_of(exp, order, data), tensors
         )
@@ -57,17 +66,25 @@ class SecureNodes(RemoteNodes):
         if len(found.good) < needed:
             return found
         arrived = sorted(found.good)
-        third = ask("unmask", {"left": arrived}, arrived, lambda _, data: shares_of(list(sealed), data))
         where = f"round {order.round + 1}: the masks of {len(arrived)} uploads cannot be taken away"
-        if len(third.good) < needed:
-            what = f"{len(third.good)} of {len(arrived)} nodes gave their shares, {needed} are needed"
-            raise LostNodesError(f"{where}: {what}; {self._reasons(third.failed)}")
+
+        def enough(of: Replies, did: str) -> Replies:
+            if len(of.good) < needed:
+                what = f"{len(of.good)} of {len(arrived)} nodes {did}, {needed} are needed"
+                raise LostNodesError(f"{where}: {what}; {self._reasons(of.failed)}")
+            return of
+
+        third = ask("agree", {"left": arrived}, arrived, lambda _, data: codes_of(parties, data))
+        agreed = sorted(enough(third, "vouched for them").good)
+        codes = {"codes": table_of_all(parties, third.good, CODE)}
+        fourth = ask("unmask", {"agreed": agreed}, agreed, lambda _, data: shares_of(list(sealed), data), codes)
+        given = enough(fourth._replace(failed=third.failed | fourth.failed), "gave their shares").good
         try:
-            total = unmasked(parties, {k: found.good[k].words for k in arrived}, sealed, third.good)
+            total = unmasked(parties, {k: found.good[k].words for k in arrived}, sealed, given)
             outcomes = outcomes_of(exp, order, total, found.good)
         except MessageError as error:
             raise LostNodesError(f"{where}: {error}") from error
-        return found._replace(good=outcomes, seconds=found.seconds + third.seconds)
+        return found._replace(good=outcomes, seconds=found.seconds + third.seconds + fourth.seconds)
 
     def _checked(self, client: int, order: Order, answer: tuple[Any, dict[str, Any]]) -> Any:
         """The content of an answer, if it comes from this node and belongs to this round."""

@@ -1,13 +1,14 @@
 """Secure sums: the server learns the sum of the nodes' vectors, but no single vector.
 
 The protocol is that of Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017,
-with double masks and recovery of lost nodes. In each round
+with double masks, recovery of lost nodes and the consistency check against a server that lies. In each round
 
 seal      every node draws two seeds and sends shares of both to every other node, sealed for that node alone
 mask      every node sends its vector plus a mask of its own and, for each other node, a mask that both can compute and
           that one adds and the other subtracts
-unmask    every node that is left gives, of each node whose upload arrived, the share of its own mask's seed, and of
-          each that was lost, the share of the seed of its common masks; never both
+agree     every node that is left vouches to every other one, once, for whose uploads it was told have arrived
+unmask    every node that sees ``threshold`` nodes vouch for the same gives, of each node whose upload arrived, the
+          share of its own mask's seed, and of each that was lost, the share of the seed of its common masks; never both
 
 so that the common masks cancel out, and ``threshold`` nodes together remove the others. Nodes authenticate each other
 by certificates of the federation's authority, on keys (X25519) from which any two of them derive the key that seals
@@ -17,6 +18,7 @@ their boxes. All primitives are those of ``cryptography`` and ``pycryptodome``: 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ from fedloom.deploy.messages import SEALED_BYTES, MessageError
 Words: TypeAlias = NDArray[np.uint64]  # numbers modulo 2**64
 BITS = 32  # fractional bits of a number
 SEED, PUBLIC, BOX = 16, 32, SEALED_BYTES  # bytes of a seed, a public key, and of a box: nonce, key, shares, tag
+CODE = 32  # bytes with which a node vouches to another
 
 
 class Parties(NamedTuple):
@@ -78,6 +81,7 @@ class Session:
         self._seeds = Seeds(secrets.token_bytes(SEED), secrets.token_bytes(SEED))
         self._shares: dict[int, Shares] = {}
         self._masked = False
+        self._arrived: frozenset[int] = frozenset()  # the nodes for whose uploads it has vouched
 
     def sealed(self) -> Sealed:
         """The boxes for the other members."""
@@ -101,14 +105,36 @@ class Session:
             words = _with_common(words, self.me, other, _agreed(mine, public, self.parties.about))
         return words
 
-    def shares_of(self, arrived: Sequence[int]) -> dict[int, bytes]:
-        """The share of each member's own mask, if its upload arrived, else that of its common masks."""
-        if not self._masked or not self._shares:
-            raise MessageError("has no share to give: it sealed none in this sum, or has given them already")
-        if len(set(arrived) & set(self._shares)) < self.parties.threshold or self.me not in arrived:
-            raise MessageError(f"{len(arrived)} uploads arrived, and a secure sum needs {self.parties.threshold}")
+    def vouched(self, arrived: Sequence[int]) -> dict[int, bytes]:
+        """A code for each other member, by which it sees whose uploads this one was told have arrived."""
+        found = frozenset(arrived) & frozenset(self._shares)
+        if not self._masked or self._arrived:
+            raise MessageError("cannot vouch for uploads: it sent none in this sum, or has vouched for some already")
+        if len(found) < self.parties.threshold or len(found) < len(arrived) or self.me not in found:
+            raise MessageError(f"{len(found)} uploads arrived, and a secure sum needs {self.parties.threshold}")
+        self._arrived = found
+        return {other: self._code(other, self.me, other) for other in self.parties.members if other != self.me}
+
+    def shares_of(self, codes: Mapping[int, bytes]) -> dict[int, bytes]:
+        """The share of each member's own mask, if its upload arrived, else that of its common masks.
+
+        ``codes``: of the members that have vouched. Two sets of ``threshold`` nodes have a node in common, which has
+        vouched once: so no server can name some uploads to one node and others to another, and get both seeds.
+        """
+        if not self._arrived or not self._shares:
+            raise MessageError("has no share to give: it vouched for no upload in this sum, or has given them already")
+        others = self._arrived - {self.me}
+        same = [k for k in others & codes.keys() if hmac.compare_digest(codes[k], self._code(k, k, self.me))]
+        if len(same) + 1 < self.parties.threshold:
+            what = f"nodes that vouch for the same uploads, this one included: {len(same) + 1}"
+            raise MessageError(f"{what}; a secure sum needs {self.parties.threshold}")
         held, self._shares = self._shares, {}
-        return {member: shares.own if member in arrived else shares.common for member, shares in held.items()}
+        return {member: shares.own if member in self._arrived else shares.common for member, shares in held.items()}
+
+    def _code(self, other: int, sender: int, receiver: int) -> bytes:
+        """What only these two can compute, of the uploads that have arrived."""
+        key = _derived(self._key.exchange(self._others[other]), f"agree {self.parties.about}")
+        return hmac.digest(key, self._about(sender, receiver) + f" {sorted(self._arrived)}".encode(), "sha256")
 
     def _box(self, other: int, content: bytes) -> bytes:
         nonce = secrets.token_bytes(12)

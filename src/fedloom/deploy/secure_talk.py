@@ -1,8 +1,9 @@
-"""The messages of a secure sum: what a node seals, its masked upload, and the shares that remove masks.
+"""The messages of a secure sum: what a node seals, its masked upload, its word for others, and shares to remove masks.
 
 seal       server: the members                node: Sealed
 train      server: Order, and all boxes       node: its weighted upload under masks, and how much work it did
-unmask     server: whose uploads arrived     node: one share of each node's seeds
+agree      server: whose uploads arrived     node: a code for each other node that shows it what was said here
+unmask     server: all codes                 node: one share of each node's seeds
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedloom.core import tree
 from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of
-from fedloom.deploy.secure_sum import BOX, PUBLIC, SEED, Parties, Sealed, Session, Words
+from fedloom.deploy.secure_sum import BOX, CODE, PUBLIC, SEED, Parties, Sealed, Session, Words
 from fedloom.deploy.talk import expected
 from fedloom.engine.fleet import Order
 from fedloom.engine.local import Outcome
@@ -49,23 +50,25 @@ def sealed_of(parties: Parties, client: int, data: bytes) -> tuple[Sealed, dict[
     return Sealed(public[0], (commitments[0], commitments[1]), others), message.facts
 
 
-def boxes_of_all(parties: Parties, sealed: Mapping[int, Sealed]) -> Tensor:
-    """All boxes, by sender and receiver: only the receiver can open a box.  ``[S, K, BOX]``"""
-    rows = [sealed[one].boxes.get(member, bytes(BOX)) for one in sorted(sealed) for member in parties.members]
-    return _bytes(rows).view(len(sealed), len(parties.members), BOX)
+def table_of_all(parties: Parties, given: Mapping[int, Mapping[int, bytes]], size: int) -> Tensor:
+    """What members have for each other, by sender and receiver.  ``[S, K, size]``"""
+    rows = [given[one].get(member, bytes(size)) for one in sorted(given) for member in parties.members]
+    return _bytes(rows).view(len(given), len(parties.members), size)
 
 
-def boxes_for(parties: Parties, client: int, sealed: Sequence[int], boxes: Tensor) -> dict[int, bytes]:
-    """The boxes for one node, by sender."""
-    if boxes.shape != (len(sealed), len(parties.members), BOX) or boxes.dtype != torch.uint8:
-        raise MessageError("'boxes' should have one box for each pair of nodes")
-    if not set(sealed) <= set(parties.members) or len(set(sealed)) != len(sealed) or client not in sealed:
-        raise MessageError("'sealed' should name nodes of this sum, and this one among them")
-    if len(sealed) < parties.threshold:
-        what = f"'sealed' should name {parties.threshold} nodes or more (got {len(sealed)})"
-        raise MessageError(f"{what}: with fewer masks the server could remove them all")
-    mine = parties.members.index(client)
-    return {one: boxes[at, mine].numpy().tobytes() for at, one in enumerate(sealed) if one != client}
+def column_for(parties: Parties, client: int, message: Envelope, names: str, table: str, size: int) -> dict[int, bytes]:
+    """What others have for one node in such a table of a message, by sender; ``names``: the fact that lists senders."""
+    senders, found = message.facts.get(names), message.tensors.get(table)
+    members = parties.members
+    if not isinstance(senders, list) or not set(senders) <= set(members) or len(set(senders)) != len(senders):
+        raise MessageError(f"'{names}' should name nodes of this sum, each of them once")
+    if client not in senders or len(senders) < parties.threshold:
+        what = f"'{names}' should name {parties.threshold} nodes or more, this one included (got {senders})"
+        raise MessageError(f"{what}: with fewer, the server could remove all masks")
+    if found is None or found.shape != (len(senders), len(members), size) or found.dtype != torch.uint8:
+        raise MessageError(f"'{table}' should have {size} bytes for each pair of nodes")
+    mine = members.index(client)
+    return {one: found[at, mine].numpy().tobytes() for at, one in enumerate(senders) if one != client}
 
 
 # -- uploads --------------------------------------------------------------------------------------
@@ -126,6 +129,18 @@ def outcomes_of(
         for client, found in masked.items()
     }
     return {client: tree.tmap(lambda x: x[None], row) for client, row in rows.items()}
+
+
+# -- agreement ------------------------------------------------------------------------------------
+def packed_codes(parties: Parties, codes: Mapping[int, bytes], facts: dict[str, Any]) -> bytes:
+    rows = [codes.get(member, bytes(CODE)) for member in parties.members]
+    return packed(Envelope("agreed", facts, {"codes": _bytes(rows)}))
+
+
+def codes_of(parties: Parties, data: bytes) -> tuple[dict[int, bytes], dict[str, Any]]:
+    message = expected(data, "agreed", most_bytes() + len(parties.members) * CODE)
+    rows = _rows(message.tensors, "codes", (len(parties.members), CODE))
+    return dict(zip(parties.members, rows, strict=True)), message.facts
 
 
 # -- shares ---------------------------------------------------------------------------------------
