@@ -478,6 +478,14 @@ def test_whole_number_labels_keep_their_order(tmp_path: Path) -> None:
     assert a.y.tolist() == [2, 1, 2, 0]
 
 
+def test_codes_with_an_underscore_are_words(tmp_path: Path) -> None:
+    """Python takes 1_0 for 10."""
+    table = {"a": ["0_7", "2_3", "0_7", "2_3"], "label": ["1_0", "10", "1_0", "10"]}
+    found = Csv(path=write_table(tmp_path / "t.csv", table)).load(tmp_path, 0)
+    assert found.recipe.names == ("a=0_7", "a=2_3")
+    assert found.labels == ("10", "1_0")
+
+
 def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes('﻿"a", label\r\n1.5,x\r\n\r\n 2 ,"y"\r\n'.encode())
     a = Csv(path=str(tmp_path / "t.csv"), standardise=False, test=0).load(tmp_path, 0)

@@ -375,12 +375,7 @@ def rows_of_arrays(
     elif labels is None:
         codes, names = coded(y.reshape(-1), "label", where)
     else:
-        column, names = _whole_numbers(y.reshape(-1), "label", where), tuple(labels)
-        outside = (column < 0) | (column >= len(names))
-        if outside.any():
-            row = int(np.argmax(outside))
-            raise DataError(f"{where(row)}: the label must be in 0..{len(names) - 1} (got {column[row]})")
-        codes = column.astype(np.int64)
+        codes, names = numbered(y.reshape(-1), len(labels), "label", where), tuple(labels)
     holders, clients = (None, ()) if client is None else coded(client.reshape(-1), "client", where)
     marked = None if test is None else _flags(test.reshape(-1), where)
     return Rows(examples, codes, names, marked, holders, clients, target)
@@ -404,6 +399,16 @@ def as_examples(x: NDArray[Any], at: str) -> NDArray[Any]:
         return np.ascontiguousarray(x, dtype=np.float32)
 
 
+def numbered(column: NDArray[Any], count: int, what: str, where: Place) -> Ints:
+    """The column, if it consists of numbers of classes, of which there are ``count``."""
+    codes = _whole_numbers(column, what, where)
+    outside = (codes < 0) | (codes >= count)
+    if outside.any():
+        row = int(np.argmax(outside))
+        raise DataError(f"{where(row)}: the {what} must be in 0..{count - 1} (got {codes[row]})")
+    return codes.astype(np.int64)
+
+
 def refuse_empty(words: NDArray[Any], what: str, where: Place) -> None:
     """An error that names the first empty cell, and says how many there are."""
     rows = np.flatnonzero(words == "")
@@ -414,6 +419,7 @@ def refuse_empty(words: NDArray[Any], what: str, where: Place) -> None:
 
 def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[str, ...]]:
     """The rank of each value among the sorted distinct ones (numbers by size, words by spelling), and their names."""
+    column = _of_objects(column, what, where)
     if column.dtype.kind in "US":
         words = column if column.dtype.kind == "U" else _decoded(column, what, where)
         distinct, codes = np.unique(words, return_inverse=True)
@@ -460,8 +466,11 @@ def coded_as(column: NDArray[Any], labels: Sequence[str], what: str, where: Plac
 
 
 def words_of(values: Sequence[Any], what: str, where: Place) -> NDArray[Any]:
-    """A column as an array; words with zero bytes at their end, which NumPy would cut off, are refused."""
+    """A column as an array; words that NumPy would change are refused, and so is a gap, which would become a word."""
+    has_words = any(isinstance(word, str) for word in values)
     for row, word in enumerate(values):
+        if has_words and isinstance(word, float) and math.isnan(word):
+            raise DataError(f"{where(row)}: the {what} is missing (fill it in, or remove such rows)")
         if isinstance(word, str | bytes) and word[-1:] in ("\0", b"\0"):
             raise DataError(f"{where(row)}: the {what} ends in a zero byte (got {word!r}); remove it")
     return np.array(values)
@@ -486,6 +495,8 @@ def _is_text(word: bytes) -> bool:
 
 def number_of(word: str) -> int | float | None:
     """The number a word spells, as an int where it is whole; None for any other word."""
+    if "_" in word:  # Python reads 0_7 as 7, but in data it is a code
+        return None
     try:
         return int(word)
     except ValueError:
@@ -499,6 +510,7 @@ def number_of(word: str) -> int | float | None:
 
 def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
     """The column, if it consists of whole numbers of any type and size."""
+    column = _of_objects(column, what, where)
     if column.dtype.kind == "f":
         bad = ~np.isfinite(column) | (column != np.floor(column))
         if bad.any():
@@ -507,6 +519,18 @@ def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any
     elif column.dtype.kind not in "bui":
         raise DataError(f"{where(0)}: the {what} must be a whole number or a word (got {column.dtype})")
     return column
+
+
+def _of_objects(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
+    """A column of Python objects, as pandas keeps words, as an array of words or of numbers."""
+    if column.dtype.kind != "O":
+        return column
+    values = column.tolist()
+    known: tuple[type, ...] = (str,) if any(isinstance(value, str) for value in values) else (int, float, np.number)
+    for row, value in enumerate(values):
+        if not isinstance(value, known):
+            raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got {value!r})")
+    return words_of(values, what, where)
 
 
 def _flags(test: NDArray[Any], where: Place) -> NDArray[np.bool_]:
@@ -607,12 +631,17 @@ def _stacked(paths: Sequence[Path], size: int | None, channels: int, limit: floa
     return stack
 
 
+def refuse_deep(image: Image.Image, at: str) -> None:
+    """Refuse an image of more than 8 bits: converting it would cut off all levels above 255."""
+    if image.mode[0] in "IF":
+        raise DataError(f"{at}: has more than 8 bits in a pixel (mode {image.mode}); save it with 8")
+
+
 def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
     """One image as [C, H, W], upright."""
     try:
         with Image.open(path) as image:
-            if image.mode[0] in "IF":  # converting these would cut off all levels above 255
-                raise DataError(f"{path}: has more than 8 bits in a pixel (mode {image.mode}); save it with 8")
+            refuse_deep(image, str(path))
             upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: cannot be read as an image: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
-from fedloom.data.sources import Table, examples_of, from_arrays, from_torch
+from fedloom.data.files import numbered
+from fedloom.data.sources import Table, array_of, examples_of, from_arrays, from_torch
 from fedloom.data.table import table_of_frame
 
 FORMS = (
@@ -47,6 +48,10 @@ def _is_part(part: Any) -> bool:
     return isinstance(part, Dataset) or (isinstance(part, tuple) and len(part) == 2)
 
 
+def _is_pair_of_arrays(part: Any) -> bool:
+    return isinstance(part, tuple) and len(part) == 2 and all(getattr(value, "ndim", 0) for value in part)
+
+
 def names_clients(data: Any) -> bool:
     """Whether the form of the data assigns rows to clients."""
     if isinstance(data, Mapping):
@@ -75,6 +80,9 @@ def from_anything(data: Any, *, name: str = "data", seed: int = 0, numbers: bool
 def _from_tuple(data: tuple[Any, ...], name: str, seed: int, numbers: bool) -> Arrays:
     if len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         return _joined({"train": data[0], "test": data[1]}, name, seed, numbers, split=True)
+    if any(isinstance(part, Dataset) for part in data) or all(_is_pair_of_arrays(part) for part in data):
+        fix = "use a list, as in data=[a, b, c], for one part for each client"
+        raise DataError(f"data '{name}': a tuple of {len(data)} data sets is not a known form ({fix}; known: {FORMS})")
     x, y, *client = data
     return from_arrays(x, y, client=client[0] if client else None, name=_called(name), seed=seed, numbers=numbers)
 
@@ -104,27 +112,59 @@ def _called(name: str) -> str:
     return "arrays" if name == "data" else name
 
 
-def _joined(parts: Mapping[str, Any], name: str, seed: int, numbers: bool, *, split: bool) -> Arrays:
+class Part(NamedTuple):
+    """One of several data sets that are joined."""
+
+    called: str
+    at: str  # its name in messages
+    x: NDArray[Any]
+    y: list[Any]
+    names: list[str] | None  # of its classes 0, 1, 2, ..., where it has them
+
+
+def _joined(given: Mapping[str, Any], name: str, seed: int, numbers: bool, *, split: bool) -> Arrays:
     """Several data sets as one that records the origin of each row: its client, or training and test."""
-    xs: list[NDArray[Any]] = []
-    ys: list[Any] = []
-    labels: list[str] | None = None
-    sizes: list[int] = []
-    for called, part in parts.items():
-        x, y, own = examples_of(part, f"{name}, {called}") if isinstance(part, Dataset) else (*_arrays(part), None)
-        if xs and x.shape[1:] != xs[0].shape[1:]:
-            raise DataError(
-                f"data '{name}', {called}: rows of shape {x.shape[1:]}, the first part has {xs[0].shape[1:]}"
-            )
-        xs.append(x)
-        ys += list(y)
-        labels = labels or own
-        sizes.append(len(x))
-    holder = np.repeat(np.array(list(parts)), sizes)
+    parts = [_part(name, called, part) for called, part in given.items()]
+    first = parts[0]
+    for part in parts:
+        if part.x.shape[1:] != first.x.shape[1:]:
+            what = f"rows of shape {part.x.shape[1:]}, the first part has {first.x.shape[1:]}"
+            raise DataError(f"{part.at}: {what}")
+        if part.x.ndim > 2 and (part.x.dtype == np.uint8) != (first.x.dtype == np.uint8):
+            what = f"pixels of type {part.x.dtype}, the first part has {first.x.dtype}"
+            raise DataError(f"{part.at}: {what}: they may not have the same range (convert all parts alike)")
+    y, labels = ([each for part in parts for each in part.y], None) if numbers else _in_common_classes(parts)
+    holder = np.repeat(np.array([part.called for part in parts]), [len(part.y) for part in parts])
     more: dict[str, Any] = {"test": holder == "test"} if split else {"client": holder}
-    return from_arrays(np.concatenate(xs), ys, name=name, labels=labels, seed=seed, numbers=numbers, **more)
+    x = np.concatenate([part.x for part in parts])
+    return from_arrays(x, y, name=name, labels=labels, seed=seed, numbers=numbers, **more)
 
 
-def _arrays(part: Sequence[Any]) -> tuple[Any, list[Any]]:
-    x, y = (np.asarray(values.detach().cpu() if hasattr(values, "detach") else values) for values in part)
-    return x, y.tolist()
+def _in_common_classes(parts: Sequence[Part]) -> tuple[list[Any], list[str] | None]:
+    """The labels of all parts, and the names of the classes: where parts name them differently, those of any part."""
+    y, named = [each for part in parts for each in part.y], [part for part in parts if part.names is not None]
+    if all(part.names == named[0].names for part in named):
+        return y, named[0].names if named else None
+    unnamed = [part for part in parts if part.names is None]
+    if unnamed:
+        what = "its classes have no names, and those of other parts have different ones"
+        raise DataError(f"{unnamed[0].at}: {what} (give every data set its .classes, or use words as labels)")
+    union = list(dict.fromkeys(name for part in parts for name in part.names or []))
+    codes: list[int] = []
+    for part in named:
+        names = part.names or []
+        own = numbered(np.array(part.y), len(names), "label", lambda row, at=part.at: f"{at}, row {row}")  # type: ignore[misc]
+        codes += np.array([union.index(name) for name in names])[own].tolist()
+    return codes, union
+
+
+def _part(name: str, called: str, part: Any) -> Part:
+    at = f"data '{name}', {called}"
+    if isinstance(part, Dataset):
+        return Part(called, at, *examples_of(part, f"{name}, {called}"))
+    x, y = (array_of(values, f"{at}: {what}") for what, values in zip("xy", part, strict=True))
+    if y.ndim == 0:
+        raise DataError(f"{at}: its label is the single value {y}, not an array (of rows, make arrays: data=(x, y))")
+    if x.ndim == 0 or len(x) != len(y):
+        raise DataError(f"{at}: x and y must have equally many rows (got shapes {x.shape} and {y.shape})")
+    return Part(called, at, x, y.tolist(), None)

@@ -44,6 +44,7 @@ from fedloom.data.files import (
     read_images,
     read_npz,
     read_published,
+    refuse_deep,
     rows_of_arrays,
     words_of,
 )
@@ -496,15 +497,17 @@ def from_arrays(
     """
     if not 0 <= test_fraction < 1:
         raise DataError(f"data '{name}': test_fraction must be in [0, 1) (got {test_fraction})")
-    holder, marked = (None if column is None else _numpy(column) for column in (client, test))
+    at = f"data '{name}'"
+    given = (("client", client), ("test", test))
+    holder, marked = (None if column is None else array_of(column, f"{at}: {what}") for what, column in given)
     if isinstance(y, list | tuple):
-        y = words_of(y, "label", lambda row: f"data '{name}', row {row}")
+        y = words_of(y, "label", lambda row: f"{at}, row {row}")
     decode = decoded if numbers else None
-    rows = rows_of_arrays(_numpy(x), _numpy(y), holder, marked, labels, f"data '{name}'", decode)
+    rows = rows_of_arrays(array_of(x, f"{at}: x"), array_of(y, f"{at}: y"), holder, marked, labels, at, decode)
     kept = drawn_test_rows(rows.y, test_fraction, seed) if rows.test is None else rows.test
     mean, std = pixel_scale(rows.x, kept)
     if standardise and rows.x.ndim != 2:
-        raise DataError(f"data '{name}': standardise is for rows of numbers (got rows of shape {rows.x.shape[1:]})")
+        raise DataError(f"{at}: standardise is for rows of numbers (got rows of shape {rows.x.shape[1:]})")
     if standardise:
         scale = rows.x[~kept].astype(np.float64)
         mean, std = tuple(scale.mean(0).tolist()), tuple(np.where(scale.std(0) > 0, scale.std(0), 1.0).tolist())
@@ -539,7 +542,7 @@ def examples_of(dataset: Dataset[Any], name: str) -> tuple[NDArray[Any], list[An
     for row, pair in enumerate(_pairs(dataset)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise DataError(f"data '{name}', row {row}: must be a pair (x, y) (got {type(pair).__name__})")
-        example = _example(pair[0])
+        example = _example(pair[0], f"data '{name}', row {row}")
         if examples and example.shape != examples[0].shape:
             raise DataError(
                 f"data '{name}', row {row}: has shape {example.shape} where row 0 has {examples[0].shape}; "
@@ -559,18 +562,25 @@ def _pairs(dataset: Dataset[Any]) -> Iterable[Any]:
     return dataset if isinstance(dataset, IterableDataset) else (dataset[i] for i in range(len(dataset)))  # type: ignore[arg-type]
 
 
-def _example(x: Any) -> NDArray[Any]:
+def _example(x: Any, at: str) -> NDArray[Any]:
     if isinstance(x, Image.Image):
+        refuse_deep(x, at)
         pixels = np.asarray(x if x.mode in ("L", "RGB") else x.convert("RGB"), np.uint8)
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return np.atleast_1d(_numpy(x))
+    return np.atleast_1d(array_of(x, f"{at}: x"))
 
 
-def _numpy(values: Any) -> NDArray[Any]:
+def array_of(values: Any, at: str) -> NDArray[Any]:
+    """Values as an array; a DataError, placed by ``at``, for those that are masked or do not form one."""
     if isinstance(values, torch.Tensor):
         plain = values.detach().cpu()
         return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
-    return np.asarray(values)
+    if np.ma.is_masked(values):
+        raise DataError(f"{at} has masked values, and NumPy would use what is below the mask (fill or remove them)")
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{at} is not an array: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------- pure functions
@@ -595,7 +605,7 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
 
 def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
     """A note if features have very different scales: nets learn badly from such rows."""
-    if x.ndim != 2 or x.dtype != np.float32 or not (~test).any():
+    if x.ndim != 2 or not x.size or x.dtype != np.float32 or not (~test).any():
         return ()
     with np.errstate(over="ignore", invalid="ignore"):
         spread = x[~test].std(0)

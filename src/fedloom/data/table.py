@@ -239,6 +239,8 @@ def as_numbers(cells: Sequence[str], *, comma: bool = False) -> NDArray[np.float
 
 
 def _float(cell: str, comma: bool) -> float:
+    if "_" in cell:  # Python reads 0_7 as 7, but in a table it is a code
+        raise ValueError(cell)
     return float(cell.replace(",", ".") if comma and re.fullmatch(r"[-+]?\d+,\d+", cell) else cell)
 
 
@@ -247,15 +249,16 @@ def _float(cell: str, comma: bool) -> float:
 
 def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | None, comma: bool = False) -> Column:
     """A column with its kind: numbers are numbers; words are dates, words, or numbers with mistakes in them."""
-    if values.dtype != object:
-        with np.errstate(over="ignore"):
-            bad = np.isinf(values.astype(np.float32))
-        if bad.any():
-            row = int(np.argmax(bad))
-            return Column("number", values, f"{where(row)}: is not a finite number (got {values[row]:g})")
-        return Column("number", values)
-    if forced:
+    if forced and values.dtype == object:
         return Column("words", values)
+    # DataFrames also hold numbers as text, and as objects such as Decimal.
+    numbers = as_numbers(values.tolist(), comma=comma) if values.dtype == object else values
+    if numbers is not None:
+        with np.errstate(over="ignore"):
+            bad = np.isinf(numbers.astype(np.float32))
+        row = int(np.argmax(bad))
+        fault = f"{where(row)}: is not a finite number (got {numbers[row]:g})" if bad.any() else ""
+        return Column("number", numbers, fault)
     present = [(row, word) for row, word in enumerate(values.tolist()) if word]
     days = _days(values, day_first)
     if days is not None:
@@ -263,7 +266,7 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
     no_numbers = [(row, word) for row, word in present if as_numbers([word], comma=comma) is None]
     no_dates = [(row, word) for row, word in present if not _is_date(word, day_first)]
     for odd, what in ((no_numbers, "number"), (no_dates, "date")):
-        if 2 * len(odd) <= len(present):
+        if odd and 2 * len(odd) <= len(present):
             row, word = odd[0]
             more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
             return Column("words", values, f"{where(row)}: is not a {what} (got {word!r}{more})")
@@ -419,6 +422,8 @@ def _arrow_column(cells: Any, where: Place, forced: bool, wanted: ColumnChoice) 
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         seconds = cells.cast(pa.timestamp("us", tz=getattr(kind, "tz", None))).cast(pa.int64())
         return Column("date", _floats(seconds) / 86_400e6)
+    if pa.types.is_decimal(kind):
+        return typed(_floats(cells.cast(pa.float64())), where, False, None)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return typed(_floats(cells), where, False, None)
     return Column("words", np.full(len(cells), "", dtype=object), f"must contain numbers, words or dates (got {kind})")
