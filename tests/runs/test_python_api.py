@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -419,7 +420,7 @@ def test_a_net_for_numbers_has_one_output() -> None:
 
 
 class Counting(nn.Module):
-    """A net that changes whenever it is called: its statistics, its count, and torch's generator."""
+    """A net that changes whenever it is called: its statistics and its count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,8 +428,45 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        out: Tensor = self.layers(self.norm(x + 0 * torch.rand(())))
+        out: Tensor = self.layers(self.norm(x))
         return out
+
+
+class Drawing(TwoLayers):
+    """A net that draws from a generator that no seed of a run sets."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.draw(self, x))
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (lambda net, x: nn.functional.dropout(x, 0.3, net.training), "torch's hidden generator in training"),
+        (lambda _, x: x + 0 * torch.randn_like(x), "torch's hidden generator, so"),
+        (lambda _, x: x + 0 * float(np.random.rand()), "NumPy's hidden generator"),
+        (lambda _, x: x * random.choice([1, 2]), "Python's hidden generator"),
+    ],
+    ids=["dropout", "randn", "numpy", "python"],
+)
+def test_a_net_that_draws_from_a_hidden_generator_is_refused(draw: Any, told: str) -> None:
+    """Its runs would differ although they have one seed."""
+    net = Drawing(draw)
+    before = torch.random.get_rng_state()
+    with pytest.raises(ConfigError, match=f"forward pass of the net draws from {told}") as caught:
+        fedloom.run(model=net, data=blobs(), rounds=1, partition={"clients": 4})
+    assert "nn.Dropout" in str(caught.value)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_dropout_as_a_layer_repeats_its_run() -> None:
+    net = nn.Sequential(nn.Dropout(0.3), TwoLayers())
+    first, second = (fedloom.run(model=net, data=blobs(), rounds=1, partition={"clients": 4}) for _ in range(2))
+    assert first.records == second.records
 
 
 def test_trying_a_net_changes_neither_the_net_nor_random_numbers(tmp_path: Path) -> None:
