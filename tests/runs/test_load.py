@@ -60,6 +60,29 @@ def test_loaded_models_say_what_was_recorded(kind: str, tmp_path: Path) -> None:
         assert found["loss"] == pytest.approx(last[name.replace("accuracy", "loss")], rel=1e-4), name
 
 
+@pytest.mark.parametrize("partition", [{"kind": "iid", "clients": 3}, {"kind": "natural", "clients": 2}])
+def test_clients_that_are_not_those_of_the_data_are_not_found_by_its_names(
+    tmp_path: Path, partition: dict[str, Any]
+) -> None:
+    """The data's clients are called 0, 1 and 2; those of the run have the same numbers, and other rows."""
+    rng = np.random.default_rng(0)
+    lines = [f"{a:.3f},{int(a > 0)},{k % 3}" for k, a in enumerate(rng.normal(size=60))]
+    (tmp_path / "sites.csv").write_text("\n".join(["a,label,site", *lines]) + "\n")
+    table = {"source": "csv", "path": str(tmp_path / "sites.csv"), "client": "site", "statistics": "own"}
+    few: dict[str, Any] = {"data": table, "rounds": 1, "model": "logistic", "checkpoint": {"curves": False}}
+    fedloom.run("local_only", out=tmp_path / "split", partition=partition, **few)
+    models = fedloom.load(tmp_path / "split")
+    with pytest.raises(DataError, match="the clients of the run are other ones"):
+        models.predict(table["path"], by_client=True)
+    assert models._recipe is not None
+    assert models._recipe.own
+    assert torch.equal(
+        models.client("0").module.prepare.mean, torch.tensor(models._recipe.scaling.mean, dtype=torch.float64)
+    )
+    fedloom.run("local_only", out=tmp_path / "whole", partition="natural", **few)
+    assert len(fedloom.load(tmp_path / "whole").predict(table["path"], by_client=True)) == 60
+
+
 def test_buffers_and_frozen_parts_are_those_of_each_client(tmp_path: Path) -> None:
     settings = SMALL | {
         "model": {"kind": "support.ala:Normed", "buffers": "local"},

@@ -158,6 +158,9 @@ class Predictor:
             column = self._recipe.client if self._recipe is not None else None
             fix = f"no column '{column}' is in it" if column else "the run's data did not name them"
             raise DataError(f"{rows.at}: does not name the client of each row ({fix})")
+        if not self._record.named:
+            what = "names the client of each row, but the clients of the run are other ones, which have only numbers"
+            raise DataError(f"{rows.at}: {what} (partition=natural without partition.clients keeps the data's)")
         strangers = sorted({name for name in rows.clients if name not in self.clients})
         if strangers:
             raise DataError(f"{rows.at}: clients that the run does not know: {', '.join(strangers[:10])}")
@@ -203,7 +206,8 @@ class Predictor:
             trailing = [1] * (len(self._record.shape) - 1)
             scale, shift = (torch.tensor(v).view(-1, *trailing) for v in (self._record.scale, self._record.shift))
             return Rescale(scale, shift)
-        chosen = self._recipe.own.get(name or "", self._recipe.scaling)
+        own = self._recipe.own if self._record.named else {}  # by the data's clients
+        chosen = own.get(name or "", self._recipe.scaling)
         return FillAndScale(chosen.fill, chosen.mean, chosen.std)
 
     def _tensors(self, name: str | None) -> Mapping[str, Tensor]:

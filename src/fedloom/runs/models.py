@@ -44,6 +44,7 @@ class ModelRecord(BaseModel):
     labels: tuple[str, ...]  # the classes in order; none where a number is learned
     unit: tuple[float, float] | None = None  # of a number that is learned: its mean and deviation
     clients: tuple[str, ...]  # in order
+    named: bool = True  # whether the data calls them so; else these are numbers (earlier versions did not say)
     scale: tuple[float, ...]  # inputs are multiplied by it, for each channel
     shift: tuple[float, ...]  # and this is subtracted
     images: bool = False  # inputs are pixels of 0 to 255
@@ -66,6 +67,7 @@ def record_of(prepared: Prepared) -> ModelRecord:
         labels=arrays.labels if arrays.target is None else (),
         unit=None if arrays.target is None else arrays.unit,
         clients=shared.names,
+        named=bool(shared.names_in_data),
         scale=scale,
         shift=shift,
         images=arrays.x.dtype == "uint8",

@@ -66,14 +66,18 @@ class Shared(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the clients are called: as the data calls them, where each is one of the data's clients."""
-        numbers = tuple(str(k) for k in range(self.clients))
-        if not self.arrays.clients or self.arrays.client is None:
-            return numbers
+        """What the clients are called: as the data calls them, or by their numbers."""
+        return self.names_in_data or tuple(str(k) for k in range(self.clients))
+
+    @property
+    def names_in_data(self) -> tuple[str, ...]:
+        """What the data calls the clients, where each is one of the data's clients; else none."""
+        if self.arrays.client is None:
+            return ()
         pairs = np.unique(np.stack([self.owner, self.arrays.client[~self.arrays.test]]), axis=1)
         if pairs.shape[1] != self.clients or len(np.unique(pairs[0])) != self.clients:
-            return numbers
-        return tuple(self.arrays.clients[k] for k in pairs[1])
+            return ()
+        return tuple(self.arrays.clients[k] if self.arrays.clients else str(k) for k in pairs[1].tolist())
 
     @property
     def trains(self) -> NDArray[np.bool_]:
