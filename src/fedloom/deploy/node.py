@@ -330,7 +330,7 @@ def save_own_model(
     name, round_ = whose
     notes = {"algorithm": contract.config.kinds["algorithm"], "round": str(round_)}
     checkpoint.save_model(folder / COMMON, tensors, notes)
-    record = record.model_copy(update={"personal": False, "clients": (name,)})
+    record = record.model_copy(update={"personal": False, "clients": (name,), "named": True})
     disk.write_bytes(folder / RECORD, record.model_dump_json(indent=1).encode())
     if contract.form.recipe is not None:
         disk.write_bytes(folder / COLUMNS, json.dumps(contract.form.recipe, indent=1).encode())
