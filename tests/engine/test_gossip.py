@@ -363,6 +363,8 @@ def test_a_network_that_splits_or_dies_out_says_so() -> None:
         advance(exp, state, store)
     with pytest.raises(SplitError, match="round 1: all nodes have died"):
         advance(network(Ring(node_death=0.999999)), state._replace(round=0), store)
+    with pytest.raises(SplitError, match="round 1: all nodes have died"):  # the evaluation comes first
+        evaluate(network(Ring(node_death=0.999999)), state._replace(round=0), store)
 
 
 class OneBadNode(DPSGD):

@@ -45,6 +45,21 @@ def test_every_method_learns_numbers_or_says_why_not(kind: str, tmp_path: Path) 
     assert 0 < said.predict(data[0]).mean() < 600  # in the unit of the target
 
 
+def test_numbers_are_learned_with_privacy_unless_it_counts_classes() -> None:
+    private: dict[str, Any] = {"clip": 1, "noise": 1, "delta": 1e-2}
+    few = FEW | {"algorithm": {"kind": "fedavg", "weighting": "uniform"}, "rounds": 1, "data": numbers()}
+    done = fedloom.run(**few, task="regression", privacy=private)
+    assert "global/test/rmse" in done.records[-1] or "global/test/r2" in done.records[-1]
+    with pytest.raises(ConfigError, match=r"privacy\.heterogeneity: 'alpha' counts the classes"):
+        fedloom.run(**few, task="regression", privacy=private | {"heterogeneity": "alpha"})
+
+
+@pytest.mark.parametrize("kind", ["law_afl", "analytic", "proxy_ridge"])
+def test_a_closed_form_refuses_a_frozen_bias_of_its_head(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.freeze: the method solves for the whole head"):
+        fedloom.run(kind, rounds=1, model={"kind": "mlp", "widths": [4], "freeze": ["head.bias"]})
+
+
 def test_a_linear_number_is_learned_in_its_unit(tmp_path: Path) -> None:
     x, y = numbers(400)
     settings = {"partition": {"clients": 4}, "model": "logistic", "rounds": 1, "task": "regression"}

@@ -42,7 +42,7 @@ from fedloom.engine.local import fit, mapped
 from fedloom.engine.plan import Address, plans
 from fedloom.engine.state import Experiment, RunState
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology.network import Moment
+from fedloom.engine.topology.network import Moment, refuse_no_nodes
 from fedloom.engine.training import TrainedGroup
 from fedloom.maths.sharpness import Landscape, flatness
 
@@ -439,7 +439,10 @@ def living(exp: Experiment, state: RunState) -> Tensor:
     count = exp.federation.clients
     if exp.topology is None:
         return torch.ones(count, dtype=torch.bool)
-    return torch.from_numpy(~exp.topology.dead(count, Moment(exp.seed, max(0, state.round - 1))))
+    at = Moment(exp.seed, max(0, state.round - 1))
+    dead = exp.topology.dead(count, at)
+    refuse_no_nodes(dead, at)
+    return torch.from_numpy(~dead)
 
 
 def nodes_scored(exp: Experiment, part: ClientModels) -> tuple[Tensor, Tensor]:

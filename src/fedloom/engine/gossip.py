@@ -31,7 +31,7 @@ from torch import Tensor
 from fedloom.algorithm import Inbox
 from fedloom.algorithm.capabilities import gossip_facts, upload_bytes
 from fedloom.core import tree
-from fedloom.core.errors import DivergedError, SplitError
+from fedloom.core.errors import DivergedError
 from fedloom.data.arrays import Ints
 from fedloom.engine.divergence import names_of, rate
 from fedloom.engine.evaluate import ClientModels, ParticipantScores, everyones_models, nodes_scored, over_nodes
@@ -49,7 +49,7 @@ from fedloom.engine.mixing import (
 )
 from fedloom.engine.state import ClientWork, Experiment, Nodes, Past, Round, RunState
 from fedloom.engine.store import ClientStore
-from fedloom.engine.topology.network import Moment, Topology, surviving, usable
+from fedloom.engine.topology.network import Moment, Topology, refuse_no_nodes, surviving, usable
 from fedloom.engine.topology.weights import Mask, Weights, cut, norm, psi
 from fedloom.engine.training import groups_of, keep, marked, train_all
 
@@ -74,8 +74,7 @@ def gossip_round(exp: Experiment, state: RunState, store: ClientStore) -> Round:
     topology, alg = _topology(exp), exp.algorithm
     at, count = Moment(exp.seed, state.round), exp.federation.clients
     offline, dead = topology.offline(count, at), topology.dead(count, at)
-    if dead.all():
-        raise SplitError(f"round {state.round + 1}: all nodes have died (try a lower topology.node_death)")
+    refuse_no_nodes(dead, at)
     state = _rejoined(exp, state, store, offline)
     present = exp.present(state.round)
     away = torch.where(torch.from_numpy(offline), state.nodes.away + 1, 0)

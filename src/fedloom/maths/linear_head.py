@@ -15,6 +15,9 @@ def check_head(task: Task, bias: bool) -> None:
     if not task.is_head_of_body:
         what = "the logits of the net are not those of its 'head' on the output of its 'body'"
         raise ConfigError([Fault("model.kind", what, "let forward(x) be head(body(x))")])
+    if task.linear_head.bias is not None and "head.bias" not in task.names:
+        what = "the method solves for the whole head, so its bias cannot be frozen (got 'head.bias')"
+        raise ConfigError([Fault("model.freeze", what, "leave it out")])
     if bias and task.linear_head.bias is None:
         raise ConfigError([Fault("algorithm.bias", "the head of this net has no bias", "set algorithm.bias=false")])
 

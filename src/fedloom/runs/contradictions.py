@@ -212,6 +212,9 @@ def numbers_can_be_learned(
         yield Fault(
             "corruption.kind", f"'{corruption.kind}' changes classes, but the target is a number", "take another"
         )
+    if privacy.asks_for_labels:
+        what = f"'{privacy.heterogeneity}' counts the classes of clients, but the target is a number"
+        yield Fault("privacy.heterogeneity", what, "leave it out")
     if privacy.feature_clip is not None:
         yield Fault("privacy.feature_clip", "bounds sums over classes, but the target is a number", "leave it out")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedloom.algorithm import Noise
 from fedloom.algorithm.capabilities import private_sums
@@ -28,8 +29,6 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
         return None
     able = int((fed.train.sizes > 0).sum())
     size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
-    counts = np.zeros((fed.clients, fed.classes))
-    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
     charged = how.histogram_epsilon if how.asks_for_labels else 0.0
     release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
     uses = _local_uses(config, fed) if release.local else tuple(range(config.basics.rounds + 1))
@@ -39,8 +38,15 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
     weight = float(size) if fixed else None
     sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
-    noisier = noise_factors(how, counts, key)
+    noisier = noise_factors(how, _label_counts(fed), key) if how.asks_for_labels else torch.ones(fed.clients)
     return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _label_counts(fed: Federation) -> NDArray[np.float64]:
+    """How many training rows of each class each client has.  ``[N, C]``"""
+    counts = np.zeros((fed.clients, fed.classes))
+    np.add.at(counts, (fed.train.owners().numpy(), fed.y.cpu()[fed.train.rows].numpy()), 1)
+    return counts
 
 
 def _local_uses(config: Config, fed: Federation) -> tuple[int, ...]:

@@ -296,6 +296,12 @@ def usable(topology: Topology, weights: Weights, at: Moment, ok: Mask) -> Mask:
     return links_up(topology, weights, at) & ((ok[weights.to] & ok[weights.by]) | ~weights.is_link)
 
 
+def refuse_no_nodes(dead: Mask, at: Moment) -> None:
+    """End a run in which no node is left."""
+    if bool(dead.all()):
+        raise SplitError(f"round {at.round + 1}: all nodes have died (lower topology.node_death, or list fewer deaths)")
+
+
 def surviving(topology: Topology, weights: Weights, at: Moment, ok: Mask) -> Weights:
     """What is left of the matrix in this gossip step: links that are up, between nodes that are ``ok`` [N]."""
     up = usable(topology, weights, at, ok)
