@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fedloom
 from fedloom.core import disk
+from fedloom.core.errors import ConfigError
 from fedloom.engine import checkpoint
 from support.terminal import fedloom as in_a_terminal
 
@@ -97,3 +99,22 @@ def test_a_ledger_of_another_form_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path / "run", {"kind": "fedavg", "weighting": "uniform"}, privacy=PRIVATE)
     rewritten(run, "state.safetensors", lambda t: None, lambda m: m["ledger"]["release"].pop("size"))
     assert "it lacks 'ledger.release.size'" in refusal(run)
+
+
+def test_a_run_whose_config_was_edited_is_told_what_differs(tmp_path: Path) -> None:
+    """The version is the same: it is the experiment that is another one."""
+    run = started(tmp_path / "run", "fedavg")
+    file = run / "config.toml"
+    file.write_text(re.sub(r"\[algorithm\]\n[^\[]*", '[algorithm]\nkind = "fedopt"\n\n', file.read_text()))
+    said = refusal(run)
+    assert "does not fit the settings of the run, which were other ones when it was written (it lacks 'server.m" in said
+    assert "undo the changes of config.toml" in said
+
+
+def test_fewer_rounds_in_the_config_than_were_done_are_refused(tmp_path: Path) -> None:
+    run = started(tmp_path / "run", "fedavg")
+    file = run / "config.toml"
+    file.write_text(file.read_text().replace("rounds = 2", "rounds = 1"))
+    with pytest.raises(ConfigError, match=r"rounds: is 1 in config\.toml, but this run has done 2 \(set it back"):
+        fedloom.resume(run)
+    assert fedloom.resume(run, rounds=3).rounds == 3

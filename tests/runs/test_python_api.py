@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -430,6 +431,25 @@ class Counting(nn.Module):
         self.calls += 1
         out: Tensor = self.layers(self.norm(x))
         return out
+
+
+def test_another_default_dtype_is_refused() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match=r"torch's default dtype: is torch\.float64.*set_default_dtype"):
+            fedloom.run(data=blobs(), rounds=1, **SMALL)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_comparison_takes_numpys_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    compared = importlib.import_module("fedloom.compare.run")
+    monkeypatch.setattr(compared, "run", lambda table, *_, **__: asked.append(table["compare"]))
+    for seeds in (np.int64(2), np.arange(2), [np.int64(0), np.int64(1)]):
+        fedloom.compare("fedavg", seeds=seeds, grid={"local.epochs": np.arange(1, 3)}, progress=False)
+    assert [each["seeds"] for each in asked] == [2, [0, 1], [0, 1]]
+    assert all(type(value) is int for each in asked for value in each["grid"]["local.epochs"])
 
 
 class Drawing(TwoLayers):

@@ -14,13 +14,26 @@ from fedloom.compare.plan import plan
 from fedloom.core.errors import ConfigError
 from fedloom.core.schema import GIVEN, Spec, conditions, kinds, other_than, over, read, when
 from fedloom.data.partition import Partition
+from fedloom.deploy.site import read_section
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
 from fedloom.runs.catalogue import settings_of
 from fedloom.runs.overrides import idle, override, read_pairs
 from fedloom.runs.resume import resume
-from fedloom.runs.settings import SECTIONS, as_table, as_toml, config_hash, parse
+from fedloom.runs.settings import SECTIONS, as_table, as_toml, config_hash, parse, read_toml
 from fedloom.runs.start import run
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    """As some editors on Windows write it."""
+    text = "rounds = 3\n\n[node]\nname = 'a'\n"
+    (tmp_path / "e.toml").write_text(text, encoding="utf-8-sig")
+    assert read_toml(tmp_path / "e.toml")["rounds"] == 3
+    assert read_section(tmp_path / "e.toml", Named, "node").name == "a"
+
+
+class Named(Spec):
+    name: str
 
 
 class Sample(Spec):

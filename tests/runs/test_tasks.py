@@ -45,6 +45,14 @@ def test_every_method_learns_numbers_or_says_why_not(kind: str, tmp_path: Path) 
     assert 0 < said.predict(data[0]).mean() < 600  # in the unit of the target
 
 
+def test_a_constant_number_is_refused_and_one_that_rarely_changes_is_learned() -> None:
+    x, _ = numbers()
+    with pytest.raises(DataError, match="the label is 3 in all 96 training rows"):
+        fedloom.run(data=(x, np.full(len(x), 3.0)), task="regression", **FEW)
+    rare = np.where(np.arange(len(x)) % 20, 3.0, 1.0)  # all of them are in one bin
+    assert fedloom.run(data=(x, rare), task="regression", **FEW).rounds == 2
+
+
 def test_numbers_are_learned_with_privacy_unless_it_counts_classes() -> None:
     private: dict[str, Any] = {"clip": 1, "noise": 1, "delta": 1e-2}
     few = FEW | {"algorithm": {"kind": "fedavg", "weighting": "uniform"}, "rounds": 1, "data": numbers()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,8 +167,8 @@ def compare(
         raise ConfigError([Fault("data", what, "save it, as with numpy.savez, and give the path")])
     if "model" in settings:
         settings["model"] = handed_net(settings["model"])
-    chosen = {"algorithms": list(algorithms), "seeds": seeds if isinstance(seeds, int) else list(seeds)}
-    axes = {"grid": {key: list(values) for key, values in grid.items()}} if grid else {}
+    chosen = {"algorithms": list(algorithms), "seeds": _plain(seeds)}
+    axes = {"grid": {key: _plain(values) for key, values in grid.items()}} if grid else {}
     table = {**settings, "compare": {**chosen, **axes, **(options or {})}}
     folder = Path(out) if out is not None else None
     if not _is_shown(progress):
@@ -180,6 +180,17 @@ def compare(
         done = compared(table, folder, data_root=data_root, jobs=jobs, together=together, watcher=screen)
     screen.ended(done)
     return done
+
+
+def _plain(value: Any) -> Any:
+    """A value, or a list of values, without NumPy's types, which no file can say."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return (
+        [_plain(each) for each in value]
+        if isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+        else value
+    )
 
 
 def _is_shown(progress: bool | None) -> bool:

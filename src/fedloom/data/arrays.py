@@ -57,9 +57,11 @@ def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
         raise DataError(f"{at}: labels must be in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
     if arrays.test.all():
         raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
-    train = arrays.y[~arrays.test]
+    train = (arrays.y if arrays.target is None else arrays.target)[~arrays.test]
     if (train == train[0]).all() and not of_one_client:
-        what = f"all {len(train)} training rows are of one class, '{arrays.labels[train[0]]}'"
+        what = f"all {len(train)} training rows are of one class, '{arrays.labels[arrays.y[~arrays.test][0]]}'"
+        if arrays.target is not None:
+            what = f"the label is {train[0]:g} in all {len(train)} training rows"
         raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
     channels = arrays.x.shape[1] if arrays.x.ndim in (2, 4) else 1
     for name, values in (("mean", arrays.mean), ("std", arrays.std)):

@@ -165,7 +165,7 @@ def read_node(folder: Path) -> NodeSettings:
 def read_section(path: Path, cls: type[SpecT], section: str) -> SpecT:
     """One section of a settings file, checked."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, so this is not a folder of a federation") from error
     except (OSError, ValueError) as error:

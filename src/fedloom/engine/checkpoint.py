@@ -351,8 +351,12 @@ def _other_form(folder: Path, meta: dict[str, Any], expected: Iterable[str], fou
     """The refusal of a checkpoint that has other tensors, or other entries, than this version reads."""
     lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     said = [f"{word} '{names[0]}'{_and_more(names)}" for word, names in (("lacks", lacks), ("has", extra)) if names]
+    differs = f"it {' and '.join(said)}"
+    if meta.get("fedloom") == __version__:  # then it is the experiment that is another one
+        what = f"does not fit the settings of the run, which were other ones when it was written ({differs})"
+        return OtherFormError(f"checkpoint {folder}: {what}; undo the changes of config.toml, or start a new run")
     by = f"fedloom {meta['fedloom']}" if "fedloom" in meta else "an earlier version of fedloom"
-    what = f"was written by {by} with another state (this is {__version__}; it {' and '.join(said)})"
+    what = f"was written by {by} with another state (this is {__version__}; {differs})"
     return OtherFormError(f"checkpoint {folder}: {what}; resume it with that version, or start a new run")
 
 

@@ -63,6 +63,6 @@ def _relative_names(run: Path) -> list[str]:
 def _data_of(run: Path) -> dict[str, Any]:
     """The section ``data`` of a run; empty if it is damaged, which is refused later if the data is needed."""
     with suppress(OSError, ValueError, RecursionError):
-        data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data")
+        data: Any = tomllib.loads((run / "config.toml").read_text(encoding="utf-8-sig")).get("data")
         return data if isinstance(data, dict) else {}
     return {}

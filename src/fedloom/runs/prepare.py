@@ -272,6 +272,9 @@ class Placed(NamedTuple):
 
 def run_device(config: Config) -> torch.device:
     """The device of the run; threads are set for it."""
+    if torch.get_default_dtype() != torch.float32:
+        what = f"is {torch.get_default_dtype()}, but fedloom computes in torch.float32"
+        raise ConfigError([Fault("torch's default dtype", what, "call torch.set_default_dtype(torch.float32) first")])
     reuse_memory()
     device, threads = pick_device(config.engine.device), config.engine.threads
     if threads is None and device.type == "cuda":

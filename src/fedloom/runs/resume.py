@@ -105,7 +105,12 @@ def _resumed_config(
         raise CheckpointError(
             f"{path}: its data was passed in Python; resume it in Python: fedloom.resume(run_dir, data=...)"
         )
-    return parse(table, notes)
+    config = parse(table, notes)
+    done = max(checkpoint.saved_rounds(path / "checkpoints"), default=0)
+    if rounds is None and at is None and config.basics.rounds < done:
+        what = f"is {config.basics.rounds} in config.toml, but this run has done {done}"
+        raise ConfigError([Fault("rounds", what, "set it back, or begin at an earlier round: see --from")])
+    return config
 
 
 def _check_rounds(path: Path, table: Mapping[str, Any], rounds: int, at: int | None) -> None:

@@ -140,7 +140,7 @@ SECTIONS: dict[str, type[Spec]] = {
 def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file."""
     try:
-        return toml_of(path.read_text(encoding="utf-8"))
+        return toml_of(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark of its encoding
     except FileNotFoundError as error:
         raise ConfigError([Fault(str(path), "no such experiment file")]) from error
     except IsADirectoryError as error:

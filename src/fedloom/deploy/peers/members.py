@@ -65,7 +65,7 @@ def read_members(folder: Path, contract: Contract) -> Members:
     path = folder / MEMBERS
     try:
         data = path.read_bytes()
-        table = tomllib.loads(data.decode())
+        table = tomllib.loads(data.decode("utf-8-sig"))
         nodes = tuple(Member(str(n["name"]), str(n["address"]), str(n["key"])) for n in table["node"])
         graph, federation = table["graph"], str(table["federation"])
     except FileNotFoundError as error:
