@@ -208,7 +208,7 @@ class RemoteNodes:
             return self._evaluated[1]
         data = packed(Envelope("evaluate", self._facts(inquiry.round), inquiry_tensors(exp, inquiry)))
         there, away = self._greeted(ids)
-        needed = self._needed(len(ids))  # nodes that are not connected are waited for, as in training
+        needed = self._rules.needed(len(ids))  # nodes that are not connected are waited for, as in training
         replies = self._ask(
             data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply), needed
         )
