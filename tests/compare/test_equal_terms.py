@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedloom.compare.equal_terms import equalised
+from fedloom.compare.equal_terms import equalised, equally_often
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
@@ -109,3 +111,31 @@ def test_equal_gradients_of_a_regression(tmp_path: Path) -> None:
     done = fedloom(*words, cwd=tmp_path)
     assert done.code == 0, done.err
     assert {row["algorithm"]: row["rounds_spent"] for row in done.json["table"]} == {"fedavg": 2, "fedsam": 1}
+@pytest.mark.parametrize(
+    ("rounds", "wanted", "every"),
+    [
+        ([20, 10], 20, [2, 1]),  # the shorter run decides
+        ([20, 40], 10, [2, 4]),
+        ([5, 20], 20, [1, 4]),
+        ([100, 67], 100, [3, 2]),  # 34 of each, rather than 50 and 67
+        ([12, 6, 1], 12, [12, 6, 1]),
+        ([10, 10], 5, [2, 2]),
+    ],
+)
+def test_methods_are_evaluated_as_often_as_the_one_with_the_fewest_rounds(
+    rounds: list[int], wanted: int, every: list[int]
+) -> None:
+    assert equally_often(rounds, wanted) == every
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=5), st.integers(1, 300))
+def test_no_method_is_evaluated_much_more_often_than_another(rounds: list[int], wanted: int) -> None:
+    counts = [-(-each // every) for each, every in zip(rounds, equally_often(rounds, wanted), strict=True)]
+    assert max(counts) <= 1.5 * min(counts) or max(counts) - min(counts) <= 1
+
+
+def test_methods_on_equal_terms_are_ranked_by_the_same_shares_of_training(tmp_path: Path) -> None:
+    """SCAFFOLD sends twice as much in a round, so it has half of the rounds, and each has ten evaluations."""
+    base = SMALL | {"rounds": 20, "compare": {"algorithms": ["fedavg", "scaffold"], "seeds": [0, 1], "equal": "bytes"}}
+    cells = equalised(plan(base), tmp_path).cells
+    assert [(c.config.basics.rounds, c.config.evaluate.every) for c in cells] == [(20, 2), (10, 1)] * 2

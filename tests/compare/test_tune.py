@@ -42,6 +42,8 @@ def test_a_search_finds_the_best_on_validation_rows_and_goes_on_where_it_ended(t
     finished = [trial for trial in found if trial["state"] == "done"]
     best = max(finished, key=lambda trial: float(trial["value"]))
     assert done.json["best"]["number"] == int(best["trial"])
+    assert done.json["notes"][0].startswith("Evaluations of a run: only 2; the mean of the last ten is the mean of the")
+    assert f"note: {done.json['notes'][0]}" in done.err
     chosen = read_toml(folder / "best.toml")
     assert (chosen["local"]["lr"], chosen["local"]["batch"]) == (float(best["local.lr"]), int(best["local.batch"]))
 

@@ -46,6 +46,20 @@ def test_a_caption_counts_the_seeds_that_are_there() -> None:
     assert curves.caption(asked, some, 0).startswith("mean over 1 to 3 seeds")
 
 
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ((8, 8), "; at the right, the mean of all 8 evaluations"),
+        ((10, 10), "; at the right, the mean of all 10 evaluations"),
+        ((14, 14), "; at the right, the mean of the last ten of 14 evaluations"),
+        ((8, 14), "; at the right, the mean of at most the last ten of 8 to 14 evaluations"),
+    ],
+)
+def test_a_caption_counts_the_evaluations_at_the_right(counts: tuple[int, int], says: str) -> None:
+    runs = [result(m, 0, [0.1] * (1 + count)) for m, count in zip("ab", counts, strict=True)]
+    assert curves.caption(question(("a", "b"), 1), runs, 0) == f"seed 0{says}"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # which matplotlib gives if texts leave no room for the panels
 def test_a_comparison_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None:

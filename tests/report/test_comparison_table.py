@@ -12,6 +12,7 @@ from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
 from fedloom.report.comparison.question import Versus
 from fedloom.report.comparison.text import Section
+from fedloom.report.page.language import sentence_in
 from support.comparisons import question, result
 
 
@@ -73,3 +74,32 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     section = Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], 0)
     assert text_table.narrowed(section, 200) == section
     assert text_table.narrowed(section, 45).header == ["algorithm", "last", "mean", "rank"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "part"),
+    [
+        ((9, 9), "only 9; the mean of the last ten is the mean of the whole curve,"),
+        ((10, 10), "only 10; the mean of the last ten is the mean of the whole curve,"),
+        ((12, 19), "only 12 to 19; the mean of the last ten is the mean of most of the curve,"),
+        ((8, 30), "only 8 to 30; the mean of the last ten is the mean of most of the curve, or all of it,"),
+        ((20, 30), ""),
+    ],
+)
+def test_a_mean_of_most_of_the_curve_has_a_note(counts: tuple[int, int], part: str) -> None:
+    runs = [result(m, 0, [0.1] * (1 + count)) for m, count in zip("ab", counts, strict=True)]
+    asked = question(("a", "b"), 1)
+    said = [note for note in table_notes.notes(asked, statistics.rows(asked, runs)) if "Evaluations" in note]
+    assert [part in note for note in said] == [True] * bool(part)
+    assert not any(sentence_in("zh", note) == note for note in said)
+
+
+@pytest.mark.parametrize(("count", "differs"), [(24, False), (26, True)])
+def test_methods_on_equal_terms_that_are_not_evaluated_equally_often_have_a_note(count: int, *, differs: bool) -> None:
+    runs = [result("a", 0, [0.1] * 21), result("b", 0, [0.1] * (1 + count))]
+    asked = question(("a", "b"), 1, equal="bytes", budgets={(): 1.0})
+    said = [
+        n for n in table_notes.notes(asked, statistics.rows(asked, runs)) if "Evaluations of a run: 20 of a, 2" in n
+    ]
+    assert len(said) == differs
+    assert not any(sentence_in("zh", note) == note for note in said)

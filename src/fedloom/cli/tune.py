@@ -109,6 +109,8 @@ def _say(done: Tuned, screen: ComparisonScreen, file: list[str], fixed: list[str
         screen.say(f"its {name}, which was not used in the search: {value.mean:.4f}")
     for key, value in best.settings.items():
         screen.say(f"  {key} = {value}")
+    for note in done.notes:
+        screen.say(f"note: {note}")
     chosen = [f"{key}={value}" for key, value in best.settings.items()]
     screen.say(f"\n{done.folder}/trials.csv   every trial; the study: study.db")
     screen.say(f"{done.folder}/best.toml    the experiment with the best settings")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +35,13 @@ def equalised(planned: ComparisonPlan, root: Path) -> ComparisonPlan:
 
 
 def on_terms(planned: ComparisonPlan, terms: Terms) -> ComparisonPlan:
-    """The comparison with these rounds."""
-    rounds = terms.rounds
-    cells = [cell.with_config(stretched(cell.config, rounds[cell.place, cell.method.label])) for cell in planned.cells]
+    """The comparison with these rounds, and with intervals at which all methods are evaluated equally often."""
+    every = _intervals(planned, terms)
+    cells = [
+        cell.with_config(stretched(cell.config, terms.rounds[spot], every[spot]))
+        for cell in planned.cells
+        for spot in [(cell.place, cell.method.label)]
+    ]
     return planned._replace(
         cells=tuple(cells), budgets=terms.budgets, notes=(*planned.notes, *_counted_at_most(planned))
     )
@@ -146,9 +151,9 @@ def amount(spent: Spent, equal: Equal) -> float:
     return value / 1e6 if equal in ("bytes", "busiest") else value
 
 
-def stretched(config: Config, rounds: int) -> Config:
-    """The run with this number of rounds, its learning rate over the same range, evaluated as often as before."""
-    if rounds == config.basics.rounds:
+def stretched(config: Config, rounds: int, every: int) -> Config:
+    """The run with this number of rounds, its learning rate over the same range, evaluated every so many rounds."""
+    if (rounds, every) == (config.basics.rounds, config.evaluate.every):
         return config
     ratio, local = rounds / config.basics.rounds, config.local
     rate = {"exponential": {"decay": local.decay ** (1 / ratio)},
@@ -156,5 +161,44 @@ def stretched(config: Config, rounds: int) -> Config:
     return config._replace(
         basics=config.basics.model_copy(update={"rounds": rounds}),
         local=local.model_copy(update=rate),
-        evaluate=config.evaluate.model_copy(update={"every": max(1, round(config.evaluate.every * ratio))}),
+        evaluate=config.evaluate.model_copy(update={"every": every}),
     )
+
+
+def _intervals(planned: ComparisonPlan, terms: Terms) -> dict[tuple[Place, str], int]:
+    """The interval of evaluations of each method, so that all at a point of the grid have equally many."""
+    found: dict[tuple[Place, str], int] = {}
+    for place in planned.places:
+        here = {cell.method.label: cell.config for cell in planned.cells if cell.place == place}
+        rounds = [terms.rounds[place, label] for label in here]
+        wanted = min(_evaluations(c.basics.rounds, c.evaluate.every) for c in here.values())
+        every = equally_often(rounds, wanted)
+        found |= {(place, label): own for label, own in zip(here, every, strict=True)}
+    return found
+
+
+def equally_often(rounds: Sequence[int], wanted: int) -> list[int]:
+    """Intervals at which runs of these rounds are evaluated as often as each other, and at most ``wanted`` times.
+
+    No run can be evaluated more often than it has rounds, so the shortest one decides. Intervals are whole rounds, so
+    numbers may differ; up to half of the evaluations are given up for numbers that differ by no more than a tenth.
+    """
+    most = min(wanted, *rounds)
+    choices = [[_interval(each, count) for each in rounds] for count in range(most, math.ceil(most / 2) - 1, -1)]
+
+    def unevenness(every: Sequence[int]) -> float:
+        counts = [_evaluations(*each) for each in zip(rounds, every, strict=True)]
+        return max(1.1, max(counts) / min(counts))
+
+    return min(choices, key=unevenness)
+
+
+def _interval(rounds: int, count: int) -> int:
+    """The interval at which a run is evaluated nearly ``count`` times; of two that are as near, the shorter."""
+    near = rounds / count
+    return min((max(1, math.floor(near)), math.ceil(near)), key=lambda every: abs(_evaluations(rounds, every) - count))
+
+
+def _evaluations(rounds: int, every: int) -> int:
+    """How often a run is evaluated once training has begun: after its last round, too."""
+    return math.ceil(rounds / every)

@@ -27,8 +27,9 @@ from fedloom.compare.read import result_of
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, StorageError, nearest
 from fedloom.core.vocabulary import accuracies, first_measure, leaf, lower_is_better, matching
+from fedloom.report.comparison.notes import short_note
 from fedloom.report.comparison.selected import validation_metric
-from fedloom.report.comparison.statistics import Mean, mean_of, recorded, summary_of
+from fedloom.report.comparison.statistics import Mean, evaluations, mean_of, recorded, summary_of
 from fedloom.report.tables import csv_text
 from fedloom.runs.folder import as_json, write_text
 from fedloom.runs.look import csv_lines
@@ -83,6 +84,7 @@ class Tuned(NamedTuple):
     best: Trial | None
     test: Mapping[str, Mean]  # the best trial on test rows, by metric
     failures: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # about the values of trials
 
     def as_json(self) -> dict[str, Any]:
         """What ``fedloom tune --json`` prints."""
@@ -92,6 +94,7 @@ class Tuned(NamedTuple):
             "trials": [trial._asdict() for trial in self.trials],
             "best": self.best._asdict() if self.best else None,
             "test": {name: value.mean for name, value in self.test.items()},
+            "notes": list(self.notes),
             "failures": dict(self.failures),
         }
 
@@ -385,7 +388,11 @@ class _Trials:
         chosen = next((t for t in finished if best is not None and t.number == best.number), None)
         name = next(iter(self._measured(chosen, test=False)), self._search.metric) if chosen else self._search.metric
         test = self._measured(chosen, test=True) if chosen else {}
-        tuned = Tuned(self._folder, name, tuple(trials), best, test, failures)
+        counts = (
+            [evaluations(result_of(cell, self._home(cell)), name) for cell in self._cells(chosen)] if chosen else []
+        )
+        notes = short_note(counts)
+        tuned = Tuned(self._folder, name, tuple(trials), best, test, failures, tuple(notes))
         lines = [{"trial": t.number, **t.settings, "state": t.state, "value": t.value} for t in trials]
         if lines:
             write_text(self._folder / "trials.csv", csv_text(lines))

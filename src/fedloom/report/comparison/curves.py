@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedloom.core import disk
 from fedloom.core.vocabulary import is_share, leaf
 from fedloom.report.comparison.question import Along, Place, Question, Result
-from fedloom.report.comparison.statistics import along, summary_of
+from fedloom.report.comparison.statistics import along, evaluations, summary_of
 from fedloom.report.figure import COLOURS, INK, canvas, plain_frame, styled
 
 if TYPE_CHECKING:
@@ -101,12 +101,23 @@ def caption(question: Question, results: Sequence[Result], hidden: int) -> str:
     counts = Counter((r.place, r.method) for r in results if r.state == "done").values()
     fewest, most = min(counts, default=0), max(counts, default=0)
     count = f"{most}" if fewest == most else f"{fewest} to {most}"
-    text = (
-        f"mean over {count} seeds ± one standard deviation; at the right, the mean of the last ten"
-        if len(question.seeds) > 1
-        else f"seed {question.seeds[0]}"
-    )
+    seeds = len(question.seeds)
+    text = f"mean over {count} seeds ± one standard deviation" if seeds > 1 else f"seed {question.seeds[0]}"
+    text += _about_ends(question, results)
     return text + (f"; {hidden} more of the grid in the table" if hidden > 0 else "")
+
+
+def _about_ends(question: Question, results: Sequence[Result]) -> str:
+    """What the numbers at the right are, with the number of evaluations that they are of."""
+    counts = [evaluations(r, question.metrics[r.method]) for r in results if r.state == "done"]
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    if not most:
+        return ""
+    if most <= 10:
+        of = f"all {most}" if fewest == most else f"all {fewest} to {most}"
+    else:
+        of = f"the last ten of {most}" if fewest == most else f"at most the last ten of {fewest} to {most}"
+    return f"; at the right, the mean of {of} evaluations"
 
 
 def _axis_name(question: Question) -> str:

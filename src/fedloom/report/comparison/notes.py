@@ -13,10 +13,17 @@ STARRED, TAGGED = (
     for mark in ("*", '"chosen"')
 )
 
+_ENOUGH = 20  # evaluations of a run, of which the last ten are the second half
+
 
 def notes(question: Question, table: Sequence[Row]) -> list[str]:
     """Notes that explain the table."""
-    out = _about_statistics(question) + _about_short(table) + _about_metrics(question)
+    out = (
+        _about_statistics(question)
+        + short_note([row.evaluations for row in table if row.seeds])
+        + _unequally_often(question, table)
+        + _about_metrics(question)
+    )
     if question.selected_by:
         out.append(STARRED)
     if question.target is not None:
@@ -48,15 +55,32 @@ def _about_statistics(question: Question) -> list[str]:
     return [*out, f"{test}{weak}."]
 
 
-def _about_short(table: Sequence[Row]) -> list[str]:
-    """A note if runs are too short for a mean of the last ten."""
-    fewest = min((row.evaluations for row in table if row.seeds), default=10)
-    if fewest >= 10:
+def short_note(counts: Collection[int]) -> list[str]:
+    """A note if the last ten of these numbers of evaluations are most of a run, and not only its end."""
+    fewest, most = min(counts, default=_ENOUGH), max(counts, default=_ENOUGH)
+    if fewest >= _ENOUGH:
         return []
-    most = max(row.evaluations for row in table if row.seeds)
     count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    whole = "the mean of the last ten is then the mean of the whole curve, and favours methods that learn fast at first"
-    return [f"Evaluations of a run: only {count}; {whole}. More rounds, or a smaller evaluate.every, give ten."]
+    part = (
+        "the whole curve" if most <= 10 else "most of the curve" if fewest > 10 else "most of the curve, or all of it"
+    )
+    why = f"the mean of the last ten is the mean of {part}, and favours methods that learn fast at first"
+    return [f"Evaluations of a run: only {count}; {why}. More rounds, or a smaller evaluate.every, give more."]
+
+
+def _unequally_often(question: Question, table: Sequence[Row]) -> list[str]:
+    """A note if methods that spend the same could not be evaluated equally often."""
+    if question.equal == "rounds":
+        return []
+    found: dict[str, None] = {}
+    for place in question.places:
+        here = sorted((row.evaluations, row.method) for row in table if row.place == place and row.evaluations)
+        if here and here[-1][0] > 1.25 * here[0][0]:
+            (fewest, one), (most, other) = here[0], here[-1]
+            counts = f"{fewest} of {one}, {most} of {other}"
+            why = "the last ten are at other shares of training for one than for the other, so compare 'last', too"
+            found[f"Evaluations of a run: {counts}; {why}."] = None
+    return list(found)
 
 
 def _about_metrics(question: Question) -> list[str]:

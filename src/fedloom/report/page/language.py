@@ -261,12 +261,30 @@ _CHINESE_SENTENCES = {
         "p-value says little here."
     ): "p 值：各种子上与 {} 的配对 t 检验（双侧），未作多重比较校正；只有 {} 个种子，p 值参考意义有限。",
     (
-        "Evaluations of a run: only {}; the mean of the last ten is then the mean of the whole curve, and favours "
-        "methods that learn fast at first. More rounds, or a smaller evaluate.every, give ten."
+        "Evaluations of a run: only {}; the mean of the last ten is the mean of the whole curve, and "
+        "favours methods that learn fast at first. More rounds, or a smaller evaluate.every, give more."
     ): (
-        "每次运行只评估了 {} 次：此时“最后十次均值”就是整条曲线的均值，对前期收敛快的方法有利。"
-        "增加轮数或减小 evaluate.every 可得到十次评估。"
+        "每次运行只评估了 {} 次：“最后十次均值”是整条曲线的均值，对前期收敛快的方法有利。"
+        "增加轮数或减小 evaluate.every 可得到更多评估。"
     ),
+    (
+        "Evaluations of a run: only {}; the mean of the last ten is the mean of most of the curve, and "
+        "favours methods that learn fast at first. More rounds, or a smaller evaluate.every, give more."
+    ): (
+        "每次运行只评估了 {} 次：“最后十次均值”是大半条曲线的均值，对前期收敛快的方法有利。"
+        "增加轮数或减小 evaluate.every 可得到更多评估。"
+    ),
+    (
+        "Evaluations of a run: only {}; the mean of the last ten is the mean of most of the curve, or all of it, and "
+        "favours methods that learn fast at first. More rounds, or a smaller evaluate.every, give more."
+    ): (
+        "每次运行只评估了 {} 次：“最后十次均值”是大半条甚至整条曲线的均值，对前期收敛快的方法有利。"
+        "增加轮数或减小 evaluate.every 可得到更多评估。"
+    ),
+    (
+        "Evaluations of a run: {}; the last ten are at other shares of training for one than for the other, so compare "
+        "'last', too."
+    ): "每次运行的评估次数：{}；最后十次评估处于训练的不同阶段，请同时比较最终值。",
     "Methods are evaluated at different moments of a round, as the metric's name says.": (
         "各方法在一轮中的评估时刻不同，见指标名称。"
     ),
