@@ -102,7 +102,9 @@ cache folder; they are downloaded only by `fedloom data get NAME`. `data = "mine
 with that `path`, and so for `.csv`, `.parquet`, and for a folder of images, if the path has a slash (`pictures/`)."""
 
 PARTITION = """Rows that are not test rows are assigned to clients. Every partition takes bounded time: it draws
-once, then repairs violations (such as a client below `min_size`), and the repair is printed and recorded."""
+once, then repairs violations (such as a client below `min_size`), and the repair is printed and recorded.
+Rows that are moved change the label mixes: the note says how heterogeneous the split was before, and is now. A
+comparison has it below its tables. With `min_size = 1` only clients without any row get one."""
 
 MODEL = """Nets adapt to the shape of the data. The table has the number of parameters with ten classes and default
 settings; a dash means that the image is too small for the net.

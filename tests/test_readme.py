@@ -316,10 +316,10 @@ def test_a_command_that_fails_is_noticed(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_output_that_is_stale_is_noticed(folder: Path) -> None:
     page = "```console\n$ fedloom partition shards --out a.png\nclients                       20\n...\n{}\n...\n```\n"
-    right, stale = (page.format(f"heterogeneity (0 to 1)        {value}") for value in ("0.80", "0.99"))
+    right, stale = (page.format(f"heterogeneity                 {value} of at most 0.90") for value in ("0.80", "0.99"))
     done = execute(right)
     assert differences(right, done) == []
-    assert differences(stale, done) == [(done[0].command, "heterogeneity (0 to 1)        0.99")]
+    assert differences(stale, done) == [(done[0].command, "heterogeneity                 0.99 of at most 0.90")]
     assert renewed_page(stale, done) == right
     assert differences(right.replace("...\n", ""), done)  # lines are missing
     assert differences(right.replace("20\n", "21\n"), done)

@@ -17,6 +17,7 @@ from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.compare.sources import look
 from fedloom.core.errors import ConfigError
+from fedloom.report.page.content import content_of
 from fedloom.report.view import ComparisonView
 from fedloom.runs.environment import code_hash
 from fedloom.runs.settings import read_toml
@@ -308,3 +309,13 @@ partition = {{ kind = "iid", clients = 4 }}
 algorithms = ["fedavg", "{method}"]
 seeds = [0, 1]
 """
+
+
+def test_repairs_of_partitions_are_below_the_tables_and_kept(tmp_path: Path) -> None:
+    harsh = {"partition": {"kind": "dirichlet", "clients": 50, "alpha": 0.01}, "rounds": 1}
+    run(SMALL | harsh | {"compare": {"algorithms": ["fedavg"], "seeds": 1}}, tmp_path / "c", jobs=1)
+    gathered(tmp_path / "c", tmp_path / "r", tmp_path / "c")
+    for folder in ("c", "r"):
+        (note,) = (x for x in (tmp_path / folder / "table.md").read_text().splitlines() if x.startswith("- partition"))
+        assert "that had fewer than 10 rows; this changes label mixes: heterogeneity was 0." in note
+        assert note[2:] in content_of(look_at([tmp_path / folder]), "en").notes

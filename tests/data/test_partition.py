@@ -231,6 +231,23 @@ class TestDirichlet:
         assert len(result.notes) == 1
         assert "had fewer than 10 rows" in result.notes[0]
 
+    def test_the_note_says_what_a_repair_does_to_the_label_mixes_and_how_to_avoid_it(self) -> None:
+        y = CIFAR10[::25]
+        for alpha, fix in ((0.01, "to move only "), (0.3, "to keep the split")):
+            partition = Dirichlet(clients=50, alpha=alpha)
+            free, _ = partition.draw(y, 10, stream(0, "partition"))
+            result = assigned(partition, y, 10)
+            before, after = (summary(y, owner, 50, 10).heterogeneity for owner in (free, result.owner))
+            (note,) = result.notes
+            assert f"heterogeneity was {before:.2f} and is {after:.2f}; set partition.min_size=1 {fix}" in note
+            if alpha == 0.3:
+                assert assigned(Dirichlet(clients=50, alpha=alpha, min_size=1), y, 10).notes == ()
+
+    def test_a_client_without_rows_is_said_to_have_none(self) -> None:
+        (note,) = assigned(Dirichlet(clients=50, alpha=0.01, min_size=1), CIFAR10[::25], 10).notes
+        assert "of 50 that had no rows; " in note
+        assert "set partition" not in note
+
     def test_the_note_counts_the_rows_that_moved(self) -> None:
         y = CIFAR10
         partition = Dirichlet(clients=100, alpha=0.05, min_size=10)
@@ -240,7 +257,8 @@ class TestDirichlet:
         few = int((sizes < 10).sum())
         need = int(np.maximum(10 - sizes, 0).sum())
         assert need > 0
-        assert result.notes[0].startswith(f"{few} clients had fewer than 10 rows; {need} rows were moved from the ")
+        says = f"moved {need:,} of 50,000 rows from the largest clients to {few} of 100 that had fewer than 10 rows; "
+        assert result.notes[0].startswith(says)
         assert np.count_nonzero(result.owner != free) == need
 
     @pytest.mark.slow
@@ -540,6 +558,13 @@ class TestSummary:
         assert fact.effective_classes == pytest.approx(4 / 3)
         assert fact.top_share == pytest.approx(2.5 / 3)
         assert fact.heterogeneity == pytest.approx((5 / 8 + 3 / 8 + 1 / 8) / 3)
+        assert fact.heterogeneity_most == pytest.approx((5 / 8 + 4 / 8 + 3 / 8) / 3)  # 0 0 | 0 1 | 1 1 1 1
+
+    @pytest.mark.parametrize(("classes", "most"), [(2, 0.5), (4, 0.75), (10, 0.9)])
+    def test_clients_that_share_no_label_have_the_largest_heterogeneity(self, classes: int, most: float) -> None:
+        y = np.repeat(np.arange(classes), 6)
+        fact = summary(y, y, classes, classes)
+        assert (fact.heterogeneity, fact.heterogeneity_most) == pytest.approx((most, most))
 
     @settings(max_examples=50, deadline=None)
     @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 20), st.integers(0, 99))
@@ -552,6 +577,7 @@ class TestSummary:
         sizes = table.sum(axis=1)
         fact = summary(y, owner, clients, classes)
         assert fact.heterogeneity == pytest.approx((np.abs(q - table.sum(axis=0) / n).sum(axis=1) / 2).mean())
+        assert fact.heterogeneity <= fact.heterogeneity_most + 1e-12
         assert fact.effective_classes == pytest.approx((1 / (q**2).sum(axis=1)).mean())
         assert fact.top_share == pytest.approx(q.max(axis=1).mean())
         assert fact.classes_mean == pytest.approx((held > 0).sum(axis=1).mean())

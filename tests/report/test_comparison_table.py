@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 
+import numpy as np
 import pytest
 
+from fedloom.data.partition import Dirichlet
 from fedloom.report.comparison import latex, numbers, statistics
 from fedloom.report.comparison import notes as table_notes
 from fedloom.report.comparison import text as text_table
+from fedloom.report.comparison.notes import about_partitions
 from fedloom.report.comparison.question import Versus
 from fedloom.report.comparison.text import Section
 from fedloom.report.page.language import sentence_in
@@ -103,3 +106,24 @@ def test_methods_on_equal_terms_that_are_not_evaluated_equally_often_have_a_note
     ]
     assert len(said) == differs
     assert not any(sentence_in("zh", note) == note for note in said)
+
+
+def test_repairs_of_partitions_are_notes_once_for_all_points_that_share_them() -> None:
+    places = tuple((alpha, rate) for alpha in ("0.01", "1.0") for rate in ("0.1", "0.3"))
+    asked = question(("a", "b"), 2, axes=("partition.alpha", "local.lr"), places=places)
+    runs = [result(m, s, [0.1, 0.5])._replace(place=p) for p in places for m in "ab" for s in (0, 1)]
+    harsh = [r._replace(repairs=(f"moved {r.seed} rows",)) if r.place[0] == "0.01" else r for r in runs]
+    assert about_partitions(asked, runs) == []
+    assert about_partitions(asked, harsh) == ["partition (partition.alpha = 0.01; numbers of seed 0): moved 0 rows"]
+    alike = [r._replace(repairs=("rows of clients are split",)) for r in runs]
+    assert about_partitions(asked, alike) == ["partition: rows of clients are split"]
+    rate = [r._replace(repairs=("moved",)) for r in runs if r.place == places[3]]
+    assert about_partitions(asked, rate) == ["partition (partition.alpha = 1.0, local.lr = 0.3): moved"]
+    (kept,) = about_partitions(asked, [r._replace(repairs=assigned_notes()) for r in runs])
+    assert not any(word in sentence_in("zh", kept) for word in ("moved", "rows", "heterogeneity was"))
+
+
+def assigned_notes() -> tuple[str, ...]:
+    """The notes of a real split."""
+    partition = Dirichlet(clients=20, alpha=0.05)
+    return partition.assign(np.arange(400) % 10, 10, np.random.default_rng(0), None).notes

@@ -45,6 +45,7 @@ def document_of(cell: Cell, home: Path) -> Document:
         "origin": {key: made[key] for key in _ORIGIN if made.get(key)},
         "settings": as_table(cell.config),
         "partition": result.partition,
+        **({"repairs": list(result.repairs)} if result.repairs else {}),
         "privacy": None if result.spent is None else result.spent._asdict(),
         "seconds": summary.get("seconds"),
         "summary": _summary(records),
@@ -137,7 +138,8 @@ def kept_result(cell: Cell, document: Document | None) -> Result:
     if document is None:
         return as_result(cell, "missing")
     spent = PrivacyCost(**document["privacy"]) if document.get("privacy") else None
-    return as_result(cell, document["state"], records_of(document), document["partition"], spent)
+    repairs = document.get("repairs", [])
+    return as_result(cell, document["state"], records_of(document), document["partition"], spent, map(str, repairs))
 
 
 def origin_of(document: Document) -> str:

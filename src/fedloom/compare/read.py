@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fedloom.core.vocabulary import is_evaluation, is_privacy
 from fedloom.report.comparison.question import PrivacyCost, Result
 from fedloom.runs.folder import read_ended
 
-_PARTITION = {"sha256": str, "data_sha256": str}
+_PARTITION = {"sha256": str, "data_sha256": str, "notes": list}
 _PRIVACY = {"unit": str, "relation": str, "delta": float}
 
 
@@ -47,18 +47,20 @@ def as_result(
     records: Sequence[dict[str, Any]] = (),
     partition: str = "",
     spent: PrivacyCost | None = None,
+    repairs: Iterable[str] = (),
 ) -> Result:
     """A result of this cell."""
     own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
-    return Result(*own, state, list(records), partition, spent)
+    return Result(*own, state, list(records), partition, spent, tuple(repairs))
 
 
 def result_of(cell: Cell, home: Path) -> Result:
     """The contents of a cell's run folder."""
     state = state_of(home) or "failed"
     records = _records(home)
-    shared = _facts(home / "partition.json", _PARTITION) or {"sha256": "", "data_sha256": ""}
-    return as_result(cell, state, records, shared["sha256"], _spent(home, records, shared["data_sha256"]))
+    shared = _facts(home / "partition.json", _PARTITION) or {"sha256": "", "data_sha256": "", "notes": []}
+    spent = _spent(home, records, shared["data_sha256"])
+    return as_result(cell, state, records, shared["sha256"], spent, map(str, shared["notes"]))
 
 
 def _records(home: Path) -> list[dict[str, Any]]:

@@ -103,6 +103,7 @@ def drawn(
 ) -> Comparison:
     """The tables of these results, followed by ``remarks``."""
     question = _question(planned, results, remarks)
+    question = question._replace(remarks=(*table_notes.about_partitions(question, results), *question.remarks))
     rows = statistics.rows(question, results)
     layout, wanted = planned.spec.layout, planned.spec.select
     selection = None

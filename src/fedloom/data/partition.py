@@ -56,7 +56,7 @@ class RandomPartition(Partition):
         if faults:
             raise ConfigError(faults)
         owner, notes = self.draw(y, classes, rng)
-        owner, repairs = _topped_up(owner, self.clients, self.least(len(y)), rng)
+        owner, repairs = _topped_up(y, owner, self.clients, self.least(len(y)), rng)
         return Assignment(owner, self.clients, notes + repairs)
 
     def least(self, rows: int) -> int:
@@ -297,6 +297,7 @@ class PartitionSummary(NamedTuple):
     effective_classes: float  # mean of 1 / sum of squared class shares
     top_share: float  # mean share of a client's largest class
     heterogeneity: float  # mean total-variation distance of a client's label mix to that of all rows
+    heterogeneity_most: float  # an upper bound of it: if clients of these sizes had one class each, as far as they can
 
 
 def held_out_rows(owner: Ints, clients: int, holdout: float, seed: int) -> Bools:
@@ -360,7 +361,19 @@ def summary(y: Ints, owner: Ints, clients: int, classes: int) -> PartitionSummar
         effective_classes=float((1.0 / np.add.reduceat(share**2, starts)).mean()),
         top_share=float(np.maximum.reduceat(share, starts).mean()),
         heterogeneity=float(np.add.reduceat(excess, starts).mean()),
+        heterogeneity_most=_most_heterogeneity(np.bincount(y), sizes),
     )
+
+
+def _most_heterogeneity(rows_of: Ints, sizes: Ints) -> float:
+    """The largest heterogeneity of classes with these numbers of rows on clients of these sizes, or a little more.
+
+    A client is at most 1 - sum of q_k p_k away from all rows, where q and p are its label mix and that of all rows, and
+    exactly as far if it has one class. The mean over clients is largest if small clients have the rare classes.
+    """
+    held, sizes = np.sort(rows_of[rows_of > 0]), np.sort(sizes[sizes > 0])
+    share, weight = np.repeat(held / held.sum(), held), np.repeat(1.0 / sizes, sizes)
+    return float(1.0 - share @ weight / len(sizes))
 
 
 def _gini(sizes: Ints) -> float:
@@ -426,7 +439,9 @@ def _narrow(clients: int, per_client: int, held: int) -> list[Fault]:
     return []
 
 
-def _topped_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> tuple[Ints, tuple[str, ...]]:
+def _topped_up(
+    y: Ints, owner: Ints, clients: int, least: int, rng: np.random.Generator
+) -> tuple[Ints, tuple[str, ...]]:
     """The same owners, except that random rows of the largest clients went to those with fewer than ``least``."""
     sizes = np.bincount(owner, minlength=clients)
     need = np.maximum(least - sizes, 0)
@@ -439,12 +454,14 @@ def _topped_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) 
     taken = order[_rank_in_group(sizes) < np.repeat(give, sizes)]
     repaired = owner.copy()
     repaired[rng.permutation(taken)] = np.repeat(np.arange(clients), need)
-    few = _count(int(np.count_nonzero(need)), "client")
-    donors = int(np.count_nonzero(give))
-    source = "the largest client" if donors == 1 else f"the {donors} largest clients"
-    verb = "was" if moved == 1 else "were"
-    note = f"{few} had fewer than {_count(least, 'row')}; {_count(moved, 'row')} {verb} moved from {source}"
-    return repaired, (note,)
+    before, after = (summary(y, each, clients, int(y.max()) + 1).heterogeneity for each in (owner, repaired))
+    few, empty = int(np.count_nonzero(need)), int(np.count_nonzero(sizes == 0))
+    lacked = "no rows" if least == 1 else f"fewer than {least} rows"
+    to = f"moved {moved:,} of {len(y):,} rows from the largest clients to {few:,} of {clients:,} that had {lacked}"
+    mixed = f"this changes label mixes: heterogeneity was {before:.2f} and is {after:.2f}"
+    gentler = f"to move only {empty:,}" if empty else "to keep the split"
+    fix = "" if least == 1 else f"; set partition.min_size=1 {gentler}"
+    return repaired, (f"{to}; {mixed}{fix}",)
 
 
 def _skimmed(sizes: Ints, rows: int) -> Ints:

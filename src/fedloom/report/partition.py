@@ -54,7 +54,7 @@ def table(summary: PartitionSummary) -> list[tuple[str, str]]:
         ("classes per client", f"{s.classes_min} to {s.classes_max} of {s.classes} (mean {s.classes_mean:.1f})"),
         ("effective classes per client", f"{s.effective_classes:.2f}"),
         ("share of the largest class", f"{s.top_share:.0%}"),
-        ("heterogeneity (0 to 1)", f"{s.heterogeneity:.2f}"),
+        ("heterogeneity", f"{s.heterogeneity:.2f} of at most {s.heterogeneity_most:.2f}"),
     ]
 
 

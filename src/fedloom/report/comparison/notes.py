@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from fedloom.report.comparison.question import Caveat, Equal, PrivacyCost, Question, Result
+from fedloom.report.comparison.question import Caveat, Equal, Place, PrivacyCost, Question, Result
 from fedloom.report.comparison.statistics import Cost, Row
 
 # What the choice by validation rows looks like: in the tables of files and of the terminal, and on the page.
@@ -155,6 +155,33 @@ def composed(results: Sequence[Result]) -> list[str]:
             "epsilon: other seeds assign the same data to other clients; all of them reveal something about an example."
         )
     return out
+
+
+def about_partitions(question: Question, results: Sequence[Result]) -> list[str]:
+    """The notes of partitions, once for all points of the grid with the same ones; numbers are of their first seed."""
+    found: dict[Place, dict[int, tuple[str, ...]]] = {}
+    for result in results:
+        if result.repairs:
+            found.setdefault(result.place, {}).setdefault(result.seed, result.repairs)
+    groups: dict[tuple[tuple[int, tuple[str, ...]], ...], list[Place]] = {}
+    for place, by_seed in found.items():
+        groups.setdefault(tuple(sorted(by_seed.items())), []).append(place)
+    out: dict[str, None] = {}
+    for noted, places in groups.items():
+        seed, repairs = noted[0]
+        alike = len({each for _, each in noted}) == 1 and len(noted) == len(question.seeds)
+        parts = [] if len(places) == len(question.places) else [_title_of_all(question, places)]
+        parts += [] if alike else [f"numbers of seed {seed}"]
+        where = f" ({'; '.join(parts)})" if parts else ""
+        out |= dict.fromkeys(f"partition{where}: {note}" for note in repairs)
+    return list(out)
+
+
+def _title_of_all(question: Question, places: Sequence[Place]) -> str:
+    """The values of the grid that these points share; their number if they share none."""
+    axes = [k for k, values in enumerate(zip(*places, strict=True)) if len(set(values)) == 1]
+    shared = question._replace(axes=tuple(question.axes[k] for k in axes))
+    return shared.title(tuple(places[0][k] for k in axes)) or f"{len(places)} points"
 
 
 def gain_label(question: Question) -> str:

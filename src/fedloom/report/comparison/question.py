@@ -38,6 +38,7 @@ class Result(NamedTuple):
     records: list[dict[str, Any]]
     partition: str  # the fingerprint of the partition
     spent: PrivacyCost | None = None  # if it is private
+    repairs: tuple[str, ...] = ()  # the notes of its partition
 
 
 class Caveat(NamedTuple):

@@ -567,7 +567,7 @@ _PARTITION = {
     "classes per client": "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}",
     "effective classes per client": "{effective_classes:.2f}",
     "share of the largest class": "{top_share:.0%}",
-    "heterogeneity (0 to 1)": "{heterogeneity:.2f}",
+    "heterogeneity": "{heterogeneity:.2f}{most}",
 }
 
 
@@ -584,12 +584,18 @@ def _partition(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
     binned = all(map(_is_regression, runs))
     said = {k: words.say(k.replace("classes", "bins").replace("class", "bin") if binned else k) for k in _PARTITION}
     lines = [
-        PageLine((PageCell(said[k]), *(PageCell(_formatted(words.say(form), p)) for _, p in chosen)))
+        PageLine((PageCell(said[k]), *(PageCell(_formatted(words.say(form), _bounded(p, words))) for _, p in chosen)))
         for k, form in _PARTITION.items()
     ]
     return PageTable(
         (PageColumn(words.say("property")), *(PageColumn(label, True) for label, _ in chosen)), tuple(lines)
     )
+
+
+def _bounded(partition: Mapping[str, Any], words: _Spoken) -> dict[str, Any]:
+    """The numbers of a partition, with the largest heterogeneity in words; runs of earlier versions did not say."""
+    most = partition.get("heterogeneity_most")
+    return {**partition, "most": words.say(" of at most {:.2f}").format(most) if isinstance(most, float) else ""}
 
 
 def _formatted(form: str, values: Mapping[str, Any]) -> str:

@@ -174,7 +174,8 @@ _CHINESE = {
     "effective bins per client": "每个客户端的有效分箱数",
     "share of the largest bin": "最多分箱所占比例",
     "share of the largest class": "最多类别所占比例",
-    "heterogeneity (0 to 1)": "异质性（0 到 1）",
+    "heterogeneity": "异质性",
+    " of at most {:.2f}": "（最大 {:.2f}）",
     "nodes": "节点数",
     "neighbours": "邻居数",
     "connected": "是否连通",
@@ -335,6 +336,31 @@ _CHINESE_SENTENCES = {
         "{}：没有任何设置在所有种子上完成，无从选择。"
     ),
     "{} of {} cells are missing: the comparison has not ended": "对比尚未结束：{} / {} 次运行尚无结果",
+    (
+        "moved {} of {} rows from the largest clients to {} of {} that had no rows; "
+        "this changes label mixes: heterogeneity was {} and is {}"
+    ): (
+        "从最大的客户端移出 {}（共 {}）个样本，补给 {}（共 {}）个没有样本的客户端；"
+        "标签分布随之改变：异质性由 {} 变为 {}"
+    ),
+    (
+        "moved {} of {} rows from the largest clients to {} of {} that had fewer than {} rows; "
+        "this changes label mixes: heterogeneity was {} and is {}; set partition.min_size=1 to keep the split"
+    ): (
+        "从最大的客户端移出 {}（共 {}）个样本，补给 {}（共 {}）个样本少于 {} 个的客户端；"
+        "标签分布随之改变：异质性由 {} 变为 {}；设置 partition.min_size=1 可保留原划分"
+    ),
+    (
+        "moved {} of {} rows from the largest clients to {} of {} that had fewer than {} rows; "
+        "this changes label mixes: heterogeneity was {} and is {}; set partition.min_size=1 to move only {}"
+    ): (
+        "从最大的客户端移出 {}（共 {}）个样本，补给 {}（共 {}）个样本少于 {} 个的客户端；"
+        "标签分布随之改变：异质性由 {} 变为 {}；设置 partition.min_size=1 则只移动 {} 个"
+    ),
+    "partition: {}": "数据划分：{}",
+    "partition (numbers of seed {}): {}": "数据划分（数值为种子 {} 的）：{}",
+    "partition ({}; numbers of seed {}): {}": "数据划分（{}；数值为种子 {} 的）：{}",
+    "partition ({}): {}": "数据划分（{}）：{}",
     "range of {} - of {}, {} points": "{} 的极差 - {} 的极差，{} 处",
     "{} - paper": "{} - 论文数值",
     "{} - paper ({})": "{} - 论文数值（{}）",
@@ -342,13 +368,16 @@ _CHINESE_SENTENCES = {
 
 
 def sentence_in(language: Language, sentence: str) -> str:
-    """A sentence that a comparison wrote; in English if no translation is known, as for text of a recipe."""
+    """A sentence that a comparison wrote; in English if no translation is known, as for text of a recipe.
+
+    It may contain another one, such as a note about a partition.
+    """
     if language == "en":
         return sentence
     for pattern, chinese in _patterns():
         found = pattern.fullmatch(sentence)
         if found:
-            return chinese.format(*(NUMERALS.get(word, word) for word in found.groups()))
+            return chinese.format(*(NUMERALS.get(word, sentence_in(language, word)) for word in found.groups()))
     return sentence
 
 
