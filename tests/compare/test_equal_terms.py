@@ -111,6 +111,8 @@ def test_equal_gradients_of_a_regression(tmp_path: Path) -> None:
     done = fedloom(*words, cwd=tmp_path)
     assert done.code == 0, done.err
     assert {row["algorithm"]: row["rounds_spent"] for row in done.json["table"]} == {"fedavg": 2, "fedsam": 1}
+
+
 @pytest.mark.parametrize(
     ("rounds", "wanted", "every"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,14 @@ def test_a_result_that_does_not_fit_leaves_the_old_one(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_to_ask_for_a_lock_writes_nothing_and_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not disk.is_locked(tmp_path / "lock")
+    assert list(tmp_path.iterdir()) == []
+    os.close(disk.lock(tmp_path / "lock"))
+    asked = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(asked, fcntl.LOCK_SH)  # as another process that asks does for a moment
+    assert not disk.is_locked(tmp_path / "lock")
+    monkeypatch.setattr(time, "sleep", lambda _seconds: os.close(asked))  # by then the other process has its answer
+    os.close(disk.lock(tmp_path / "lock"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.compare.look import look_at
+from fedloom.core import disk
 from fedloom.report.side_by_side import draw
 from support.terminal import Quick
 
@@ -87,3 +88,38 @@ def test_all_curves_of_a_comparison_are_in_one_table(compared: Path) -> None:
     line = next(x for x in lines if (x["algorithm"], x["seed"], x["partition.alpha"]) == ("fedprox", "1", "1.0"))
     assert float(line["global/test/accuracy"]) >= 0
     assert line["round"] == "0"
+
+
+def test_a_run_that_was_killed_has_no_time_left(hostile_run: Path, tmp_path: Path) -> None:
+    """Its folder is locked as long as a process runs it, and so is that of a comparison."""
+    run, quick = tmp_path / "run", Quick()
+    shutil.copytree(hostile_run, run)
+    (run / "summary.json").unlink()
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("rounds = 3", "rounds = 30", 1))
+    stopped = "stopped after round: 3 / 30 · continue with: fedloom resume run\n"
+    shown = quick("show", "run", cwd=tmp_path).out
+    assert stopped in shown
+    assert "time left" not in shown
+    held = disk.lock(run / ".lock")
+    running = quick("show", "run", cwd=tmp_path).out
+    os.close(held)
+    assert "round: 3 / 30\ntime left: " in running
+    assert stopped not in running
+
+
+def test_a_comparison_that_was_killed_has_no_time_left(compared: Path, tmp_path: Path) -> None:
+    folder, quick = tmp_path / "c", Quick()
+    shutil.copytree(compared, folder)
+    cell = sorted((folder / "cells").iterdir())[0]
+    (cell / "summary.json").unlink()
+    shown = quick("show", "c", cwd=tmp_path).out
+    assert "cells done: 7 / 8 · stopped; continue with: repeat the command\n" in shown
+    assert "time left" not in shown
+    assert "continue with: repeat the command" in quick("show", cell, cwd=tmp_path).out
+    held = disk.lock(folder / ".lock")
+    running = quick("show", "c", cwd=tmp_path).out
+    shown = quick("show", cell, cwd=tmp_path).out
+    os.close(held)
+    assert "cells done: 7 / 8\n" in running
+    assert "time left" in running
+    assert "continue with" not in shown

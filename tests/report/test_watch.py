@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 from test_page_in_browser import browser  # noqa: F401  the fixture
 
+from fedloom.core import disk
 from support.browser import NEEDS_CHROMIUM, opened
 from support.terminal import Quick, started
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def unfinished(hostile_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unfinished(hostile_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run that is on its way: two of four evaluations, and no summary."""
     folder = tmp_path_factory.mktemp("live") / "run"
     shutil.copytree(hostile_run, folder)
@@ -31,7 +33,9 @@ def unfinished(hostile_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     (folder / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])  # a line that is half written
     timings = (hostile_run / "timings.jsonl").read_text().splitlines(keepends=True)
     (folder / "timings.jsonl").write_text(timings[0])
-    return folder
+    held = disk.lock(folder / ".lock")
+    yield folder
+    os.close(held)
 
 
 @pytest.fixture(scope="module")

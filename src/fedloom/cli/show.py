@@ -61,7 +61,8 @@ def _show(content: Content, console: Console) -> None:
     """The parts of the page that fit a terminal."""
     console.print(Text("  ".join((f"{content.kind}: {content.title}", *content.facts))), soft_wrap=True)
     for card in content.progress:
-        console.print(Text(f"{card.label}: {card.value} {card.hint}".rstrip()), soft_wrap=True)
+        parts = (f"{card.label}: {card.value}", card.hint)
+        console.print(Text(" · ".join(filter(None, parts))), soft_wrap=True)
     for table in (*content.results, content.claims):
         if table is not None:
             _print(table, console)

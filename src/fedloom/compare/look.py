@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.compare.kept import Document, read_document, records_of
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.report.view import AnyView, ComparisonView, FolderView, RunView
-from fedloom.runs.look import csv_lines, flattened, is_run, json_file, look_at_run
+from fedloom.runs.look import csv_lines, flattened, is_held, is_run, json_file, look_at_run
 from fedloom.runs.settings import read_toml
 
 _DEEPEST = 3  # depth of folders that are searched
@@ -87,7 +87,10 @@ def comparison(folder: Path, name: str) -> ComparisonView:
     cells += [_begun(home, axes) for home in _unlisted(folder, set(listed))]
     planned = max(len(cells), _planned(spec))
     summary = json_file(folder / "summary.json")
-    return ComparisonView(name, str(folder), axes, tuple(cells), planned, summary, _table(spec.get("layout")))
+    layout = _table(spec.get("layout"))
+    gone = not is_held(folder) and all(cell.stopped or cell.state != "unfinished" for cell in cells)
+    gone = gone and not (folder / "missing.txt").is_file()  # kept results may come from anywhere
+    return ComparisonView(name, str(folder), axes, tuple(cells), planned, summary, layout, gone)
 
 
 def _table(value: Any) -> Mapping[str, Any]:

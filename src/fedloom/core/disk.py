@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -145,9 +146,14 @@ def new_part(path: Path) -> Path:
 
 
 def lock(path: Path, *, wait: bool = False) -> int:
-    """Hold a lock file until its descriptor is closed; if another process holds it, wait, or raise BlockingIOError."""
+    """Hold a lock file until its descriptor is closed; if another process holds it, wait, or raise BlockingIOError.
+
+    It is tried twice: ``is_locked`` may hold it for a moment.
+    """
     file = _open(path, os.O_RDWR | os.O_CREAT)
     try:
+        if not wait and not _flocked(file, fcntl.LOCK_EX):
+            time.sleep(0.02)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(file)
@@ -156,18 +162,24 @@ def lock(path: Path, *, wait: bool = False) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock file."""
+    """Whether a process holds this lock file; nothing is written, and others may ask at the same time."""
     try:
-        file = _open(path, os.O_RDONLY)  # which a folder that this user cannot write to allows as well
+        file = _open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _flocked(file, fcntl.LOCK_SH)
     finally:
         os.close(file)
-    return False
+
+
+def _flocked(file: int, how: int) -> bool:
+    """Lock a file unless another process holds it; whether it is locked now."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def refuse_links(folder: Path) -> None:

@@ -32,6 +32,7 @@ class RunView(NamedTuple):
     method: str = ""  # in a comparison
     place: tuple[str, ...] = ()  # in the grid of a comparison
     changed: tuple[str, ...] = ()  # files that have changed since the run wrote them
+    stopped: str = ""  # how to continue it, if it has not ended and no process runs it
 
     @property
     def algorithm(self) -> str:
@@ -70,9 +71,9 @@ class RunView(NamedTuple):
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining time if the other rounds are like the last twenty."""
+        """The remaining time if the other rounds are like the last twenty; a run that was stopped has none."""
         recent = self.timings[-20:]
-        if self.state != "unfinished" or not recent:
+        if self.state != "unfinished" or self.stopped or not recent:
             return None
         took = sum(float(line.get(part, 0.0)) for line in recent for part in ("train", "evaluate", "record"))
         return took / len(recent) * max(0, self.rounds - self.round)
@@ -88,6 +89,7 @@ class ComparisonView(NamedTuple):
     planned: int  # the planned number of cells
     summary: Mapping[str, Any]  # empty before the tables are first written
     layout: Mapping[str, Any] = {}  # of a paper's table, where the recipe has one
+    stopped: bool = False  # it has not ended, and no process runs it
 
 
 class FolderView(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedloom.runs.folder import refuse_cut_metrics
 from fedloom.runs.settings import read_toml
 
 _ENDED: dict[str, RunStatus] = {"summary.json": "done", "diverged.json": "diverged"}
+_LOCKS = (".lock", ".run.lock", ".node.lock")  # of runs and comparisons, of a server and of a node of a deployment
 _GROWING = ("metrics.jsonl", "timings.jsonl")
 _KINDS: dict[str, dict[str, type]] = {  # what is shown of these files, and of which type it is
     "partition.json": {"labels": list, "notes": list, "clients": int},
@@ -49,13 +51,14 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
     """The current contents of a run folder."""
     if not is_run(folder):
         raise ConfigError([Fault(str(folder), "is not a run folder (it has no config.toml)", "see fedloom show runs/")])
+    state: RunStatus = next((state for file, state in _ENDED.items() if (folder / file).is_file()), "unfinished")
     records = json_lines(folder / "metrics.jsonl")
     refuse_cut_metrics(folder)
     partition, counts = _facts(folder / "partition.json"), _counts(folder / "partition.safetensors")
     return RunView(
         name=name or folder.name,
         folder=str(folder),
-        state=next((state for file, state in _ENDED.items() if (folder / file).is_file()), "unfinished"),
+        state=state,
         settings=flattened(read_toml(folder / "config.toml")),
         records=records,
         timings=json_lines(folder / "timings.jsonl"),
@@ -70,7 +73,27 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         method=method,
         place=place,
         changed=_changed(folder),
+        stopped=_how_to_continue(folder) if state == "unfinished" else "",
     )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process uses a folder; unknown counts as yes, so that nobody starts what may be running."""
+    try:
+        return any(disk.is_locked(folder / name) for name in _LOCKS)
+    except (OSError, CheckpointError):
+        return True
+
+
+def _how_to_continue(folder: Path) -> str:
+    """The command that continues a run, if no process runs it; of a comparison or a search it is their own."""
+    home = folder.absolute()
+    owner = next(
+        (p for p in list(home.parents)[:2] if any((p / f).is_file() for f in ("compare.toml", "tune.toml"))), None
+    )
+    if any(map(is_held, (home, *list(home.parents)[:2]))):
+        return ""
+    return "repeat the command" if owner is not None else f"fedloom resume {shlex.quote(str(folder))}"
 
 
 def _changed(folder: Path) -> tuple[str, ...]:

@@ -206,9 +206,10 @@ def _mean_of(runs: Sequence[RunView], words: _Spoken) -> str:
 def _run_progress(run: RunView, words: _Spoken) -> tuple[Card, ...]:
     if run.state != "unfinished":
         return ()
-    left = run.seconds_left
-    cards = [Card(words.say("round"), f"{run.round:,} / {run.rounds:,}")]
-    return (*cards, *([Card(words.say("time left"), span(left))] if left is not None else []))
+    say, left, count = words.say, run.seconds_left, f"{run.round:,} / {run.rounds:,}"
+    if run.stopped:
+        return (Card(say("stopped after round"), count, f"{say('continue with')}: {say(run.stopped)}"),)
+    return (Card(say("round"), count), *([Card(say("time left"), span(left))] if left is not None else []))
 
 
 def _log(run: RunView, last: int = 40) -> tuple[str, ...]:
@@ -383,11 +384,12 @@ def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ..
     ended = sum(cell.state in ("done", "diverged", "failed") for cell in view.cells)
     if ended >= view.planned:
         return ()
-    cards = [Card(words.say("cells done"), f"{ended:,} / {view.planned:,}")]
+    hint = f"{words.say('stopped; continue with')}: {words.say('repeat the command')}" if view.stopped else ""
+    cards = [Card(words.say("cells done"), f"{ended:,} / {view.planned:,}", hint)]
     busy = [cell for cell in view.cells if cell.state == "unfinished"]
     cards += [Card(words.name(cell), f"{cell.round:,} / {cell.rounds:,}", ", ".join(cell.place)) for cell in busy[:8]]
     rounds, spent = sum(cell.round for cell in view.cells), sum(cell.seconds for cell in view.cells)
-    if rounds and spent:
+    if rounds and spent and not view.stopped:
         all_rounds = view.planned * sum(cell.rounds for cell in view.cells) / len(view.cells)
         cards.append(Card(words.say("time left"), span(spent / rounds * (all_rounds - rounds) / max(1, len(busy)))))
     return tuple(cards)

@@ -113,6 +113,10 @@ _CHINESE = {
     "All runs were made in the same environment.": "所有运行的环境完全相同。",
     "cells done": "已完成的实验",
     "time left": "预计剩余时间",
+    "stopped after round": "已中断于轮次",
+    "stopped; continue with": "已中断；继续运行",
+    "continue with": "继续运行",
+    "repeat the command": "重复原命令",
     # curves
     "Metric": "指标",
     "Grid": "网格位置",
