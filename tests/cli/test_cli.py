@@ -754,3 +754,10 @@ def test_more_data_than_memory_is_one_error_and_nothing_written(tmp_path: Path) 
     assert done.err.startswith("error: there is not enough memory")
     assert "Traceback" not in done.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_partition_is_refused(quick: Quick, tmp_path: Path) -> None:
+    done = quick("partition", "iid", "shards", cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert "shards: a second partition, after 'iid' (draw one after the other, or name one: " in done.err
+    assert files(tmp_path) == set()

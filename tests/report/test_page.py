@@ -380,3 +380,35 @@ def test_a_note_on_rare_classes_is_said_in_chinese() -> None:
     [note] = one_class(Arrays("t", np.zeros((10, 1), np.float32), y, test, ("no", "yes"), recipe="a table"))
     assert "no" in language.sentence_in("zh", note)
     assert "accuracy hides" not in language.sentence_in("zh", note)
+
+
+def test_each_method_has_its_own_lowest_tenth() -> None:
+    """Of twenty clients two: one method is worst for the first ones, the other for the last ones."""
+    first, other = seen_run("a"), seen_run("b")
+
+    def measured(run: RunView, method: str, values: list[float]) -> RunView:
+        clients = [{**run.clients[0], "client": str(k), "accuracy": str(v)} for k, v in enumerate(values)]
+        return run._replace(method=method, clients=clients)
+
+    rising = [k / 20 for k in range(20)]
+    runs = (measured(first, "a", rising), measured(other, "b", rising[::-1]))
+    (split,) = content_of(ComparisonView("both", "both", (), runs, 2, {}), "en").splits
+    marked = {
+        column.label: [line.cells[0].text for line in split.table.lines if line.cells[k].mark == "worst"]
+        for k, column in enumerate(split.table.columns)
+    }
+    assert {name: sorted(clients) for name, clients in marked.items() if clients} == {
+        "a": ["0", "1"],
+        "b": ["18", "19"],
+    }
+    assert not any(line.mark or line.cells[0].tag for line in split.table.lines)
+
+
+def test_an_overview_names_the_best_of_the_chosen_settings() -> None:
+    rows = [{"algorithm": name, "metric": "global/test/accuracy", "rank": rank} for name, rank in (("a", 1), ("b", 2))]
+    swapped = [{**row, "rank": 3 - row["rank"]} for row in rows]
+    for summary, best in (({"table": rows}, "a"), ({"table": rows, "selected": {"table": swapped}}, "b")):
+        view = ComparisonView("c", "c", (), (seen_run()._replace(method="a"),), 1, summary)
+        listed = content_of(FolderView("runs", (), (view, view)), "en").results[-1]
+        assert [line.cells[-1].text for line in listed.lines] == [best, best]
+        assert content_of(view, "en").cards[0].value == best

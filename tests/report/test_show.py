@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fedloom
 from fedloom.compare.look import look_at
 from fedloom.core import disk
 from fedloom.report.side_by_side import draw
@@ -123,3 +124,11 @@ def test_a_comparison_that_was_killed_has_no_time_left(compared: Path, tmp_path:
     assert "cells done: 7 / 8\n" in running
     assert "time left" in running
     assert "continue with" not in shown
+
+
+def test_clients_that_were_not_measured_are_neither_worst_nor_best(tmp_path: Path) -> None:
+    fedloom.run("fedavg", out=tmp_path / "run", rounds=1, model="logistic")
+    assert "clients of 20: the worst and the best (run)" in Quick()("show", "run", cwd=tmp_path).out
+    for name in ("summary.json", "clients.csv"):
+        (tmp_path / "run" / name).unlink()
+    assert "clients of 20: the first and the last (run)" in Quick()("show", "run", cwd=tmp_path).out

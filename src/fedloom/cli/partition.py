@@ -12,6 +12,7 @@ from rich.table import Table
 from fedloom.cli.console import plain_console
 from fedloom.cli.options import NoUserCode, Root, Settings, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
+from fedloom.core.errors import ConfigError, Fault
 
 
 def partition(
@@ -32,6 +33,10 @@ def partition(
     from fedloom.runs.start import load_config
 
     refuse_user_code(no_user_code)
+    names = [word for word in settings or [] if is_name(word)]
+    if len(names) > 1:
+        fix = f"draw one after the other, or name one: fedloom partition {names[0]}"
+        raise ConfigError([Fault(names[1], f"a second partition, after '{names[0]}'", fix)])
     words = [f"partition.kind={w}" if is_name(w) else w for w in settings or []]
     experiment = load_config(*file_and_overrides(words), trust=trust)
     shared = share(experiment, data_root or default_root())

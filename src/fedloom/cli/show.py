@@ -15,7 +15,7 @@ from fedloom.cli.console import harmless, plain_console
 from fedloom.cli.options import Json, ResultFolders
 
 if TYPE_CHECKING:
-    from fedloom.report.page.content import Content
+    from fedloom.report.page.content import Content, Split
     from fedloom.report.page.parts import PageTable
     from fedloom.report.view import AnyView
 
@@ -69,13 +69,22 @@ def _show(content: Content, console: Console) -> None:
     for note in content.notes:
         console.print(Text(note), style="dim", soft_wrap=True)
     for split in content.splits[:1]:
-        lines = split.table.lines
-        worst, best = lines[:_ENDS], lines[_ENDS:][-_ENDS:]
-        more = f" of {len(lines)}: the worst and the best" if len(lines) > 2 * _ENDS else ""
-        _print(split.table._replace(lines=(*worst, *best), caption=f"clients{more} ({split.label})"), console)
+        _print(_ends(split), console)
     _print(content.costs._replace(caption="communication and time"), console)
     if content.settings_differ is not None:
         _print(content.settings_differ._replace(caption="what differs"), console)
+
+
+def _ends(split: Split) -> PageTable:
+    """The first and the last clients of a table, which may lack the best of very many."""
+    lines, whole = split.table.lines, len(split.table.lines) == split.clients
+    first, last = lines[:_ENDS], lines[_ENDS:][-_ENDS:] if whole else ()
+    if not split.ranked:
+        which = "the first and the last" if whole else "the first"
+    else:
+        which = ("the worst and the best" if whole else "the worst") + f" of {split.method}" * bool(split.method)
+    more = f" of {split.clients:,}: {which}" if split.clients > 2 * _ENDS else ""
+    return split.table._replace(lines=(*first, *last), caption=f"clients{more} ({split.label})")
 
 
 def _print(table: PageTable, console: Console) -> None:

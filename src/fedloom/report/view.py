@@ -155,8 +155,13 @@ def ranked_clients(run: RunView) -> tuple[str, list[ClientScore]]:
     column = next(
         (name for name in ("accuracy", "r2", "mae", "loss") if any(line.get(name) for line in run.clients)), ""
     )
+    return column, clients_by(column, run)
+
+
+def clients_by(column: str, run: RunView) -> list[ClientScore]:
+    """The clients from worst to best by this column, without those that have no value in it."""
     scores = [ClientScore(client_name(line), float(line[column]), line) for line in run.clients if line.get(column)]
-    return column, sorted(scores, key=lambda each: -each.value if lower_is_better(column) else each.value)
+    return sorted(scores, key=lambda each: -each.value if lower_is_better(column) else each.value)
 
 
 def client_name(line: Mapping[str, str]) -> str:

@@ -35,12 +35,14 @@ from fedloom.report.page.series import (
 )
 from fedloom.report.view import (
     AnyView,
+    ClientScore,
     ComparisonView,
     FolderView,
     RunView,
     as_setting,
     changes_shown,
     client_name,
+    clients_by,
     differing,
     ranked_clients,
     recorded_metrics,
@@ -59,6 +61,9 @@ class Split(NamedTuple):
     label: str
     table: PageTable
     counts: dict[str, Any]
+    clients: int  # all of them, of which the table may have fewer
+    ranked: bool  # whether the table begins with the worst client
+    method: str  # of several, the one by which they are ranked
 
 
 class Content(NamedTuple):
@@ -251,9 +256,7 @@ def _comparison_cards(
     view: ComparisonView, metric: str, decided: Sequence[Mapping[str, Any]], words: _Spoken
 ) -> tuple[Card, ...]:
     say, found = words.say, []
-    whole = _list(_choice(view).get("table")) or _list(view.summary.get("table"))
-    rows = [row for row in whole if isinstance(row, Mapping) and row.get("rank") == 1]
-    for row in rows[:4]:
+    for row in _best_rows(view)[:4]:
         chosen = row.get("chosen")
         known = {**row, **chosen} if isinstance(chosen, Mapping) else row
         where = ", ".join(f"{axis} = {known.get(axis)}" for axis in view.axes)
@@ -266,6 +269,12 @@ def _comparison_cards(
             found.append(Card(say("Claims"), f"{count} {say(verdict)}", mark=mark))
     done = sum(cell.state == "done" for cell in view.cells)
     return (*found, Card(say("cells done"), f"{done:,} / {view.planned:,}", metric))
+
+
+def _best_rows(view: ComparisonView) -> list[Mapping[str, Any]]:
+    """The methods of rank 1: where settings were chosen on validation rows, with the chosen ones."""
+    whole = _list(_choice(view).get("table")) or _list(view.summary.get("table"))
+    return [row for row in whole if isinstance(row, Mapping) and row.get("rank") == 1]
 
 
 def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
@@ -432,8 +441,7 @@ def _listed_comparisons(found: Sequence[ComparisonView], words: _Spoken) -> Page
     for each in found:
         methods = dict.fromkeys(cell.method for cell in each.cells)
         done = sum(cell.state == "done" for cell in each.cells)
-        rows = [row for row in _list(each.summary.get("table")) if isinstance(row, Mapping) and row.get("rank") == 1]
-        first = ", ".join(dict.fromkeys(str(row.get("algorithm")) for row in rows))
+        first = ", ".join(dict.fromkeys(str(row.get("algorithm")) for row in _best_rows(each)))
         cells = [PageCell(each.name), PageCell(", ".join(methods)), PageCell(f"{done:,} / {each.planned:,}", done)]
         lines.append(PageLine((*cells, PageCell(str(each.summary.get("metric", "–"))), PageCell(first or "–"))))
     heads = [say("Comparison"), say("method"), say("cells done"), say("metric"), f"{say('rank')} 1"]
@@ -493,16 +501,25 @@ def _splits(runs: Sequence[RunView], words: _Spoken) -> tuple[Split, ...]:
         label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
         if run.clients:
             groups.setdefault(label, []).append(run)
-    return tuple(Split(label, _clients(group, words), class_counts(group[0])) for label, group in groups.items())
+    return tuple(_split(label, group, words) for label, group in groups.items())
+
+
+def _split(label: str, runs: Sequence[RunView], words: _Spoken) -> Split:
+    first, method = runs[0], runs[0].method if len(runs) > 1 else ""
+    ranked = bool(ranked_clients(first)[0])
+    return Split(label, _clients(runs, words), class_counts(first), len(first.clients), ranked, method)
 
 
 def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
-    """A row for each client, the worst first: its data, and the result of each method on its own held-out rows."""
+    """A row for each client, the worst first: its data, and the result of each method on its own held-out rows.
+
+    The lowest tenth is marked: of one run the rows, of several methods the cells of each.
+    """
     say, first = words.say, runs[0]
     column, ranked = ranked_clients(first)
     place = {each.line["client"]: k for k, each in enumerate(ranked)}
     own = [{line["client"]: line for line in run.clients} for run in runs]
-    low = max(1, len(ranked) // 10) if len(ranked) > 1 else 0
+    low = [_lowest_tenth(clients_by(column, run)) if column else frozenset() for run in runs]
     kinds = _KINDS[_is_regression(first)]
     heads = [
         PageColumn(say("client")),
@@ -516,15 +533,24 @@ def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     )
     lines = []
     for line in sorted(first.clients, key=lambda line: place.get(line["client"], len(ranked)))[:_MOST_CLIENTS]:
-        worst = place.get(line["client"], low) < low
+        worst = len(runs) == 1 and line["client"] in low[0]
         share = _float(line.get("largest_share"))
         cells = [_client_cell(line, say("lowest tenth") if worst else ""), *_numbers(line, "rows", "classes")]
         cells.append(PageCell(f"{line.get('largest_class', '')} ({share:.0%})" if share else "–", share))
         values = [_float(each.get(line["client"], {}).get(column)) for each in own] if column else []
-        cells += [number(value, column)._replace(bar=value if column == "accuracy" else None) for value in values]
+        for value, lowest in zip(values, low, strict=False):
+            cell = number(value, column)._replace(bar=value if column == "accuracy" else None)
+            marked = len(runs) > 1 and line["client"] in lowest
+            cells.append(cell._replace(mark="worst", tag=say("lowest tenth")) if marked else cell)
         cells += [number(_float(line.get("loss")))] if len(heads) > len(cells) else []
         lines.append(PageLine(tuple(cells), "worst" if worst else ""))
     return PageTable(tuple(heads), tuple(lines), sortable=True)
+
+
+def _lowest_tenth(ranked: Sequence[ClientScore]) -> frozenset[str]:
+    """The clients of the lowest tenth, at least one of several."""
+    count = max(1, len(ranked) // 10) if len(ranked) > 1 else 0
+    return frozenset(each.line["client"] for each in ranked[:count])
 
 
 def _client_cell(line: Mapping[str, str], tag: str) -> PageCell:

@@ -136,8 +136,8 @@ _CHINESE = {
         "每条曲线最多绘制 400 个点，完整数据见 curves.csv。"
     ),
     "Use the arrow keys to move along the curves.": "可用方向键沿曲线移动。",
-    "Sort by a column with its button. The lowest tenth of the clients is marked.": (
-        "点击列名即可排序。表现最差的 10% 客户端已标出。"
+    "Sort by a column with its button. The lowest tenth of the clients is marked, for each method its own.": (
+        "点击列名即可排序。每种方法各自表现最差的 10% 客户端已标出。"
     ),
     "Only the 500 worst clients are listed; clients.csv has all of them.": (
         "此处只列出表现最差的 500 个客户端，全部数据见 clients.csv。"
