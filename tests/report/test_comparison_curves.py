@@ -16,13 +16,13 @@ def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
     runs = [result("a", 0, [0.1, 0.5, 0.7]), result("b", 0, [0.1, *[0.4] * 5, *[0.8] * 10]), result("c", 0, [0.3])]
     asked = question(("a", "b", "c"), 1)
     axes = Figure().subplots()
-    curves.panel(asked, (), runs, axes)
+    curves.finish([curves.panel(asked, (), runs, axes)])
     tails = [row.tail.mean for row in statistics.rows(asked, runs) if row.tail is not None]
     assert tails == pytest.approx([0.6, 0.8, 0.3])
     assert {text.get_text() for text in axes.texts} == {"60.0", "80.0", "30.0"}
     late = runs[0]._replace(records=runs[0].records[1:])  # a metric that there is from the first round on
     axes = Figure().subplots()
-    curves.panel(question(("a",), 1), (), [late], axes)
+    curves.finish([curves.panel(question(("a",), 1), (), [late], axes)])
     assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
@@ -70,7 +70,7 @@ def test_a_comparison_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None
     texts = []
     for place in asked.places:
         axes = Figure().subplots()
-        curves.panel(asked, place, [r for r in runs if r.place == place], axes)
+        curves.finish([curves.panel(asked, place, [r for r in runs if r.place == place], axes)])
         texts.append([text.get_text() for text in axes.texts])
     assert texts == [["not finished: 10 of 11 methods", "50.0"], ["no results"]]
 
@@ -85,3 +85,28 @@ def test_a_legend_stays_within_its_figure(length: int) -> None:
     figure.canvas.draw()
     legend = figure.legends[0].get_window_extent()
     assert 0 <= legend.x0 <= legend.x1 <= figure.bbox.width
+
+
+@pytest.mark.parametrize(("ends", "shared"), [((0.5, 0.9), True), ((0.11, 0.9), False)])
+def test_panels_have_the_same_axis_unless_curves_would_be_flat(ends: tuple[float, float], *, shared: bool) -> None:
+    places = (("0.03",), ("0.3",), ("3",))
+    asked = question(("a", "b"), 1, axes=("local.lr",), places=places)
+    runs = [result(m, 0, [0.1, end])._replace(place=p) for m in "ab" for p, end in zip(places, ends, strict=False)]
+    limits = [axes.get_ylim() for axes in curves.figure_of(asked, runs).axes[:2]]  # the third has no results
+    assert (limits[0] == limits[1]) == shared
+    assert all(low <= 10 and high >= 100 * end for (low, high), end in zip(limits, ends, strict=True))
+
+
+@pytest.mark.parametrize("count", [9, 10])
+def test_lines_of_the_same_colour_are_told_apart_at_their_ends(count: int) -> None:
+    """The baseline is in ink, so nine methods have nine colours; the tenth has the second one's, with dashes."""
+    methods = tuple(f"m{k}" for k in range(count))
+    runs = [result(m, 0, [0.1, 0.1 + k / 20]) for k, m in enumerate(methods)]
+    axes = Figure().subplots()
+    curves.finish([curves.panel(question(methods, 1), (), runs, axes)])
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines[:count]}
+    assert len(looks) == count
+    beside = {(line.get_color(), line.get_linestyle()) for line in axes.lines[count:]}
+    assert beside == (looks if count > 9 else set())
+    heights = sorted(line.get_ydata()[0] for line in axes.lines[count:])  # type: ignore[index]
+    assert heights == (sorted(text.xy[1] for text in axes.texts) if count > 9 else [])  # type: ignore[attr-defined]

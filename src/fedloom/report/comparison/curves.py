@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,10 +73,12 @@ def figure_of(question: Question, results: Sequence[Result]) -> Figure:
     lines = math.ceil(len(question.methods) / across)
     figure = canvas(width, 3.7 * high + 0.3 * lines + 0.3)
     panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
+    found = []
     for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
-        panel(question, place, [r for r in results if r.place == place], axes)
+        found.append(panel(question, place, [r for r in results if r.place == place], axes))
         if index % wide == 0:
             axes.set_ylabel(_axis_name(question), color=INK)
+    finish(found)
     for axes in panels[len(places) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -126,7 +128,24 @@ def _axis_name(question: Question) -> str:
     return f"{name} (%)" if is_share(question.metric) else name
 
 
-def panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> None:
+class End(NamedTuple):
+    """The number at the end of a line, and how that is drawn."""
+
+    value: float
+    colour: str
+    dash: Any
+    width: float
+
+
+class Panel(NamedTuple):
+    """A panel with its lines, the ends of which are not marked yet."""
+
+    axes: Axes
+    ends: tuple[End, ...]
+    styled: bool  # whether several lines have the same colour, so that only their dashes tell them apart
+
+
+def panel(question: Question, place: Place, results: Sequence[Result], axes: Axes) -> Panel:
     """The lines of all methods at one point of the grid."""
     scale = 100.0 if is_share(question.metric) else 1.0
     lines = [_line(question, method, results, scale, axes) for method in question.methods]
@@ -144,8 +163,24 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
     if scale == 100.0 and ends:
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(0.0, bottom), min(100.0, top))
-    _mark_ends(axes, ends)
     axes.set_title(question.title(place), loc="left", fontsize=10, color=INK)
+    return Panel(axes, tuple(ends), len(question.methods) - (question.baseline in question.methods) > len(COLOURS))
+
+
+_FLAT = 1 / 8  # of the height of a panel: curves that would have less of it keep an axis of their own
+
+
+def finish(panels: Sequence[Panel]) -> None:
+    """Give panels of one metric the same axis, unless some curves would be flat, and mark the ends of lines."""
+    drawn = [each.axes for each in panels if each.ends]
+    limits = [axes.get_ylim() for axes in drawn]
+    if limits:
+        low, high = min(low for low, _ in limits), max(high for _, high in limits)
+        if all(top - bottom >= _FLAT * (high - low) for bottom, top in limits):
+            for axes in drawn:
+                axes.set_ylim(low, high)
+    for each in panels:
+        _mark_ends(each)
 
 
 def _say_empty(axes: Axes) -> None:
@@ -154,10 +189,8 @@ def _say_empty(axes: Axes) -> None:
     axes.annotate("no results", (0.5, 0.5), xycoords="axes fraction", ha="center", fontsize=9, color=INK)
 
 
-def _line(
-    question: Question, method: str, results: Sequence[Result], scale: float, axes: Axes
-) -> tuple[str, float] | None:
-    """Draw the mean of a method and its band; its colour and the mean of the last ten, or None if no seed finished."""
+def _line(question: Question, method: str, results: Sequence[Result], scale: float, axes: Axes) -> End | None:
+    """Draw the mean of a method and its band; the mean of the last ten, or None if no seed finished."""
     mine, metric = [r for r in results if r.method == method], question.metrics[method]
     where, mean, deviation = band(mine, metric, question.x)
     colour, dash, width = _look(question, method)
@@ -170,21 +203,33 @@ def _line(
     low, high = scale * (mean - deviation), scale * (mean + deviation)
     axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
     tails = [s.mean_last_10 for s in (summary_of(r, metric) for r in mine) if s is not None]
-    return colour, scale * float(np.mean(tails))
+    return End(scale * float(np.mean(tails)), colour, dash, width)
 
 
-def _mark_ends(axes: Axes, ends: Sequence[tuple[str, float]]) -> None:
-    """The mean of the last ten next to the end of each line, moved apart if they would overlap."""
-    low, high = axes.get_ylim()
-    heights = [min(1.0, max(0.0, (value - low) / (high - low))) for _, value in ends]
+_SAMPLE = 0.06  # the length of a piece of line, as a share of the width of its panel
+
+
+def _mark_ends(panel: Panel) -> None:
+    """The mean of the last ten next to the end of each line, moved apart if they would overlap.
+
+    Where several lines have the same colour, a piece of the line is before its number.
+    """
+    from matplotlib.lines import Line2D
+
+    axes, (low, high) = panel.axes, panel.axes.get_ylim()
     gap, used = 0.052, 2.0
-    order = sorted(range(len(ends)), key=lambda i: -ends[i][1])
-    for place, index in enumerate(order):
-        used = max(min(heights[index], used - gap), gap * (len(order) - 1 - place))
-        colour, value = ends[index]
-        text = f"{value:.1f}" if high > 2 else f"{value:.3f}"
-        at = (1.012, used)
-        axes.annotate(text, at, xycoords="axes fraction", va="center", color=colour, fontsize=8, annotation_clip=False)
+    order = sorted(panel.ends, key=lambda end: -end.value)
+    for place, end in enumerate(order):
+        height = min(1.0, max(0.0, (end.value - low) / (high - low)))
+        used, left = max(min(height, used - gap), gap * (len(order) - 1 - place)), 1.012
+        if panel.styled:
+            look = {"color": end.colour, "ls": end.dash, "lw": end.width}
+            where = [left, left + _SAMPLE]
+            axes.add_line(Line2D(where, [used, used], transform=axes.transAxes, clip_on=False, **look))
+            left += _SAMPLE + 0.012
+        text = f"{end.value:.1f}" if high > 2 else f"{end.value:.3f}"
+        look = {"va": "center", "color": end.colour, "fontsize": 8}
+        axes.annotate(text, (left, used), xycoords="axes fraction", annotation_clip=False, **look)
 
 
 def _look(question: Question, method: str) -> tuple[str, Any, float]:
