@@ -127,3 +127,20 @@ def assigned_notes() -> tuple[str, ...]:
     """The notes of a real split."""
     partition = Dirichlet(clients=20, alpha=0.05)
     return partition.assign(np.arange(400) % 10, 10, np.random.default_rng(0), None).notes
+
+
+def test_the_interval_of_a_difference_is_beside_its_p_value() -> None:
+    """Differences of 1, 2 and 3 points: Student's t with two degrees of freedom is 4.303 at 97.5 %."""
+    runs = [result("a", s, [0.1, 0.5]) for s in range(3)] + [result("b", s, [0.1, 0.51 + s / 100]) for s in range(3)]
+    asked = question(("a", "b"), 3)
+    table = statistics.rows(asked, runs)
+    half = 4.302653 / 3**0.5
+    (section,) = text_table.sections(asked, table)
+    at = section.header.index("95 % interval")
+    assert section.header[at - 1 : at + 2] == ["vs a", "95 % interval", "p"]
+    assert [line[at] for line in section.lines] == ["-", f"[{2 - half:+.2f}, {2 + half:+.2f}]"]
+    low, high = (float(list(csv.DictReader(io.StringIO(numbers.table_csv(asked, table))))[1][f"difference_{end}"])
+                 for end in ("low", "high"))  # fmt: skip
+    assert (low, high) == pytest.approx(((2 - half) / 100, (2 + half) / 100))
+    one = statistics.rows(question(("a", "b"), 1), [r for r in runs if r.seed == 0])
+    assert [row.interval for row in one] == [(None, None)] * 2

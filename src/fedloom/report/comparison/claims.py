@@ -7,7 +7,6 @@ decides nothing. Without a seed that has both sides it was not run, and so was a
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +21,7 @@ from fedloom.report.comparison.statistics import (
     ClaimStatistic,
     Measured,
     claimed_number,
+    confidence_interval,
     recorded_as,
 )
 from fedloom.report.tables import csv_text
@@ -184,20 +184,9 @@ def _difference(what: str, gaps: Sequence[float] | None, judged: Callable[[float
     """The mean of these differences, judged by its confidence interval."""
     if gaps is None:
         return Difference(what, None, None, None, 0, "not run")
-    low, high = _interval(gaps)
+    low, high = confidence_interval(gaps)
     verdict: Verdict = "undecided" if low is None or high is None else judged(low, high)
     return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
-
-
-def _interval(gaps: Sequence[float]) -> tuple[float | None, float | None]:
-    """The 95 % confidence interval of the mean by Student's t; unknown for fewer than two seeds."""
-    if len(gaps) < 2:
-        return None, None
-    from scipy.stats import t
-
-    mean, error = float(np.mean(gaps)), float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
-    half = float(t.ppf(0.975, len(gaps) - 1)) * error
-    return mean - half, mean + half
 
 
 # -- as text ---------------------------------------------------------------------------------------

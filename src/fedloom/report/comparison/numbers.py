@@ -30,6 +30,7 @@ def as_dict(question: Question, row: Row) -> dict[str, Any]:
     out["rank"] = row.rank
     gap = row.difference
     out |= {"difference": gap.mean if gap else None, "difference_std": gap.std if gap else None}
+    out |= dict(zip(("difference_low", "difference_high"), row.interval, strict=True))
     why = " ".join(question.caveats[number - 1].why for number in caveats_about(question, row))
     out |= {"p": row.p, "paper": row.paper, "caveats": why}
     scale = {"bytes": 1e6, "busiest": 1e6}  # bytes in files, megabytes in tables

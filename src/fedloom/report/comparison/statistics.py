@@ -72,6 +72,7 @@ class Row(NamedTuple):
     evaluations: int = 0  # of the seed with the fewest, once training has begun
     validation: Mean | None = None  # by which a place of the grid is chosen
     chosen: bool = False  # whether it is the chosen one
+    interval: tuple[float | None, float | None] = (None, None)  # of the difference: 95 % confidence
 
 
 class Gain(NamedTuple):
@@ -211,6 +212,17 @@ def paired_p(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     return float(ttest_rel(ours, theirs).pvalue)
 
 
+def confidence_interval(gaps: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % confidence interval of the mean by Student's t; unknown for fewer than two seeds."""
+    if len(gaps) < 2:
+        return None, None
+    from scipy.stats import t
+
+    mean, error = float(np.mean(gaps)), float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    half = float(t.ppf(0.975, len(gaps) - 1)) * error
+    return mean - half, mean + half
+
+
 def _at(question: Question, place: Place, results: Sequence[Result]) -> list[Row]:
     tails = {m: _tails(question, m, results) for m in question.methods}
     plain = [_row(question, place, m, _of(m, results), tails) for m in question.methods]
@@ -234,6 +246,7 @@ def _row(
     found = [s for s in (summary_of(r, metric) for r in mine) if s is not None]
     comparable = method != question.baseline and question.is_ranked(metric)
     ours, theirs = _paired(tails[method], tails[question.baseline]) if comparable else ([], [])
+    gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     return Row(
         place=place,
         method=method,
@@ -248,11 +261,12 @@ def _row(
         bytes=_cost(question, metric, mine, bytes_exchanged),
         seconds=_cost(question, metric, mine, lambda r: r["time/simulated"]) if _is_timed(mine) else None,
         rank=None,
-        difference=mean_of([a - b for a, b in zip(ours, theirs, strict=True)]),
+        difference=mean_of(gaps),
         p=paired_p(ours, theirs),
         paper=question.paper.get((place, method)),
         spent=_spent([r.records[-1] for r in mine if r.state == "done" and r.records]),
         evaluations=min((evaluations(r, metric) for r in mine if r.state == "done"), default=0),
+        interval=confidence_interval(gaps),
     )
 
 

@@ -65,6 +65,7 @@ def _columns(question: Question, table: Sequence[Row]) -> list[Column]:
     columns.append(("rank", lambda r: f"{r.rank}" if r.rank is not None else "-"))
     if len(question.methods) > 1:
         columns.append((f"vs {question.baseline}", lambda r: _gap(question, r)))
+        columns.append(("95 % interval", _interval))
         columns.append(("p", lambda r: _p_value(r.p)))
     if question.paper:
         columns.append((f"paper{unit}", lambda r: _reported(question, r)))
@@ -108,7 +109,7 @@ def _costs_differ(table: Sequence[Row]) -> bool:
 def narrowed(section: Section, width: int) -> Section:
     """The section without the columns that are least needed, until it fits into this number of characters."""
     header, lines = section.header, section.lines
-    for name in ("simulated", "MB", "best", "last", "gradients", "rounds", "vs"):
+    for name in ("simulated", "MB", "best", "last", "gradients", "rounds", "95 %", "vs"):
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         if sum(widths) + 2 * (len(widths) - 1) <= width:
             break
@@ -170,8 +171,17 @@ def _p_value(p: float | None) -> str:
 def _gap(question: Question, row: Row) -> str:
     if row.difference is None:
         return "baseline" if row.method == question.baseline else "-"
-    value = row.difference.mean * (100 if is_share(row.metric) else 1)
-    return f"{value:+z.2f}" if is_share(row.metric) else f"{value:+z.4g}"
+    return _signed(row.metric, row.difference.mean)
+
+
+def _interval(row: Row) -> str:
+    """The 95 % confidence interval of the difference to the baseline."""
+    low, high = row.interval
+    return "-" if low is None or high is None else f"[{_signed(row.metric, low)}, {_signed(row.metric, high)}]"
+
+
+def _signed(metric: str, difference: float) -> str:
+    return f"{100 * difference:+z.2f}" if is_share(metric) else f"{difference:+z.4g}"
 
 
 def markdown(question: Question, table: Sequence[Row]) -> str:

@@ -336,7 +336,13 @@ def _caption(axes: Sequence[str], place: Sequence[str]) -> str:
 
 
 _MEANS = ("last", "best", "mean_last_10")
-_OPTIONAL = {"difference": "difference", "p": "p-value", "paper": "paper", "rounds_to_target": "rounds to target"}
+_OPTIONAL = {
+    "difference": "difference",
+    "difference_low": "95 % interval",
+    "p": "p-value",
+    "paper": "paper",
+    "rounds_to_target": "rounds to target",
+}
 
 
 def _means(runs: Sequence[RunView], words: _Spoken) -> list[PageColumn]:
@@ -362,16 +368,21 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
         cells = [PageCell(method, tag=tag), number(row.get("rank"))]
         cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
         cells += [_validated(row, say)] if validated else []
-        cells += [signed(row.get(key), metric) for key in more if key == "difference"]
-        cells += [
-            _p_value(row.get(key)) if key == "p" else number(row.get(key), metric * (key == "paper"), 2)
-            for key in more
-            if key != "difference"
-        ]
+        cells += [_optional(key, row, metric) for key in more]
         lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
         cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
         lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
     return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
+
+
+def _optional(key: str, row: Mapping[str, Any], metric: str) -> PageCell:
+    """The cell of a column that not all comparisons have."""
+    if key == "difference":
+        return signed(row.get(key), metric)
+    if key == "difference_low":
+        low, high = (signed(row.get(end), metric) for end in (key, "difference_high"))
+        return low if low.value is None or high.value is None else low._replace(text=f"[{low.text}, {high.text}]")
+    return _p_value(row.get(key)) if key == "p" else number(row.get(key), metric * (key == "paper"), 2)
 
 
 def _p_value(value: Any) -> PageCell:

@@ -63,6 +63,7 @@ _CHINESE = {
     "mean of all {}": "全部 {} 次均值",
     "rank": "排名",
     "difference": "与基线之差",
+    "95 % interval": "95% 置信区间",
     "p-value": "p 值",
     "validation": "验证集",
     "chosen": "选定",
