@@ -14,8 +14,9 @@ from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
 from fedloom.report.comparison.question import Result
-from fedloom.report.comparison.selected import chosen_sections, select
+from fedloom.report.comparison.selected import chosen_sections, select, selection_notes
 from fedloom.report.page.content import content_of
+from fedloom.report.page.language import sentence_in
 from support.comparisons import question, table
 from support.terminal import Quick
 
@@ -45,6 +46,21 @@ def test_the_best_on_validation_is_chosen_even_where_another_is_better_on_test()
     (section,) = chosen_sections(found)
     assert section.header[:3] == ["algorithm", "chosen", "validation"]
     assert section.lines[0][:2] == ["a", "local.lr=1"]
+
+
+def test_a_choice_at_the_edge_of_an_axis_has_a_note() -> None:
+    """The method a is best at the largest rate, b between two; words have no edge."""
+    values = {"a": {"1": 0.9, "0.1": 0.5, "0.3": 0.6}, "b": {"1": 0.1, "0.1": 0.5, "0.3": 0.6}}
+    results = [result((p,), m, seed, 0.5, v) for m, at in values.items() for p, v in at.items() for seed in (0, 1)]
+    places = (("1",), ("0.1",), ("0.3",))
+    found = select(asked(places), results, "accuracy", ["local.lr"])
+    (note,) = selection_notes(found)[1:]
+    assert note == "chosen: the best local.lr of a is the largest that was tried (1)."
+    assert sentence_in("zh", note) != note
+    smallest = select(asked(places), results, "loss", ["local.lr"])._replace(tried={"local.lr": ("1", "2")})
+    assert selection_notes(smallest)[1:] == ["chosen: the best local.lr of a is the smallest that was tried (1)."]
+    words = [r._replace(place=({"1": "slow", "0.1": "fast", "0.3": "both"}[r.place[0]],)) for r in results]
+    assert len(selection_notes(select(asked((("slow",), ("fast",), ("both",))), words, "accuracy", ["local.lr"]))) == 1
 
 
 def test_a_place_that_lost_a_seed_is_not_chosen() -> None:

@@ -14,7 +14,7 @@ import optuna
 import pytest
 
 from fedloom.compare.ranges import is_range, ranges_of
-from fedloom.compare.tune import Search, checked_search
+from fedloom.compare.tune import Search, checked_search, edge_notes
 from fedloom.core.errors import ConfigError
 from fedloom.runs.settings import as_table, parse, read_toml
 from support.comparisons import HELD
@@ -214,3 +214,26 @@ def test_a_search_over_numbers_goes_on(tmp_path: Path) -> None:
     done = fedloom(*words, "--trials", 2, cwd=tmp_path)
     assert done.code == 0, done.err
     assert len(trials(tmp_path / "s")) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "end"),
+    [
+        ("local.lr=0.001..1:log", 0.9, "largest"),
+        ("local.lr=0.001..1:log", 0.0011, "smallest"),
+        ("local.lr=0.001..1:log", 0.1, ""),
+        ("local.lr=0.0..1.0", 0.1, ""),
+        ("local.epochs=1..5", 5, "largest"),
+        ("local.epochs=1..5", 4, ""),
+        ("local.batch=32,16,64", 16, "smallest"),
+        ("local.batch=32,16,64", 32, ""),
+        ("local.optimizer=sgd,adam", "adam", ""),
+        ("local.nesterov=true,false", True, ""),
+    ],
+)
+def test_a_best_value_at_the_end_of_its_range_has_a_note(word: str, value: object, end: str) -> None:
+    ranges = ranges_of([word])
+    key = ranges[0].key
+    says = [f"the best {key} is at the end of its range ({value}, the {end})."] if end else []
+    assert edge_notes(ranges, {key: value}) == says
+    assert edge_notes(ranges, {}) == []

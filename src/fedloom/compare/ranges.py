@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.report.comparison.selected import end_of
 from fedloom.runs.overrides import value_of
 
 _DIGITS = 4  # digits of a tried number: enough to distinguish two, and few enough to write
@@ -36,6 +37,16 @@ class Range(NamedTuple):
         if self.choices or self.whole:
             return drawn
         return min(max(float(f"{drawn:.{_DIGITS}g}"), self.low), self.high)
+
+    def end_of(self, value: Any) -> str:
+        """Whether a value is the smallest or the largest that is tried; of a continuous range, within a twentieth."""
+        if self.choices:
+            return "" if any(isinstance(each, bool) for each in self.choices) else end_of(value, self.choices)
+        if self.whole:
+            return end_of(value, (self.low, self.high))
+        low, at, high = ((math.log(x) if self.log else x) for x in (self.low, value, self.high))
+        share = (at - low) / (high - low)
+        return "smallest" if share < 0.05 else "largest" if share > 0.95 else ""
 
     def words(self) -> str:
         """The range as it is written on the command line."""

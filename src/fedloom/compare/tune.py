@@ -391,7 +391,7 @@ class _Trials:
         counts = (
             [evaluations(result_of(cell, self._home(cell)), name) for cell in self._cells(chosen)] if chosen else []
         )
-        notes = short_note(counts)
+        notes = [*short_note(counts), *edge_notes(self._search.ranges, best.settings if best is not None else {})]
         tuned = Tuned(self._folder, name, tuple(trials), best, test, failures, tuple(notes))
         lines = [{"trial": t.number, **t.settings, "state": t.state, "value": t.value} for t in trials]
         if lines:
@@ -400,6 +400,12 @@ class _Trials:
             write_text(self._folder / "best.toml", as_toml(self._search.config(best.settings)))
         write_text(self._folder / "summary.json", as_json(tuned.as_json(), indent=1) + "\n")
         return tuned
+
+
+def edge_notes(ranges: Sequence[Range], best: Mapping[str, Any]) -> list[str]:
+    """A note for each of the best settings that is at the end of its range, so that others may be better."""
+    ends = {each.key: each.end_of(best[each.key]) for each in ranges if each.key in best}
+    return [f"the best {key} is at the end of its range ({best[key]}, the {end})." for key, end in ends.items() if end]
 
 
 def distributions(ranges: Sequence[Range]) -> dict[str, Any]:

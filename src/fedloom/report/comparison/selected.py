@@ -34,6 +34,7 @@ class Selection(NamedTuple):
     over: tuple[str, ...]  # the axes that were chosen over
     choices: Mapping[tuple[Place, str], Choice]  # by the rest of the place, and the method
     values: Mapping[tuple[Place, str], Mean]  # on validation rows, at every place of the grid
+    tried: Mapping[str, tuple[str, ...]]  # the values of the axes that were chosen over
     question: Question  # its points are those of the remaining axes
     rows: list[Row]
 
@@ -72,7 +73,12 @@ def select(question: Question, results: Sequence[Result], wanted: str, over: Seq
         equal="rounds",
         budgets={},
     )
-    return Selection(metrics, tuple(over), choices, values, left, statistics.rows(left, mine))
+    tried = {
+        axis: tuple(dict.fromkeys(place[k] for place in question.places))
+        for k, axis in enumerate(question.axes)
+        if axis in over
+    }
+    return Selection(metrics, tuple(over), choices, values, tried, left, statistics.rows(left, mine))
 
 
 def validation_metric(wanted: str, metric: str, names: Sequence[str]) -> str:
@@ -109,7 +115,30 @@ def selection_notes(selection: Selection) -> list[str]:
     how = "the mean of its last evaluations, ten at most, over all seeds; the test rows are not used for the choice"
     lost = [m for m in selection.question.methods for p in selection.question.places if (p, m) not in selection.choices]
     none = f"{', '.join(dict.fromkeys(lost))}: nothing to choose from, since no grid point finished with every seed."
-    return [f"{what} ({how}).", *([none] if lost else [])]
+    return [f"{what} ({how}).", *([none] if lost else []), *_edges(selection)]
+
+
+def _edges(selection: Selection) -> list[str]:
+    """Where the best number of an axis is the smallest or the largest that was tried, so that others may be better."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for (_, method), choice in selection.choices.items():
+        for axis, label in choice.settings.items():
+            if end := end_of(label, selection.tried[axis]):
+                found.setdefault((axis, end, label), []).append(method)
+    return [
+        f"chosen: the best {axis} of {', '.join(dict.fromkeys(methods))} is the {end} that was tried ({label})."
+        for (axis, end, label), methods in found.items()
+    ]
+
+
+def end_of(value: Any, tried: Sequence[Any]) -> str:
+    """Whether a number is the smallest or the largest of several; empty if it is neither, or they are no numbers."""
+    try:
+        numbers = sorted({float(each) for each in tried})
+        ends = {numbers[-1]: "largest", numbers[0]: "smallest"} if len(numbers) > 1 else {}
+        return ends.get(float(value), "")
+    except ValueError:
+        return ""
 
 
 def chosen_words(selection: Selection, row: Row) -> list[str]:

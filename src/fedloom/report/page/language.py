@@ -337,6 +337,8 @@ _CHINESE_SENTENCES = {
         "chosen: for each method the {} with the best {} (the mean of its last evaluations, ten at most, over all "
         "seeds; the test rows are not used for the choice)."
     ): "选择方式：对每个方法，取 {} 中 {} 最优者（所有种子上最后至多十次评估的均值）；测试样本不参与选择。",
+    "chosen: the best {} of {} is the largest that was tried ({}).": "{1} 选定的 {0} 是所试各值中最大的（{2}）。",
+    "chosen: the best {} of {} is the smallest that was tried ({}).": "{1} 选定的 {0} 是所试各值中最小的（{2}）。",
     "{}: nothing to choose from, since no grid point finished with every seed.": (
         "{}：没有任何设置在所有种子上完成，无从选择。"
     ),
