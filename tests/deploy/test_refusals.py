@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import AgreedTerms, differences
@@ -15,7 +16,7 @@ from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import Envelope, packed, unpacked
 from fedloom.deploy.node import Node, Place, Policy
 from fedloom.deploy.site import SERVER_TOML
-from support.federation import Federation, a_site, config_of, contract_of, here
+from support.federation import Federation, a_site, config_of, contract_of, here, weights
 
 Change = Callable[[Envelope], Envelope]
 
@@ -40,6 +41,21 @@ def heard(node: Node, kind: str) -> list[Envelope]:
 
 def with_facts(**facts: Any) -> Change:
     return lambda message: message._replace(facts=message.facts | facts)
+
+
+def asked_with(answer: Callable[[bytes], bytes], kind: str, change: Change, told: list[str] | None = None) -> Any:
+    """What a node answers to a server that changes messages of one kind; ``told``: gets its reasons to refuse them."""
+
+    def asked(data: bytes) -> bytes:
+        message = unpacked(data, len(data))
+        if message.kind != kind:
+            return answer(data)
+        reply = answer(packed(change(message)))
+        if told is not None:
+            told.append(why(reply))
+        return reply
+
+    return asked
 
 
 # -- one that starts again during a run ------------------------------------------------------------
@@ -139,14 +155,21 @@ def test_a_secure_sum_of_too_few_is_refused(reason: str, tmp_path: Path) -> None
     settings = home.parent / "ada" / "node.toml"
     settings.write_text(settings.read_text().replace("min_cohort = 0", f"min_cohort = {least}"))
     transport = here(home)
-    ada, told = transport.nodes[0].answer, list[str]()
-
-    def answer(data: bytes) -> bytes:
-        message = unpacked(data, len(data))
-        reply = ada(packed(change(message)) if message.kind == kind else data)
-        told.extend([why(reply)] if message.kind == kind else [])
-        return reply
-
-    transport.nodes[0].answer = answer  # type: ignore[method-assign]
+    told = list[str]()
+    transport.nodes[0].answer = asked_with(transport.nodes[0].answer, kind, change, told)  # type: ignore[method-assign]
     conduct(home, transport, 1, print)
     assert re.search(reason, told[0])
+
+
+def test_a_server_cannot_make_the_noise_of_a_secure_sum_smaller(tmp_path: Path) -> None:
+    """Shares of common noise are for as many nodes as the threshold, whatever number the server names."""
+    pytest.importorskip("flwr")
+    uniform, privacy = {"kind": "fedavg", "weighting": "uniform"}, {"clip": 1e-6, "noise": 1e6}
+    more = {"algorithm": uniform, "privacy": privacy | {"mechanism": "distributed"}, "evaluate": {"personal": False}}
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, **more), secure_sum=True)
+    transport = here(home)
+    for node in transport.nodes:
+        node.answer = asked_with(node.answer, "train", with_facts(senders=10**6, least=10**6))  # type: ignore[method-assign]
+    conduct(home, transport, 1, print)
+    moved = torch.cat([x.flatten() for x in weights(home / "runs" / "1")])
+    assert float(moved.std()) * 3 == pytest.approx(1.0, rel=0.15)

@@ -191,7 +191,10 @@ class Node:
             boxes = self._boxes_of(message, session)
         memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
         # Shares of common noise must add up to all of it, even if only the required number of nodes answers.
-        order = order._replace(senders=min(order.senders, whole(message.facts, "least")))
+        least = whole(message.facts, "least")
+        if session is not None:  # this number is known here, and does not depend on the server's word
+            least = min(least, session.parties.threshold)
+        order = order._replace(senders=min(order.senders, least))
         outcome = train_client(self._with_noise(exp), order, client, memory.store)
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
