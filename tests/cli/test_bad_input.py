@@ -177,7 +177,7 @@ def test_a_path_that_no_file_can_have_is_one_error(quick: Quick, tmp_path: Path,
     (tmp_path / "loop").symlink_to("loop")
     done = quick(*words, cwd=tmp_path)
     assert (done.code, done.err.startswith("error: ")) == (2, True), done.err
-    assert LONG in done.err or "loop" in done.err
+    assert next(name for name in (LONG, "loop") if any(name in word for word in words)) in done.err
     assert len(done.err) < 2000
 
 

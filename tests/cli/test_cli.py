@@ -371,11 +371,15 @@ def test_a_missing_data_set_names_its_files_and_both_commands(quick: Quick, tmp_
 
 
 def test_an_unknown_option_and_an_unknown_command(quick: Quick, tmp_path: Path) -> None:
-    for words in (("run", "--jsn"), ("rnu",), ("describe",), ("list", "nonsense")):
+    for words, says in (
+        (("run", "--jsn"), "No such option"),
+        (("rnu",), "No such command 'rnu'"),
+        (("describe",), "Missing argument 'NAME'"),
+        (("list", "nonsense"), "'nonsense' is not one of"),
+    ):
         done = quick(*words, cwd=tmp_path)
-        assert done.code == 2
-        assert "Traceback" not in done.err
-        assert "Usage" in done.err or "error" in done.err.lower()
+        assert (done.code, "Traceback" in done.err) == (2, False)
+        assert says in done.err
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(quick: Quick, tmp_path: Path) -> None:
@@ -500,7 +504,7 @@ def test_the_users_own_model_partition_and_data(quick: Quick, tmp_path: Path) ->
         cwd=tmp_path,
     )
     assert done.code == 0, done.err
-    assert "200 rows" in done.err or "160 rows" in done.err
+    assert "160 rows" in done.err
     model = load_file(tmp_path / "r" / "model.safetensors")
     assert {n: x.shape for n, x in model.items()} == {
         "a.weight": (5, 4),

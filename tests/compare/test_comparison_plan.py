@@ -68,6 +68,16 @@ def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> Non
         plan(table(**settings))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"seeds": [1, 1]}, {"grid": {"seed": [1, 2]}}, {"grid": {"rounds": []}}, {"grid": {"rounds": [1, 1]}}],
+)
+def test_faults_of_the_compare_table_come_with_a_fix(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(table(**settings))
+    assert all(fault.fix for fault in error.value.faults)
+
+
 def test_missing_data_is_reported_once_and_nothing_written(tmp_path: Path) -> None:
     done = fedloom("compare", "fedavg", "fedprox", "data=cifar10", "--data-root", "none", cwd=tmp_path)
     assert done.code == 2

@@ -176,7 +176,7 @@ ATTACKS: dict[str, Callable[[WireFrame], WireFrame]] = {
     "'turn' should be 4 (got '0')": lambda f: rewritten(f, lambda w: w, turn=0),  # one that was recorded
     "piece 0 of 1 is damaged": lambda f: f._replace(body=f.body[:-9]),
     "is cut short": lambda f: altered(f, f.body[:-9], bytes=len(f.body)),
-    "is no message of fedloom": lambda f: altered(f, pickle.dumps(print)),
+    "is not a fedloom message": lambda f: altered(f, pickle.dumps(print)),
     "has 10,737,418,240 bytes where": lambda f: altered(f, f.body, bytes=10 << 30),
     "'turn' should be a whole number": lambda f: altered(f, f.body, turn="9"),
     "is of kind 'run', which this version does not know": lambda f: f._replace(kind="run"),
@@ -270,7 +270,7 @@ def test_settings_without_a_meaning_between_peers_are_refused(more: dict[str, An
 
 def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not_for_peers(config_of("fedavg"))[0].fix == "use fedloom deploy"
-    for hosts, why in ((["a"], "one for each node"), (["a", "a b"], "is no host"), (["a", "a"], "the same address")):
+    for hosts, why in ((["a"], "one for each node"), (["a", "a b"], "is not a host"), (["a", "a"], "the same address")):
         with pytest.raises(ConfigError, match=why):
             addresses(hosts, 2)
     assert addresses(["a", "[::1]:70"], 2) == ["tcp://a:9444", "tcp://[::1]:70"]

@@ -48,7 +48,7 @@ BAD: dict[str, Any] = {
     "got \\[650\\] float64": lambda data, name, x: changed(data, **{name: x.double()}),
     "unexpected array": lambda data, name, x: changed(data, more=x),
     "are expected at most": lambda data, name, x: data + bytes(2 * HEADER),
-    "no message": lambda data, name, x: pickle.dumps({"w": np.ones(3)}),
+    "not a fedloom message": lambda data, name, x: pickle.dumps({"w": np.ones(3)}),
     "of kind 'evaluated'": lambda data, name, x: packed(Envelope("evaluated", {}, {})),
     "its key belongs to another node": lambda data, name, x: packed(
         Envelope("trained", unpacked(data, len(data)).facts | {"name": "Ada"}, load(data))
@@ -207,7 +207,7 @@ def test_the_key_of_noise_in_sums_is_the_nodes_own_and_stays(tmp_path: Path) -> 
 
 
 def test_a_message_is_never_code() -> None:
-    with pytest.raises(MessageError, match="is no message"):
+    with pytest.raises(MessageError, match="is not a fedloom message"):
         unpacked(pickle.dumps(print), HEADER)
 
 

@@ -352,9 +352,7 @@ def test_plans_that_become_longer_are_the_same_plans(small: int, monkeypatch: py
     exp = world(capture="compiled")
     for (a, _), (b, _) in zip(in_a_row(exp), in_a_row(world(capture="eager")), strict=True):
         assert torch.allclose(a.server.w, b.server.w, atol=1e-6)
-    rooms = {r.ticks for tables in cuda_graphs._graphs(exp.task).held.values() for r in tables._replays.values()}
-    assert all(room & (room - 1) == 0 for room in rooms)
-    assert len(calls) <= 2 or not small
+    assert calls == [bool(small)]
 
 
 @pytest.mark.slow

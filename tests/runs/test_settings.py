@@ -86,7 +86,7 @@ def test_presets_and_defaults_were_not_written() -> None:
 
 
 def test_a_condition_on_what_is_no_setting_is_an_error_of_the_class() -> None:
-    with pytest.raises(TypeError, match="'x' is of use only with 'modus', which is no setting"):
+    with pytest.raises(TypeError, match="'x' has an effect only with 'modus', which is not a setting"):
 
         class Wrong(Spec):
             x: Annotated[int, when(modus="a")] = 1
@@ -183,7 +183,7 @@ def test_momentum_of_a_single_step_without_memory_is_refused() -> None:
 
 
 def test_a_setting_of_another_kind_is_said_to_be_one() -> None:
-    with pytest.raises(ConfigError, match=r"fresh_steps: is no setting of ring, but of matching, random, random_dir"):
+    with pytest.raises(ConfigError, match=r"fresh_steps: is a setting of matching, random, random_dir"):
         parse({"algorithm": "dpsgd", "topology": {"kind": "ring", "fresh_steps": True}})
 
 

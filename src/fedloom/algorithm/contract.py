@@ -153,7 +153,6 @@ class Algorithm(Spec, Generic[S, C, U]):
 
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any]
-Algorithm.__class_vars__.update(
-    renamed.CONSTANTS
-)  # otherwise pydantic would treat them as settings before they are checked
+# Otherwise pydantic would treat them as settings before they are checked.
+Algorithm.__class_vars__.update(renamed.CONSTANTS)
 _CALLED = (Algorithm, *CAPABILITIES)

@@ -29,9 +29,8 @@ def shared(jobs: int) -> Iterator[Mapping[str, str]]:
     if jobs < 2 or not can_share() or _PIPES in os.environ:  # the user's own daemon serves all processes
         yield {}
         return
-    with tempfile.TemporaryDirectory(
-        prefix="fedloom-mps-", ignore_cleanup_errors=True
-    ) as folder:  # short: it contains sockets
+    # With a short name: it contains sockets.
+    with tempfile.TemporaryDirectory(prefix="fedloom-mps-", ignore_cleanup_errors=True) as folder:
         keeper = subprocess.Popen(
             [sys.executable, "-P", __file__],  # this file alone: the package would import torch first
             stdin=subprocess.PIPE,

@@ -57,7 +57,7 @@ def _labels(asked: Asked) -> Iterator[Fault]:
 def _seeds(asked: Asked) -> Iterator[Fault]:
     seeds = asked.spec.seeds
     if len(set(seeds)) < len(seeds):
-        yield Fault("compare.seeds", f"duplicate seed (got {seeds})")
+        yield Fault("compare.seeds", f"duplicate seed (got {seeds})", "name each once")
 
 
 def _baseline(asked: Asked) -> Iterator[Fault]:
@@ -73,7 +73,7 @@ def _gain(asked: Asked) -> Iterator[Fault]:
     faults += [fault for name in gain.over for fault in _unknown_method("compare.gain.over", name, methods)]
     yield from faults
     if (not faults and gain.of in versus(gain, methods).over) or len(methods) == 1:
-        yield Fault("compare.gain", f"needs another method than '{gain.of}' to be better than")
+        yield Fault("compare.gain", f"needs another method than '{gain.of}' to be better than", "name others in over")
 
 
 def _select(asked: Asked) -> Iterator[Fault]:
@@ -111,9 +111,9 @@ def _axes(asked: Asked) -> Iterator[Fault]:
     for axis in asked.axes:
         at = f"compare.grid.{axis.key}"
         if not axis.values:
-            yield Fault(at, "has no values")
+            yield Fault(at, "has no values", "give it at least one, or leave the axis out")
         if len(set(axis.labels)) < len(axis.labels):
-            yield Fault(at, f"two values have the same label (got {list(axis.labels)})")
+            yield Fault(at, f"two values have the same label (got {list(axis.labels)})", "give each its own")
         if axis.key in _NOT_AXES:
             yield Fault(at, "cannot be an axis", "see compare.seeds and compare.algorithms")
 
@@ -126,7 +126,7 @@ def _set_twice(asked: Asked) -> Iterator[Fault]:
         at = "compare.algorithms" if name == "algorithms" else f"compare.grid.{name}"
         others = {*own, *(k for other, its in own.items() if other != name for k in its)}
         for key in sorted(keys & others):
-            yield Fault(f"{at}.with.{key}", "is also set by another axis or by a method")
+            yield Fault(f"{at}.with.{key}", "is also set by another axis or by a method", "set it in one place")
         for key in sorted(key for key in keys if _is_fixed(key, name)):
             yield Fault(f"{at}.with.{key}", "cannot be set here", "see compare.seeds and compare.algorithms")
 

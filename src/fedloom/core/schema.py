@@ -187,7 +187,8 @@ class Spec(BaseModel):
         for name, condition in conditions(cls).items():
             strangers = [other for other in condition.names if "." not in other and other not in cls.model_fields]
             if strangers:
-                raise TypeError(f"{cls.__name__}: '{name}' is of use only with '{strangers[0]}', which is no setting")
+                what = f"'{name}' has an effect only with '{strangers[0]}', which is not a setting"
+                raise TypeError(f"{cls.__name__}: {what}")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -192,9 +192,17 @@ def undeployable(config: Config) -> list[Fault]:
     """Settings without a meaning between a server and real machines."""
     faults = []
     if config.algorithm.family == "gossip":
-        faults.append(Fault("algorithm.kind", "is a method without a server, which `fedloom deploy` does not start"))
+        faults.append(
+            Fault(
+                "algorithm.kind",
+                "is a method without a server, which `fedloom deploy` does not start",
+                "use fedloom peers",
+            )
+        )
     elif not config.algorithm.traits.synchronous:
-        faults.append(Fault("algorithm.kind", "has an asynchronous server, of which only simulations exist"))
+        faults.append(
+            Fault("algorithm.kind", "has an asynchronous server, of which only simulations exist", "use fedloom run")
+        )
     if not config.algorithm.traits.communicates:
         faults.append(Fault("algorithm.kind", "sends nothing, so there is nothing to deploy", "use fedloom run"))
     return faults + only_simulated(config)
@@ -217,7 +225,9 @@ def only_simulated(config: Config) -> list[Fault]:
     default, asked = Evaluate(), config.evaluate
     for name in ("validation", "diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):
-            faults.append(Fault(f"evaluate.{name}", "needs the rows, or the models, of all clients in one place"))
+            faults.append(
+                Fault(f"evaluate.{name}", "needs the rows, or the models, of all clients in one place", "leave it out")
+            )
     return faults
 
 
@@ -230,9 +240,8 @@ def unsummable(config: Config) -> list[Fault]:
         where = "algorithm.kind" if traits.each_upload else "aggregation.rule"
         faults.append(Fault(where, f"{what}, but a secure sum shows only their sum", fix))
     if traits.size_varies:
-        faults.append(
-            Fault("algorithm.kind", "the size of its uploads reveals something about a node's data, even with masks")
-        )
+        what = "the size of its uploads reveals something about a node's data, even with masks"
+        faults.append(Fault("algorithm.kind", what, "choose a method whose uploads all have one size"))
     if config.cohort.sampling == "proportional":
         what = "may draw a node twice, but a secure sum counts each once"
         faults.append(Fault("cohort.sampling", f"{what} (got 'proportional')", "set cohort.sampling=uniform"))

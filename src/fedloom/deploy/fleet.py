@@ -286,11 +286,11 @@ class RemoteNodes:
 
     def _last_received(self, round_: int) -> list[int]:
         """The last round of every node before this one that counts; -1 if there is none."""
-        rounds = {
+        rounds = {  # of a repeated round, the last time counts
             line["round"]: line["answered"]
             for line in read_rounds(self._folder)
             if line["kind"] == "train" and line["run"] == self.run and line["round"] < round_
-        }  # of a repeated round, the last time counts
+        }
         last = {
             name: max((r for r, names in rounds.items() if name in names), default=-1) for name in self._contract.nodes
         }

@@ -55,14 +55,14 @@ def packed(message: Envelope) -> bytes:
 
 
 def unpacked(data: bytes, limit: int) -> Envelope:
-    """The message that these bytes are; refused where they are more than ``limit``, or no message."""
+    """The message that these bytes are; refused where they are more than ``limit``, or not a message."""
     if len(data) > limit:
         raise MessageError(f"has {len(data):,} bytes where {limit:,} are expected at most")
     try:
         table = json.loads(_header(data)["__metadata__"][_TABLE])
         return Envelope(str(table.pop("kind")), table, load(data))
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MessageError(f"is no message of fedloom ({type(error).__name__})") from error
+        raise MessageError(f"is not a fedloom message ({type(error).__name__})") from error
 
 
 def _header(data: bytes) -> dict[str, Any]:

@@ -181,9 +181,8 @@ class Timetable(NamedTuple):
     start: Tensor  # [K] a client has finished its scheduled epochs, and starts to wait
     ready: float  # the server has all uploads that it will use
     next_: float  # the server begins to send the next model: the length of the round
-    wait: (
-        Tensor  # [K] how long a client can continue to train until the next model arrives; 0 if it is not done by then
-    )
+    # [K] how long a client can continue to train until the next model arrives; 0 if it is not done by then
+    wait: Tensor
     epoch: Tensor  # [K] seconds of one pass over the data in this round
     on_time: Tensor  # [K] bool: the upload arrived before the deadline
     arrival: Tensor  # [K] the server has the client's upload

@@ -407,9 +407,8 @@ def everyones_models(exp: Experiment, state: RunState, store: ClientStore, ids: 
 def _fitted(exp: Experiment, state: RunState, store: ClientStore, ids: Tensor) -> Iterator[ClientModels]:
     """The models that clients adapt from what they are sent, on the batches of the next round."""
     address, lr = Address(exp.seed, state.round), exp.local.lr_at(state.round, exp.rounds)
-    lanes = (
-        exp.lanes if exp.task.lanes else 1
-    )  # separately, so that a client's numbers do not depend on others in the last bit
+    # In the loop separately, so that a client's numbers do not depend on others in the last bit.
+    lanes = exp.lanes if exp.task.lanes else 1
     for group in plans(exp.local, exp.federation.train, ids, address, lr=lr, lanes=lanes, epochs=1):
         given = exp.given(state, store, group.ids)
         yield ClientModels(group.ids, *fit(exp.algorithm, exp.federation, group, given))

@@ -385,10 +385,8 @@ def _differ(a: _Observed, b: _Observed) -> bool | None:
 def _is_felt(cls: type[AnyAlgorithm], name: str, around: variation.Settings, trials: dict[str, _Observed]) -> bool:
     """Whether a change of this setting is seen, or refused, together with the settings ``around``."""
     values = list(variation.others(cls, name, around, _WORDS))
-    worlds, others = (
-        (0, len(_TRIALS)),
-        (len(_TRIALS), None),
-    )  # of the combinations: worlds are few, other numbers are many
+    # Of the combinations: worlds are few, other numbers are many.
+    worlds, others = (0, len(_TRIALS)), (len(_TRIALS), None)
     compared = False  # a class that cannot run here is not checked
     for span, some in ((worlds, values[:2]), (worlds, values[2:]), (others, values[:2]), (others, values[2:])):
         for world, beside in islice(_places(cls, name, around), *span) if some else ():

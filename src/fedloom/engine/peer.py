@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Inbox
 from fedloom.core import tree
 from fedloom.core.metrics import Verdicts
 from fedloom.engine.clock import Present
@@ -96,7 +95,7 @@ def mix_node(
         assert exp.topology is not None
         if step < exp.topology.gossip_steps - 1:
             return state, Sent(next_upload(inbox, own.upload), exp.travelling(buffers))
-        return state._replace(server=_updated(exp, state.server, inbox), buffers=buffers), own
+        return state._replace(server=exp.algorithm.update(state.server, inbox), buffers=buffers), own
 
 
 def correction(exp: Experiment, state: RunState, node: int, own: Sent, theirs: tuple[int, Sent], step: int) -> Sent:
@@ -136,10 +135,6 @@ def _row(exp: Experiment, node: int, round_: int, step: int, up: Mapping[int, An
         weights = cut(weights, mine, "self")
     at = weights.to == node
     return {int(by): float(value) for by, value in zip(weights.by[at], weights.value[at], strict=True)}
-
-
-def _updated(exp: Experiment, server: Any, inbox: Inbox[Any]) -> Any:
-    return exp.algorithm.update(server, inbox)
 
 
 def _everywhere(exp: Experiment, state: RunState) -> RunState:

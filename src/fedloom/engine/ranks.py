@@ -330,7 +330,7 @@ def _patience() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e7:
-        raise ConfigError([Fault(TIMEOUT, f"should be a number of seconds above 0 (got '{given}')")])
+        raise ConfigError([Fault(TIMEOUT, f"should be a number of seconds above 0 (got '{given}')", "leave it out")])
     return seconds
 
 

@@ -289,9 +289,8 @@ class DiskStore:
             return torch.empty(shape, dtype=dtype, device=device)
         with tempfile.TemporaryFile(dir=self._folder) as file:
             try:
-                os.posix_fallocate(
-                    file.fileno(), 0, count * dtype.itemsize
-                )  # otherwise a full disk would be a bus error
+                # Otherwise a full disk would be a bus error.
+                os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
                 name = f"/proc/self/fd/{file.fileno()}"
                 return torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
             except RuntimeError as error:

@@ -72,7 +72,9 @@ def find_algorithm(name: str, at: str) -> type[AnyAlgorithm]:
     if usercode.is_reference(name):
         thing = usercode.load_code(name, at)
         if not _is_kind_of(thing, Algorithm):
-            raise ConfigError([Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm")])
+            raise ConfigError(
+                [Fault(at, f"'{name}' is not a subclass of fedloom.Algorithm", "derive it from fedloom.FedAvg")]
+            )
         found: type[AnyAlgorithm] = thing
         return found
     if name.endswith(".py"):

@@ -196,9 +196,8 @@ class Predictor:
         if name not in self._made:
             net = copy.deepcopy(self._net)
             _fill(net, self._tensors(name))
-            self._made = {
-                name: ReadyNet(self._preparation(name), net, self._record.unit).eval()
-            }  # one at a time: there may be many
+            # One at a time: there may be many.
+            self._made = {name: ReadyNet(self._preparation(name), net, self._record.unit).eval()}
         return self._made[name]
 
     def _preparation(self, name: str | None) -> nn.Module:

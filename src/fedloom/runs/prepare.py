@@ -394,11 +394,14 @@ def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
     faults = []
     size = config.cohort.size
     if config.cohort.sampling in ("uniform", "poisson") and size is not None and size > shared.clients:
-        faults.append(Fault("cohort.size", f"{size}, but the data has {shared.clients} clients"))
+        faults.append(
+            Fault("cohort.size", f"{size}, but the data has {shared.clients} clients", f"at most {shared.clients}")
+        )
     senders = shared.clients if config.cohort.sampling == "all" else min(size or 10, shared.clients)
     faults += robust.rule_refusals(config.aggregation, senders)
     if config.algorithm.family == "gossip" and shared.clients < 2:
-        faults.append(Fault("partition.clients", "a network needs at least two nodes (got 1)"))
+        what = "a network needs at least two nodes (got 1)"
+        faults.append(Fault("partition.clients", what, "set it to 2 or more, or choose a method with a server"))
     elif config.topology is not None:
         sizes = np.bincount(shared.owner[shared.trains], minlength=shared.clients)
         faults += topology_faults(config.topology, shared.clients, config.basics.seed, sizes)

@@ -31,6 +31,8 @@ from fedloom.runs.settings import Config, config_hash, parse, read_toml
 from fedloom.runs.spent import with_spent
 from fedloom.runs.tracking import refuse_missing_trackers
 
+_ANEW = "or start a new run with fedloom run"
+
 
 def resume(
     run_dir: str | Path,
@@ -117,10 +119,10 @@ def _check_rounds(path: Path, table: Mapping[str, Any], rounds: int, at: int | N
     """Refuse another number of rounds where settings were made for the one that the run has."""
     if table.get("local", {}).get("schedule") == "cosine" and rounds != table["rounds"]:
         why = f"the cosine schedule of this run was planned for {table['rounds']} rounds"
-        raise ConfigError([Fault("--rounds", why)])
+        raise ConfigError([Fault("--rounds", why, f"leave it out, {_ANEW}")])
     private = table.get("privacy", {})  # a closed form releases its sums once
     if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
         why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
-        raise ConfigError([Fault("--rounds", why)])
+        raise ConfigError([Fault("--rounds", why, f"leave it out, {_ANEW}")])
     if at is None and rounds < max(checkpoint.saved_rounds(path / "checkpoints"), default=0):
         raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])

@@ -353,7 +353,7 @@ def _of_another_kind(fault: Fault, section: str, name: str) -> Fault:
         return fault
     named = ", ".join(owners[:4]) + (" and others" if len(owners) > 4 else "")
     return fault._replace(
-        what=fault.what.replace("unknown key", f"is no setting of {name}, but of {named}"), fix="leave it out"
+        what=fault.what.replace("unknown key", f"is a setting of {named}, not of {name}"), fix="leave it out"
     )
 
 

@@ -76,7 +76,9 @@ def rule_refusals(how: Aggregation, senders: int) -> list[Fault]:
         what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, but a round has n = {senders} clients, of which f = {f}"
         faults.append(Fault("aggregation.rule", what, "lower aggregation.bad, or raise cohort.size"))
     if how.rule == "multi_krum" and how.chosen is not None and how.chosen > senders:
-        faults.append(Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round"))
+        faults.append(
+            Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round", f"at most {senders}")
+        )
     return faults
 
 

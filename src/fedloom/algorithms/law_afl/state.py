@@ -36,13 +36,11 @@ class LawAFLServer(NamedTuple):
 
 class LawAFLUpload(NamedTuple):
     dw: Tensor  # [P], or [0] in a round without training
-    rows: (
-        Tensor  # [d (d + 1) / 2 + d C] packed G and B; zeros from a client that sent them before; [0] if not requested
-    )
+    # [d (d + 1) / 2 + d C] packed G and B; zeros from a client that sent them before; [0] if not requested
+    rows: Tensor
     counts: Tensor  # [C] examples of each class
-    accuracy: (
-        Tensor  # [1] of the model that was sent, on the client's own examples, as it reports; [0] if not requested
-    )
+    # [1] of the model that was sent, on the client's own examples, as it reports; [0] if not requested
+    accuracy: Tensor
     loss: Tensor  # [1]
     depth: Tensor  # [1] L_i; [0] in a round without training, or if all clients train the whole net
     slope: Tensor  # [1] |grad F_i(w)|^2; [0] unless eq. 5 needs it

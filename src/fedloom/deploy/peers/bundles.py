@@ -97,7 +97,7 @@ def addresses(hosts: list[str], count: int) -> list[str]:
         match = _HOST.fullmatch(host)
         port = int(match[2]) if match is not None and match[2] else PORT
         if match is None or not 1 <= port <= 65535:
-            faults.append(Fault("--hosts", f"'{host}' is no host or host:port", "as a.example.org:9444"))
+            faults.append(Fault("--hosts", f"'{host}' is not a host or host:port", "as a.example.org:9444"))
         else:
             found.append(f"tcp://{match[1]}:{port}")
     if len(set(found)) < len(found):

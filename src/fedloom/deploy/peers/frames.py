@@ -43,7 +43,7 @@ def read_frame(parts: list[bytes]) -> WireFrame:
         facts = json.loads(head)
         kind = facts.pop("kind")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MessageError(f"is no message of fedloom ({type(error).__name__})") from error
+        raise MessageError(f"is not a fedloom message ({type(error).__name__})") from error
     if kind not in KINDS:
         raise MessageError(f"is of kind {str(kind)[:40]!r}, which this version does not know")
     return WireFrame(kind, facts, body)

@@ -208,7 +208,9 @@ class CurveLinks:
                     line.redial = time.monotonic() + _AGAIN
                     yield Event("refused", j, why="does not know this node's key")
                 else:
-                    yield Event("refused", j, why="has another key than the membership file says, or is no node")
+                    yield Event(
+                        "refused", j, why="has another key than the membership file says, or is not a fedloom node"
+                    )
             if line.redial and time.monotonic() > line.redial:
                 line.close(0)
                 line.dial()

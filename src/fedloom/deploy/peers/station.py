@@ -235,9 +235,9 @@ class Station:
         elif frame.kind == "refuse":
             self._turned_away(j, str(frame.facts.get("why", ""))[:1000])
         elif frame.facts.get("agree") != self._agreement:
-            raise MessageError("speaks of another agreement")
+            raise MessageError("belongs to a different agreement")
         elif j not in self.identity.neighbours:
-            raise MessageError("is no neighbour of this node")
+            raise MessageError("is not a neighbour of this node")
         else:
             self.edges.at[j] = whole(frame.facts, "at")
             if frame.kind == "leave":
@@ -265,9 +265,8 @@ class Station:
         self.edges.left.discard(j)
         if frame.kind == "hello":
             self.greet(j, "welcome")
-            if (
-                j in self.edges.gone
-            ):  # an earlier greeting may not have been answered: the connection back did not exist yet
+            # An earlier greeting may not have been answered: the connection back did not exist yet.
+            if j in self.edges.gone:
                 self.greet(j)
         else:
             self.edges.gone.pop(j, None)
