@@ -229,6 +229,10 @@ BAD = [
     (["ronuds=3"], "ronuds: unknown key .*did you mean 'rounds'"),
     (["lr=0.1"], r"lr: unknown key \(got 0.1\) \(did you mean local\.lr\?\)"),
     (["num_clients=9"], r"num_clients: unknown key .*did you mean partition\.clients\?"),
+    (
+        ["data.kind=rows.csv", "data.label=x"],
+        r"data\.kind: is called data\.source here \(got 'rows.csv'\) \(write data\.source = \"rows.csv\"\)",
+    ),
     (["data=rows.csv", "data.target=x"], r"data\.target: unknown key .*did you mean 'label'\?"),
     (["target=x"], r"target: unknown key .*did you mean data\.label\?"),
     (["local.learning_rate=1"], r"local\.learning_rate: unknown key .*did you mean 'lr'"),

@@ -73,8 +73,15 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     assert "nothing to compare with" in quick("evaluate", "r", "new.csv", cwd=tmp_path).err
     strangers = text.replace("Hospital A", "Hospital Z").replace(",f,", ",unknown,")
     (tmp_path / "odd.csv").write_text(strangers)
+    known = (tmp_path / "patients.csv").read_text()
+    (tmp_path / "odd_patients.csv").write_text(known.replace(",f,", ",unknown,"))
     assert "Hospital Z" in quick("predict", "r", "odd.csv", "--by-client", cwd=tmp_path).err
     assert len(models.predict(tmp_path / "odd.csv")) == 30  # unknown words are no obstacle
+    assert quick("predict", "r", "new.csv", cwd=tmp_path).err == ""
+    for command in ("predict", "evaluate"):
+        told = quick(command, "r", "odd.csv" if command == "predict" else "odd_patients.csv", cwd=tmp_path)
+        assert "of its words are unknown, such as 'unknown' (known: f, m)" in told.err
+        assert told.err.count("note: ") == 1
     (tmp_path / "empty.csv").touch()
     assert "empty.csv: is empty" in quick("predict", "r", "empty.csv", cwd=tmp_path).err
     told = quick("predict", "r", "new.csv", "--out", "made/for/it.csv", cwd=tmp_path)

@@ -136,6 +136,20 @@ def test_a_late_client_keeps_its_state_only_where_the_server_need_not_know_it(tm
     assert [p["round"] for p in states["fedala"]] == [0, 1]
 
 
+def test_a_node_says_that_its_last_upload_did_not_count(tmp_path: Path) -> None:
+    said: list[str] = []
+    federation = Federation(tmp_path, config_of("fedavg"), late_in({2}, 2), quorum=0.6)
+    federation.transport.nodes[2] = Node(federation.places[2], said.append)
+    federation.advanced(rounds=2)
+    lost = [line for line in said if "did not count" in line]
+    assert lost == ["round 1: the server did not count what was sent: it was late, refused or lost; its log says which"]
+    assert [line.partition(":")[0] for line in said if line.startswith("round")] == [
+        "round 1 of 3",
+        "round 1",
+        "round 2 of 3",
+    ]
+
+
 def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"))
     terms = AgreedTerms.of(federation.contract)
@@ -156,6 +170,9 @@ def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
         LostNodesError, match=r"Ada: refuses: policy\.min_cohort: the round has 3 nodes; this node requires at least 4"
     ):
         federation.advanced(rounds=1)
+    refused = read_audit(tmp_path / "Ada")[-1]
+    assert (refused["asked"], refused["sent"], refused["run"]) == ("train", "refused", 0)
+    assert {line["asked"] for line in read_audit(tmp_path / "Ada")} == {"hello", "train"}  # of which some were refused
     lines = [json.loads(line) for line in (tmp_path / "Bea" / "audit.jsonl").read_text().splitlines()]
     assert [line["sent"] for line in lines] == ["welcome", "trained"]
     assert lines[1]["arrays"]["sent.0.dw"] == [[650], "float32"]

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.nodes import NewFolder, NodeCount, OwnData, own_data, root_or_default, say, settings_and_folder
+from fedloom.cli.nodes import (
+    CheckData,
+    NewFolder,
+    NodeCount,
+    OwnData,
+    own_data,
+    root_or_default,
+    say,
+    settings_and_folder,
+    show_columns,
+)
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
 
 app = typer.Typer(
@@ -75,14 +85,22 @@ def server(site: Site, trust: Trust = False, data_root: Root = None) -> None:
 def node(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")],
     data: OwnData = None,
+    check: CheckData = False,
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
     """Take part in a federation with this node's data, until stopped."""
     _ready()
-    from fedloom.deploy.take_part import take_part
+    from fedloom.deploy.own_data import refuse_wrong_columns
+    from fedloom.deploy.take_part import rows_of_node_at, take_part
 
-    take_part(folder, own_data(data), root_or_default(data_root), say, trust=trust)
+    where = (folder, own_data(data), root_or_default(data_root))
+    if not check:
+        take_part(*where, say, trust=trust)
+        return
+    own, policy = rows_of_node_at(*where, trust=trust)
+    show_columns(own)
+    refuse_wrong_columns(own, policy.accept_columns, folder)
 
 
 @app.command()
@@ -205,7 +223,7 @@ def audit(
 ) -> None:
     """List what a node has sent.
 
-    Each line says when, for which round, which arrays, and how many bytes.
+    Each line says when, for which run and round, which facts and arrays, how many bytes, and to whom if not the server.
     """
     from fedloom.deploy.audit import read_audit
 
@@ -214,16 +232,19 @@ def audit(
         print(json.dumps(lines))
         return
     for line in lines:
-        arrays = ", ".join(f"{name} {shape} {kind}" for name, (shape, kind) in line["arrays"].items())
-        in_round = line["asked"] in (
-            "seal",
-            "train",
-            "agree",
-            "unmask",
-            "gossip",
-        )  # counted from 1, as in the server's log
-        round_ = "" if line["round"] is None else f" round {line['round'] + in_round}"
-        print(f"{line['time']}  {line['sent']}{round_}  {line['bytes']} bytes  {arrays}{line['why']}")
+        print(_audit_line(line))
+
+
+def _audit_line(line: dict[str, Any]) -> str:
+    from fedloom.deploy.audit import IN_ROUND
+
+    run = "" if line.get("run") is None else f" run {line['run']}"
+    round_ = "" if line["round"] is None else f" round {line['round'] + (line['asked'] in IN_ROUND)}"
+    arrays = [f"{name} {shape} {kind}" for name, (shape, kind) in line["arrays"].items()]
+    what = ", ".join([*(fact for fact in line.get("facts", []) if fact != "why"), *arrays])
+    to = f"  to {', '.join(line['to'])}" if "to" in line else ""
+    words = [line["time"], f"{line['sent']}{run}{round_}", f"{line['bytes']} bytes{to}", what, line["why"]]
+    return "  ".join(word for word in words if word)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from fedloom.cli.console import plain_console
 from fedloom.cli.options import Json, NoUserCode, Trust, refuse_user_code
-from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client
+from fedloom.cli.predict import ByClient, Client, Data, Run, chosen, each_by_its_client, print_notes
 
 
 def evaluate(
@@ -28,6 +28,7 @@ def evaluate(
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)
     found = models.evaluate(rows, by_client=each_by_its_client(models, rows, client, by_client))
+    print_notes(rows)
     if json_:
         from fedloom.runs.folder import as_json
 

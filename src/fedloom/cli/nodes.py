@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from fedloom.cli.console import harmless
+from fedloom.cli.console import harmless, plain_console
 from fedloom.cli.options import file_and_overrides
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
+    from fedloom.deploy.ends import OwnRows
     from fedloom.runs.settings import Config
 
 OwnData = Annotated[
     list[str] | None,
     typer.Argument(metavar="data=FILE", help="Its data; data=experiment: its share of the experiment's data."),
+]
+
+CheckData = Annotated[
+    bool, typer.Option("--check", help="Only compare the columns of its table with the contract, and end.")
 ]
 
 NodeCount = Annotated[int, typer.Option(min=2, max=64, help="How many nodes.")]
@@ -33,6 +40,28 @@ def own_data(words: list[str] | None) -> str:
             raise ConfigError([Fault(word, "is not understood", "data=FILE")])
         data = value
     return data
+
+
+def show_columns(own: OwnRows) -> None:
+    """Print how the columns of a node's table compare with the contract's, and what is suspicious."""
+    from fedloom.data.column_check import suspicions
+
+    print(f"{own.train} training rows and {own.test} test rows")
+    if not own.checks:
+        print("its data has no columns to compare")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("column")
+    for head in ("missing", "unknown words", "mean", "shift", "spread"):
+        table.add_column(head, justify="right")
+    for check in own.checks:
+        shares = f"{check.missing:.1%}", f"{check.unknown:.1%}" if check.kind == "words" else ""
+        numbers = ("" if math.isnan(x) else f"{x:.4g}" for x in (check.mean, check.shift, check.spread))
+        table.add_row(harmless(check.name), *shares, *numbers)
+    plain_console().print(table)
+    print("shift and spread: mean and deviation after scaling, expected near 0 and 1")
+    for line in suspicions(own.checks):
+        print(harmless(f"note: {line}"))
 
 
 def settings_and_folder(words: list[str] | None, out: Path | None, *, of: str, trust: bool) -> tuple[Config, Path]:

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.nodes import NewFolder, NodeCount, OwnData, own_data, root_or_default, say, settings_and_folder
+from fedloom.cli.nodes import (
+    CheckData,
+    NewFolder,
+    NodeCount,
+    OwnData,
+    own_data,
+    root_or_default,
+    say,
+    settings_and_folder,
+    show_columns,
+)
 from fedloom.cli.options import Json, JsonResult, Root, Settings, Trust, file_and_overrides
 from fedloom.core.errors import ConfigError, Fault
 
@@ -56,6 +66,7 @@ def init(
 def start(
     folder: Folder,
     data: OwnData = None,
+    check: CheckData = False,
     trust: Trust = False,
     data_root: Root = None,
 ) -> None:
@@ -64,9 +75,17 @@ def start(
     A node ends when all rounds are done. Started again after a stop or a crash, it resumes.
     """
     _ready()
-    from fedloom.deploy.peers.start import start_peer
+    from fedloom.deploy.own_data import refuse_wrong_columns
+    from fedloom.deploy.peers.bundles import read_bundle
+    from fedloom.deploy.peers.start import rows_of_seat, start_peer
 
-    start_peer(folder, own_data(data), root_or_default(data_root), say, trust=trust)
+    if not check:
+        start_peer(folder, own_data(data), root_or_default(data_root), say, trust=trust)
+        return
+    bundle = read_bundle(folder, trust=trust)
+    own = rows_of_seat(bundle, own_data(data), root_or_default(data_root))
+    show_columns(own)
+    refuse_wrong_columns(own, bundle.policy.accept_columns, folder)
 
 
 @app.command()

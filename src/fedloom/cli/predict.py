@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedloom.cli.console import harmless
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
@@ -53,6 +55,13 @@ def predict(
     disk.write_result(out, as_csv(lines).encode())
     whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
     print(f"{len(lines) - 1:,} rows predicted by {whose}: {out}")
+    print_notes(rows)
+
+
+def print_notes(rows: NewRows) -> None:
+    """Print what is suspicious about the columns of new rows; not to stdout, which may be read by a program."""
+    for note in rows.notes:
+        print(f"note: {harmless(note)}", file=sys.stderr)
 
 
 def chosen(run: Path, client: str | None, *, by_client: bool, trust: bool) -> Predictor:

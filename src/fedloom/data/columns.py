@@ -81,6 +81,16 @@ class Recipe(BaseModel):
         found = ([f.name] if f.kind != "words" else [f"{f.name}={word}" for word in f.words] for f in self.features)
         return tuple(name for names in found for name in names)
 
+    @property
+    def agreed(self) -> Recipe:
+        """What clients have to agree on: nothing that was counted or fitted on the rows of a single one."""
+        features = tuple(f.model_copy(update={"missing": 0}) for f in self.features)
+        return self.model_copy(update={"features": features, "own": {}})
+
+    def of_client(self, name: str) -> Recipe:
+        """The recipe with the statistics of one client, if it has its own."""
+        return self.model_copy(update={"scaling": self.own.get(name, self.scaling), "own": {}})
+
 
 # ------------------------------------------------------------------------------------------------ learning
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.core.errors import DataError
+from fedloom.data.column_check import checked_columns, suspicions
 from fedloom.data.columns import Recipe, encoded, refuse_lacking, refuse_other_kinds, with_kinds
 from fedloom.data.files import Place, as_examples, is_folder, npz_arrays, place_of, read_pictures
 from fedloom.data.table import (
@@ -33,6 +34,7 @@ class NewRows(NamedTuple):
     y: NDArray[Any] | None = None  # the true values as written, if known
     clients: tuple[str, ...] | None = None  # the client of each row, if known
     beside: Mapping[str, NDArray[Any]] = {}  # other columns, as written
+    notes: tuple[str, ...] = ()  # columns that differ from those of training
 
 
 def new_rows(data: Any, recipe: Recipe | None, shape: tuple[int, ...], *, images: bool) -> NewRows:
@@ -86,7 +88,8 @@ def _of_table(table: RawTable, recipe: Recipe) -> NewRows:
     holders = table.named.get(recipe.client) if recipe.client is not None else None
     clients = None if holders is None else tuple(str(name) for name in holders.tolist())
     x = encoded(table, recipe.features)
-    return NewRows(table.at, x, table.where, table.named.get(recipe.label), clients, beside)
+    notes = tuple(suspicions(checked_columns(table, recipe)))
+    return NewRows(table.at, x, table.where, table.named.get(recipe.label), clients, beside, notes)
 
 
 def _of_array(values: Any, recipe: Recipe | None, shape: tuple[int, ...], at: str) -> NewRows:

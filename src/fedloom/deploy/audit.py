@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -12,10 +13,17 @@ from fedloom.core.errors import DataError
 from fedloom.deploy.messages import outline
 
 AUDIT = "audit.jsonl"
+IN_ROUND = (
+    "seal",
+    "train",
+    "agree",
+    "unmask",
+    "gossip",
+)  # what is asked in a round, whose number is then counted from 1
 
 
 def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more: Any) -> None:
-    """Record a message that is about to be sent: its kind, round, size and arrays."""
+    """Record a message that is about to be sent: its kind, round, size, hash, and what is in it."""
     kind, facts, arrays = outline(message)
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -24,6 +32,8 @@ def write_audit(folder: Path, message: bytes, *, asked: str, round_: Any, **more
         "sent": kind,
         "why": facts.get("why", ""),
         "bytes": len(message),
+        "sha256": hashlib.sha256(message).hexdigest(),
+        "facts": sorted(facts),
         "arrays": arrays,
         **more,
     }

@@ -20,6 +20,7 @@ import tomli_w
 from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.data.arrays import Arrays
+from fedloom.data.sources import File
 from fedloom.deploy.own_files import OwnFiles, files_here, own_files, placed, put_files
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
@@ -46,7 +47,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Arrays) -> Form:
-        recipe = None if arrays.recipe is None else arrays.recipe.model_dump(mode="json")
+        recipe = None if arrays.recipe is None else arrays.recipe.agreed.model_dump(mode="json")
         scale = tuple(arrays.mean), tuple(arrays.std)
         labels, unit = (arrays.labels, None) if arrays.target is None else ((), arrays.unit)
         return cls(labels, arrays.shape, str(arrays.x.dtype), *scale, recipe, unit)
@@ -66,7 +67,7 @@ class Contract(NamedTuple):
         """What must be the same on both sides, by name."""
         now = versions()
         return {
-            "experiment": hash_of(self.own.named(as_hashed(self.config))),
+            "experiment": hash_of(self.own.named(as_hashed(without_folder(self.config)))),
             "data": _sha256(self.form._asdict()),
             "nodes": _sha256([self.campaign, *self.nodes]),
             "algorithm": code_sha256(type(self.config.algorithm)),
@@ -130,6 +131,13 @@ def code_sha256(cls: type) -> str:
     bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in foreign]
     files = {Path(file) for base in bases if (file := inspect.getsourcefile(base))}
     return _sha256([[file.name, disk.digest(file)] for file in sorted(files)])
+
+
+def without_folder(config: Config) -> Config:
+    """The experiment with the bare name of its data: where the coordinator keeps the file concerns nobody else."""
+    if not isinstance(config.data, File):
+        return config
+    return config._replace(data=config.data.model_copy(update={"path": config.data.place.name}))
 
 
 def write_contract(folder: Path, contract: Contract) -> None:

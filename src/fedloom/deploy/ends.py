@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
+from fedloom.data.column_check import ColumnCheck
 from fedloom.data.federation import Federation, counted, federate
 from fedloom.data.partition import held_out_rows
 from fedloom.data.proxy import without
@@ -37,6 +38,7 @@ class OwnRows(NamedTuple):
 
     arrays: Arrays
     held_out: NDArray[np.bool_]  # [n] kept for the node's own test
+    checks: tuple[ColumnCheck, ...] = ()  # how the columns of its table compare with the contract's
 
     @property
     def train(self) -> int:
@@ -52,6 +54,8 @@ def rows_of_client(shared: Shared, client: int) -> OwnRows:
     mine = np.zeros(len(shared.arrays.y), np.bool_)
     mine[np.flatnonzero(~shared.arrays.test)[shared.owner == client]] = True
     arrays = without(shared.arrays, ~mine)._replace(client=None)
+    if arrays.recipe is not None:
+        arrays = arrays._replace(recipe=arrays.recipe.of_client(shared.names[client]))
     return OwnRows(arrays, shared.held_out[shared.owner == client])
 
 

@@ -28,7 +28,7 @@ def run_local(
     """Set up a federation of ``count`` nodes in ``out``, run it to its end, and stop it; its last status."""
     names = [f"Node {number + 1}" for number in range(count)]
     listens = Listens(host="127.0.0.1", bind="127.0.0.1", port=flower.free_port())
-    slugs = initialise(config, names, listens, out, root, secure_sum=secure_sum)
+    slugs = initialise(config, names, listens, out, root, secure_sum=secure_sum, shared_disk=True)
     say(f"{out}: a server and {count} nodes, each a process with its own key")
     with until_stopped() as stop:
         processes: list[subprocess.Popen[bytes]] = []

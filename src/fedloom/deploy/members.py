@@ -8,7 +8,7 @@ from typing import Any
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault
 from fedloom.deploy import flower, keys
-from fedloom.deploy.contract import read_contract, read_outline, write_contract
+from fedloom.deploy.contract import read_contract, read_outline, without_folder, write_contract
 from fedloom.deploy.node import Policy
 from fedloom.deploy.serve import is_done, last_run, register, revoke, revoked_key
 from fedloom.deploy.site import (
@@ -46,11 +46,13 @@ def add_node(site: Path, name: str) -> str:
     settings = NodeSettings(identity, Policy(require_secure_sum=rules.secure_sum))
     disk.make_folder(site / slug)
     files = keys.node_files(pair, seal) | {"ca.crt": (home / "ca.crt").read_bytes()}
-    write_bundle(site / slug, grown, settings, files)
+    theirs = grown._replace(config=without_folder(grown.config))
+    write_bundle(site / slug, theirs, settings, files)
     disk.make_folder(site / CONTRACT)
     bundles = [site / folder_name(old) for old in contract.nodes]
-    for folder in (site / CONTRACT, *(bundle for bundle in bundles if bundle.is_dir()), home):  # the server's last
-        write_contract(folder, grown)
+    for folder in (site / CONTRACT, *(bundle for bundle in bundles if bundle.is_dir())):
+        write_contract(folder, theirs)
+    write_contract(home, grown)
     disk.write_bytes(home / f"{slug}.pub", pair.public)
     return slug
 

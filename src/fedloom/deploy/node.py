@@ -6,7 +6,7 @@ Everything that is sent is first recorded in the node's audit log: its kind, its
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from fedloom.core import disk
 from fedloom.core.errors import DataError, FedloomError
+from fedloom.core.metrics import client_metrics
 from fedloom.core.schema import Spec
-from fedloom.deploy.audit import write_audit
+from fedloom.data.columns import Recipe
+from fedloom.deploy.audit import IN_ROUND, write_audit
 from fedloom.deploy.contract import AgreedTerms, Contract, differences
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.memory import Memory
-from fedloom.deploy.messages import HEADER, SEALED_BYTES, Envelope, MessageError, packed, unpacked
+from fedloom.deploy.messages import HEADER, SEALED_BYTES, Envelope, MessageError, outline, packed, unpacked
 from fedloom.deploy.talk import (
     inquiry_of,
     order_limit,
@@ -36,7 +38,7 @@ from fedloom.engine import checkpoint
 from fedloom.engine.client import evaluate_client, own_model, train_client
 from fedloom.engine.state import Experiment
 from fedloom.runs.folder import read_key, write_key
-from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, record_of
+from fedloom.runs.models import COLUMNS, COMMON, RECORD, ModelRecord, Origin, record_of
 from fedloom.runs.prepare import data_fingerprint
 from fedloom.trust import noise
 
@@ -52,6 +54,9 @@ class Policy(Spec):
     require_privacy: bool = Field(False, description="refuse experiments without noise in what is sent")
     algorithms: tuple[str, ...] = Field(
         (), description="refuse other methods than these, your own as file.py:Class; empty: all are allowed"
+    )
+    accept_columns: tuple[str, ...] = Field(
+        (), description="use these columns of the node's table even if they do not look like those of the contract"
     )
 
     def refusal(self, contract: Contract) -> str:
@@ -75,26 +80,30 @@ class Place(NamedTuple):
 
 
 class Node:
-    """One node of a federation, from one message to the next."""
+    """One node of a federation, from one message to the next.
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    ``say``: told in a line about each answer.
+    """
+
+    def __init__(self, place: Place, say: Callable[[str], None] = lambda _: None) -> None:
+        self._place, self._say = place, say
         self._built: tuple[tuple[Population, int], Experiment, Memory] | None = None
         self._record: Any = None  # of the model
         self._limit = HEADER
         self._rows_file = place.folder / ROWS  # of the run under way
         self._session: Any = None  # of a secure sum
+        self._sent: tuple[int, int] | None = None  # run and round of the last upload
+        self._told = ""  # what the line about this answer adds
         disk.make_folder(place.folder)
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a message; if it is refused, the answer says why, and the node is ready for the next."""
-        message = Envelope("unknown", {}, {})
+        message, self._told = Envelope("unknown", {}, {}), ""
         try:
-            found = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
+            message = unpacked(data, max(self._limit, len(data) if self._built is None else 0))
             del data  # free large ones as early as possible
-            self._refuse_other_terms(found)
-            reply = self._kinds.get(found.kind, _unknown)(self, found)
-            message = found
+            self._refuse_other_terms(message)
+            reply = self._kinds.get(message.kind, _unknown)(self, message)
         except FedloomError as error:
             reply = refusal(str(error))
         except Exception as error:  # for example a full disk, or user code: the server continues without this node
@@ -102,8 +111,21 @@ class Node:
         try:
             self._log(message, reply)
         except OSError as error:  # nothing is sent that is not in the log
-            return refusal(f"cannot write its audit log, {type(error).__name__}: {error}")
+            reply = refusal(f"cannot write its audit log, {type(error).__name__}: {error}")
+        self._say(self._line(message, reply))
         return reply
+
+    def _line(self, message: Envelope, reply: bytes) -> str:
+        """What was asked and answered, for the terminal."""
+        rounds = self._place.contract.config.basics.rounds
+        kind, facts, _ = outline(reply)
+        round_, at = _number(message, "round"), ""
+        if round_ is not None:
+            counted = message.kind in IN_ROUND  # counted from 1, as in the server's log
+            at = f"round {round_ + 1} of {rounds}: " if counted else f"after round {round_} of {rounds}: "
+        if kind == "refused":
+            return f"{at}refused: {facts['why']}"
+        return f"{at}{self._told}sent {len(reply):,} bytes"
 
     def _refuse_other_terms(self, message: Envelope) -> None:
         """Refuse a message that belongs to another contract, or to an experiment that the owner does not allow.
@@ -121,6 +143,7 @@ class Node:
     def _hello(self, _message: Envelope) -> bytes:
         own, seal = self._place.own, self._place.folder / "seal.crt"
         facts = {"seal": seal.read_text()} if seal.is_file() else {}
+        self._told = "the server has the same contract; "
         return packed(Envelope("welcome", facts | {"train": own.train, "test": own.test, "name": self._name}, {}))
 
     def _seal(self, message: Envelope) -> bytes:
@@ -179,6 +202,7 @@ class Node:
 
     def _train(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
+        self._report_loss(message)
         order, client = order_of(exp, message, self._place.client), self._place.client
         if order.senders < self._place.policy.min_cohort:
             what = f"the round has {order.senders} nodes; this node requires at least {self._place.policy.min_cohort}"
@@ -199,6 +223,7 @@ class Node:
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
+        self._sent = whole(message.facts, "run"), order.round
         facts = {"round": order.round, "name": self._name}
         if session is None:
             return packed_outcome(exp, outcome, facts)
@@ -215,11 +240,23 @@ class Node:
         self._refuse_small({self._place.client, *boxes}, "sealed")
         return boxes
 
+    def _report_loss(self, message: Envelope) -> None:
+        """Say if the last upload did not count, which the next order tells: it was late, refused or lost."""
+        run, round_ = whole(message.facts, "run"), whole(message.facts, "round")
+        if self._sent is None or self._sent[0] != run or self._sent[1] >= round_:  # of another run, or done again
+            return
+        if self._last_counted(message) < self._sent[1]:
+            why = "it was late, refused or lost; its log says which"
+            self._say(f"round {self._sent[1] + 1}: the server did not count what was sent: {why}")
+
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
         inquiry = inquiry_of(exp, message)
         memory.go_to(inquiry.round)
         found = evaluate_client(exp, inquiry, self._place.client, memory.store)
+        scores = client_metrics("test", found)
+        shown = (name for name in (f"test/{found.first}", "test/loss") if name in scores)
+        self._told = "".join(f"{name} {scores[name]:.4f}, " for name in shown)
         return packed_verdicts(found, {"round": inquiry.round, "name": self._name})
 
     def _finish(self, message: Envelope) -> bytes:
@@ -232,7 +269,13 @@ class Node:
         else:
             own = own_model(exp, inquiry, self._place.client, memory.store)
             tensors = exp.task.tensors(own.w[0], own.buffers[0])
-        save_own_model(self._place.folder, self._place.contract, self._record, (self._name, inquiry.round), tensors)
+        place, run = self._place, whole(message.facts, "run")
+        record = self._record.model_copy(
+            update={"origin": Origin(campaign=place.contract.campaign, run=run, rounds=inquiry.round)}
+        )
+        for folder in (place.folder / "runs" / str(run), place.folder):  # the latest is also where it is looked for
+            save_own_model(folder, record, self._name, tensors, place.own.arrays.recipe)
+        self._told = f"model saved: fedloom predict {place.folder} FILE; "
         return packed(Envelope("finished", {"round": inquiry.round, "name": self._name}, {}))
 
     _kinds = {  # noqa: RUF012
@@ -323,20 +366,28 @@ class Node:
 
     def _log(self, message: Envelope, reply: bytes) -> None:
         """One line for what is about to be sent."""
-        write_audit(self._place.folder, reply, asked=message.kind, round_=message.facts.get("round"))
+        contract = self._place.contract
+        round_, run = (_number(message, name) for name in ("round", "run"))
+        about = {"campaign": contract.campaign, "algorithm": contract.config.kinds["algorithm"], "run": run}
+        write_audit(self._place.folder, reply, asked=message.kind[:40], round_=round_, **about)
+
+
+def _number(message: Envelope, name: str) -> int | None:
+    """A number that a message may have, which is not checked yet."""
+    found = message.facts.get(name)
+    return found if isinstance(found, int) else None
 
 
 def save_own_model(
-    folder: Path, contract: Contract, record: ModelRecord, whose: tuple[str, int], tensors: dict[str, Tensor]
+    folder: Path, record: ModelRecord, name: str, tensors: dict[str, Tensor], recipe: Recipe | None
 ) -> None:
-    """Write the model with which a node predicts after a round, so that ``fedloom predict`` finds it in its folder."""
-    name, round_ = whose
-    notes = {"algorithm": contract.config.kinds["algorithm"], "round": str(round_)}
-    checkpoint.save_model(folder / COMMON, tensors, notes)
+    """Write the model with which a node predicts after a round, so that ``fedloom predict`` finds it in the folder."""
+    rounds = "" if record.origin is None else str(record.origin.rounds)
+    checkpoint.save_model(folder / COMMON, tensors, {"algorithm": record.algorithm, "round": rounds})
     record = record.model_copy(update={"personal": False, "clients": (name,), "named": True})
     disk.write_bytes(folder / RECORD, record.model_dump_json(indent=1).encode())
-    if contract.form.recipe is not None:
-        disk.write_bytes(folder / COLUMNS, json.dumps(contract.form.recipe, indent=1).encode())
+    if recipe is not None:
+        disk.write_bytes(folder / COLUMNS, recipe.model_dump_json(indent=1).encode())
 
 
 def _unknown(_node: Node, message: Envelope) -> bytes:

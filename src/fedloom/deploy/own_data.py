@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.data.arrays import Arrays, checked
-from fedloom.data.columns import Recipe, encoded, filled_and_scaled, refuse_other_kinds, with_kinds
+from fedloom.data.column_check import ColumnCheck, checked_columns, refuse_wrong
+from fedloom.data.columns import Recipe, encoded, own_scalings, refuse_other_kinds, with_kinds
 from fedloom.data.files import Rows
 from fedloom.data.sources import Source, Table, source_for_path
 from fedloom.deploy.contract import Contract, Form
 from fedloom.deploy.ends import OwnRows, rows_of_client, rows_of_node
+from fedloom.deploy.site import NODE_TOML
 from fedloom.runs.find import CHOOSE
 from fedloom.runs.prepare import share
 from fedloom.runs.settings import Config
@@ -36,16 +40,24 @@ def own_rows(contract: Contract, path: str) -> OwnRows:
     """The rows of a node's own file; refused if they do not fit the contract."""
     config, form = contract.config, contract.form
     kind, settings = source_for_path(path)
+    recipe: Recipe | None = None
+    checks: tuple[ColumnCheck, ...] = ()
     if form.recipe is not None:
         if not issubclass(CHOOSE["data"](kind, "data.source"), Table):
             raise DataError(f"{path}: is not a table, which the contract requires (.csv or .parquet)")
-        asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first")}
+        asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first", "standardise")}
         table = _learned(config, CHOOSE["data"](kind, "data.source")(**settings, **asked))
-        rows = _table_rows(table, Recipe.model_validate(form.recipe))
+        rows, recipe, checks = _table_rows(table, Recipe.model_validate(form.recipe))
     else:
         rows = _learned(config, _file(config, kind, settings)).read(Path())
-    arrays = _fitted(rows, form, path)
-    return rows_of_node(arrays, config.partition.holdout, config.basics.seed)
+    arrays = _fitted(rows, form, path)._replace(recipe=recipe)
+    return rows_of_node(arrays, config.partition.holdout, config.basics.seed)._replace(checks=checks)
+
+
+def refuse_wrong_columns(own: OwnRows, accepted: Sequence[str], folder: Path) -> None:
+    """Refuse columns that do not mean what the contract says, unless the node's owner has accepted them."""
+    fix = f"in [policy] of {folder / NODE_TOML} write accept_columns ="
+    refuse_wrong(own.checks, accepted, own.arrays.name, fix)
 
 
 def _file(config: Config, kind: str, settings: dict[str, str]) -> Source:
@@ -62,13 +74,25 @@ def _learned(config: Config, source: SourceT) -> SourceT:
     return source.with_numbers() if config.task.is_regression else source
 
 
-def _table_rows(source: Table, recipe: Recipe) -> Rows:
+def _table_rows(source: Table, recipe: Recipe) -> tuple[Rows, Recipe, tuple[ColumnCheck, ...]]:
+    """The rows of a table, how they were prepared, and how its columns compare with the contract's."""
     names = tuple(feature.name for feature in recipe.features)
     own = source.model_copy(update={"features": names})
     table = own.table()
     refuse_other_kinds(recipe, table)
-    x = filled_and_scaled(encoded(with_kinds(recipe, table), recipe.features), recipe, None)
-    return own.rows_of(table)._replace(x=x)
+    table = with_kinds(recipe, table)
+    raw = encoded(table, recipe.features)
+    if recipe.statistics == "own":
+        recipe = _by_own_rows(recipe, raw, scale=source.standardise)
+    rows = own.rows_of(table)._replace(x=recipe.scaling.applied(raw))
+    return rows, recipe, checked_columns(table, recipe)
+
+
+def _by_own_rows(recipe: Recipe, raw: NDArray[np.float32], *, scale: bool) -> Recipe:
+    """The recipe with the statistics of these rows; for columns that lack any value, the common ones."""
+    everyone, one = np.ones(len(raw), np.bool_), np.zeros(len(raw), np.int64)
+    found = own_scalings(raw, recipe.features, everyone, one, ("",), recipe.scaling, scale)
+    return recipe.model_copy(update={"scaling": found.get("", recipe.scaling)})
 
 
 def _fitted(rows: Rows, form: Form, path: str) -> Arrays:

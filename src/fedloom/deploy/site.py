@@ -23,7 +23,14 @@ from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.schema import Spec, read
 from fedloom.data.sources import File
-from fedloom.deploy.contract import Contract, Form, read_contract, refuse_undeployable, write_contract
+from fedloom.deploy.contract import (
+    Contract,
+    Form,
+    read_contract,
+    refuse_undeployable,
+    without_folder,
+    write_contract,
+)
 from fedloom.deploy.fleet import Rules
 from fedloom.deploy.node import Policy
 from fedloom.deploy.services import server_files, unit_of_node
@@ -70,11 +77,19 @@ class NodeSettings(NamedTuple):
 
 
 def initialise(
-    config: Config, nodes: list[str], listens: Listens, out: Path, root: Path, *, secure_sum: bool = False
+    config: Config,
+    nodes: list[str],
+    listens: Listens,
+    out: Path,
+    root: Path,
+    *,
+    secure_sum: bool = False,
+    shared_disk: bool = False,
 ) -> list[str]:
     """Make the folders of a federation; returns the names of the nodes' folders.
 
-    ``secure_sum``: the server learns only sums of uploads, and nodes send nothing else.
+    ``secure_sum``: the server learns only sums of uploads, and nodes send nothing else. ``shared_disk``: the nodes read
+    the experiment's own data, where the coordinator keeps it.
     """
     from fedloom.deploy import keys
 
@@ -99,7 +114,9 @@ def initialise(
         files[f"{slug}.pub"] = pair.public
         identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
         settings = NodeSettings(identity, Policy(require_secure_sum=secure_sum))
-        write_bundle(out / slug, contract, settings, keys.node_files(pair, seal) | {"ca.crt": authority.public})
+        files = keys.node_files(pair, seal) | {"ca.crt": authority.public}
+        theirs = contract if shared_disk else contract._replace(config=without_folder(config))
+        write_bundle(out / slug, theirs, settings, files)
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)

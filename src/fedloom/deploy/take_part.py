@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.data.column_check import suspicions
 from fedloom.deploy import flower, wire
-from fedloom.deploy.contract import read_contract, refuse_undeployable
+from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
+from fedloom.deploy.ends import OwnRows
 from fedloom.deploy.keys import NODE_KEY, SEAL_CERTIFICATE, SEAL_KEY, refuse_wrong_keys
-from fedloom.deploy.node import Node, Place
-from fedloom.deploy.own_data import rows_for
+from fedloom.deploy.node import Node, Place, Policy
+from fedloom.deploy.own_data import refuse_wrong_columns, rows_for
 from fedloom.deploy.site import NodeSettings, read_node, refuse_open_key
 from fedloom.deploy.waits import held_lock, until_stopped, writing
 from fedloom.engine.local import release_memory
@@ -44,26 +46,42 @@ def take_part(folder: Path, data: str, root: Path, say: Callable[[str], None], *
 
     ``trust``: the code in its contract may run.
     """
-    contract, settings = read_contract(folder, trust=trust), read_node(folder)
-    refuse_undeployable(contract.config)
-    if settings.identity.name not in contract.nodes:
-        raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.identity.name}' is not in the contract")])
+    contract, settings = _agreed(folder, trust=trust)
     for name in (NODE_KEY, *((SEAL_KEY,) if (folder / SEAL_CERTIFICATE).is_file() else ())):
         refuse_open_key(folder / name)
     refuse_wrong_keys(folder, settings.identity.name)
     client = contract.nodes.index(settings.identity.name)
     own = rows_for(contract, client, data or settings.identity.data, root)
+    refuse_wrong_columns(own, settings.policy.accept_columns, folder)
     lock = held_lock(folder / ".node.lock", "another process is this node", f"fedloom deploy node {folder}")
     place = Place(contract, client, own, folder, settings.policy)
     name, server = settings.identity.name, settings.identity.server
     say(f"{name}: {own.train} training rows and {own.test} test rows, server {server}")
+    for line in suspicions(own.checks):
+        say(f"note: {line}")
     meeting = Path(tempfile.mkdtemp(prefix="fedloom-node-"))  # mode 0700; a short name, as sockets need
     try:
         with writing(folder, f"fedloom deploy node {folder}"):
-            _serve(folder, settings, Node(place), str(meeting / "socket"), say)
+            _serve(folder, settings, Node(place, say), str(meeting / "socket"), say)
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
         os.close(lock)
+
+
+def rows_of_node_at(folder: Path, data: str, root: Path, *, trust: bool = False) -> tuple[OwnRows, Policy]:
+    """The rows of the node whose folder this is, as it would take part with them, and what its owner allows."""
+    contract, settings = _agreed(folder, trust=trust)
+    client = contract.nodes.index(settings.identity.name)
+    return rows_for(contract, client, data or settings.identity.data, root), settings.policy
+
+
+def _agreed(folder: Path, *, trust: bool) -> tuple[Contract, NodeSettings]:
+    """The contract in a node's folder, of which it is a part, and its own settings."""
+    contract, settings = read_contract(folder, trust=trust), read_node(folder)
+    refuse_undeployable(contract.config)
+    if settings.identity.name not in contract.nodes:
+        raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.identity.name}' is not in the contract")])
+    return contract, settings
 
 
 def _serve(folder: Path, settings: NodeSettings, node: Node, path: str, say: Callable[[str], None]) -> None:

@@ -31,6 +31,16 @@ _PART_BYTES = 1 << 24  # of repeated common models in memory, for clients withou
 _MOST_BYTES = 1 << 30  # largest personal models that are saved by default
 
 
+class Origin(BaseModel):
+    """The deployment in which a node's model was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    campaign: str  # the name of the federation
+    run: int | None = None  # of the server's; a network without a server has a single one
+    rounds: int  # that were done
+
+
 class ModelRecord(BaseModel):
     """What a model is, and what its inputs are."""
 
@@ -52,6 +62,7 @@ class ModelRecord(BaseModel):
     buffer_layout: dict[str, tuple[int, ...]]
     personal: bool  # whether clients have their own models
     data: str  # what the run learned from
+    origin: Origin | None = None  # of a node's model
 
 
 def record_of(prepared: Prepared) -> ModelRecord:

@@ -318,8 +318,8 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
     if section in _HANDED and isinstance(given, _HANDED[section]):
         return name_of(type(given)) if isinstance(given, Algorithm) else GivenNet.kind, given, []
     table = {key: given} if isinstance(given, str) else given
-    if not isinstance(table, Mapping):
-        return "", None, [Fault(section, f"should be a name or a table of settings (got {given!r})")]
+    if faults := _no_choice(section, table):
+        return "", None, faults
     rest = {k: v for k, v in table.items() if k != key}
     name = table.get(key, DEFAULTS[section])
     if not isinstance(name, str):
@@ -335,6 +335,17 @@ def _chosen(section: str, given: Any) -> tuple[str, Any, list[Fault]]:
         return name, None, [Fault(f"{section}.{key}", str(error))]
     value, faults = read(cls, rest, section)
     return name, value, [_of_another_kind(fault, section, name) for fault in faults]
+
+
+def _no_choice(section: str, table: Any) -> list[Fault]:
+    """What is wrong with a table that should choose something and set it."""
+    key = KEYS[section]
+    if not isinstance(table, Mapping):
+        return [Fault(section, f"should be a name or a table of settings (got {table!r})")]
+    if key not in table and "kind" in table:  # as all other sections call it
+        what = f"is called {section}.{key} here (got {table['kind']!r})"
+        return [Fault(f"{section}.kind", what, f"write {section}.{key} = {json.dumps(str(table['kind']))}")]
+    return []
 
 
 def _class_called(section: str, name: str, at: str) -> Any:

@@ -18,7 +18,7 @@ from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.schema import Spec
-from fedloom.deploy.contract import Contract, Form, only_simulated, read_contract, write_contract
+from fedloom.deploy.contract import Contract, Form, only_simulated, read_contract, without_folder, write_contract
 from fedloom.deploy.node import Policy
 from fedloom.deploy.own_files import own_files
 from fedloom.deploy.peers.edges import Patience
@@ -107,8 +107,13 @@ def addresses(hosts: list[str], count: int) -> list[str]:
     return found
 
 
-def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Path, root: Path) -> list[str]:
-    """Make the folders of a network; returns their names."""
+def initialise_peers(
+    config: Config, names: list[str], hosts: list[str], out: Path, root: Path, *, shared_disk: bool = False
+) -> list[str]:
+    """Make the folders of a network; returns their names.
+
+    ``shared_disk``: the nodes read the experiment's own data, where it is now.
+    """
     from fedloom.deploy.peers.links import new_curve_keys
 
     refuse_for_peers(config)
@@ -129,7 +134,7 @@ def initialise_peers(config: Config, names: list[str], hosts: list[str], out: Pa
         disk.make_folder(folder)
         disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
         write_members(folder / MEMBERS, contract.campaign, members, config.topology)
-        write_contract(folder, contract)
+        write_contract(folder, contract if shared_disk else contract._replace(config=without_folder(config)))
         seat = Seat(name=member.name, bind=_bind(member.address))
         table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
         disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())

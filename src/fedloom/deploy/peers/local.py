@@ -26,7 +26,7 @@ def run_peers(config: Config, count: int, out: Path, root: Path, say: Callable[[
     """Set up a network of ``count`` nodes in ``out``, run it to its end, and stop it; the last status of each node."""
     names = [f"Node {number + 1}" for number in range(count)]
     hosts = [f"127.0.0.1:{port}" for port in _free_ports(count)]
-    slugs = initialise_peers(config, names, hosts, out, root)
+    slugs = initialise_peers(config, names, hosts, out, root, shared_disk=True)
     say(f"{out}: {count} nodes, each a process with its own key")
     with until_stopped() as stop:
         processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -29,7 +29,7 @@ from fedloom.engine.peer import (
 )
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
-from fedloom.runs.models import record_of
+from fedloom.runs.models import Origin, record_of
 
 CHECKPOINTS = "checkpoints"
 
@@ -139,5 +139,7 @@ class Peer:
         """Write the model with which this node predicts."""
         found = model_of_node(self.exp, self.state, self._place.me, self._store)
         tensors: dict[str, Tensor] = self.exp.task.tensors(found.w[0], found.buffers[0])
-        name = self._place.contract.nodes[self._place.me]
-        save_own_model(self._place.folder, self._place.contract, self._record, (name, self.state.round), tensors)
+        place, rounds = self._place, self.state.round
+        origin = Origin(campaign=place.contract.campaign, rounds=rounds)
+        record = self._record.model_copy(update={"origin": origin})
+        save_own_model(place.folder, record, place.contract.nodes[place.me], tensors, place.own.arrays.recipe)

@@ -13,11 +13,12 @@ from typing import Any
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, FedloomError
+from fedloom.data.column_check import suspicions
 from fedloom.deploy.audit import write_audit
-from fedloom.deploy.ends import population_of
+from fedloom.deploy.ends import OwnRows, population_of
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
-from fedloom.deploy.own_data import rows_for
+from fedloom.deploy.own_data import refuse_wrong_columns, rows_for
 from fedloom.deploy.peers.bundles import Bundle, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Edges, Exchanged
 from fedloom.deploy.peers.links import CurveKeys, CurveLinks
@@ -45,7 +46,10 @@ def start_peer(
     bundle = read_bundle(folder, trust=trust)
     secret = read_secret(bundle)
     refuse_by_policy(bundle)
-    own = rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
+    own = rows_of_seat(bundle, data, root)
+    refuse_wrong_columns(own, bundle.policy.accept_columns, folder)
+    for line in suspicions(own.checks):
+        say(f"note: {line}")
     lock = held_lock(folder / LOCK, "another process is this node", f"fedloom peers start {folder}")
     try:
         place = PeerPlace(bundle.contract, bundle.me, own, folder)
@@ -53,6 +57,11 @@ def start_peer(
             return PeerProcess(bundle, place, secret, stop, say).run()
     finally:
         os.close(lock)
+
+
+def rows_of_seat(bundle: Bundle, data: str, root: Path) -> OwnRows:
+    """A node's rows: those of ``data``, or of the file that its node.toml names."""
+    return rows_for(bundle.contract, bundle.me, data or bundle.seat.data, root)
 
 
 def refuse_by_policy(bundle: Bundle) -> None:
@@ -95,6 +104,8 @@ class PeerProcess:
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
         self._round = self._skipped = 0
+        contract = bundle.contract
+        self._about = {"campaign": contract.campaign, "algorithm": contract.config.kinds["algorithm"]}
         self._state = "joining"
 
     @staticmethod
@@ -190,7 +201,7 @@ class PeerProcess:
             data = None if sent is None else peer.packed(sent, turn)
             if data is not None:
                 to = [self._bundle.contract.nodes[j] for j in sorted(links)]
-                write_audit(self._bundle.folder, data, asked="gossip", round_=round_, to=to)
+                write_audit(self._bundle.folder, data, asked="gossip", round_=round_, to=to, **self._about)
             found = station.exchange(data, links)
             closed.append(found)
             if sent is not None:
