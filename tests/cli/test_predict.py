@@ -84,6 +84,10 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
         assert told.err.count("note: ") == 1
     (tmp_path / "empty.csv").touch()
     assert "empty.csv: is empty" in quick("predict", "r", "empty.csv", cwd=tmp_path).err
+    exported = quick("export", "r", "--client", "Hospital A", "--out", "a.pt2", cwd=tmp_path).out
+    assert "\noutputs: logits (before softmax) of no, yes\n" in exported
+    assert "\ndate: days since 1970-01-01\nmissing number or date: NaN\n" in exported
+    assert "\nmissing word: set the column of its fill (sex=" in exported
     told = quick("predict", "r", "new.csv", "--out", "made/for/it.csv", cwd=tmp_path)
     assert (tmp_path / "made/for/it.csv").is_file()
     told = quick("predict", "r", "new.csv", "--out", "new.csv/p.csv", cwd=tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,37 @@ def test_exported_nets_say_the_same(tmp_path: Path) -> None:
     assert export(models, tmp_path / "m.onnx", "onnx") <= 1e-4
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     assert np.allclose(session.run(None, {"rows": rows.numpy()})[0], said.numpy(), atol=1e-3)
+
+
+def test_an_exported_file_describes_itself_and_the_example_in_the_documents_predicts_the_same(tmp_path: Path) -> None:
+    path = patients(tmp_path, 120)
+    (tmp_path / "new.csv").rename(tmp_path / "new_patients.csv")
+    data = {"source": "csv", "path": str(path), "label": "ill", "client": "hospital", "drop": ["patient"]}
+    fedloom.run("fedavg", data=data, rounds=1, model="logistic", checkpoint={"curves": False}, out=tmp_path / "r")
+    models = fedloom.load(tmp_path / "r")
+    export(models, tmp_path / "hospital-a.pt2", "pt2")
+    page = Path(__file__).parents[2].joinpath("docs", "tables.md").read_text()
+    (example,) = (block for block in page.split("```") if "extra_files" in block)
+    made: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        exec(example.removeprefix("python\n"), made)
+        said = models.predict_proba("new_patients.csv")
+    assert "" in (row.split(",")[4] for row in (tmp_path / "new_patients.csv").read_text().splitlines())  # a gap
+    assert np.allclose(made["chances"].detach().numpy(), said, atol=1e-5)
+    about = made["about"]
+    assert (about["labels"], about["outputs"]) == (["no", "yes"], "logits")
+    assert about["inputs"] == list(models.inputs)
+    assert about["columns"][0] == {
+        "name": "admitted",
+        "kind": "date",
+        "missing": "NaN",
+        "unit": "days since 1970-01-01",
+    }
+    assert about["columns"][2]["fill"] == "never"
+    onnxruntime = pytest.importorskip("onnxruntime")
+    export(models, tmp_path / "m.onnx", "onnx")
+    kept = onnxruntime.InferenceSession(str(tmp_path / "m.onnx")).get_modelmeta().custom_metadata_map
+    assert json.loads(kept["fedloom.json"]) == about
 
 
 def test_exported_outputs_may_be_apart_by_rounding_whatever_their_size() -> None:

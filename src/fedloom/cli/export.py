@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fedloom.cli.console import harmless
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.cli.predict import Client, Run, chosen
+
+if TYPE_CHECKING:
+    from fedloom.data.columns import Feature
 
 
 def export(
@@ -38,6 +42,20 @@ def export(
     apart = write(models, path, format_)
     shape = ", ".join(["rows", *map(str, models.record.shape)])
     takes = f"[{shape}]" + (f": {', '.join(models.inputs)}" if models.inputs else "")
-    outputs = harmless(", ".join(models.labels)) or "the number"
-    print(f"{path}\ninput: float32 {takes}\noutputs: {outputs}")
+    outputs = "the number" if models.is_regression else f"logits (before softmax) of {', '.join(models.labels)}"
+    print(harmless(f"{path}\ninput: float32 {takes}\noutputs: {outputs}"))
+    for line in rules(models.features):
+        print(harmless(line))
     print(f"loaded again, its outputs differ from the original's by {apart:.2g} at most")
+
+
+def rules(features: Sequence[Feature]) -> list[str]:
+    """How cells of a table become inputs, as far as these columns need it."""
+    from fedloom.runs.export import DATE_UNIT
+
+    fills = [f"{feature.name}={feature.fill}" for feature in features if feature.words]
+    kinds = {feature.kind for feature in features}
+    found = [f"date: {DATE_UNIT}"] if "date" in kinds else []
+    found += ["missing number or date: NaN"] if kinds & {"number", "date"} else []
+    found += [f"missing word: set the column of its fill ({', '.join(fills)})"] if fills else []
+    return [*found, "unknown word: 0 in all of its columns"] if fills else found

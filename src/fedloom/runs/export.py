@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -14,19 +15,22 @@ from torch import Tensor, nn
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.data.columns import Feature
 from fedloom.runs.load import Predictor
 
 Format: TypeAlias = Literal["pt2", "onnx"]
+ABOUT = "fedloom.json"  # the name of the description: an extra file in .pt2, a key of the metadata in ONNX
+DATE_UNIT = "days since 1970-01-01"
 _CLOSE = 1e-4  # tolerated difference of the exported net's outputs, relative to the largest output if that is above 1
 
 
 def export(models: Predictor, path: Path, kind: Format) -> float:
     """Write the model and the preparation of inputs; returns the largest difference from the original's outputs."""
-    net = models.module
+    net, about = models.module, json.dumps(described(models))
     x = example_rows(models)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        data, said = _as_pt2(net, x) if kind == "pt2" else _as_onnx(net, x)
+        data, said = _as_pt2(net, x, about) if kind == "pt2" else _as_onnx(net, x, about)
     with torch.no_grad():
         theirs, ours = torch.from_numpy(said), net(x)
     apart = float((theirs - ours).abs().max())
@@ -34,6 +38,29 @@ def export(models: Predictor, path: Path, kind: Format) -> float:
         raise DataError(f"{path}: the exported net differs from the original by {apart:.3g}, so it was not written")
     disk.write_result(path, data)
     return apart
+
+
+def described(models: Predictor) -> dict[str, Any]:
+    """What a program has to know to use the exported file, as plain values.
+
+    ``columns``: of a table, in the order of the inputs; each has its words, of which a row has 1 in one and 0 in the
+    others, or a number, or a date as days. A missing word is replaced by ``fill``, a missing number or date is NaN.
+    """
+    return {
+        "inputs": list(models.inputs) or list(models.record.shape),
+        "columns": [_described_column(feature) for feature in models.features],
+        "outputs": "number" if models.is_regression else "logits",
+        "labels": list(models.labels),
+    }
+
+
+def _described_column(feature: Feature) -> dict[str, Any]:
+    more: dict[str, Any] = {"missing": "NaN"}
+    if feature.kind == "words":
+        more = {"words": list(feature.words), "fill": feature.fill}
+    elif feature.kind == "date":
+        more["unit"] = DATE_UNIT
+    return {"name": feature.name, "kind": feature.kind, **more}
 
 
 def agree(theirs: Tensor, ours: Tensor) -> bool:
@@ -50,18 +77,18 @@ def example_rows(models: Predictor) -> Tensor:
     return x
 
 
-def _as_pt2(net: nn.Module, x: Tensor) -> tuple[bytes, NDArray[np.float32]]:
+def _as_pt2(net: nn.Module, x: Tensor, about: str) -> tuple[bytes, NDArray[np.float32]]:
     """The file, made in memory (torch ends the process if it cannot write one), and the outputs of what it contains."""
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
     file = io.BytesIO()
-    torch.export.save(program, file)
+    torch.export.save(program, file, extra_files={ABOUT: about})
     data = file.getvalue()
     with torch.no_grad():
         again: Tensor = torch.export.load(io.BytesIO(data)).module()(x)
     return data, again.numpy()
 
 
-def _as_onnx(net: nn.Module, x: Tensor) -> tuple[bytes, NDArray[np.float32]]:
+def _as_onnx(net: nn.Module, x: Tensor, about: str) -> tuple[bytes, NDArray[np.float32]]:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -78,6 +105,7 @@ def _as_onnx(net: nn.Module, x: Tensor) -> tuple[bytes, NDArray[np.float32]]:
         verbose=False,
     )
     assert program is not None
+    program.model.metadata_props[ABOUT] = about
     data = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     found: NDArray[np.float32] = session.run(None, {"rows": x.numpy()})[0]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault, nearest
 from fedloom.core.quality import class_measures, confusion, number_measures
-from fedloom.data.columns import Recipe
+from fedloom.data.columns import Feature, Recipe
 from fedloom.data.files import coded_as
 from fedloom.data.new_rows import NewRows, new_rows
 from fedloom.data.targets import numbers_in
@@ -74,7 +74,12 @@ class Predictor:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a table must have."""
-        return () if self._recipe is None else tuple(f.name for f in self._recipe.features)
+        return tuple(f.name for f in self.features)
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """How each of these columns becomes inputs of ``module``."""
+        return () if self._recipe is None else self._recipe.features
 
     @property
     def inputs(self) -> tuple[str, ...]:
