@@ -141,7 +141,9 @@ def test_a_federation_on_one_machine_computes_what_the_simulation_does(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     site = tmp_path / "site"
     words = ("local", experiment(tmp_path, "fedala", rounds=1), "--nodes", 2, "--out", site, "--json")
-    found = json.loads(said(*words).splitlines()[0])
+    printed = said(*words)
+    found = json.loads(printed.splitlines()[0])
+    assert re.search(r"\nround 1 of 1  .* s  global/test/accuracy 0\.", printed)
     assert (found["state"], found["round"], found["run_dir"]) == ("completed", 1, str(site / "server" / "runs" / "1"))
     assert found["last_round"]["answered"] == ["Node 1", "Node 2"]
     assert_as_simulated(site, tmp_path / "lab")

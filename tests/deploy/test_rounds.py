@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,40 @@ def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
     assert conduct(home, here(home), 1, print) is not None
     start(read_contract(home).config, out=tmp_path / "lab", root=Path())
     assert same(weights(home / "runs" / "1"), weights(tmp_path / "lab"))
+
+
+def test_status_and_log_say_how_far_a_run_is(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from fedloom.deploy.serve import followed_log, log_text, status_of
+
+    home = a_site(tmp_path / "site", config_of("fedavg", local={"steps": 1, "batch": 8}))
+    (home / "flower.json").write_text('{"run": 1, "id": 7}')
+    parts = followed_log(home.parent, threading.Event())
+    seen: list[dict[str, Any]] = []
+    read: list[str] = []
+
+    def tamper(count: int, client: int, answer: bytes) -> bytes:
+        if client == 0 and unpacked(answer, len(answer)).kind == "trained":
+            seen.append(status_of(home.parent))
+            read.append(next(parts))
+        return answer
+
+    nodes = here(home)
+    nodes.tamper = tamper
+    assert conduct(home, nodes, 1, print) is not None
+    rows = dict(zip(("Ada", "Bea", "Cem"), (node._place.own.train for node in nodes.nodes), strict=True))
+    assert [(found["state"], found["round"], found["rows"]) for found in seen] == [
+        ("running", done, rows) for done in range(3)
+    ]
+    assert "seconds_left" not in seen[0]
+    assert seen[1]["seconds_left"] == pytest.approx(2 * seen[1]["seconds_a_round"], abs=0.1)
+    done = status_of(home.parent)
+    assert "seconds_left" not in done
+    last = json.loads((home / "runs" / "1" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert done["metrics"]["global/test/accuracy"] == last["global/test/accuracy"]
+    assert "round 1 of 3" in "".join(read)
+    assert "completed" not in "".join(read)
+    assert "".join([*read, *parts]) == log_text(home.parent)
 
 
 def test_status_names_a_folder_and_a_checkpoint_only_where_there_are_any(tmp_path: Path) -> None:

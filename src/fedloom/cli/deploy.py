@@ -152,11 +152,20 @@ def status(site: Site, json_: Json = False) -> None:
 
 
 def _print_status(found: dict[str, Any]) -> None:
+    from fedloom.report.words import span
+
     print(f"server  {found['server']}")
+    rows = found.get("rows", {})
     for name, state in found["nodes"].items():
         heard = found.get("heard", {}).get(name)
-        print(f"node    {name}: {state}" + ("" if heard is None else f", last heard {heard:.0f} s ago"))
-    print(f"run     {found['state']}, round {found['round']} of {found['rounds']}")
+        more = [f"{rows[name]:,} training rows"] if name in rows else []
+        more += [] if heard is None else [f"last heard {heard:.0f} s ago"]
+        print(f"node    {name}: {', '.join([state, *more])}")
+    pace = [f"{span(found['seconds_a_round'])} a round"] if "seconds_a_round" in found else []
+    left = [f"{span(found['seconds_left'])} left"] if "seconds_left" in found else []
+    print(", ".join([f"run     {found['state']}", f"round {found['round']} of {found['rounds']}", *pace, *left]))
+    if found.get("metrics"):
+        print("        " + "  ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items()))
     last = found.get("last_round", {})
     for name in last.get("late", []):
         print(f"        {name} was late")
@@ -169,12 +178,21 @@ def _print_status(found: dict[str, Any]) -> None:
 
 
 @app.command()
-def logs(site: Site) -> None:
+def logs(
+    site: Site,
+    follow: Annotated[bool, typer.Option("--follow", help="Print what is added, until the run ends.")] = False,
+) -> None:
     """Print the log of the last run."""
     _ready()
-    from fedloom.deploy.serve import log_text
+    from fedloom.deploy.serve import followed_log, log_text
+    from fedloom.deploy.waits import until_stopped
 
-    print(log_text(site), end="")
+    if not follow:
+        print(log_text(site), end="")
+        return
+    with until_stopped() as stop:
+        for part in followed_log(site, stop):
+            print(part, end="", flush=True)
 
 
 @app.command()

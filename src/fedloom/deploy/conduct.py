@@ -14,7 +14,7 @@ from fedloom.core.errors import FedloomError
 from fedloom.data.files import default_root
 from fedloom.deploy.contract import Contract, read_contract, refuse_undeployable
 from fedloom.deploy.ends import server_end
-from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry, read_population, write_population
+from fedloom.deploy.fleet import RemoteNodes, Transport, last_inquiry, read_population, shown_metrics, write_population
 from fedloom.deploy.site import RUNS, conducted, log_file, read_rules, write_state
 from fedloom.deploy.waits import writing
 from fedloom.engine import checkpoint
@@ -47,8 +47,7 @@ class Lines:
         )
 
     def advanced(self, progress: Progress) -> None:
-        shown = {k: v for k, v in progress.metrics.items() if k.endswith(("test/accuracy", "test/loss"))}
-        words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        words = "  ".join(f"{name} {value:.4f}" for name, value in shown_metrics(progress.metrics).items())
         answered, asked = self._evaluated(progress.round)
         if answered < asked:
             words += f"  (personal: {answered} of {asked} nodes)"

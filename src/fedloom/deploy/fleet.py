@@ -40,6 +40,7 @@ from fedloom.engine.state import Experiment
 from fedloom.runs.loop import InterruptedRun
 
 T = TypeVar("T")
+_SHOWN = ("test/accuracy", "test/mae", "test/loss")
 ROUNDS, STOP, POPULATION = "rounds.jsonl", "stop", "population.json"
 
 
@@ -322,6 +323,11 @@ def read_rounds(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / ROUNDS
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
         yield json.loads(line)
+
+
+def shown_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Of an evaluation, what a line about a round shows."""
+    return {name: value for name, value in line.items() if name.endswith(_SHOWN)}
 
 
 def last_inquiry(exp: Experiment, state: Any) -> Inquiry:

@@ -14,7 +14,7 @@ from fedloom.deploy import flower
 from fedloom.deploy.fleet import read_rounds
 from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.serve import ENDED, start_run, status_of
-from fedloom.deploy.site import SERVER, Listens, initialise, is_conducted, read_listens, read_state
+from fedloom.deploy.site import SERVER, Listens, initialise, is_conducted, log_file, read_listens, read_state
 from fedloom.deploy.waits import until_stopped
 from fedloom.runs.loop import InterruptedRun
 from fedloom.runs.settings import Config
@@ -55,19 +55,25 @@ def _watched(
     out: Path, processes: dict[str, subprocess.Popen[bytes]], stop: threading.Event, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The status of the run once it has ended; meanwhile its files say how far it is."""
-    home, rounds, last = out / SERVER, 0, time.monotonic()
+    home, shown, last = out / SERVER, 0, time.monotonic()
     while not stop.wait(0.2):
         for name, process in processes.items():
             if process.poll() is not None:
                 raise flower.FlowerError(f"{name} has ended: {flower.last_words(out / f'{name}.log')}")
-        for line in read_rounds(home):
-            if line["kind"] == "train" and line["round"] >= rounds:
-                rounds = line["round"] + 1
-                say(f"round {rounds}: received updates from {', '.join(line['answered'])} in {line['seconds']:.1f} s")
+        shown = _show_new(log_file(home, 1), shown, say)
         state = read_state(home).get("state")
         unclear = time.monotonic() - last > _LOOK and not (state == "running" and is_conducted(home))
         if state in ENDED or unclear:
             found, last = status_of(out), time.monotonic()
             if found["state"] in ENDED:
+                _show_new(log_file(home, 1), shown, say)
                 return found
-    raise InterruptedRun(out, rounds)
+    raise InterruptedRun(out, len({line["round"] for line in read_rounds(home) if line["kind"] == "train"}))
+
+
+def _show_new(log: Path, shown: int, say: Callable[[str], None]) -> int:
+    """Print the lines of a log after the first ``shown``, without their times; how many there are now."""
+    lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.is_file() else []
+    for line in lines[shown:]:
+        say(line.partition(" ")[2])
+    return len(lines)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core import disk
-from fedloom.core.errors import CheckpointError, ConfigError, Fault
+from fedloom.core.errors import CheckpointError, ConfigError, Fault, FedloomError
 from fedloom.deploy import flower, keys
 from fedloom.deploy.contract import read_contract, read_outline
-from fedloom.deploy.fleet import STOP, read_rounds
+from fedloom.deploy.fleet import STOP, read_population, read_rounds, shown_metrics
 from fedloom.deploy.site import (
     NODES,
     RUNS,
@@ -37,9 +38,11 @@ from fedloom.deploy.site import (
 from fedloom.deploy.waits import held_lock, until_stopped, writing
 from fedloom.deploy.wire import HEARD
 from fedloom.engine.checkpoint import readable
+from fedloom.runs.look import look_at_run
 
 ENDED = ("completed", "failed", "stopped")  # states of a run
 _PATIENCE = 60.0  # seconds until a process that was killed must be gone
+_LOOK = 0.5  # seconds between two looks at a log that grows
 _FLOWER = "flower.json"  # Flower's number of the last run
 
 
@@ -269,6 +272,26 @@ def log_text(site: Path) -> str:
     return own.read_text(encoding="utf-8") if own.is_file() else flower.log_of(home, number)
 
 
+def followed_log(site: Path, stop: threading.Event) -> Iterator[str]:
+    """The log of the last run, part by part, until the run has ended."""
+    home, shown = site / SERVER, 0
+    while True:
+        over = not _is_under_way(site)  # looked at first: what a run says last is in its log by then
+        own = log_file(home, int(read_state(home).get("run", 0)))
+        text = log_text(site) if over or own.is_file() else ""
+        yield text[shown:]
+        shown = len(text)
+        if over or stop.wait(_LOOK):
+            return
+
+
+def _is_under_way(site: Path) -> bool:
+    home = site / SERVER
+    if is_conducted(home):
+        return True
+    return read_state(home).get("state") == "starting" and status_of(site)["state"] in ("starting", "running")
+
+
 def status_of(site: Path) -> dict[str, Any]:
     """How the federation is doing: its server, its nodes, its last run."""
     home = site / SERVER
@@ -298,8 +321,25 @@ def status_of(site: Path) -> dict[str, Any]:
         found["why"] = why
     if done:
         found["last_round"] = {key: rounds[done][key] for key in ("answered", "late", "failed", "seconds")}
+    population = read_population(home, int(recorded.get("run", 0)))
+    if population is not None:
+        found["rows"] = dict(zip(contract.nodes, population.train, strict=False))
     if folder.is_dir():  # a run that failed before its first round has none
-        found["run_dir"] = str(folder)
+        found |= {"run_dir": str(folder), **_progress(folder, running=state == "running")}
+    return found
+
+
+def _progress(folder: Path, *, running: bool) -> dict[str, Any]:
+    """The newest metrics of a run, how long its rounds take, and how long the rest will take."""
+    try:
+        view = look_at_run(folder)
+    except FedloomError:  # it has only begun, or its files are damaged, which a run says itself
+        return {}
+    found: dict[str, Any] = {"metrics": shown_metrics(view.last)}
+    if view.timings:
+        found["seconds_a_round"] = round(view.seconds / len(view.timings), 3)
+    if running and view.seconds_left is not None:
+        found["seconds_left"] = round(view.seconds_left, 1)
     return found
 
 

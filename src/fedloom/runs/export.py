@@ -26,7 +26,7 @@ _CLOSE = 1e-4  # tolerated difference of the exported net's outputs, relative to
 
 def export(models: Predictor, path: Path, kind: Format) -> float:
     """Write the model and the preparation of inputs; returns the largest difference from the original's outputs."""
-    net, about = models.module, json.dumps(described(models))
+    net, about = models.module, json.dumps(description_of(models))
     x = example_rows(models)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,7 +40,7 @@ def export(models: Predictor, path: Path, kind: Format) -> float:
     return apart
 
 
-def described(models: Predictor) -> dict[str, Any]:
+def description_of(models: Predictor) -> dict[str, Any]:
     """What a program has to know to use the exported file, as plain values.
 
     ``columns``: of a table, in the order of the inputs; each has its words, of which a row has 1 in one and 0 in the
