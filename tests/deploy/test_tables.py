@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fedloom
 from fedloom.core.errors import DataError
 from fedloom.data.column_check import suspicions
 from fedloom.data.columns import Recipe
-from fedloom.deploy.audit import read_audit
+from fedloom.deploy.audit import read_audit, write_audit
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import read_contract
 from fedloom.deploy.ends import OwnRows, rows_of_client
+from fedloom.deploy.messages import Envelope, packed
 from fedloom.deploy.node import Node, Place
 from fedloom.deploy.own_data import own_rows, refuse_wrong_columns
 from fedloom.runs.prepare import share
@@ -101,6 +103,30 @@ def test_a_check_prints_every_column_and_ends(site: Path) -> None:
         assert told.code == 2
         assert "100.0%" in told.out
         assert "1 column does not mean what the contract says" in told.err
+    finally:
+        quick.close()
+
+
+def test_a_node_without_a_server_checks_its_columns_too(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from fedloom.deploy.peers.bundles import initialise_peers
+    from fedloom.deploy.peers.start import start_peer
+
+    data = {"source": str(patients(tmp_path)), "label": "ill", "drop": ("patient", "hospital")}
+    config = config_of("dfedavg", data=data, partition={"kind": "iid", "clients": 2}, cohort={})
+    (ada, _) = initialise_peers(config, ["Ada", "Bea"], [], tmp_path / "net", Path())
+    folder = tmp_path / "net" / ada
+    assert str(tmp_path) not in (folder / "experiment.toml").read_text()
+    with pytest.raises(DataError, match="1 column does not mean what the contract says"):
+        start_peer(folder, a_table(tmp_path, in_words), tmp_path, print)
+    quick = Quick()
+    try:
+        told = quick("peers", "start", str(folder), f"data={a_table(tmp_path)}", "--check", cwd=tmp_path)
+        assert (told.code, "admitted" in told.out) == (0, True)
+        message = packed(Envelope("model", {"turn": 0}, {"sent": torch.zeros(3)}))
+        write_audit(folder, message, asked="gossip", round_=0, to=["Bea", "Cem"])
+        told = quick("deploy", "audit", str(folder), cwd=tmp_path)
+        assert f"model round 1  {len(message)} bytes  to Bea, Cem  turn, sent [3] float32" in told.out
     finally:
         quick.close()
 
