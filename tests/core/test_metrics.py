@@ -22,7 +22,7 @@ from fedloom.core.metrics import (
     spread,
     sum_by,
     summarise,
-    summary_of,
+    summary_of_records,
 )
 from fedloom.core.vocabulary import lower_is_better
 
@@ -352,6 +352,10 @@ def test_rounds_to_convergence() -> None:
 def test_a_summary_begins_with_training_and_leaves_out_what_was_not_measured() -> None:
     before, after = {"round": 0, "global/test/loss": 1.0}, {"round": 1, "global/test/loss": 3.0, "why": "words"}
     lines = [before, after, {"round": 2}, {"round": 3, "global/test/loss": 2.0}]
-    assert summary_of("global/test/loss", lines) == (2.0, 2.0, 2.5)
-    assert summary_of("global/test/loss", lines[:1]) == (1.0, 1.0, 1.0)
-    assert (summary_of("why", lines), summary_of("global/test/accuracy", lines), summary_of("x", [])) == (None,) * 3
+    assert summary_of_records("global/test/loss", lines) == (2.0, 2.0, 2.5)
+    assert summary_of_records("global/test/loss", lines[:1]) == (1.0, 1.0, 1.0)
+    assert (
+        summary_of_records("why", lines),
+        summary_of_records("global/test/accuracy", lines),
+        summary_of_records("x", []),
+    ) == (None,) * 3

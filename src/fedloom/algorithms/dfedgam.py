@@ -25,7 +25,7 @@ from fedloom.algorithm import Configures, Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.schema import when
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import Gam, InnerDecay, Product, RhoSchedule, Rule, cost, gam
+from fedloom.maths.sharpness import Gam, InnerDecay, Product, RhoSchedule, Rule, cost, gam, scheduled
 
 _BY_DIFFERENCES = when(rule=("gam_fd", "gam_repo")) | when(rule="paper", hvp=("fd", "central"))
 _GAM = when(rule=("gam_exact", "gam_fd"))
@@ -65,5 +65,5 @@ class DFedGAM(DFedAvg, Configures):
         return super().traits._replace(gradients_per_step=cost(self.how))
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = scheduled(self.rho_schedule, batch.lr, self.setup.first_lr)
         return gam(self.task, x, batch, self.how._replace(scale=scale))

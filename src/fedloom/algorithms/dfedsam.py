@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.algorithm import Model, Nothing, Traits
 from fedloom.algorithms.dfedavg import DFedAvg
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam
+from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam, scheduled
 
 
 class DFedSAM(DFedAvg):
@@ -28,5 +28,5 @@ class DFedSAM(DFedAvg):
         return super().traits._replace(gradients_per_step=2.0 if self.rho else 1.0)
 
     def gradient(self, x: Tensor, batch: Batch, down: Model, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = scheduled(self.rho_schedule, batch.lr, self.setup.first_lr)
         return sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.algorithm import Inbox, Model, Nothing, Traits, Update, Work, like
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core.task import Batch
-from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam
+from fedloom.maths.sharpness import InnerDecay, RhoSchedule, sam, scheduled
 
 
 class Moving(NamedTuple):
@@ -54,7 +54,7 @@ class FedSAM(FedAvg):
         return Model(w) if self.beta == 1 else Moving(w, torch.zeros_like(w))
 
     def gradient(self, x: Tensor, batch: Batch, down: Any, mine: Nothing) -> Tensor:
-        scale = batch.lr / self.setup.first_lr if self.rho_schedule == "prop_lr" else 1.0
+        scale = scheduled(self.rho_schedule, batch.lr, self.setup.first_lr)
         g = sam(self.task, x, batch, self.rho, decay=self.wd_inside, scale=scale)
         return g if self.beta == 1 else self.beta * g + (1 - self.beta) * down.D
 

@@ -103,8 +103,10 @@ class Watched:
     def started(self, what: Any, folder: Path | None, *rest: Any) -> None:
         self._screen.started(what, folder, *rest)
         if folder is not None:
+            from fedloom.runs.launch import PARENT
+
             command = [sys.executable, "-m", "fedloom", "watch", str(folder)]
-            world = {**os.environ, "FEDLOOM_PARENT": str(os.getpid())}  # it ends when this process ends for any reason
+            world = {**os.environ, PARENT: str(os.getpid())}  # it ends when this process ends for any reason
             self._server = subprocess.Popen(command, stdout=sys.stderr.fileno(), env=world, start_new_session=True)
 
     def end(self) -> None:

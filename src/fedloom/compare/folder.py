@@ -15,9 +15,9 @@ from fedloom.algorithm.capabilities import needs_proxy
 from fedloom.compare.cells import Cell
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.plan import ComparisonPlan, plan
-from fedloom.compare.table import dotted
 from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, Fault, FedloomError, StorageError
+from fedloom.core.schema import dotted
 from fedloom.data.sources import Digits, PublishedSet, Synthetic
 from fedloom.runs.environment import changed_files, other_versions
 from fedloom.runs.folder import unused

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.table import GainEntry, MethodEntry, SelectEntry, dotted
+from fedloom.compare.table import GainEntry, MethodEntry, SelectEntry
+from fedloom.core.schema import dotted
 from fedloom.report.comparison.question import Place, Versus
 
 

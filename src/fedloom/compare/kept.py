@@ -15,7 +15,7 @@ from typing import Any
 from fedloom.compare.cells import Cell
 from fedloom.compare.read import as_result, result_of
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.metrics import summary_of
+from fedloom.core.metrics import summary_of_records
 from fedloom.core.vocabulary import is_evaluation
 from fedloom.report.comparison.question import PrivacyCost, Result
 from fedloom.runs.folder import as_json
@@ -79,7 +79,7 @@ def _summary(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         name: {key: _rounded(value) for key, value in found._asdict().items()}
         for name in sorted(names)
-        if (found := summary_of(name, records)) is not None
+        if (found := summary_of_records(name, records)) is not None
     }
 
 

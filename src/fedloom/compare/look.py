@@ -9,8 +9,9 @@ from typing import Any
 
 from fedloom.compare.kept import Document, read_document, records_of
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import dotted
 from fedloom.report.view import AnyView, ComparisonView, FolderView, RunView
-from fedloom.runs.look import csv_lines, flattened, is_held, is_run, json_file, look_at_run
+from fedloom.runs.look import csv_lines, is_held, is_run, json_file, look_at_run
 from fedloom.runs.settings import read_toml
 
 _DEEPEST = 3  # depth of folders that are searched
@@ -80,7 +81,7 @@ def comparison(folder: Path, name: str) -> ComparisonView:
     """The comparison in a folder, with all of its cells that have begun."""
     table = read_toml(folder / "compare.toml")
     spec = table["compare"] if isinstance(table.get("compare"), Mapping) else {}
-    axes = tuple(flattened(_table(spec.get("grid"))))
+    axes = tuple(dotted(_table(spec.get("grid"))))
     lines = csv_lines(folder / "cells.csv", ("algorithm", "seed", "state", "folder"))
     listed = {line["folder"]: line for line in lines}
     cells = [_cell(folder, line, axes) for line in listed.values()]
@@ -99,7 +100,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 def _planned(spec: Mapping[str, Any]) -> int:
     """The planned number of cells of a comparison."""
-    counted = (spec.get("algorithms"), spec.get("seeds"), *flattened(_table(spec.get("grid"))).values())
+    counted = (spec.get("algorithms"), spec.get("seeds"), *dotted(_table(spec.get("grid"))).values())
     return math.prod(len(values) for values in counted if isinstance(values, list))
 
 
@@ -112,7 +113,7 @@ def _cell(folder: Path, line: Mapping[str, str], axes: tuple[str, ...]) -> RunVi
         return view._replace(state="failed") if line["state"] == "failed" and view.state == "unfinished" else view
     kept = _kept(home.with_name(f"{home.name}.json"))
     if kept is not None:
-        settings, records = flattened(_table(kept["settings"])), records_of(kept)
+        settings, records = dotted(_table(kept["settings"])), records_of(kept)
         return RunView(
             name, str(home), kept["state"], settings, records, (), kept["origin"], method=method, place=place
         )

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from fedloom.compare.collect import KeptResults, coverage, missing_words, origin_words, redrawn
 from fedloom.compare.plan import plan
-from fedloom.compare.table import dotted
 from fedloom.compare.write import Comparison
+from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_share
 from fedloom.report.comparison.claims import table_lines
 from fedloom.report.comparison.layout import CellPart, TableLayout

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, dotted
 from fedloom.report.comparison.claims import Test
 from fedloom.report.comparison.layout import TableLayout
 from fedloom.report.comparison.question import Along, Equal
@@ -151,14 +150,3 @@ class Compare(Spec):
     def metrics(self) -> list[str]:
         """The metrics that values of a paper can refer to."""
         return [part.metric for part in self.layout.cell] if self.layout else [self.metric]
-
-
-def dotted(given: Any) -> Any:
-    """Keys with dots instead of nested tables: TOML reads ``partition.alpha = 1`` as the latter."""
-    if not isinstance(given, Mapping):
-        return given
-    out: dict[str, Any] = {}
-    for key, value in given.items():
-        inner = dotted(value) if isinstance(value, Mapping) else None
-        out |= {f"{key}.{k}": v for k, v in inner.items()} if inner is not None else {key: value}
-    return out

@@ -93,6 +93,14 @@ def _write(part: Path, path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
+def write_at(file: int, data: bytes, at: int) -> None:
+    """Write all of ``data`` into an open file: a write to a nearly full disk may be partial before it fails."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(file, left, at)
+        left, at = left[count:], at + count
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Append to a file of lines; what a crash or a full disk has left of an unfinished last line is removed first."""
     with os.fdopen(open_own(path, os.O_RDWR), "r+b") as out:

@@ -191,7 +191,7 @@ def once_trained(records: Sequence[LineT]) -> Sequence[LineT]:
     return [line for line in records if line["round"] > 0] or records
 
 
-def summary_of(name: str, records: Sequence[Mapping[str, Any]]) -> Summary | None:
+def summary_of_records(name: str, records: Sequence[Mapping[str, Any]]) -> Summary | None:
     """The summary of a metric over the evaluations of a run, once training has begun; None: it was not measured."""
     values = [line[name] for line in once_trained(records) if isinstance(line.get(name), int | float)]
     return summarise(name, values) if values else None

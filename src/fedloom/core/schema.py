@@ -467,3 +467,14 @@ def _huge(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_huge(each) for each in value.values())
     return isinstance(value, list | tuple) and any(_huge(each) for each in value)
+
+
+# -- tables of settings ----------------------------------------------------------------------------
+def dotted(given: Any) -> Any:
+    """Keys with dots instead of nested tables: TOML reads ``partition.alpha = 1`` as the latter."""
+    if not isinstance(given, Mapping):
+        return given
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        out |= {f"{key}.{k}": v for k, v in dotted(value).items()} if isinstance(value, Mapping) else {key: value}
+    return out

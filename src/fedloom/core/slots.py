@@ -31,11 +31,7 @@ class Slots:
         """Write consecutive rows of a tensor, the first of them at ``row``."""
         start, width = self._places[name]
         plain = values.detach().cpu().contiguous()
-        left = memoryview(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-        at = start + row * width
-        while left:  # a write to a nearly full disk may be partial
-            count = os.pwrite(self._file, left, at)
-            left, at = left[count:], at + count
+        disk.write_at(self._file, plain.reshape(-1).view(torch.uint8).numpy().tobytes(), start + row * width)
 
 
 @contextmanager

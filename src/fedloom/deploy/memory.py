@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError
-from fedloom.engine.store import DiskStore, Memo
-
-_NOTHING: Memo = {"lines": 0, "crc": 0}
+from fedloom.engine.store import EMPTY, DiskStore, Memo
 
 
 class KeptState(NamedTuple):
@@ -44,7 +42,7 @@ class Memory:
         if past != self._points:  # first, so that a state that is about to be overwritten is not trusted
             self._write(past)
         memos = [p.memo for p in past]
-        self.store.restore(memos[-1] if memos else _NOTHING, memos[:-1], {})
+        self.store.restore(memos[-1] if memos else EMPTY, memos[:-1], {})
 
     def keep(self, round_: int) -> None:
         """Save the store's content as the state after this round, and keep the one before it."""

@@ -25,7 +25,7 @@ from fedloom.core import disk, tree
 from fedloom.core.errors import CheckpointError
 
 Memo = dict[str, Any]
-_NOTHING: Memo = {"lines": 0, "crc": 0}  # the record of an empty store on disk
+EMPTY: Memo = {"lines": 0, "crc": 0}  # the record of an empty store on disk
 
 _LARGE = 1 << 20  # bytes from which a tensor is put in a file
 
@@ -224,10 +224,10 @@ class DiskStore:
         for k, client in enumerate(ids.tolist()):
             row = rows[k].tobytes()
             slot = self._slot_for(client)
-            _write(self._rows, row, slot * len(row))
+            disk.write_at(self._rows, row, slot * len(row))
             self._slot[client], self._crc[client] = slot, zlib.crc32(row)
             lines[k] = (client, slot, self._crc[client])
-        _write(self._journal, lines.tobytes(), self._lines * self._LINE.itemsize)
+        disk.write_at(self._journal, lines.tobytes(), self._lines * self._LINE.itemsize)
         self._lines, self._sum = self._lines + len(lines), zlib.crc32(lines.tobytes(), self._sum)
 
     def commit(self) -> Memo:
@@ -273,7 +273,7 @@ class DiskStore:
     def _restart_after(self, others: list[Memo]) -> None:
         """Empty, except for what these points need, as far as it can be read."""
         try:
-            self.restore(max(others, key=lambda other: other["lines"], default=_NOTHING), others, {})
+            self.restore(max(others, key=lambda other: other["lines"], default=EMPTY), others, {})
         except CheckpointError:
             self._reset()
         self._stale = self._slot[self._slot >= 0].tolist()
@@ -329,14 +329,6 @@ def form_of(x: Tensor) -> str:
 
 def _raw(x: Tensor) -> bytes:
     return x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _write(file: int, data: bytes, at: int) -> None:
-    """Write all of ``data``: a write to a nearly full disk may be partial before it fails."""
-    left = memoryview(data)
-    while left:
-        count = os.pwrite(file, left, at)
-        left, at = left[count:], at + count
 
 
 def _pairs(a: Any, b: Any) -> list[tuple[Tensor, Tensor]]:

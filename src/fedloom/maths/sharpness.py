@@ -38,6 +38,11 @@ _NOTHING = 1e-12  # a gradient no longer than this has no direction
 _CLIMBS = 10  # steps of the search for a largest value
 
 
+def scheduled(schedule: RhoSchedule, lr: Tensor, first_lr: float) -> Tensor | float:
+    """What rho is multiplied by at this learning rate."""
+    return lr / first_lr if schedule == "prop_lr" else 1.0
+
+
 class Gam(NamedTuple):
     """The settings of a gradient-norm-aware step."""
 

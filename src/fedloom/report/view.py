@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from fedloom.core.metrics import Summary, summary_of
+from fedloom.core.metrics import Summary, summary_of_records
 from fedloom.core.vocabulary import accuracies, is_evaluation, lower_is_better
 from fedloom.data.arrays import Ints
 
@@ -139,7 +139,7 @@ def standing_for(runs: Sequence[RunView]) -> str:
 
 def summary_of_run(run: RunView, metric: str) -> Summary | None:
     """Last, best and mean of the last ten values, once training has begun."""
-    return summary_of(metric, run.evaluations)
+    return summary_of_records(metric, run.evaluations)
 
 
 class ClientScore(NamedTuple):

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from fedloom.core import disk
 from fedloom.core.errors import CheckpointError, ConfigError, Fault
 from fedloom.core.metrics import Verdicts
+from fedloom.core.schema import dotted
 from fedloom.data.arrays import Ints
 from fedloom.report.tables import client_table
 from fedloom.report.view import RunStatus, RunView
@@ -59,7 +60,7 @@ def look_at_run(folder: Path, name: str = "", method: str = "", place: tuple[str
         name=name or folder.name,
         folder=str(folder),
         state=state,
-        settings=flattened(read_toml(folder / "config.toml")),
+        settings=dotted(read_toml(folder / "config.toml")),
         records=records,
         timings=json_lines(folder / "timings.jsonl"),
         environment=json_file(folder / "environment.json"),
@@ -112,14 +113,6 @@ def _digest(path: Path) -> str:
         return disk.digest(path)
     except OSError:
         return ""
-
-
-def flattened(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Settings by their dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        out |= flattened(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return out
 
 
 def json_file(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from fedloom.core.metrics import Summary, once_trained, summary_of
+from fedloom.core.metrics import Summary, once_trained, summary_of_records
 from fedloom.core.vocabulary import SPREAD, accuracies
 
 
@@ -87,7 +87,7 @@ class History(NamedTuple):
             for line in self.records
         ]
         names = dict.fromkeys(name for line in once_trained(lines) for name in line if name != "round")
-        return {name: found for name in names if (found := summary_of(name, lines)) is not None}
+        return {name: found for name in names if (found := summary_of_records(name, lines)) is not None}
 
     def __repr__(self) -> str:
         found = self.summary

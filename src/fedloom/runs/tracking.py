@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_evaluation
 from fedloom.runs.folder import write_text
-from fedloom.runs.look import flattened
 from fedloom.runs.prepare import Prepared
 from fedloom.runs.settings import Config, as_table, as_toml
 
@@ -174,7 +174,7 @@ class _MLflow:
         known = self._client.get_experiment_by_name(name)
         home = known.experiment_id if known is not None else self._client.create_experiment(name)
         self.identity = self._client.create_run(home, run_name=about.name).info.run_id
-        self._settings(flattened(as_table(about.config)))
+        self._settings(dotted(as_table(about.config)))
 
     def _settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from fedloom.core import metrics
-from fedloom.core.metrics import Summary, rounds_to_convergence
+from fedloom.core.metrics import Summary, rounds_to_convergence, summary_of_records
 from fedloom.core.vocabulary import accuracies, bytes_exchanged, lower_is_better, matching
 from fedloom.report.comparison.question import Along, Equal, Place, Question, Result
 
@@ -133,7 +132,7 @@ def series(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, floa
 
 def summary_of(result: Result, metric: str) -> Summary | None:
     """Last, best and mean of the last ten of a finished cell, once training has begun."""
-    return metrics.summary_of(metric, result.records) if result.state == "done" else None
+    return summary_of_records(metric, result.records) if result.state == "done" else None
 
 
 def evaluations(result: Result, metric: str) -> int:

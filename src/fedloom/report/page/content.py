@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_cost, is_privacy
 from fedloom.report import topology
 from fedloom.report.comparison.notes import STARRED, TAGGED
@@ -495,7 +496,7 @@ def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> 
         settings_differ=_differ([(r, r.settings) for r in runs], differing(runs), words),
         settings=_all([r.settings for r in runs], words),
         environment_differs=_environment_differs(runs, words),
-        environment=_all([_flat(r.environment) for r in runs], words),
+        environment=_all([dotted(r.environment) for r in runs], words),
         log=(),
         several=len(runs) > 1,
     )
@@ -738,15 +739,8 @@ def _all(tables: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     return plain(rows, words.say("setting"), words.say("value"))
 
 
-def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        out |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return out
-
-
 def _environment_differs(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
-    tables = [(run, _flat(run.environment)) for run in runs if run.environment]
+    tables = [(run, dotted(run.environment)) for run in runs if run.environment]
     own = ("config_hash", "net_sha256", "message_bytes", "lanes", "executor", "steps", "parameters", "files")
     keys = dict.fromkeys(key for _, table in tables for key in table)
     apart = [
