@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.core.errors import DataError
+from fedloom.core.errors import ConfigError, DataError
 from fedloom.data.column_check import suspicions
 from fedloom.data.columns import Recipe
 from fedloom.deploy.audit import read_audit, write_audit
@@ -22,7 +22,7 @@ from fedloom.deploy.contract import read_contract
 from fedloom.deploy.ends import OwnRows, rows_of_client
 from fedloom.deploy.messages import Envelope, packed
 from fedloom.deploy.node import Node, Place
-from fedloom.deploy.own_data import own_rows, refuse_wrong_columns
+from fedloom.deploy.own_data import own_rows, refuse_wrong_columns, rows_for
 from fedloom.runs.prepare import share
 from support.federation import Here, a_site, config_of
 from support.patients import patients
@@ -219,4 +219,7 @@ def test_a_bundle_says_nothing_of_single_hospitals_or_of_the_coordinators_disk(t
     for path in (home.parent / "hospital-b").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes()
     assert str(tmp_path / "patients.csv") in (home / "experiment.toml").read_text()  # the server reads it
-    assert read_contract(home).parts == read_contract(home.parent / "hospital-b").parts
+    contract = read_contract(home.parent / "hospital-b")
+    assert read_contract(home).parts == contract.parts
+    with pytest.raises(ConfigError, match=r"needs the experiment's own data, and patients.csv is not in this folder"):
+        rows_for(contract, 1, "experiment", tmp_path)

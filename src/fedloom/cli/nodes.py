@@ -59,7 +59,8 @@ def show_columns(own: OwnRows) -> None:
         numbers = ("" if math.isnan(x) else f"{x:.4g}" for x in (check.mean, check.shift, check.spread))
         table.add_row(harmless(check.name), *shares, *numbers)
     plain_console().print(table)
-    print("shift and spread: mean and deviation after scaling, expected near 0 and 1")
+    if not all(math.isnan(check.shift) for check in own.checks):
+        print("shift and spread: mean and deviation after scaling, expected near 0 and 1")
     for line in suspicions(own.checks):
         print(harmless(f"note: {line}"))
 

@@ -14,7 +14,7 @@ from fedloom.data.arrays import Arrays, checked
 from fedloom.data.column_check import ColumnCheck, checked_columns, refuse_wrong
 from fedloom.data.columns import Recipe, encoded, own_scalings, refuse_other_kinds, with_kinds
 from fedloom.data.files import Rows
-from fedloom.data.sources import Source, Table, source_for_path
+from fedloom.data.sources import File, Source, Table, source_for_path
 from fedloom.deploy.contract import Contract, Form
 from fedloom.deploy.ends import OwnRows, rows_of_client, rows_of_node
 from fedloom.deploy.site import NODE_TOML
@@ -32,6 +32,10 @@ def rows_for(contract: Contract, client: int, data: str, root: Path) -> OwnRows:
         fix = f"add data=FILE; data={EXPERIMENT_DATA} is a part of the experiment's own data"
         raise ConfigError([Fault("data", "where are this node's rows?", fix)])
     if data == EXPERIMENT_DATA:
+        source = contract.config.data
+        if isinstance(source, File) and not source.place.exists():  # a bundle names the file, and not its folder
+            what = f"data={EXPERIMENT_DATA} needs the experiment's own data, and {source.path} is not in this folder"
+            raise ConfigError([Fault("data", what, "data=FILE reads this node's own rows")])
         return rows_of_client(share(contract.config, root), client)
     return own_rows(contract, data)
 
