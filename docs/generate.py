@@ -87,12 +87,34 @@ its folder, unless an installed module has that name. Code that a file or folder
 | section | what the name refers to |
 |---|---|
 | `data.source` | a function that returns `(x, y)` arrays; it may have the parameters `root` and `seed` |
-| `partition.kind` | a function `f(y, clients, rng, ...)` that returns the client of each row |
+| `partition.kind` | a function that returns the client of each row; it may have the parameters `y`, \
+`clients` and `classes` (their numbers), `rng`, `x` and `client` (of each row, if the data names clients) |
 | `model.kind` | an `nn.Module` class; it may have the parameters `shape` and `classes` |
 | `local.optimizer` | a function of settings that returns a `fedloom.core.optim.Optimizer`: see below |
+| `task.loss` | a function `f(outputs, y, ...)` of outputs `[B, C]` and labels `[B]` that returns \
+the loss of each row `[B]` |
+| `aggregation.rule` | a function `f(uploads, weights, ...)` of a row for each upload `[K, P]` \
+and their weights `[K]` that returns one row `[P]`: see [trust](trust.md#a-rule-of-your-own) |
+| `cohort.sampling` | a function that returns the clients of a round, each once; it may have the \
+parameters `round` (from 0), `rng`, `clients` (their number), `size` and \
+`sizes` (training examples of each client): see below |
+| `evaluate.metrics` | functions `f(outputs, y)` that return one number: see below |
 | `algorithm.kind` | a subclass of `fedloom.Algorithm`; a file in the folder `algorithms/` is found by its bare name |
 
-An `Optimizer(init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
+All but metrics may have further arguments. These are keys of the section: `task.loss=own.py:focal task.gamma=3`.
+
+A **metric** is called once for the outputs `[n, C]` and labels `[n]` of all rows that are evaluated together: the
+common test set for `global/test/top3`, the rows of each client for `personal/pre_fit/test/top3`. It need not be a mean
+over rows. It is not called where an output is not finite. In regression, outputs and labels are those that the loss
+is given. Its best value is the highest, unless its name begins like that of a metric of which less is better: `loss`,
+`mae`, `rmse`, `brier` or `ece`.
+
+A **sampling** knows the round and draws from `rng`, whose numbers depend on the seed and the round only. So all methods
+of a comparison have the same clients in each round, which are known before the run: that is what resuming, several
+processes and forecasts rest on. A sampling cannot see losses or models. A method that chooses by loss, such as
+Power-of-Choice, is written as a method: draw the candidates here, let them report their loss (`Surveys`), and let the
+server use only the uploads it wants. All candidates then train and send, and are counted as doing so.
+init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
 x, lr)` the next `(x, state)`. Its own settings are the function's arguments, and keys of the section `local`.
 """
 

@@ -86,7 +86,7 @@ def _plain(config: Config) -> list[str]:
 def _areas(config: Config) -> list[str]:
     """What is measured in addition to accuracy (or error) and loss."""
     always = ("rmse", "r2") if config.task.is_regression else ()
-    return [*(measure_name(variant) for variant in config.evaluate.auc), *always, *config.evaluate.metrics]
+    return [*map(measure_name, (*config.evaluate.auc, *always, *config.evaluate.metrics))]
 
 
 def _may_have_own_rows(config: Config) -> bool:

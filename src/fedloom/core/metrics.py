@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedloom.core import usercode
 from fedloom.core.objective import CLASSES, Criterion, row_cross_entropy
-from fedloom.core.vocabulary import lower_is_better
+from fedloom.core.quality import MEASURED
+from fedloom.core.vocabulary import SPREAD, lower_is_better
 
 # What is ranked: every score of every class at once, raw or after a softmax, or each class separately.
 Auc: TypeAlias = Literal["micro_logits", "micro_softmax", "macro_present"]
@@ -161,8 +163,17 @@ def client_metrics(prefix: str, found: Verdicts, *, shared: bool = False) -> dic
 
 
 def measure_name(variant: str) -> str:
-    """The name of a measure beyond accuracy and loss; variants of AUC have different names."""
+    """The name of a measure beyond accuracy and loss; variants of AUC have different names, the user's own that of
+    their function."""
+    if usercode.is_reference(variant):
+        return variant.rpartition(":")[2]
     return f"auc_{variant}" if variant in get_args(Auc) else variant
+
+
+def is_taken(name: str) -> bool:
+    """Whether a metric of fedloom has this name, or may have."""
+    known = {"accuracy", "loss", "diverged", *MEASURED, *map(measure_name, get_args(Auc))}
+    return name in known or name.endswith(tuple(SPREAD))
 
 
 def _named(name: str, of: Spread) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,14 +15,19 @@ from torch.nn.functional import huber_loss, log_softmax
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import TAKES_STEPS
-from fedloom.core.schema import Spec, when
+from fedloom.core.own_function import MayNameFunction
+from fedloom.core.schema import when
 
 RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (outputs [B, C], y [B]) -> [B]
 LOSSES = {"classification": ("cross_entropy",), "regression": ("mse", "huber")}
 
 
-class Objective(Spec):
+class Objective(MayNameFunction):
     """What is learned from the data, and which loss is minimised."""
+
+    section: ClassVar[str] = "task"
+    naming: ClassVar[str] = "loss"
+    positions: ClassVar[int] = 2
 
     kind: Literal["classification", "regression"] = Field(
         "classification", description="classification: the label is a class; regression: it is a number"
@@ -30,7 +35,8 @@ class Objective(Spec):
     loss: str = Field(
         "auto",
         description="cross_entropy for classes, mse or huber for numbers, or your own as file.py:function, which is "
-        "given outputs [B, C] and y [B] and returns the loss of each row [B]; auto: the first of these",
+        "given outputs [B, C] and y [B] and returns the loss of each row [B]; its further arguments are settings, too; "
+        "auto: the first of these",
     )
     delta: Annotated[PositiveFloat, when(loss="huber")] = Field(
         1.0, description="errors above it, in deviations of the target, count linearly"
@@ -88,27 +94,23 @@ def _row_loss(task: Objective, outputs: int) -> RowLoss:
         return row_squared_error
     if name == "huber":
         return lambda out, y: huber_loss(out.squeeze(-1), y, reduction="none", delta=task.delta)
-    return _own_loss(name, outputs, regression=task.is_regression)
+    return _own_loss(task, outputs)
 
 
-def _own_loss(name: str, outputs: int, *, regression: bool) -> RowLoss:
-    """The user's function, after a check that it returns a loss for each row."""
-    found = usercode.load_code(name, "task.loss")
-    if not (usercode.is_written(found, name) or usercode.is_in_program(found, name)):
-        what = f"'{name}' is not a function of outputs and labels that a .py file defines"
-        raise ConfigError([Fault("task.loss", what, "name it as file.py:function")])
-    y = torch.zeros(2) if regression else torch.zeros(2, dtype=torch.int64)
+def _own_loss(task: Objective, outputs: int) -> RowLoss:
+    """The user's function with its settings, after a check that it returns a loss for each row."""
+    own: RowLoss = task.own_function()
+    y = torch.zeros(2) if task.is_regression else torch.zeros(2, dtype=torch.int64)
     try:
-        shape = tuple(found(torch.zeros(2, outputs), y).shape)
+        shape = tuple(own(torch.zeros(2, outputs), y).shape)
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            [Fault("task.loss", f"'{name}' fails on outputs [2, {outputs}] and y [2]: {first}")]
+            [Fault("task.loss", f"'{task.loss}' fails on outputs [2, {outputs}] and y [2]: {first}")]
         ) from error
     if shape != (2,):
-        what = f"'{name}' should return one loss for each row (got the shape {list(shape)} for 2 rows)"
+        what = f"'{task.loss}' should return one loss for each row (got the shape {list(shape)} for 2 rows)"
         raise ConfigError([Fault("task.loss", what, "leave out the mean, as with reduction='none'")])
-    own: RowLoss = found
     return own
 
 

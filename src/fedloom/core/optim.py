@@ -24,12 +24,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails
 from torch import Tensor
 
 from fedloom.core import tree, usercode
 from fedloom.core.errors import ConfigError, Fault, nearest
-from fedloom.core.schema import Spec, When, other_than, over, when, worded
+from fedloom.core.schema import Spec, When, disagreement, other_than, over, reported_again, when, worded
 
 
 class Optimizer(NamedTuple):
@@ -395,7 +395,7 @@ class Local(Spec):
             local = make(given)
             wrong += [] if wrong else _misfits(local)
         except ValidationError as error:
-            wrong = [_again(fault) for fault in error.errors()] + wrong
+            wrong = [reported_again(fault) for fault in error.errors()] + wrong
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return local
@@ -423,13 +423,13 @@ def _disagreements(given: Mapping[str, Any]) -> Iterator[InitErrorDetails]:
         has = takes(find_optimizer(name, "local.optimizer")) if isinstance(name, str) else None
     except ConfigError as error:
         for fault in error.faults:
-            yield _wrong(f"{fault.what} ({fault.fix})" if fault.fix else fault.what, name, "optimizer")
+            yield disagreement(f"{fault.what} ({fault.fix})" if fault.fix else fault.what, name, "optimizer")
     for key, value in given.items():
         may_be_its_own = ":" in str(name) if has is None else key in has
         if key not in Local.model_fields and not may_be_its_own:
             yield InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
     if given.get("drop_last") is True and given.get("wrap_last") is True:
-        yield _wrong("drop_last and wrap_last are both set; keep one of them", True)
+        yield disagreement("drop_last and wrap_last are both set; keep one of them", True)
 
 
 def _misfits(local: Local) -> list[InitErrorDetails]:
@@ -437,14 +437,6 @@ def _misfits(local: Local) -> list[InitErrorDetails]:
     try:
         made: Any = local.make_optimizer()
     except Exception as error:
-        return [_wrong(f"it failed: {type(error).__name__}: {error}", local.optimizer, "optimizer")]
+        return [disagreement(f"it failed: {type(error).__name__}: {error}", local.optimizer, "optimizer")]
     what = f"it returned a {type(made).__name__}, not a fedloom.core.optim.Optimizer"
-    return [] if isinstance(made, Optimizer) else [_wrong(what, local.optimizer, "optimizer")]
-
-
-def _wrong(what: str, got: Any, *at: str) -> InitErrorDetails:
-    return InitErrorDetails(type=PydanticCustomError("disagreement", what), loc=at, input=got)
-
-
-def _again(fault: ErrorDetails) -> InitErrorDetails:
-    return InitErrorDetails(type=fault["type"], loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))
+    return [] if isinstance(made, Optimizer) else [disagreement(what, local.optimizer, "optimizer")]

@@ -9,10 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core import usercode
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.own_function import called, find_function
+
 # By the name under which ``evaluate.metrics`` asks for it, and under which it is recorded.
 ClassMeasure: TypeAlias = Literal["balanced_accuracy", "f1_macro", "auc", "brier", "ece"]
 NumberMeasure: TypeAlias = Literal["mae", "rmse", "r2"]
-AnyMeasure: TypeAlias = Literal[ClassMeasure, NumberMeasure]
+MEASURED: tuple[str, ...] = (*get_args(ClassMeasure), *get_args(NumberMeasure))
 _BINS = 15  # of the expected calibration error, as in Guo et al. (2017)
 
 
@@ -94,6 +98,8 @@ def number_measures(predicted: Tensor, y: Tensor) -> dict[str, float]:
 
 def measured(name: str, outputs: Tensor, y: Tensor, unit: float = 1.0) -> float:
     """One measure by its name; NaN where it is not defined. ``unit``: of the regression target."""
+    if usercode.is_reference(name):
+        return _own_measure(name, outputs, y)
     if name in get_args(NumberMeasure):
         found = number_measures(outputs.squeeze(-1), y)[name]
         return found if name == "r2" else unit * found
@@ -104,6 +110,17 @@ def measured(name: str, outputs: Tensor, y: Tensor, unit: float = 1.0) -> float:
         return brier(probabilities, y) if name == "brier" else ece(probabilities, y)
     table = confusion(y, probabilities.argmax(1), outputs.shape[1])
     return balanced_accuracy(table) if name == "balanced_accuracy" else f1_macro(table)
+
+
+def _own_measure(name: str, outputs: Tensor, y: Tensor) -> float:
+    """What the user's function computes from the outputs for some rows, all at once, and their labels."""
+    found = called(find_function(name, "evaluate.metrics"), name, "evaluate.metrics", outputs, y)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        what = f"'{name}' should return one number for {len(y)} rows (got {got})"
+        raise ConfigError([Fault("evaluate.metrics", what, "such as the mean of the rows' numbers")]) from error
 
 
 def measured_by_owner(

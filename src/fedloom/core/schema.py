@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from fedloom.core.errors import Fault, nearest
 from fedloom.core.fields import type_words
@@ -446,6 +447,16 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     if item["type"] == "too_short" and not item["input"]:
         return Fault(where, "is empty, and needs one at least")
     return Fault(where, f"{message} (got {_short(item['input'])})")
+
+
+def disagreement(what: str, got: Any, *at: str) -> InitErrorDetails:
+    """A fault that a validator of several settings reports at one of them."""
+    return InitErrorDetails(type=PydanticCustomError("disagreement", what), loc=at, input=got)
+
+
+def reported_again(fault: ErrorDetails) -> InitErrorDetails:
+    """A fault of a single setting, to be reported with those of several."""
+    return InitErrorDetails(type=fault["type"], loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))
 
 
 def _short(value: Any) -> str:

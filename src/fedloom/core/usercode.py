@@ -47,8 +47,9 @@ def vouch(values: Any, *, lasting: bool = True) -> None:
     ``lasting``: later processes may run it, too, when a file names it.
     """
     if isinstance(values, str):
-        named = (os.getcwd(), values)
-        _vouched[named] = lasting or _vouched.get(named, False)
+        for name in {values, *map(str.strip, values.split(","))}:  # lists need no brackets on the command line
+            named = (os.getcwd(), name)
+            _vouched[named] = lasting or _vouched.get(named, False)
     elif isinstance(values, Mapping):
         vouch(list(values.values()), lasting=lasting)
     elif isinstance(values, list | tuple):

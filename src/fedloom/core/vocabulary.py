@@ -196,8 +196,11 @@ def is_diagnostic(name: str) -> bool:
 
 def is_extra(name: str) -> bool:
     """Whether this is a measure over all clients that was requested in addition to accuracy and loss."""
-    end = leaf(name)
-    return "/" in name and (end in _EXTRA or (end.startswith("auc_") and not end.endswith(tuple(SPREAD))))
+    place, _, end = name.rpartition("/")
+    if end.endswith(tuple(SPREAD)):
+        return False
+    own = place.endswith(("/test", "/validation")) and place in PLACES and end not in ("accuracy", "loss", "diverged")
+    return own or (bool(place) and (end in _EXTRA or end.startswith("auc_")))
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

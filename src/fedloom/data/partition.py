@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from fedloom.data.arrays import Ints
 
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
+Inputs: TypeAlias = Callable[[], NDArray[Any]]  # a copy is made only for those who want it
 
 
 class Assignment(NamedTuple):
@@ -41,16 +43,21 @@ class Partition(Kind):
     )
     min_size: PositiveInt | None = Field(1, description="least number of rows of a client")
 
-    def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
-        """The owner of each row, given its label and, if the data names it, its natural client."""
+    def assign(
+        self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None, x: Inputs | None = None
+    ) -> Assignment:
+        """The owner of each row, given its label, its natural client if the data names it, and its inputs."""
         raise NotImplementedError
 
 
 class RandomPartition(Partition):
     """A partition that is drawn from labels alone: faults first, then the draw, then the smallest size."""
 
-    def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:  # noqa: ARG002
+    def assign(
+        self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None, x: Inputs | None = None
+    ) -> Assignment:
         """A complete split in which each client has at least ``min_size`` rows, or a ConfigError with the numbers."""
+        del client, x  # only labels count
         held = int(np.count_nonzero(np.bincount(y, minlength=classes)))
         faults = [*_crowded(len(y), self.clients, self.least(len(y))), *self.faults(held)]
         if faults:
@@ -252,8 +259,11 @@ class Natural(Partition):
     kind: ClassVar[str] = "natural"
     clients: PositiveInt | None = None  # type: ignore[assignment]  # None: as many as the data has
 
-    def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:  # noqa: ARG002
+    def assign(
+        self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None, x: Inputs | None = None
+    ) -> Assignment:
         """The data's clients, numbered from 0 without gaps, or merged into ``clients`` groups of near-equal count."""
+        del y, classes, x  # only who has the row counts
         if client is None:
             raise DataError(
                 "partition 'natural': the data does not name the client of each row "

@@ -25,7 +25,6 @@ from fedloom.deploy.own_files import OwnFiles, files_here, own_files, placed, pu
 from fedloom.engine.clock import System
 from fedloom.engine.settings import Evaluate
 from fedloom.runs.environment import versions
-from fedloom.runs.look import flattened
 from fedloom.runs.settings import Config, as_hashed, as_table, hash_of, parse, toml_of
 from fedloom.trust.corruption import Corruption
 
@@ -78,7 +77,7 @@ class Contract(NamedTuple):
     @property
     def settings(self) -> dict[str, str]:
         """The settings of the experiment as JSON, by dotted name: they say what differs where its hash does."""
-        table = flattened(self.own.named(as_hashed(self.config)))
+        table = dotted(self.own.named(as_hashed(self.config)))
         return {name: json.dumps(value, sort_keys=True) for name, value in table.items()}
 
 
@@ -231,6 +230,9 @@ def only_simulated(config: Config) -> list[Fault]:
     if config.privacy.asks_for_labels:
         faults.append(Fault("privacy", "needs each node's number of examples of each class", "leave that out"))
     default, asked = Evaluate(), config.evaluate
+    if own := [name for name in asked.metrics if usercode.is_reference(name)]:
+        what = f"'{own[0]}' is your own code, and a node cannot be asked for what it computes"
+        faults.append(Fault("evaluate.metrics", what, "leave it out, or take one of fedloom's"))
     for name in ("validation", "diagnostics", "participants", "train", "flatness"):
         if getattr(asked, name) != getattr(default, name):
             faults.append(

@@ -15,10 +15,10 @@ from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.schema import module_names
 from fedloom.runs.find import KEYS
-from fedloom.runs.settings import Config
+from fedloom.runs.settings import NAMED_CODE, Config
 
 # The settings that may name a user's file, as (section, key).
-_PLACES = (*KEYS.items(), ("local", "optimizer"), ("task", "loss"), ("model", "weights"))
+_PLACES = (*KEYS.items(), *NAMED_CODE, ("model", "weights"))
 
 
 class OwnFiles(NamedTuple):
@@ -98,7 +98,7 @@ def _file_of(value: str) -> str:
 
 def _named_code(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that name user code: section, key and value."""
-    chosen = {**config.kinds, "local": config.local.optimizer, "task": config.task.loss}
+    chosen = {**config.kinds, **{section: getattr(getattr(config, section), key) for section, key in NAMED_CODE}}
     for section, key in _PLACES:
         value = chosen.get(section, "")
         own = section == "algorithm" and value not in module_names("fedloom.algorithms")

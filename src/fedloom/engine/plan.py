@@ -7,34 +7,49 @@ clients or on how many train side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, field_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fedloom.algorithm import Phase, Work
 from fedloom.core import rng, tree
+from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Local
-from fedloom.core.schema import Spec, other_than, when
+from fedloom.core.own_function import MayNameFunction, accepted, called, named_or_own
+from fedloom.core.schema import other_than, when
 from fedloom.data.federation import Ranges
 
 _LAST = torch.iinfo(torch.int64).max
 
 
-class Cohort(Spec):
+_SAMPLINGS = ("uniform", "proportional", "poisson", "all")
+
+
+class Cohort(MayNameFunction):
     """The clients of a round."""
+
+    section: ClassVar[str] = "cohort"
+    naming: ClassVar[str] = "sampling"
+    offered: ClassVar[tuple[str, ...]] = ("round", "rng", "clients", "size", "sizes")
 
     size: Annotated[PositiveInt | None, when(sampling=other_than("all"))] = Field(
         None, description="clients of a round; unset: 10, or all if there are fewer"
     )
-    sampling: Literal["uniform", "proportional", "poisson", "all"] = Field(
+    sampling: str = Field(
         "uniform",
         description="uniform: without replacement; proportional: by data, with replacement; poisson: each client "
-        "independently, size is the mean; all: every client",
+        "independently, size is the mean; all: every client; or your own, as file.py:function",
     )
+
+    @field_validator("sampling")
+    @classmethod
+    def _is_a_sampling(cls, name: str) -> str:
+        return named_or_own(name, _SAMPLINGS, "sampling")
 
 
 class Address(NamedTuple):
@@ -109,7 +124,10 @@ def draw_cohort(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
     able = np.flatnonzero(sizes.numpy() > 0)
     size = cohort.size if cohort.size is not None else min(10, len(able))
     chance = rng.stream(seed, "cohort", round_)
-    if cohort.sampling == "all":
+    if cohort.is_own:
+        ids = _own_choice(cohort, sizes.numpy(), size, round_, chance)
+        times = np.ones(len(ids))
+    elif cohort.sampling == "all":
         ids, times = able, np.ones(len(able))
     elif cohort.sampling == "uniform":
         ids = able[np.sort(chance.choice(len(able), min(size, len(able)), replace=False))]
@@ -123,6 +141,28 @@ def draw_cohort(cohort: Cohort, sizes: Tensor, seed: int, round_: int) -> Drawn:
         ids, counts = np.unique(able[picks], return_counts=True)
         times = counts.astype(np.float64)
     return Drawn(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(times.astype(np.float32)))
+
+
+def _own_choice(
+    cohort: Cohort, sizes: NDArray[np.int64], size: int, round_: int, chance: np.random.Generator
+) -> NDArray[np.int64]:
+    """The clients that the user's function draws, in order."""
+    offered = {"round": round_, "rng": chance, "clients": len(sizes), "size": size, "sizes": sizes.copy()}
+    function, at = cohort.own_function(), "cohort.sampling"
+    ids = np.asarray(called(function, cohort.sampling, at, **accepted(function, offered)))
+    ids = ids.astype(np.int64) if ids.shape == (0,) else ids
+    what = ""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        what = f"should return the numbers of clients (got {ids.dtype} of shape {ids.shape})"
+    elif len(ids) and (ids.min() < 0 or ids.max() >= len(sizes)):
+        what = f"should return clients in 0..{len(sizes) - 1} (got {ids.min()} to {ids.max()})"
+    elif len(np.unique(ids)) < len(ids):
+        what = f"should return each client once (got {sorted(ids.tolist())})"
+    elif not (sizes[ids] > 0).all():
+        what = f"returns client {ids[sizes[ids] == 0][0]}, which has no training data (see sizes)"
+    if what:
+        raise ConfigError([Fault(at, f"'{cohort.sampling}' {what}, in round {round_ + 1}")])
+    return np.sort(ids).astype(np.int64)
 
 
 class Amount(NamedTuple):

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from fedloom.core.metrics import Auc
-from fedloom.core.quality import AnyMeasure
+from fedloom.core import usercode
+from fedloom.core.metrics import Auc, is_taken, measure_name
+from fedloom.core.own_function import named_or_own
+from fedloom.core.quality import MEASURED
 from fedloom.core.schema import Spec, other_than, when, worded
 
 Diagnostic: TypeAlias = Literal[
@@ -49,10 +51,11 @@ class Evaluate(Spec):
     auc: tuple[Auc, ...] = Field(
         (), description="also measure the area under the ROC curve, in these variants: see docs/run-folder.md"
     )
-    metrics: tuple[AnyMeasure, ...] = Field(
+    metrics: tuple[str, ...] = Field(
         (),
         description="also measure, of classes: balanced_accuracy, f1_macro, auc, brier, ece; "
-        "in regression, mae, rmse and r2 are always measured",
+        "in regression, mae, rmse and r2 are always measured; or your own, as file.py:function, which is given the "
+        "outputs [n, C] and y [n] of all rows that are evaluated together and returns a number",
     )
     nodes: Annotated[PositiveInt | None, when(_NETWORK)] = Field(
         None,
@@ -72,6 +75,17 @@ class Evaluate(Spec):
         if isinstance(names, list | tuple) and "confusion" in names:
             why = "the confusion matrix of the common model needs no setting: it is written to confusion.json"
             raise ValueError(why)
+        return names
+
+    @field_validator("metrics")
+    @classmethod
+    def _are_measures(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if usercode.is_reference(named_or_own(name, MEASURED, "metric")) and is_taken(measure_name(name)):
+                raise ValueError(f"'{measure_name(name)}' is a metric of fedloom: rename the function of '{name}'")
+        recorded = [measure_name(name) for name in dict.fromkeys(names)]
+        if twice := [name for name in recorded if recorded.count(name) > 1]:
+            raise ValueError(f"two of them would be recorded as '{twice[0]}': rename one")
         return names
 
     def due(self, round_: int, rounds: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from fedloom.algorithm import AnyAlgorithm
 from fedloom.algorithm.capabilities import Adapts, HasPhases, TrainsWhileWaiting, defaults_of, gossip_facts, takes_steps
+from fedloom.core import usercode
 from fedloom.core.errors import Fault
 from fedloom.core.objective import Objective, loss_faults
 from fedloom.core.optim import Local
@@ -195,7 +196,8 @@ def loss_fits(task: Objective) -> Iterable[Fault]:
 def numbers_can_be_learned(
     task: Objective, algorithm: AnyAlgorithm, evaluate: Evaluate, corruption: Corruption, privacy: Privacy
 ) -> Iterator[Fault]:
-    wrong = [name for name in evaluate.metrics if (name in get_args(NumberMeasure)) != task.is_regression]
+    known = [name for name in evaluate.metrics if not usercode.is_reference(name)]
+    wrong = [name for name in known if (name in get_args(NumberMeasure)) != task.is_regression]
     if wrong:
         yield Fault("evaluate.metrics", f"'{wrong[0]}' is not a measure of {task.kind}", "leave it out")
     if not task.is_regression:

@@ -20,7 +20,7 @@ from fedloom.engine.rounds import begin
 from fedloom.engine.state import Experiment
 from fedloom.engine.uploads import example_upload
 from fedloom.runs.prepare import Prepared
-from fedloom.runs.settings import Config, config_hash
+from fedloom.runs.settings import Config, code_names, config_hash
 
 _DECIDE = ("core", "maths", "algorithm", "algorithms", "models", "data", "trust", "engine", "runs")
 
@@ -100,7 +100,7 @@ def files_of(config: Config) -> dict[str, str]:
 
 def code_of(config: Config) -> dict[str, str]:
     """The files of the user's own code that an experiment uses, each with its hash."""
-    return usercode.files([*config.kinds.values(), config.local.optimizer, config.task.loss])
+    return usercode.files(code_names(config))
 
 
 def keep_code(folder: Path, config: Config) -> None:

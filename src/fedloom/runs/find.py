@@ -19,12 +19,13 @@ from torch import nn
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault, FedloomError, nearest
+from fedloom.core.own_function import accepted, call_by_name, called
 from fedloom.core.own_line import said
 from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.files import is_folder
 from fedloom.data.handed import from_anything
-from fedloom.data.partition import Assignment, Partition
+from fedloom.data.partition import Assignment, Inputs, Partition
 from fedloom.data.sources import Source
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import NetSpec
@@ -137,7 +138,7 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
         def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
             offered = {"shape": shape, "classes": classes}
             try:
-                net: nn.Module = _call(thing, dict(self.__pydantic_extra__ or {}), offered, "model")
+                net: nn.Module = call_by_name(thing, self.__pydantic_extra__ or {}, offered, "model", name)
             except FedloomError:
                 raise
             except Exception as error:  # whatever its constructor does
@@ -150,7 +151,7 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
 
 
 def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
-    """A user's function as a partition: ``f(y, clients, rng, **settings)`` returns the owner of each row."""
+    """A user's function as a partition: ``f(y, clients, rng, x, ...)`` returns the owner of each row."""
     if not usercode.is_written(thing, name):
         return None
 
@@ -158,12 +159,19 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
         model_config = ConfigDict(extra="allow")
         kind: ClassVar[str] = name
 
-        def assign(self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None) -> Assignment:
-            offered = {"y": y, "classes": classes, "rng": rng, "client": client, "clients": self.clients}
-            owner = np.asarray(_call(thing, dict(self.__pydantic_extra__ or {}), offered, "partition"))
+        def assign(
+            self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None, x: Inputs | None = None
+        ) -> Assignment:
+            offered = {"y": y, "clients": self.clients, "classes": classes, "rng": rng, "client": client}
+            if "x" in accepted(thing, {"x": x}) and x is not None:
+                offered["x"] = x()
+            given = (thing, self.__pydantic_extra__ or {}, offered, "partition", name)
+            owner = np.asarray(called(call_by_name, name, "partition.kind", *given))
             if owner.shape != y.shape or owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= self.clients:
                 what = f"'{name}' must return for each of the {len(y)} rows a client in 0..{self.clients - 1}"
                 got = f"got {owner.dtype} of shape {owner.shape}"
+                if owner.shape == y.shape and owner.dtype.kind in "iu":
+                    got = f"got {owner.min()} to {owner.max()}"
                 raise ConfigError([Fault("partition.kind", f"{what} ({got})")])
             return Assignment(owner.astype(np.int64), self.clients, ())
 
@@ -180,24 +188,11 @@ def _wrap_source(thing: Any, name: str) -> type[Source] | None:
         kind: ClassVar[str] = name
 
         def load(self, root: Path, seed: int) -> Arrays:
-            result = _call(thing, dict(self.__pydantic_extra__ or {}), {"root": root, "seed": seed}, "data")
+            offered = {"root": root, "seed": seed}
+            result = call_by_name(thing, self.__pydantic_extra__ or {}, offered, "data", name)
             return from_anything(result, name=name, seed=seed, numbers=self._decode is not None)
 
     return Own
-
-
-def _call(thing: Any, settings: dict[str, Any], offered: dict[str, Any], section: str) -> Any:
-    """Call the user's ``thing`` with its settings and whatever of ``offered`` it has a parameter for."""
-    takes = inspect.signature(thing).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    unknown = [] if anything else [k for k in settings if k not in takes]
-    if unknown:
-        raise ConfigError([Fault(f"{section}.{k}", "unknown key", nearest(k, takes)) for k in unknown])
-    given = {k: v for k, v in offered.items() if anything or k in takes} | settings
-    missing = [n for n, p in takes.items() if p.default is p.empty and n not in given and p.kind not in (2, 4)]
-    if missing:
-        raise ConfigError([Fault(f"{section}.{n}", "required") for n in missing])
-    return thing(**given)
 
 
 _HOMES: dict[str, tuple[type[Any], str]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from fedloom.engine.plan import draw_cohort
 from fedloom.maths.private_sums import sensitivity
 from fedloom.runs.settings import Config
 from fedloom.trust import noise
-from fedloom.trust.accountant import Release, calibrated
+from fedloom.trust.accountant import Release, Sampling, calibrated
 from fedloom.trust.heterogeneity import noise_factors
 from fedloom.trust.mechanism import Guard, HiddenSums
 from fedloom.trust.noise import Key
@@ -25,17 +27,18 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     key = noise.seeded(config.basics.seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
-    if how.clip is None or cohort.sampling == "proportional":
+    sampling: Sampling | None = next((known for known in get_args(Sampling) if known == cohort.sampling), None)
+    if how.clip is None or sampling is None:  # what is not accounted for was refused
         return None
     able = int((fed.train.sizes > 0).sum())
-    size = able if cohort.sampling == "all" else min(cohort.size or 10, able)
+    size = able if sampling == "all" else min(cohort.size or 10, able)
     charged = how.histogram_epsilon if how.asks_for_labels else 0.0
-    release = Release(how.multiplier, how.mechanism == "local", cohort.sampling, able, size, charged)
+    release = Release(how.multiplier, how.mechanism == "local", sampling, able, size, charged)
     uses = _local_uses(config, fed) if release.local else tuple(range(config.basics.rounds + 1))
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
     # A sum over a Poisson sample is divided by its expected size: the size that was drawn is not public.
-    fixed = bool(release.noise) and not release.local and cohort.sampling == "poisson"
+    fixed = bool(release.noise) and not release.local and sampling == "poisson"
     weight = float(size) if fixed else None
     sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
     noisier = noise_factors(how, _label_counts(fed), key) if how.asks_for_labels else torch.ones(fed.clients)

@@ -16,9 +16,10 @@ from torch import Tensor
 from fedloom.algorithm import Held, Setup
 from fedloom.algorithm.capabilities import lane_size, needs_proxy
 from fedloom.algorithm.contract import AnyAlgorithm
-from fedloom.core import rng
+from fedloom.core import rng, usercode
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.core.objective import criterion_of
+from fedloom.core.own_function import find_function
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, Ints
 from fedloom.data.federation import Federation, federate
@@ -154,7 +155,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     train = ~arrays.test
     client = arrays.client[train] if arrays.client is not None else None
     chance = rng.stream(seed, "partition")
-    found = partition.assign(arrays.y[train], arrays.classes, chance, client)
+    found = partition.assign(arrays.y[train], arrays.classes, chance, client, lambda: arrays.x[train])
     held_out = held_out_rows(found.owner, found.clients, partition.holdout, seed)
     validates = config.evaluate.validation
     validation = validation_rows(found.owner, found.clients, validates, held_out, seed) if validates else None
@@ -220,6 +221,7 @@ def assembled(
     config: Config, shared: Shared, federation: Federation, device: torch.device, cohort: int, key: Key | None = None
 ) -> Prepared:
     """The experiment on data that has been split; ``cohort``: how many clients train side by side at most."""
+    _check_functions(config)
     world = _world(config, shared, federation)
     placed = _placed(config, world, device, cohort)
     guard = guard_of(config, world.federation, key)
@@ -413,6 +415,15 @@ def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
         faults.append(Fault("evaluate.validation", what, "use fewer clients, or a smaller partition.holdout"))
     if faults:
         raise ConfigError(faults)
+
+
+def _check_functions(config: Config) -> None:
+    """The user's own functions can be found and have the arguments that are set, before anything is trained."""
+    for section in (config.aggregation, config.cohort):
+        if section.is_own:
+            section.own_function()
+    for name in filter(usercode.is_reference, config.evaluate.metrics):
+        find_function(name, "evaluate.metrics")
 
 
 def _check_statistics(exp: Experiment) -> None:

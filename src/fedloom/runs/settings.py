@@ -135,6 +135,15 @@ SECTIONS: dict[str, type[Spec]] = {
     "task": Objective,
 }
 
+# The settings that may name the user's code, in addition to the kinds of sections.
+NAMED_CODE = (("local", "optimizer"), ("task", "loss"), ("aggregation", "rule"), ("cohort", "sampling"))
+
+
+def code_names(config: Config) -> list[str]:
+    """The names of everything that may be the user's own code."""
+    functions = [getattr(getattr(config, section), key) for section, key in NAMED_CODE]
+    return [*config.kinds.values(), *functions, *config.evaluate.metrics]
+
 
 # -- from text to a table ------------------------------------------------------------------------
 def read_toml(path: Path) -> dict[str, Any]:

@@ -71,9 +71,10 @@ def _of_uploads(how: Privacy, alg: Any) -> list[Fault]:
 
 
 def _of_sampling(sampling: str) -> list[Fault]:
-    if sampling != "proportional":
+    if sampling in ("uniform", "poisson", "all"):
         return []
-    what = "'proportional' draws clients by how much data they have, which is not accounted for"
+    how = "draws clients by how much data they have" if sampling == "proportional" else "may draw clients in any way"
+    what = f"'{sampling}' {how}, which is not accounted for"
     return [Fault("cohort.sampling", what, "use poisson, uniform or all")]
 
 

@@ -4,34 +4,45 @@
     trimmed_mean  of every coordinate, without the f largest and the f smallest values       likewise
     krum          the one upload that is nearest to its n - f - 2 nearest others             Blanchard et al., NIPS 2017
     multi_krum    the mean of the ``chosen`` nearest                                         likewise
+    file.py:rule  the user's own, a function of uploads [K, P] and weights [K]
 
-A rule weights all uploads equally: the size of a client's data is only its own claim. If all are honest and nothing is
-trimmed, a rule is the plain mean of the uploads.
+fedloom's rules weight all uploads equally: the size of a client's data is only its own claim. If all are honest and
+nothing is trimmed, such a rule is the plain mean of the uploads.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 from torch import Tensor
 
 from fedloom.algorithm import Inbox
 from fedloom.core import tree
-from fedloom.core.errors import Fault
-from fedloom.core.schema import Spec, when
+from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.own_function import MayNameFunction, called, named_or_own
+from fedloom.core.schema import when
 
 # Numbers that are sorted at once.
 _SORTED = 1 << 24
 
 
-class Aggregation(Spec):
+_RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum")
+
+
+class Aggregation(MayNameFunction):
     """How uploads are aggregated."""
 
-    rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = Field(
-        "mean", description="the algorithm's own weighted mean, or one that withstands bad clients: see docs/trust.md"
+    section: ClassVar[str] = "aggregation"
+    naming: ClassVar[str] = "rule"
+    positions: ClassVar[int] = 2
+
+    rule: str = Field(
+        "mean",
+        description="the algorithm's own weighted mean, or one that withstands bad clients: median, trimmed_mean, "
+        "krum, multi_krum, or your own, as file.py:function: see docs/trust.md",
     )
     bad: Annotated[float, when(rule=("trimmed_mean", "krum", "multi_krum"))] = Field(
         0.25, ge=0, lt=0.5, description="share of a round's clients that may be bad: f, rounded down, in the rules"
@@ -39,6 +50,11 @@ class Aggregation(Spec):
     chosen: Annotated[PositiveInt | None, when(rule="multi_krum")] = Field(
         None, description="uploads that multi_krum averages; unset: all but f"
     )
+
+    @field_validator("rule")
+    @classmethod
+    def _is_a_rule(cls, name: str) -> str:
+        return named_or_own(name, _RULES, "rule")
 
     def distrusted(self, senders: int) -> int:
         """f, for this many uploads."""
@@ -89,12 +105,14 @@ class Robust(NamedTuple):
     counted: Tensor | None  # [K] 1 for uploads that were used, else 0; None if that differs by coordinate
 
 
-def robust(how: Aggregation, uploads: Any) -> Robust:
-    """The robust mean of the uploads [K, ...]."""
+def robust(how: Aggregation, uploads: Any, weights: Tensor | None = None) -> Robust:
+    """The robust mean of the uploads [K, ...]; only the user's own rule is given their weights [K]."""
     senders = len(tree.leaves(uploads)[0])
     f = how.distrusted(senders)
     if how.rule == "mean":
         return Robust(_mean_of(uploads, torch.arange(senders)), torch.ones(senders))
+    if how.is_own:
+        return Robust(_by_own_rule(how, uploads, torch.ones(senders) if weights is None else weights), None)
     if how.rule in ("median", "trimmed_mean"):
         cut = (senders - 1) // 2 if how.rule == "median" else min(f, (senders - 1) // 2)
         return Robust(tree.tmap(lambda x: trimmed(x, cut), uploads), None)
@@ -102,6 +120,19 @@ def robust(how: Aggregation, uploads: Any) -> Robust:
     taken = krum_scores(uploads, f).argsort(stable=True)[:count].sort().values
     counted = torch.zeros(senders, dtype=torch.float64, device=taken.device).index_fill(0, taken, 1.0)
     return Robust(_mean_of(uploads, taken), counted)
+
+
+def _by_own_rule(how: Aggregation, uploads: Any, weights: Tensor) -> Any:
+    """What the user's function makes of the uploads, all parts of an upload in one row; float64."""
+    leaves = tree.leaves(uploads)
+    rows = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1)
+    row = called(how.own_function(), how.rule, "aggregation.rule", rows, weights.to(rows))
+    if not isinstance(row, Tensor) or row.shape != rows.shape[1:]:
+        got = f"a tensor of shape {list(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
+        what = f"'{how.rule}' should make one row of {rows.shape[1]} numbers of {len(rows)} uploads (got {got})"
+        raise ConfigError([Fault("aggregation.rule", what)])
+    parts = torch.split(row.double(), [leaf[0].numel() for leaf in leaves])
+    return tree.unflatten(uploads, [part.view(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)])
 
 
 def trimmed(x: Tensor, cut: int) -> Tensor:
@@ -132,7 +163,7 @@ def krum_scores(uploads: Any, f: int) -> Tensor:
 
 def replaced(how: Aggregation, inbox: Inbox[Any]) -> Inbox[Any]:
     """The same inbox with a total from which every algorithm reads the robust mean as its weighted mean."""
-    found = robust(how, inbox.uploads)
+    found = robust(how, inbox.uploads, inbox.weights)
     total = tree.tmap(lambda x: x * inbox.weight, found.mean)
     weights = () if found.counted is None else found.counted.to(inbox.weight)
     return inbox._replace(total=total, weights=weights)
