@@ -111,9 +111,12 @@ is given. Its best value is the highest, unless its name begins like that of a m
 
 A **sampling** knows the round and draws from `rng`, whose numbers depend on the seed and the round only. So all methods
 of a comparison have the same clients in each round, which are known before the run: that is what resuming, several
-processes and forecasts rest on. A sampling cannot see losses or models. A method that chooses by loss, such as
-Power-of-Choice, is written as a method: draw the candidates here, let them report their loss (`Surveys`), and let the
-server use only the uploads it wants. All candidates then train and send, and are counted as doing so.
+processes and forecasts rest on. A sampling cannot see losses or models. A choice by loss, as in Power-of-Choice, is
+written as a method: draw the candidates here, let them report their loss, and let the server use only the uploads it
+wants ([an example](write-a-method.md#what-a-method-can-do-beyond-this)). All candidates then train and send, and are
+counted as doing so.
+
+Examples of all of these functions are in [write a method](write-a-method.md#not-a-whole-method).
 init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
 x, lr)` the next `(x, state)`. Its own settings are the function's arguments, and keys of the section `local`.
 """

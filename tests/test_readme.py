@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fedloom.algorithm.capabilities import CAPABILITIES
 from fedloom.cli import main as cli
 from fedloom.engine import laws
 from fedloom.runs.catalogue import entries
@@ -266,6 +267,18 @@ def test_tables(folder: Path) -> None:
 def test_networks(folder: Path) -> None:
     done = follow(ROOT / "docs/networks.md")
     assert "psi" in printed(done, "fedloom describe topology torus")
+
+
+@pytest.mark.slow
+def test_write_a_method(folder: Path) -> None:
+    done = follow(ROOT / "docs/write-a-method.md")
+    assert f"{len(laws.LAWS)} of {len(laws.LAWS)} laws hold" in printed(done, "fedloom check gossip_ball")
+    assert "global/test/top3" in printed(done, "fedloom run rounds=5")
+
+
+def test_write_a_method_has_every_capability() -> None:
+    page = (ROOT / "docs/write-a-method.md").read_text(encoding="utf-8")
+    assert [cls.__name__ for cls in CAPABILITIES if f"\n| `{cls.__name__}` |" not in page] == []
 
 
 @pytest.mark.parametrize(

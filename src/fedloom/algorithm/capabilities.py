@@ -133,7 +133,7 @@ class Diagnoses:
     """The server can report more about a round than its result."""
 
     def diagnostics(self, before: Any, inbox: Inbox[Any], after: Any) -> dict[str, Tensor]:
-        """Extra values to record for a round."""
+        """Extra values to record for a round; only with ``evaluate.diagnostics=updates``, which keeps all uploads."""
         raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core import tree
-from fedloom.core.optim import Optimizer
+from fedloom.core.optim import Local, Optimizer
 from fedloom.core.task import Batch, Task
 
 Nothing: TypeAlias = tuple[()]
@@ -108,6 +108,8 @@ class Setup(NamedTuple):
         noise: noise in sums over examples, if these are private.
         first_lr: the local learning rate of the first round.
         seed: seed of the run, for clients that draw: see ``fedloom.core.rng``.
+        rounds: planned number of rounds.
+        local: the section ``local``: epochs, steps, batch, momentum and so on.
     """
 
     task: Task
@@ -117,6 +119,8 @@ class Setup(NamedTuple):
     noise: Noise | None = None
     first_lr: float = float("nan")
     seed: int = 0
+    rounds: int = 1
+    local: Local = Local()
 
 
 class Carry(NamedTuple):
@@ -145,7 +149,8 @@ class Phase(NamedTuple):
         sampling: how the share is taken: drawn, or a block in stored order.
         repeat: every pass reads the same batches in the same order.
         enter: ``(at, down, mine) -> at``, before the first pass.
-        passes: ``(mine, work) -> []`` how many passes this client makes.
+        passes: ``(mine, work) -> []`` how many passes this client makes. In the main phase at most as many as
+            ``local.epochs`` or ``local.steps`` allow, which is also what simulated time counts.
         look: ``(batch, x, down, mine)``, summed over all examples.
         look_gradients: gradients that ``look`` takes for each batch of a pass.
         after: ``(at, the sum of look, down, mine, work) -> at, and whether to stop``, after each pass.
@@ -194,6 +199,7 @@ class Inbox(NamedTuple, Generic[U]):
         address: the seed and the round, for a server that draws: see ``fedloom.core.rng``.
         clients: ``[K]`` the senders' numbers, in the order of ``uploads``.
         own: ``[]`` how much of the sum is a node's own upload; only in networks without a server.
+        round: ``[]`` number of the round, counted from 0; only in networks, a server reads ``address``.
     """
 
     total: U
@@ -206,6 +212,7 @@ class Inbox(NamedTuple, Generic[U]):
     address: Any = ()
     clients: Any = ()
     own: Any = ()
+    round: Any = ()
 
     @property
     def mean(self) -> U:

@@ -72,7 +72,8 @@ def cell_bytes(config: Config) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             task = config.model.task(data.shape, data.classes)
-        alg = config.algorithm.bind(Setup(task, config.local.make_optimizer(), torch.ones(clients)))
+        setup = Setup(task, config.local.make_optimizer(), torch.ones(clients))
+        alg = config.algorithm.bind(setup._replace(rounds=config.basics.rounds, local=config.local))
         state = tree.nbytes(alg.join(alg.send(alg.init(task.w0))))
     except Exception:  # a fault of the configuration or of a user's code: the cell itself will report it
         return unknown

@@ -87,7 +87,7 @@ def called(function: Callable[..., Any], name: str, at: str, *given: Any, **offe
         raise ConfigError([Fault(at, f"'{name}' failed: {said(error)}")]) from error
 
 
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_among(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """What of ``offered`` a function has an argument for."""
     takes = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
@@ -101,7 +101,7 @@ def call_by_name(thing: Any, settings: Mapping[str, Any], offered: Mapping[str, 
     unknown = [] if anything else [k for k in settings if k not in takes]
     if unknown:
         raise ConfigError([Fault(f"{section}.{k}", "unknown key", nearest(k, takes)) for k in unknown])
-    given = {**accepted(thing, offered), **settings}
+    given = {**arguments_among(thing, offered), **settings}
     missing = [n for n, p in takes.items() if p.default is p.empty and n not in given and p.kind not in _ANY_NUMBER]
     if missing:
         fix = f"set it, give it a default, or use what fedloom passes: {', '.join(offered)}"

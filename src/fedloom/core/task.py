@@ -38,7 +38,8 @@ class Batch(NamedTuple):
         y: ``[B]`` classes, or regression targets.
         mask: ``[B]`` 1 for a real example, 0 for padding.
         key: ``[]`` int64: the randomness of this step; ``fedloom.core.rng.fold`` derives more keys from it.
-        progress: ``[]`` in [0, 1): how far into the client's local work this step is.
+        progress: ``[]`` in [0, 1): how far into the phase this step is; with ``passes``, ``after`` or ``repeat``, whose
+            end is not known before, how far into the pass.
         lr: ``[]`` the local learning rate of this round.
         buffers: ``[Q]`` the running statistics that the net starts this step with.
     """
@@ -257,7 +258,8 @@ class Task:
 
     @property
     def linear_head(self) -> nn.Linear:
-        """The net's last layer, which is called ``head`` and is linear."""
+        """The net's last layer, which is called ``head`` and is linear: its ``out_features`` are the classes, its
+        ``in_features`` those of ``encode``."""
         head = getattr(self._eval, "head", None)
         if not isinstance(head, nn.Linear) or "head.weight" not in self.names:
             what = "the net has no linear layer called 'head' that can be trained, after its 'body'"

@@ -19,6 +19,7 @@ import tomli_w
 
 from fedloom.core import disk, usercode
 from fedloom.core.errors import ConfigError, DataError, Fault
+from fedloom.core.schema import dotted
 from fedloom.data.arrays import Arrays
 from fedloom.data.sources import File
 from fedloom.deploy.own_files import OwnFiles, files_here, own_files, placed, put_files

@@ -287,7 +287,7 @@ def _exchanged(exp: Experiment, state: RunState, store: ClientStore, done: Train
         )
     received = _statistics(exp, weights, buffers, push=push)
     mixed = tree.where(torch.from_numpy(done.ok).to(exp.device), received.to(state.buffers.dtype), state.buffers)
-    mail = Mail(weights, uploads, envelopes(exp, weights, after if push else None), done.ok)
+    mail = Mail(weights, uploads, envelopes(exp, weights, after if push else None, state.round), done.ok)
     server, apart = delivered(exp, state, store, mail, apart)
     found = apart.named(done.ok) if apart is not None else {}
     if apart is not None and not push and not past:
@@ -464,15 +464,16 @@ def _statistics(exp: Experiment, weights: Weights, buffers: Tensor, *, push: boo
     return mixed / torch.from_numpy(weights.rows()).to(exp.device)[:, None] if push else mixed
 
 
-def envelopes(exp: Experiment, weights: Weights, mass: Any | None) -> Inbox[Any]:
+def envelopes(exp: Experiment, weights: Weights, mass: Any | None, round_: int) -> Inbox[Any]:
     """What every node reads in the last gossip step in addition to the sum; ``mass``: of push-sum."""
     sizes = exp.federation.train.sizes
     weight, senders, own = (
         torch.from_numpy(np.ascontiguousarray(x)).double().to(exp.device)
         for x in (weights.rows() if mass is None else mass, weights.senders(), weights.value[~weights.is_link])
     )
-    population, examples = (torch.full_like(senders, float(x)) for x in (len(sizes), int(sizes.sum())))
-    return Inbox((), weight, senders, population, examples, own=own)
+    same = (len(sizes), int(sizes.sum()), round_)
+    population, examples, now = (torch.full_like(senders, float(x)) for x in same)
+    return Inbox((), weight, senders, population, examples, own=own, round=now)
 
 
 def _parts(count: int, lanes: int) -> Iterator[slice]:

@@ -317,7 +317,7 @@ def _world(
     local = local or Local(batch=8, epochs=2, lr=0.05, momentum=0.5)
     federation = federate(arrays, owner, len(sizes), held_out, device=device)
     proxy = Held(*federation.examples(federation.common[:12]))  # any one will do for the laws
-    setup = Setup(task, local.make_optimizer(), federation.train.sizes, proxy, first_lr=local.lr)
+    setup = Setup(task, local.make_optimizer(), federation.train.sizes, proxy, first_lr=local.lr, rounds=4, local=local)
     return Experiment(
         algorithm=cls(**(settings or {})).bind(setup),
         task=task,

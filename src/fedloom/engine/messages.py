@@ -51,9 +51,9 @@ def inbox_of(
     weight = (row._replace(value=value * mass) if push_sum else row).rows()[0]
     if push_sum:
         buffers = buffers / row.rows()[0]
-    numbers = [weight, float((value > 0).sum()), nodes, examples, weights[node]]
-    weight, senders_, population, rows, own = torch.tensor(numbers, dtype=torch.float64, device=buffers.device)
-    return Inbox(total, weight, senders_, population, rows, own=own), buffers
+    numbers = [weight, float((value > 0).sum()), nodes, examples, weights[node], messages[node].round]
+    weight, senders_, population, rows, own, now = torch.tensor(numbers, dtype=torch.float64, device=buffers.device)
+    return Inbox(total, weight, senders_, population, rows, own=own, round=now), buffers
 
 
 def next_upload(inbox: Inbox[Any], upload: T) -> T:

@@ -20,7 +20,7 @@ from fedloom.algorithm import Phase, Work
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import Local
-from fedloom.core.own_function import MayNameFunction, accepted, called, named_or_own
+from fedloom.core.own_function import MayNameFunction, arguments_among, called, named_or_own
 from fedloom.core.schema import other_than, when
 from fedloom.data.federation import Ranges
 
@@ -149,7 +149,7 @@ def _own_choice(
     """The clients that the user's function draws, in order."""
     offered = {"round": round_, "rng": chance, "clients": len(sizes), "size": size, "sizes": sizes.copy()}
     function, at = cohort.own_function(), "cohort.sampling"
-    ids = np.asarray(called(function, cohort.sampling, at, **accepted(function, offered)))
+    ids = np.asarray(called(function, cohort.sampling, at, **arguments_among(function, offered)))
     ids = ids.astype(np.int64) if ids.shape == (0,) else ids
     what = ""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

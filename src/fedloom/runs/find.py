@@ -19,7 +19,7 @@ from torch import nn
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault, FedloomError, nearest
-from fedloom.core.own_function import accepted, call_by_name, called
+from fedloom.core.own_function import arguments_among, call_by_name, called
 from fedloom.core.own_line import said
 from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
@@ -163,7 +163,7 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
             self, y: Ints, classes: int, rng: np.random.Generator, client: Ints | None, x: Inputs | None = None
         ) -> Assignment:
             offered = {"y": y, "clients": self.clients, "classes": classes, "rng": rng, "client": client}
-            if "x" in accepted(thing, {"x": x}) and x is not None:
+            if "x" in arguments_among(thing, {"x": x}) and x is not None:
                 offered["x"] = x()
             given = (thing, self.__pydantic_extra__ or {}, offered, "partition", name)
             owner = np.asarray(called(call_by_name, name, "partition.kind", *given))

@@ -27,7 +27,7 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     key = noise.seeded(config.basics.seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
-    sampling: Sampling | None = next((known for known in get_args(Sampling) if known == cohort.sampling), None)
+    sampling = _accounted(cohort.sampling)
     if how.clip is None or sampling is None:  # what is not accounted for was refused
         return None
     able = int((fed.train.sizes > 0).sum())
@@ -43,6 +43,11 @@ def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
     noisier = noise_factors(how, _label_counts(fed), key) if how.asks_for_labels else torch.ones(fed.clients)
     return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _accounted(sampling: str) -> Sampling | None:
+    """The sampling, if it is one that epsilon can be computed for."""
+    return next((known for known in get_args(Sampling) if known == sampling), None)
 
 
 def _label_counts(fed: Federation) -> NDArray[np.float64]:

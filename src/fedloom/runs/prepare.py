@@ -319,8 +319,10 @@ def _bound(config: Config, task: Task, world: World, guard: Guard | None) -> Any
     """The algorithm, bound to what it may know of the run."""
     hidden = None if guard is None or guard.sums is None else noise_of(guard, guard.sums)
     optimizer, sizes = config.local.make_optimizer(), world.federation.train.sizes
-    setup = Setup(task, optimizer, sizes, world.held, hidden, config.local.lr, config.basics.seed)
-    return config.algorithm.bind(setup)
+    local, basics = config.local, config.basics
+    return config.algorithm.bind(
+        Setup(task, optimizer, sizes, world.held, hidden, local.lr, basics.seed, basics.rounds, local)
+    )
 
 
 def _starts(config: Config, shared: Shared, device: torch.device) -> Tensor | None:
