@@ -64,7 +64,7 @@ def local(exp: Experiment) -> Any:
 def mixed(exp: Experiment, weights: Weights, uploads: Any) -> Any:
     """Its gossip: every node mixes what it received, in float32 again."""
     ok = np.ones(weights.nodes, dtype=bool)
-    mail = Mail(weights, uploads, envelopes(exp, weights, None), ok)
+    mail = Mail(weights, uploads, envelopes(exp, weights, None, 0), ok)
     with torch.no_grad():
         return delivered(exp, begin(exp), RamStore(weights.nodes), mail)[0]
 

@@ -12,7 +12,7 @@ _PUBLIC = {
     "run": "fedloom.cli.python",
     "compare": "fedloom.cli.python",
     "resume": "fedloom.cli.python",
-    "load": "fedloom.runs.load",
+    "load": "fedloom.cli.python",
     "Predictor": "fedloom.runs.load",
     "History": "fedloom.runs.result",
     "Algorithm": "fedloom.algorithm",

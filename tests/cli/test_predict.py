@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.data.files import read_digits
 from support.patients import patients
 from support.terminal import Quick
 
@@ -105,3 +106,21 @@ def test_a_rare_class_is_a_note_and_no_repair(quick: Quick, tmp_path: Path) -> N
     assert "note: 90% of the rows are 'no', so accuracy hides the rest" in run.out
     exported = quick("export", "r", "--out", "r.pt2", cwd=tmp_path)
     assert "input: float32 [rows, 1]: a\n" in exported.out
+
+
+def test_pixels_in_another_unit_are_refused_or_noted(quick: Quick, tmp_path: Path) -> None:
+    assert quick("run", "rounds=1", "model=logistic", "--out", "r", cwd=tmp_path).code == 0
+    digits = read_digits()
+    np.savez(tmp_path / "shares.npz", x=digits.x / 255, y=digits.y)
+    for command in ("evaluate", "predict"):
+        told = quick(command, "r", "shares.npz", cwd=tmp_path)
+        assert (told.code, told.err.count("\n")) == (2, 1)
+        assert "shares.npz: values are 0 to 1, but those that the model learned from are 0 to 255" in told.err
+    np.savez(tmp_path / "dark.npz", x=digits.x // 16, y=digits.y)
+    note = "note: dark.npz: values are 0 to 15, but those that the model learned from are 0 to 255"
+    assert note in quick("evaluate", "r", "dark.npz", cwd=tmp_path).err
+    assert note in quick("predict", "r", "dark.npz", cwd=tmp_path).err
+    told = quick("evaluate", "r", "dark.npz", "--json", cwd=tmp_path)
+    assert note in told.err
+    assert told.json["rows"] == 1797
+    assert "float32 [rows, 1, 8, 8], values of 0 to 255\n" in quick("export", "r", cwd=tmp_path).out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 import fedloom
 from fedloom.core.errors import CheckpointError, DataError
 from fedloom.data.arrays import Arrays
+from fedloom.data.files import read_digits
 from fedloom.data.new_rows import NewRows
-from fedloom.runs.export import agree, export
+from fedloom.runs.export import ABOUT, agree, export
 from fedloom.runs.find import algorithms
 from fedloom.runs.overrides import without_idle
 from support.blobs import blobs
@@ -159,6 +162,100 @@ def test_exported_outputs_may_be_apart_by_rounding_whatever_their_size() -> None
     assert agree(ours * (1 + 1e-6), ours)
     assert not agree(ours + 0.01, ours[:1])
     assert not agree(ours * torch.nan, ours)
+
+
+TINY: dict[str, Any] = {"rounds": 1, "model": "logistic", "checkpoint": {"curves": False}, "partition": {"clients": 3}}
+
+
+@pytest.fixture(scope="module")
+def of_pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that learned from bytes."""
+    folder = tmp_path_factory.mktemp("pixels") / "run"
+    fedloom.run(out=folder, **TINY)
+    return folder
+
+
+def test_pixels_in_another_unit_are_refused(of_pixels: Path, tmp_path: Path) -> None:
+    models, digits = fedloom.load(of_pixels), read_digits()
+    assert models.values == (0, 255)
+    said = models.predict(digits.x)
+    assert (models.predict(digits.x.astype(np.float64)) == said).all()  # the same numbers as another type
+    shares = digits.x.astype(np.float32) / 255
+    told = r"values are 0 to 1, but those that the model learned from are 0 to 255 \(multiply them by 255\)"
+    for use in (models.predict, models.predict_proba, lambda x: models.evaluate(x, digits.y)):
+        with pytest.raises(DataError, match=told):
+            use(shares)
+    np.savez(tmp_path / "shares.npz", x=shares, y=digits.y)
+    with pytest.raises(DataError, match=r"shares\.npz: " + told):
+        models.evaluate(tmp_path / "shares.npz")
+    for other in ((shares - 0.13) / 0.31, 257.0 * digits.x):  # as torchvision's Normalize makes them; 16 bits
+        with pytest.raises(DataError, match="scale them as the rows of training were scaled"):
+            models.predict(other)
+
+
+def test_what_may_be_a_dark_picture_is_a_warning(of_pixels: Path) -> None:
+    models, x = fedloom.load(of_pixels), read_digits().x
+    with pytest.warns(UserWarning, match="values are 0 to 15, but .* learned from are 0 to 255") as told:
+        models.predict(x // 16 * 1.0)  # much as scikit-learn's load_digits has them
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="values are 0 to 1, but"):
+        models.predict(x // 255)  # bytes, all of them almost black
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.predict(0 * x)
+        models.predict(x[:0])
+        models.predict(x // 2 + 100)
+
+
+def test_shares_are_what_a_model_of_shares_takes(tmp_path: Path) -> None:
+    digits = read_digits()
+    shares = digits.x.astype(np.float32) / 255
+    fedloom.run(data=(shares, digits.y), out=tmp_path / "r", **TINY)
+    models = fedloom.load(tmp_path / "r")
+    assert models.values == (0, 1)
+    with pytest.raises(DataError, match=r"values are 0 to 255, .* are 0 to 1 \(divide them by 255\)"):
+        models.predict(digits.x)
+    fedloom.run(data=(2 * shares - 1, digits.y), out=tmp_path / "signed", **TINY)
+    with pytest.warns(UserWarning, match="values are 0 to 1, but .* are -1 to 1"):
+        fedloom.load(tmp_path / "signed").predict(shares)
+
+
+def test_features_have_no_limits_and_are_warned_of(tmp_path: Path) -> None:
+    fedloom.run(data=(named().x, named().y), out=tmp_path / "r", **TINY)
+    models = fedloom.load(tmp_path / "r")
+    with pytest.warns(UserWarning, match="but those that the model learned from are"):
+        models.predict(1000 * named().x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.predict(10 * named().x)
+
+
+def test_a_record_without_limits_is_of_an_earlier_version(of_pixels: Path, tmp_path: Path) -> None:
+    shutil.copytree(of_pixels, tmp_path / "old")
+    record = json.loads((tmp_path / "old" / "model.json").read_text())
+    (tmp_path / "old" / "model.json").write_text(json.dumps({k: v for k, v in record.items() if k != "values"}))
+    (tmp_path / "old" / "manifest.json").unlink()
+    assert fedloom.load(tmp_path / "old").values == (0, 255)  # bytes could not be anything else
+
+
+def test_exported_files_say_what_they_take(of_pixels: Path, tmp_path: Path) -> None:
+    models = fedloom.load(of_pixels)
+    assert models.values is not None
+    export(models, tmp_path / "m.pt2", "pt2")
+    about = {ABOUT: ""}
+    torch.export.load(tmp_path / "m.pt2", extra_files=about)
+    wanted = {
+        "inputs": [1, 8, 8],
+        "values": [0, 255],
+        "columns": [],
+        "outputs": "logits",
+        "labels": list(models.labels),
+    }
+    assert json.loads(about[ABOUT]) == wanted
+    onnxruntime = pytest.importorskip("onnxruntime")
+    export(models, tmp_path / "m.onnx", "onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    assert json.loads(session.get_modelmeta().custom_metadata_map[ABOUT]) == wanted
 
 
 def test_what_cannot_be_loaded_is_reported(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def export(
     apart = write(models, path, format_)
     shape = ", ".join(["rows", *map(str, models.record.shape)])
     takes = f"[{shape}]" + (f": {', '.join(models.inputs)}" if models.inputs else "")
+    takes += f", values of {models.values}" if models.values is not None else ""
     outputs = "the number" if models.is_regression else f"logits (before softmax) of {', '.join(models.labels)}"
     print(harmless(f"{path}\ninput: float32 {takes}\noutputs: {outputs}"))
     for line in rules(models.features):

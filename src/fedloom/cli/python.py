@@ -1,4 +1,4 @@
-"""``fedloom.run``, ``resume`` and ``compare`` for Python and notebooks, with a display."""
+"""``fedloom.run``, ``resume``, ``load`` and ``compare`` for Python and notebooks, with a display."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedloom.algorithm import AnyAlgorithm
     from fedloom.compare.write import Comparison
     from fedloom.runs.callbacks import OnEvaluate, OnRound
+    from fedloom.runs.load import Predictor
     from fedloom.runs.loop import Listener, Progress
     from fedloom.runs.prepare import Prepared
     from fedloom.runs.result import History
@@ -95,6 +96,17 @@ def resume(
     if on_end is not None:
         on_end(history)
     return history
+
+
+def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> Predictor:
+    """The models of a finished run.
+
+    ``model``: the net itself, for a run whose net was passed in Python. ``trust``: run code that the run folder names
+    even if you have never run it. Doubts about new rows are Python warnings.
+    """
+    from fedloom.runs.load import load as quietly
+
+    return quietly(run_dir, model=model, trust=trust, on_note=_warn)
 
 
 def _followed(work: Callable[[Listener], History], progress: bool | None, listener: Listener | None) -> History:

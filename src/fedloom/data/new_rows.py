@@ -34,13 +34,89 @@ class NewRows(NamedTuple):
     y: NDArray[Any] | None = None  # the true values as written, if known
     clients: tuple[str, ...] | None = None  # the client of each row, if known
     beside: Mapping[str, NDArray[Any]] = {}  # other columns, as written
-    notes: tuple[str, ...] = ()  # columns that differ from those of training
+    notes: tuple[str, ...] = ()  # doubts about them, such as columns that differ from those of training
 
 
-def new_rows(data: Any, recipe: Recipe | None, shape: tuple[int, ...], *, images: bool) -> NewRows:
-    """Rows from a path, a DataFrame, an array or a tensor."""
+class ValueRange(NamedTuple):
+    """The smallest and the largest of some values."""
+
+    low: float
+    high: float
+
+    @property
+    def size(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    def __str__(self) -> str:
+        return f"{self.low:.4g} to {self.high:.4g}"
+
+
+def range_of(x: NDArray[Any]) -> ValueRange | None:
+    """That of an array, without what is missing; None: it has no values."""
+    if not x.size or np.isnan(x).all():
+        return None
+    return ValueRange(float(np.nanmin(x)), float(np.nanmax(x)))
+
+
+def new_rows(
+    data: Any, recipe: Recipe | None, shape: tuple[int, ...], *, images: bool, trained: ValueRange | None = None
+) -> NewRows:
+    """Rows from a path, a DataFrame, an array or a tensor; ``trained``: the range of the arrays of training."""
     if isinstance(data, NewRows):
         return data
+    rows = _rows_of(data, recipe, shape, images=images)
+    found = range_of(rows.x) if recipe is None and trained is not None else None
+    if found is None or trained is None:
+        return rows
+    are_pixels = len(shape) == 3
+    same_type = images and rows.x.dtype == np.uint8  # bytes for a model of bytes: at worst an almost black picture
+    if are_pixels and not same_type and _is_another_unit(found, trained):
+        raise DataError(f"{rows.at}: {_apart(found, trained)} ({_remedy(found, trained)})")
+    if _may_be_another_unit(found, trained) if are_pixels else _are_far_apart(found, trained):
+        rows = rows._replace(
+            notes=(
+                *rows.notes,
+                f"{rows.at}: {_apart(found, trained)}: {_remedy(found, trained)}",
+            )
+        )
+    return rows
+
+
+def _is_another_unit(found: ValueRange, trained: ValueRange) -> bool:
+    """Whether pixels cannot be in the unit of training: many times as large, or next to nothing.
+
+    Pixels have an upper limit. A dark picture does not reach it, but only one that is all but black stays below a
+    sixty-fourth of it.
+    """
+    return found.size > 8 * trained.size or 0 < 64 * found.size < trained.size
+
+
+def _may_be_another_unit(found: ValueRange, trained: ValueRange) -> bool:
+    """Whether pixels are suspicious, although a dark picture, or a noisy one, may be so."""
+    reach = (trained.high - trained.low) / 2
+    outside = found.low < trained.low - reach or found.high > trained.high + reach
+    lacks_negatives = found.low >= 0 and 8 * trained.low < -trained.size
+    return outside or lacks_negatives or 0 < 8 * found.size < trained.size
+
+
+def _are_far_apart(found: ValueRange, trained: ValueRange) -> bool:
+    """The same for features, which have no limits: in a few rows, the largest of them may be small or huge."""
+    return found.size > 64 * trained.size or 0 < 64 * found.size < trained.size
+
+
+def _apart(found: ValueRange, trained: ValueRange) -> str:
+    return f"values are {found}, but those that the model learned from are {trained}"
+
+
+def _remedy(found: ValueRange, trained: ValueRange) -> str:
+    if (trained.low, trained.high, found.high) == (0, 255, 1) and found.low >= 0:
+        return "multiply them by 255"
+    if (found.low, found.high, trained.high) == (0, 255, 1) and trained.low >= 0:
+        return "divide them by 255"
+    return "scale them as the rows of training were scaled"
+
+
+def _rows_of(data: Any, recipe: Recipe | None, shape: tuple[int, ...], *, images: bool) -> NewRows:
     if isinstance(data, str | Path):
         return _of_path(place_of(str(data)), recipe, shape, images=images)
     if recipe is not None and hasattr(data, "columns"):

@@ -48,6 +48,7 @@ def description_of(models: Predictor) -> dict[str, Any]:
     """
     return {
         "inputs": list(models.inputs) or list(models.record.shape),
+        "values": None if models.values is None else list(models.values),
         "columns": [_described_column(feature) for feature in models.features],
         "outputs": "number" if models.is_regression else "logits",
         "labels": list(models.labels),

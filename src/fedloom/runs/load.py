@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault, 
 from fedloom.core.quality import class_measures, confusion, number_measures
 from fedloom.data.columns import Feature, Recipe
 from fedloom.data.files import coded_as
-from fedloom.data.new_rows import NewRows, new_rows
+from fedloom.data.new_rows import NewRows, ValueRange, new_rows
 from fedloom.data.targets import numbers_in
 from fedloom.models.net import NetSpec
 from fedloom.models.ready import FillAndScale, ReadyNet, Rescale
@@ -32,6 +32,12 @@ from fedloom.runs.settings import net_spec_of
 
 _CHUNK = 1024  # rows of one forward pass
 _SEARCHED, _LISTED = 5000, 20  # most clients that an unknown name is compared with and that a message lists
+
+
+OnNote: TypeAlias = Callable[[str], object]
+
+
+def _unheard(note: str) -> None: ...
 
 
 class ModelFiles(NamedTuple):
@@ -49,10 +55,16 @@ class Predictor:
     """
 
     def __init__(
-        self, record: ModelRecord, recipe: Recipe | None, net: nn.Module, weights: ModelFiles, chosen: str | None = None
+        self,
+        record: ModelRecord,
+        recipe: Recipe | None,
+        net: nn.Module,
+        weights: ModelFiles,
+        on_note: OnNote,
+        chosen: str | None = None,
     ) -> None:
         self._record, self._recipe, self._net, self._weights = record, recipe, net, weights
-        self._chosen = chosen
+        self._on_note, self._chosen = on_note, chosen
         self._made: dict[str | None, ReadyNet] = {}
 
     # -- what there is ---------------------------------------------------------------------------
@@ -87,6 +99,12 @@ class Predictor:
         return () if self._recipe is None else self._recipe.names
 
     @property
+    def values(self) -> ValueRange | None:
+        """The smallest and the largest value that arrays should have; None for tables, and where it is not known."""
+        found = self._record.values or ((0.0, 255.0) if self._record.images else None)
+        return None if found is None else ValueRange(*found)
+
+    @property
     def record(self) -> ModelRecord:
         """What the models are."""
         return self._record
@@ -103,7 +121,7 @@ class Predictor:
         if self._record.personal and self._weights.personal is None:
             what = "the clients' own models were not saved (set checkpoint.personal=all)"
             raise CheckpointError(f"client '{called}': {what}")
-        return Predictor(self._record, self._recipe, self._net, self._weights, called)
+        return Predictor(self._record, self._recipe, self._net, self._weights, self._on_note, called)
 
     @property
     def module(self) -> ReadyNet:
@@ -122,21 +140,23 @@ class Predictor:
         Where the run learned a number, that number.
         """
         if self.is_regression:
-            values: NDArray[np.float64] = self.outputs(self.rows(data), by_client=by_client).squeeze(1).double().numpy()
+            values: NDArray[np.float64] = (
+                self.outputs(self._given(data), by_client=by_client).squeeze(1).double().numpy()
+            )
             return values
-        best = self.outputs(self.rows(data), by_client=by_client).argmax(1).numpy()
+        best = self.outputs(self._given(data), by_client=by_client).argmax(1).numpy()
         return _as_values(self.labels).take(best)
 
     def predict_proba(self, data: Any, *, by_client: bool = False) -> NDArray[np.float64]:
         """The probability of each class in each row.  ``[rows, classes]``"""
         if self.is_regression:
             raise DataError("the run learned a number, which has no probabilities (use predict)")
-        chances: NDArray[np.float64] = self.outputs(self.rows(data), by_client=by_client).double().softmax(1).numpy()
+        chances: NDArray[np.float64] = self.outputs(self._given(data), by_client=by_client).double().softmax(1).numpy()
         return chances
 
     def evaluate(self, data: Any, y: Any = None, *, by_client: bool = False) -> dict[str, Any]:
         """Accuracy and more on rows whose classes are known: in the table's own column, or in ``y``."""
-        rows = self.rows(data)
+        rows = self._given(data)
         truth = self._truth(rows, y)
         logits = self.outputs(rows, by_client=by_client)
         if self.is_regression:
@@ -152,7 +172,15 @@ class Predictor:
 
     def rows(self, data: Any) -> NewRows:
         """Data as the models take it."""
-        return new_rows(data, self._recipe, self._record.shape, images=self._record.images)
+        record = self._record
+        return new_rows(data, self._recipe, record.shape, images=record.images, trained=self.values)
+
+    def _given(self, data: Any) -> NewRows:
+        """The same, with a word on each doubt, unless the caller has the rows, and their notes, already."""
+        rows = self.rows(data)
+        for note in () if rows is data else rows.notes:
+            self._on_note(note)
+        return rows
 
     def outputs(self, rows: NewRows, *, by_client: bool = False) -> Tensor:
         """The outputs of the nets for each row.  ``[rows, classes]``"""
@@ -257,12 +285,10 @@ def _named_parts(flat: Tensor, layout: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 # -- from a run folder ---------------------------------------------------------------------------
-def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> Predictor:
-    """The models of a finished run.
-
-    ``model``: the net itself, for a run whose net was passed in Python. ``trust``: run code that the run folder names
-    even if you have never run it.
-    """
+def load(
+    run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = False, on_note: OnNote = _unheard
+) -> Predictor:
+    """The models of a finished run, as ``fedloom.load`` gives them; ``on_note`` hears doubts about new rows."""
     path = Path(run_dir)
     if not (path / RECORD).is_file():
         raise CheckpointError(f"{path}: {_not_loadable(path)}")
@@ -272,7 +298,7 @@ def load(run_dir: str | Path, *, model: nn.Module | None = None, trust: bool = F
     net = model if model is not None else _net(record, trust=trust)
     common = _tensors_at(path / COMMON) if (path / COMMON).is_file() else None
     personal = path / PERSONAL if (path / PERSONAL).is_file() else None
-    return Predictor(record, recipe, net, ModelFiles(common, personal))
+    return Predictor(record, recipe, net, ModelFiles(common, personal), on_note)
 
 
 def _meant(called: str, clients: Sequence[str]) -> str:

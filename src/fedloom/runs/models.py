@@ -13,12 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fedloom.algorithm.capabilities import adaptation_of
 from fedloom.core.slots import slots
+from fedloom.data.arrays import Ints
+from fedloom.data.new_rows import ValueRange, range_of
 from fedloom.engine import checkpoint
 from fedloom.engine.evaluate import ClientModels, everyones_models
 from fedloom.engine.state import Experiment, RunState
@@ -57,7 +60,8 @@ class ModelRecord(BaseModel):
     named: bool = True  # whether the data calls them so; else these are numbers (earlier versions did not say)
     scale: tuple[float, ...]  # inputs are multiplied by it, for each channel
     shift: tuple[float, ...]  # and this is subtracted
-    images: bool = False  # inputs are pixels of 0 to 255
+    images: bool = False  # inputs are pixels of 0 to 255, as bytes
+    values: tuple[float, float] | None = None  # the smallest and the largest input of training, unless of a table
     layout: dict[str, tuple[int, ...]]  # of a row of personal models
     buffer_layout: dict[str, tuple[int, ...]]
     personal: bool  # whether clients have their own models
@@ -82,11 +86,28 @@ def record_of(prepared: Prepared) -> ModelRecord:
         scale=scale,
         shift=shift,
         images=arrays.x.dtype == "uint8",
+        values=_values_of(prepared),
         layout=exp.task.layout,
         buffer_layout=exp.task.buffer_layout,
         personal=are_personal(exp),
         data=arrays.name,
     )
+
+
+def _values_of(prepared: Prepared) -> ValueRange | None:
+    """The smallest and the largest value of arrays that a net learned from, where they are here."""
+    shared = prepared.shared
+    x, test = shared.arrays.x, shared.arrays.test
+    are_here = prepared.experiment.at_client or not shared.elsewhere
+    if shared.arrays.recipe is not None or not are_here:
+        return None
+    parts = [found for some in _blocks(np.flatnonzero(~test)) if (found := range_of(x[some])) is not None]
+    return ValueRange(min(part.low for part in parts), max(part.high for part in parts)) if parts else None
+
+
+def _blocks(rows: Ints) -> list[Ints]:
+    """A few rows at a time: all of them, copied, may not fit into memory."""
+    return np.array_split(rows, max(1, len(rows) // 4096))
 
 
 def are_personal(exp: Experiment) -> bool:
