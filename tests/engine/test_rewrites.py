@@ -1,4 +1,7 @@
-"""Rewritten steps: the same numbers, to the bit, by operations that a compiler turns into faster kernels."""
+"""Rewritten steps: the same numbers by operations that a compiler turns into faster kernels.
+
+To the bit, but for thin products, whose terms are added in another order.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from fedloom.algorithms.moon import Moon
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
 from fedloom.core.optim import Local, optimizers
-from fedloom.engine import cuda_graphs
+from fedloom.engine import cuda_graphs, rewrites
 from fedloom.engine.compiling import has_cpp_compiler
-from fedloom.engine.rewrites import _runs, rewrite
+from fedloom.engine.rewrites import Parts, _runs, in_parts, rewrite
 from fedloom.engine.rounds import begin, rounds
 from fedloom.engine.state import Experiment
 from fedloom.engine.store import RamStore
@@ -70,6 +73,7 @@ def test_every_optimizer_takes_the_same_steps_by_parts(
     name: str, segment: int, steps: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "_SEGMENT", segment)
+    monkeypatch.setattr(rewrites, "_THIN", 0)
     local = Local(optimizer=name, batch=4, lr=0.01, weight_decay=0.01)
     found, plain = (servers(world(FedAvg(), local, compiled=compiled)) for compiled in (True, False))
     for a, b in zip(found, plain, strict=True):
@@ -81,6 +85,44 @@ def test_every_optimizer_takes_the_same_steps_by_parts(
             node.target == aten.cat.default and node.meta.get("val") is not None for node in step.graph.nodes
         ), "the whole gradient is still there"
         assert counts(step, writes) >= 3, "the parameters are not written by parts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(optimizers()))
+def test_gradients_of_large_layers_are_not_stored(name: str, steps: list[fx.GraphModule]) -> None:
+    servers(world(FedAvg(), Local(optimizer=name, batch=4, lr=0.01), compiled=True))
+    assert steps
+    for step in steps:
+        products = [node.meta["val"] for node in step.graph.nodes if node.target == aten.bmm.default]
+        assert all(each.numel() < WIDE for each in products)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("terms", "stays"), [(1, False), (10, False), (17, True)])
+def test_thin_products_are_sums_of_a_few_terms(terms: int, stays: bool, dtype: torch.dtype) -> None:
+    def step(w: Tensor, a: Tensor, b: Tensor) -> None:
+        w.copy_(w - 0.1 * torch.bmm(a, b).float().view(2, -1))
+
+    a, b = torch.randn(2, 100, terms).to(dtype), torch.randn(2, terms, 200).to(dtype)
+    w = torch.randn(2, 20_000)
+    traced = make_fx(step)(w.clone(), a, b)
+    rewrite(traced.graph)
+    traced.recompile()
+    assert counts(traced, aten.bmm.default) == stays
+    exact = w.double() - 0.1 * torch.bmm(a.double(), b.double()).view(2, -1)
+    traced(w, a, b)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # products are bfloat16, too
+    assert float((w - exact).norm() / exact.norm()) < tolerance
+
+
+def test_products_that_a_norm_needs_are_stored() -> None:
+    def step(w: Tensor, a: Tensor, b: Tensor) -> None:
+        g = torch.bmm(a, b).view(2, -1)
+        w.copy_(w - g / g.norm())
+
+    traced = make_fx(step)(torch.randn(2, 20_000), torch.randn(2, 100, 4), torch.randn(2, 4, 200))
+    rewrite(traced.graph)
+    assert counts(traced, aten.bmm.default) == 1
 
 
 @pytest.mark.slow
@@ -110,7 +152,12 @@ def test_factors_are_computed_once(name: str, factors: int, steps: list[fx.Graph
 def test_the_compiler_takes_rewritten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "_SMALL", 0)
     rewritten = []
-    monkeypatch.setattr(fedloom.engine.compiling, "rewrite", lambda graph: (rewrite(graph), rewritten.append(graph)))
+
+    def noted(graph: fx.Graph) -> list[Parts]:
+        rewritten.append(graph)
+        return rewrite(graph)
+
+    monkeypatch.setattr(fedloom.engine.compiling, "rewrite", noted)
     local = Local(optimizer="adam", batch=4, lr=0.01)
     found, plain = (servers(world(FedAvg(), local, compiled=compiled)) for compiled in (True, False))
     assert len(rewritten) == 1
@@ -131,11 +178,11 @@ def test_short_vectors_and_other_concatenations_stay_as_they_are() -> None:
     for wide, slices in ((100, 0), (WIDE, 4)):
         w, a, b = torch.randn(2, wide), torch.randn(2, wide - 7), torch.randn(2, 7)
         traced = make_fx(step)(w, a, b)
-        rewrite(traced.graph)
+        parts = rewrite(traced.graph)
         traced.recompile()
         assert counts(traced, aten.slice.Tensor) == slices
         expected = w - 0.1 * torch.cat([a, b], 1)
-        traced(w, a, b)
+        traced(*in_parts([w, a, b], parts))
         assert torch.equal(w, expected)
 
     def below(w: Tensor, a: Tensor, b: Tensor) -> None:
@@ -146,3 +193,49 @@ def test_short_vectors_and_other_concatenations_stay_as_they_are() -> None:
     rewrite(traced.graph)
     assert counts(traced, aten.cat.default) == 1
     assert counts(traced, aten.slice.Tensor) == 0
+
+
+def test_equal_operations_are_computed_once_unless_something_is_written_between_them() -> None:
+    def step(x: Tensor, y: Tensor) -> None:
+        a = (x.t().contiguous() * 2).sum(1)
+        b = (x.t().contiguous() * 2).sum(1)
+        before = y + 1
+        y.add_(a + b)
+        y.copy_(before + (y + 1))
+
+    x, y = torch.randn(3, 5), torch.randn(5)
+    traced = make_fx(step)(x, y)
+    assert counts(traced, aten.clone.default) == 2
+    rewrite(traced.graph)
+    traced.recompile()
+    assert counts(traced, aten.clone.default) == counts(traced, aten.mul.Tensor) == 1
+    found, expected = y.clone(), y.clone()
+    traced(x, found)
+    step(x, expected)
+    assert torch.equal(found, expected)
+
+
+def test_a_table_is_given_in_the_parts_in_which_it_is_written() -> None:
+    """The layers that are read are found in the parts; a table that is also used as a whole is given whole."""
+
+    def step(w: Tensor, a: Tensor, b: Tensor) -> None:
+        first, second = w.split_with_sizes([7, WIDE], 1)
+        w.copy_(w - 0.1 * torch.cat([a * first, b * second], 1))
+
+    def short(w: Tensor, a: Tensor, b: Tensor) -> None:
+        first, second = w.bfloat16().split_with_sizes([7, WIDE], 1)
+        w.copy_(w - 0.1 * torch.cat([(a * first).float(), (b * second).float()], 1))
+
+    def whole(w: Tensor, a: Tensor, b: Tensor) -> None:
+        w.copy_(w - w.norm() * torch.cat([a, b], 1))
+
+    tables = torch.randn(4, WIDE + 7), torch.randn(4, 7), torch.randn(4, WIDE)
+    for function, expected in ((step, [(0, 7), (7, WIDE + 7)]), (short, [(0, 7), (7, WIDE + 7)]), (whole, [])):
+        given, same = ([x.clone() for x in tables] for _ in range(2))
+        traced = make_fx(function)(*(x.clone() for x in tables))
+        parts = rewrite(traced.graph)
+        assert parts == [expected, [], []]
+        traced.recompile()
+        traced(*in_parts(given, parts))
+        function(*same)
+        assert torch.equal(given[0], same[0])

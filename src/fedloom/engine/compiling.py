@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom.core import tree
-from fedloom.engine.rewrites import rewrite
+from fedloom.engine.rewrites import Parts, in_parts, rewrite
 
 # Multiplications of a matrix product up to which the compiler inlines it as loops instead of calling a library, whose
 # call takes longer than the product.
 _SMALL_PRODUCT = 1 << 14
+# Sums of many terms are not stored half-way: those of thin products have two reads for each.
+_UNBROKEN = {"realize_acc_reads_threshold": 64, "realize_opcount_threshold": 128}
 
 
 def has_cpp_compiler() -> bool:
@@ -42,17 +44,19 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     from torch._inductor import standalone_compile  # which takes longer to import than a short run
 
     leaves: list[Any] = tree.leaves(inputs)
-    how: Any = {"config_patches": {"cpp.threads": 1}} if small else None
+    parts: list[Parts] = [[] for _ in leaves]
+    how: Any = {"config_patches": {"cpp.threads": 1} if small else _UNBROKEN}
     with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
         traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else _FUSIBLE)(*leaves)
         if not small:
-            rewrite(traced.graph)
+            parts = rewrite(traced.graph)
             traced.recompile()
         # Not torch.compile: it would trace what is traced already, and check before each call whether inputs changed.
-        fused: Any = standalone_compile(traced, leaves, dynamic_shapes="from_example_inputs", options=how)
-        fused(*leaves)
-    return lambda *given: fused(*tree.leaves(given))
+        split: list[Any] = list(in_parts(leaves, parts))
+        fused: Any = standalone_compile(traced, split, dynamic_shapes="from_example_inputs", options=how)
+        fused(*split)
+    return lambda *given: fused(*in_parts(tree.leaves(given), parts))
 
 
 def _product(a: Tensor, b: Tensor) -> Any:

@@ -3,6 +3,9 @@
 The parameters of a lane are one vector, and so is their gradient: those of the layers, one after another. The compiler
 would make one kernel of the update, which finds out for every parameter which layer it belongs to, and computes factors
 such as Adam's 1 - beta^t anew for each of them, in float64. Both take longer than reading and writing the parameters.
+
+The gradient of a linear layer is a product of two thin matrices: a column and a row for each example of a batch. A
+matrix library writes it to memory, and the update reads it again. As a sum over the examples it is part of the update.
 """
 
 from __future__ import annotations
@@ -10,29 +13,115 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from math import prod
+from operator import getitem
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 aten: Any = torch.ops.aten
 
+# The first column of each part of a table, and the one after its last.
+Parts = list[tuple[int, int]]
+
 # A vector of fewer numbers is updated by one kernel in any case.
 _LONG = 1 << 14
 # A layer has a kernel of its own if it has more than this share of all parameters.
 _SHARE = 1 / 8
+# A product of matrices over as many terms, or fewer, is computed where it is used.
+_THIN = 16
 # Elementwise operations that torch does not tag as such.
 _ELEMENTWISE = (aten._to_copy.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 # How steps write their results: they are functions of their arguments otherwise.
 _WRITES = (aten.copy_.default, aten.index_copy_.default)
+# Other views of the same numbers.
+_VIEWS = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.squeeze.dims, aten.squeeze.dim, aten.unsqueeze.default, aten.slice.Tensor,
+    aten.as_strided.default, aten.split_with_sizes.default, getitem,
+)  # fmt: skip
 
 
-def rewrite(graph: fx.Graph) -> None:
-    """Change the graph of a step, in place, to one that computes the same faster."""
+def rewrite(graph: fx.Graph) -> list[Parts]:
+    """Change the graph of a step, in place, to one that computes the same faster.
+
+    A table that it writes in parts is given to it in parts: the columns of each, for each of its former arguments, and
+    nothing for those that it is given whole.
+    """
+    _compute_once(graph)
     _compute_factors_once(graph)
     _update_by_parts(graph)
     graph.eliminate_dead_code()
+    _multiply_in_place(graph)
+    _store_once(graph)
+    _shorten_by_layers(graph)
+    given = [_divide(graph, node) for node in list(graph.nodes) if node.op == "placeholder"]
+    graph.eliminate_dead_code()
     graph.lint()
+    return given
+
+
+def in_parts(given: Sequence[Tensor], parts: Sequence[Parts]) -> list[Tensor]:
+    """The arguments of a rewritten step."""
+    return [part for x, ends in zip(given, parts, strict=True) for part in ([x[:, a:b] for a, b in ends] or [x])]
+
+
+# -- what is computed twice ------------------------------------------------------------------------
+def _compute_once(graph: fx.Graph) -> None:
+    """Use the result of the first of equal operations: a gradient lays out again what the forward pass has laid out."""
+    changing = _changing(graph)
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_pure(node) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        if any(each in changing for each in (node, *node.all_input_nodes)):
+            continue
+        key = _hashable((node.target, node.args, node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _changing(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors that an operation overwrites, and all views of their memory."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            found |= {node, _base(node.args[0])}
+    for node in graph.nodes:  # views come after what they are views of
+        if node.target in _VIEWS and node.args[0] in found:
+            found.add(node)
+    return found
+
+
+def _base(view: Any) -> fx.Node:
+    """What a view is a view of."""
+    return _base(view.args[0]) if view.target in _VIEWS else view
+
+
+def _hashable(value: Any) -> Any:
+    """Arguments as a key: numbers of different types are different."""
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    return type(value), value
+
+
+def _store_once(graph: fx.Graph) -> None:
+    """Store what several convolutions read: the compiler would store it once for each of them."""
+    from torch._inductor.inductor_prims import force_stride_order  # which takes longer to import than a short run
+
+    for node in list(graph.nodes):
+        readers = [user for user in node.users if str(user.target).startswith("fedloom.lane_conv")]
+        if len(readers) > 1 and (_is_elementwise(_base(node)) or _base(node).target == aten.clone.default):
+            strides = list(node.meta["val"].stride())
+            with graph.inserting_after(node):
+                stored = graph.call_function(force_stride_order, (node, strides))
+            for reader in readers:
+                reader.replace_input_with(node, stored)
 
 
 # -- factors ---------------------------------------------------------------------------------------
@@ -147,6 +236,114 @@ class _Split:
         if _shape(node)[-1:] in ((), (1,)):
             return node
         return self._graph.call_function(aten.slice.Tensor, (node, -1, *self._ends[at]))
+
+
+# -- tables in parts -------------------------------------------------------------------------------
+def _divide(graph: fx.Graph, table: fx.Node) -> Parts:
+    """Replace an argument that is written in parts by these parts, and return them; none if it cannot be divided.
+
+    Otherwise the compiler would make one kernel of all writes, which finds out for every number what is written there.
+    """
+    parts = sorted(_columns(user) for user in table.users if _is_written(user))
+    ends = [0, *(end for _, end in parts)]
+    if len(parts) < 2 or [first for first, _ in parts] != ends[:-1] or ends[-1] != _length(table):
+        return []
+    reads = _reads(table)
+    within = {read: _within(columns, parts) for read, columns in reads.items()}
+    if not reads or None in within.values():
+        return []
+    with graph.inserting_before(table):
+        given = [graph.placeholder(f"{table.name}_{k}") for k in range(len(parts))]
+    for node, (first, end) in zip(given, parts, strict=True):
+        node.meta["val"] = table.meta["val"][:, first:end]
+    for read, at in within.items():
+        assert at is not None
+        first, end = (column - parts[at][0] for column in reads[read])
+        with graph.inserting_before(read):
+            read.replace_all_uses_with(graph.call_function(aten.slice.Tensor, (given[at], -1, first, end)))
+    graph.eliminate_dead_code()
+    graph.erase_node(table)
+    return parts
+
+
+def _shorten_by_layers(graph: fx.Graph) -> None:
+    """Convert tables to 16 bits layer by layer, instead of as a whole."""
+    for node in list(graph.nodes):
+        table = node.args[0] if node.target == aten._to_copy.default else None
+        if isinstance(table, fx.Node) and table.op == "placeholder" and len(_shape(node)) == 2:
+            for read, columns in _reads(node).items():
+                with graph.inserting_before(read):
+                    layer = graph.call_function(aten.slice.Tensor, (table, -1, *columns))
+                    read.replace_all_uses_with(graph.call_function(node.target, (layer,), node.kwargs))
+    graph.eliminate_dead_code()
+
+
+def _reads(table: fx.Node) -> dict[fx.Node, tuple[int, int]]:
+    """All uses of a table that are some of its columns, with these; empty if there are other uses."""
+    found: dict[fx.Node, tuple[int, int]] = {}
+    for user in table.users:
+        if user.target == aten.slice.Tensor and user.args[1] in (1, -1):
+            found[user] = _columns(user)
+        elif user.target == aten.split_with_sizes.default and user.args[2:] in ((1,), (-1,)):
+            columns = list(pairwise(accumulate(cast("list[int]", user.args[1]), initial=0)))
+            found |= {each: columns[cast(int, each.args[1])] for each in user.users}
+        else:
+            return {}
+    return found
+
+
+def _is_written(slice_: fx.Node) -> bool:
+    """Whether a slice of columns is written to."""
+    if slice_.target != aten.slice.Tensor or slice_.args[1] not in (1, -1):
+        return False
+    return any(user.target == aten.copy_.default and user.args[0] is slice_ for user in slice_.users)
+
+
+def _columns(slice_: Any) -> tuple[int, int]:
+    """The columns of a table that a slice has: the first, and the one after the last."""
+    table, _, first, end = slice_.args
+    return first, min(end, _length(table))
+
+
+def _within(columns: tuple[int, int], parts: Parts) -> int | None:
+    """The part that has all of these columns."""
+    return next((k for k, (first, end) in enumerate(parts) if first <= columns[0] and columns[1] <= end), None)
+
+
+# -- thin products ---------------------------------------------------------------------------------
+def _multiply_in_place(graph: fx.Graph) -> None:
+    """Compute large products of thin matrices as sums of a few terms, if only elementwise operations use them."""
+    for node in list(graph.nodes):
+        if node.target != aten.bmm.default or not all(map(_is_fusible, _users_of_views(node))):
+            continue
+        a, b = node.args
+        terms = _shape(b)[1]
+        if terms <= _THIN and prod(_shape(node)[1:]) >= _LONG:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_sum_of_terms(graph, a, b, terms, _dtype(node)))
+
+
+def _sum_of_terms(graph: fx.Graph, a: fx.Node, b: fx.Node, terms: int, dtype: torch.dtype | None) -> fx.Node:
+    """``a @ b`` for a [L, M, terms] and b [L, terms, N], term by term in float32."""
+    add = graph.call_function
+    a, b = (add(aten._to_copy.default, (x,), {"dtype": torch.float32}) for x in (a, b))
+    each = [(add(aten.slice.Tensor, (a, 2, k, k + 1)), add(aten.slice.Tensor, (b, 1, k, k + 1))) for k in range(terms)]
+    total = add(aten.mul.Tensor, each[0])
+    for pair in each[1:]:
+        total = add(aten.add.Tensor, (total, add(aten.mul.Tensor, pair)))
+    return total if dtype == torch.float32 else add(aten._to_copy.default, (total,), {"dtype": dtype})
+
+
+def _users_of_views(node: fx.Node) -> list[fx.Node]:
+    """What uses a node, or a view of it."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _users_of_views(user) if user.target in _VIEWS else [user]
+    return found
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    return _is_elementwise(node) or node.target in _WRITES
 
 
 def _is_elementwise(node: Any) -> bool:

@@ -49,7 +49,7 @@ class LaneConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (kh, kw), (sh, sw) = self.kernel_size, self.stride
         how = Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32)
-        if input.is_cuda and self.pool == (2, 2) and min(how.windows(_sides(input))) > 0:
+        if _is_on_gpu(input) and self.pool == (2, 2) and min(how.windows(_sides(input))) > 0:
             return convolve_pooled(input, weight, weight.new_zeros(len(weight)) if bias is None else bias, how)
         out = convolve(input, weight, how)
         if self.pool is not None:
