@@ -62,18 +62,25 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return found
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave all products to the library, which adds in its own order."""
+    monkeypatch.setattr(rewrites, "_THIN", 0)
+    monkeypatch.setattr(rewrites, "_FEW", 0)
+
+
 def counts(step: fx.GraphModule, target: Any) -> int:
     return sum(node.target == target for node in step.graph.nodes)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("segment", [1, 1 << 20], ids=["segments", "ticks"])
 @pytest.mark.parametrize("name", list(optimizers()))
 def test_every_optimizer_takes_the_same_steps_by_parts(
     name: str, segment: int, steps: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "_SEGMENT", segment)
-    monkeypatch.setattr(rewrites, "_THIN", 0)
     local = Local(optimizer=name, batch=4, lr=0.01, weight_decay=0.01)
     found, plain = (servers(world(FedAvg(), local, compiled=compiled)) for compiled in (True, False))
     for a, b in zip(found, plain, strict=True):
@@ -115,6 +122,21 @@ def test_thin_products_are_sums_of_a_few_terms(terms: int, stays: bool, dtype: t
     assert float((w - exact).norm() / exact.norm()) < tolerance
 
 
+def test_products_with_few_results_are_computed_by_a_reduction() -> None:
+    def step(found: Tensor, a: Tensor, b: Tensor) -> None:
+        found.copy_(torch.bmm(a, b).log_softmax(-1))
+
+    for columns, stays in ((10, False), (20, True)):
+        a, b = torch.randn(3, 10, 300), torch.randn(3, columns, 300).transpose(1, 2)
+        found = torch.empty(3, 10, columns)
+        traced = make_fx(step)(found.clone(), a, b)
+        rewrite(traced.graph)
+        traced.recompile()
+        assert counts(traced, aten.bmm.default) == stays
+        traced(found, a, b)
+        assert torch.allclose(found, torch.bmm(a, b).log_softmax(-1), atol=1e-4)
+
+
 def test_products_that_a_norm_needs_are_stored() -> None:
     def step(w: Tensor, a: Tensor, b: Tensor) -> None:
         g = torch.bmm(a, b).view(2, -1)
@@ -126,6 +148,7 @@ def test_products_that_a_norm_needs_are_stored() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(
     "algorithm", [FedProx(mu=0.1), Scaffold(), FedSAM(rho=0.1), Moon()], ids=lambda a: type(a).__name__
 )

@@ -75,6 +75,34 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     return x + torch.where(place == index, source, 0)
 
 
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, images: int, channels: int, pixels: int, groups: int, eps: float
+) -> Any:
+    """``native_group_norm`` without weights, whose sums over pixels are those of channels, which lie side by side.
+
+    They are of distances from the first pixel, so that large means do not hide small differences.
+    """
+    if weight is not None or bias is not None or x.dtype == torch.float64:
+        return NotImplemented
+    whole, each = x.float(), channels // groups
+    flat = whole.reshape(images, channels, pixels)
+    first = flat[:, :, :1]
+    apart = flat - first
+    off = apart.sum(-1) / pixels  # the mean of a channel, from its first pixel
+    within = (apart * apart).sum(-1) - pixels * off * off
+    means = (off + first.squeeze(-1)).view(images, groups, each)
+    mean = means.mean(-1)
+    between = pixels * (means - mean[..., None]).square().sum(-1)
+    variance = (within.view(images, groups, each).sum(-1) + between).clamp(min=0) / (pixels * each)
+    scale = (variance + eps).rsqrt()
+    shape = (images, channels, *[1] * (x.ndim - 2))
+    shift, factor = (y.repeat_interleave(each, 1).view(shape) for y in (mean, scale))
+    return tuple(y.to(x.dtype) for y in ((whole - shift) * factor, mean, scale))
+
+
 # Operations as others that the compiler fuses with what is before and after them, and on a CPU also small products.
-_FUSIBLE: Any = {torch.ops.aten.scatter_add.default: _scatter_add}
+_FUSIBLE: Any = {
+    torch.ops.aten.scatter_add.default: _scatter_add,
+    torch.ops.aten.native_group_norm.default: _group_norm,
+}
 _AS_LOOPS: Any = {torch.ops.aten.mm.default: _product, torch.ops.aten.bmm.default: _product, **_FUSIBLE}

@@ -10,10 +10,9 @@ matrix library writes it to memory, and the update reads it again. As a sum over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from itertools import accumulate, pairwise
-from math import prod
 from operator import getitem
 from typing import Any, cast
 
@@ -31,6 +30,8 @@ _LONG = 1 << 14
 _SHARE = 1 / 8
 # A product of matrices over as many terms, or fewer, is computed where it is used.
 _THIN = 16
+# One with as many results, or fewer, is computed by a reduction.
+_FEW = 128
 # Elementwise operations that torch does not tag as such.
 _ELEMENTWISE = (aten._to_copy.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 # How steps write their results: they are functions of their arguments otherwise.
@@ -112,16 +113,27 @@ def _hashable(value: Any) -> Any:
 
 def _store_once(graph: fx.Graph) -> None:
     """Store what several convolutions read: the compiler would store it once for each of them."""
-    from torch._inductor.inductor_prims import force_stride_order  # which takes longer to import than a short run
-
     for node in list(graph.nodes):
         readers = [user for user in node.users if str(user.target).startswith("fedloom.lane_conv")]
-        if len(readers) > 1 and (_is_elementwise(_base(node)) or _base(node).target == aten.clone.default):
-            strides = list(node.meta["val"].stride())
-            with graph.inserting_after(node):
-                stored = graph.call_function(force_stride_order, (node, strides))
+        if len(readers) > 1 and _is_computed(node):
+            stored = _stored(graph, node)
             for reader in readers:
                 reader.replace_input_with(node, stored)
+
+
+def _stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The same numbers, which the compiler stores where they are computed."""
+    from torch._inductor.inductor_prims import force_stride_order  # which takes longer to import than a short run
+
+    with graph.inserting_after(node):
+        stored = graph.call_function(force_stride_order, (node, list(node.meta["val"].stride())))
+    stored.meta["val"] = node.meta["val"]
+    return stored
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether the compiler may compute these numbers anew in each place where they are used."""
+    return _is_elementwise(_base(node)) or _base(node).target == aten.clone.default
 
 
 # -- factors ---------------------------------------------------------------------------------------
@@ -310,28 +322,57 @@ def _within(columns: tuple[int, int], parts: Parts) -> int | None:
     return next((k for k, (first, end) in enumerate(parts) if first <= columns[0] and columns[1] <= end), None)
 
 
-# -- thin products ---------------------------------------------------------------------------------
+# -- products of a few numbers ---------------------------------------------------------------------
 def _multiply_in_place(graph: fx.Graph) -> None:
-    """Compute large products of thin matrices as sums of a few terms, if only elementwise operations use them."""
-    for node in list(graph.nodes):
-        if node.target != aten.bmm.default or not all(map(_is_fusible, _users_of_views(node))):
-            continue
-        a, b = node.args
-        terms = _shape(b)[1]
-        if terms <= _THIN and prod(_shape(node)[1:]) >= _LONG:
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(_sum_of_terms(graph, a, b, terms, _dtype(node)))
+    """Compute products of thin matrices where they are used, if only elementwise operations use them, and those with a
+    few results by a reduction: a matrix library is made for larger ones.
+    """
+    chosen = {node: _product(node) for node in graph.nodes if node.target == aten.bmm.default}
+    products = {node: product for node, product in chosen.items() if product is not None}
+    for factor in dict.fromkeys(each for node in products for each in node.all_input_nodes):
+        if _is_computed(factor) and products.keys() >= factor.users.keys():
+            stored = _stored(graph, factor)
+            for user in [user for user in factor.users if user in products]:
+                user.replace_input_with(factor, stored)
+    for node, product in products.items():
+        with graph.inserting_before(node):
+            a, b = (_in_full(graph, factor) for factor in node.args)
+            found = product(graph.call_function, a, b, _shape(b)[1])
+            if a is not node.args[0]:
+                found = graph.call_function(aten._to_copy.default, (found,), {"dtype": _dtype(node)})
+        node.replace_all_uses_with(found)
 
 
-def _sum_of_terms(graph: fx.Graph, a: fx.Node, b: fx.Node, terms: int, dtype: torch.dtype | None) -> fx.Node:
-    """``a @ b`` for a [L, M, terms] and b [L, terms, N], term by term in float32."""
-    add = graph.call_function
-    a, b = (add(aten._to_copy.default, (x,), {"dtype": torch.float32}) for x in (a, b))
-    each = [(add(aten.slice.Tensor, (a, 2, k, k + 1)), add(aten.slice.Tensor, (b, 1, k, k + 1))) for k in range(terms)]
-    total = add(aten.mul.Tensor, each[0])
-    for pair in each[1:]:
-        total = add(aten.add.Tensor, (total, add(aten.mul.Tensor, pair)))
-    return total if dtype == torch.float32 else add(aten._to_copy.default, (total,), {"dtype": dtype})
+def _in_full(graph: fx.Graph, factor: Any) -> fx.Node:
+    """A factor of which no sum is rounded to 16 bits."""
+    if _dtype(factor) not in (torch.bfloat16, torch.float16):
+        return cast(fx.Node, factor)
+    full = graph.call_function(aten._to_copy.default, (factor,), {"dtype": torch.float32})
+    full.meta["val"] = factor.meta["val"].float()
+    return full
+
+
+def _product(node: fx.Node) -> Callable[..., fx.Node] | None:
+    """How to compute a product of matrices; None for a library."""
+    rows, columns = _shape(node)[1:]
+    terms = _shape(node.all_input_nodes[0])[2]
+    if terms <= _THIN:
+        return _sum_of_terms if all(map(_is_fusible, _users_of_views(node))) else None
+    return _sum_of_products if rows * columns <= _FEW else None
+
+
+def _sum_of_terms(call: Callable[..., fx.Node], a: fx.Node, b: fx.Node, terms: int) -> fx.Node:
+    """``a @ b`` for a [L, M, terms] and b [L, terms, N], term by term."""
+    parts = (((a, 2, k, k + 1), (b, 1, k, k + 1)) for k in range(terms))
+    first, *others = (call(aten.mul.Tensor, tuple(call(aten.slice.Tensor, each) for each in pair)) for pair in parts)
+    return reduce(lambda total, term: call(aten.add.Tensor, (total, term)), others, first)
+
+
+def _sum_of_products(call: Callable[..., fx.Node], a: fx.Node, b: fx.Node, _: int) -> fx.Node:
+    """The same as a sum over the last axis of all products."""
+    rows, columns = call(aten.unsqueeze.default, (a, 2)), call(aten.transpose.int, (b, 1, 2))
+    products = call(aten.mul.Tensor, (rows, call(aten.unsqueeze.default, (columns, 1))))
+    return call(aten.sum.dim_IntList, (products, [3]))
 
 
 def _users_of_views(node: fx.Node) -> list[fx.Node]:
@@ -343,7 +384,7 @@ def _users_of_views(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    return _is_elementwise(node) or node.target in _WRITES
+    return _is_elementwise(node) or node.target in (*_WRITES, aten.cat.default)
 
 
 def _is_elementwise(node: Any) -> bool:

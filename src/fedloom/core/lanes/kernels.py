@@ -25,7 +25,7 @@ from fedloom.core.lanes.ops import Geometry, Tile
 @triton.jit
 def _patches(
     x: tl.tensor, origin: tl.tensor, top: tl.tensor, left: tl.tensor, inside: tl.tensor, at: tl.tensor, end: tl.tensor,
-    H: tl.tensor, W: tl.tensor, C: tl.constexpr, TW: tl.constexpr, SIGN: tl.constexpr, BORDERS: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, TW: tl.constexpr, SIGN: tl.constexpr, BORDERS: tl.constexpr,
     BK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """BK numbers of each patch, counted over taps and channels, from number ``at``; zeros from ``end``."""
@@ -84,7 +84,8 @@ def _filters(
 @triton.jit
 def _taps(
     x: tl.tensor, w: tl.tensor, y: tl.tensor,  # [L, B, H, W, C], [L, N, KH, KW, C], [L, B, YH, YW, N]
-    images: tl.tensor, H: tl.tensor, W: tl.tensor, RH: tl.tensor, RW: tl.tensor, YH: tl.tensor, YW: tl.tensor,
+    images: tl.tensor, H: tl.constexpr, W: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
+    YH: tl.constexpr, YW: tl.constexpr,
     x_lane: tl.tensor, w_lane: tl.tensor, y_lane: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     TH: tl.constexpr, TW: tl.constexpr, FIRST_H: tl.constexpr, FIRST_W: tl.constexpr,
@@ -146,7 +147,7 @@ def _larger(best: tl.tensor, place: tl.tensor, value: tl.tensor, at: tl.constexp
 @triton.jit
 def _pooled_taps(
     x: tl.tensor, w: tl.tensor, bias: tl.tensor, y: tl.tensor, index: tl.tensor,  # [L, N], [L, B, PH, PW, N] twice
-    rows: tl.tensor, H: tl.tensor, W: tl.tensor, PH: tl.tensor, PW: tl.tensor,
+    rows: tl.tensor, H: tl.constexpr, W: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     x_lane: tl.tensor, w_lane: tl.tensor, bias_lane: tl.tensor, y_lane: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
@@ -196,7 +197,7 @@ def _pooled_taps(
 
 @triton.jit
 def _shifts(
-    first: tl.tensor, W: tl.tensor, C: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr
+    first: tl.tensor, W: tl.constexpr, C: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Row, column and distance in memory of BN numbers of a patch, counted over taps and channels, from ``first``."""
     if C % BN == 0:  # all of them at one tap
@@ -217,7 +218,8 @@ def _shifts(
 @triton.jit
 def _at_taps(
     x: tl.tensor, image: tl.tensor, top: tl.tensor, left: tl.tensor, ok: tl.tensor,
-    i: tl.tensor, j: tl.tensor, shift: tl.tensor, H: tl.tensor, W: tl.tensor, C: tl.constexpr, BORDERS: tl.constexpr,
+    i: tl.tensor, j: tl.tensor, shift: tl.tensor,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BORDERS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The images at the taps of pixels, which begin at (top, left)."""
     if BORDERS:
@@ -231,7 +233,7 @@ def _at_taps(
 def _pixels(
     x: tl.tensor, g: tl.tensor, index: tl.tensor, out: tl.tensor,  # [L, B, H, W, C], [L, B, RH, RW, N], the places in
     # windows of g if POOLED, [PARTS, L, N, KH * KW * C]
-    rows: tl.tensor, H: tl.tensor, W: tl.tensor, RH: tl.tensor, RW: tl.tensor,
+    rows: tl.tensor, H: tl.constexpr, W: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
     x_lane: tl.tensor, g_lane: tl.tensor, out_lane: tl.tensor, out_part: tl.tensor,
     C: tl.constexpr, N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
@@ -364,18 +366,39 @@ def _weights(x: Tensor, g: Tensor, index: Tensor | None, how: Geometry, tile: Ti
         how.padding != (0, 0), _precision(how), triton.cdiv(rows, tile.parts * tile.depth),
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    total = out[0] if tile.parts == 1 else out.sum(0)
-    return total.to(x.dtype).view(lanes, outputs, kh, kw, channels)
+    total = out[0].to(x.dtype) if tile.parts == 1 else _sum_of(out, x.dtype)
+    return total.view(lanes, outputs, kh, kw, channels)
 
 
-# -- windows, one number at a time -----------------------------------------------------------------
+# -- one number at a time --------------------------------------------------------------------------
 _BLOCK = 1024  # numbers of a program
+_FEW = 256  # the same where there are few
+
+
+@triton.jit
+def _parts(
+    each: tl.tensor, total: tl.tensor, count: tl.tensor, PARTS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:  # [PARTS, count], [count]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < count
+    value = tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.static_range(PARTS):
+        value += tl.load(each + at, mask=ok, other=0.0)
+        each += count
+    tl.store(total + at, value.to(total.dtype.element_ty), mask=ok)
+
+
+def _sum_of(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first axis, added in its order."""
+    total = parts.new_empty(parts.shape[1:], dtype=dtype)
+    _parts[(triton.cdiv(total.numel(), _FEW),)](parts, total, total.numel(), len(parts), _FEW)
+    return total
 
 
 @triton.jit
 def _largest(
     y: tl.tensor, bias: tl.tensor, best: tl.tensor, index: tl.tensor,  # [L, B, H, W, N], [L, N], [L, B, PH, PW, N]
-    count: tl.tensor, images: tl.tensor, H: tl.tensor, W: tl.tensor, PH: tl.tensor, PW: tl.tensor,
+    count: tl.tensor, images: tl.tensor, H: tl.constexpr, W: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     bias_lane: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -409,7 +432,8 @@ def window_maxima(y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _unpooled(
     g: tl.tensor, index: tl.tensor, whole: tl.tensor,  # [L, B, PH, PW, N] twice, [L, B, H, W, N]
-    count: tl.tensor, H: tl.tensor, W: tl.tensor, PH: tl.tensor, PW: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr,
+    count: tl.tensor, H: tl.constexpr, W: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r = at // N // W % H
