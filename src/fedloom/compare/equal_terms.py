@@ -16,7 +16,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engine.forecast import Spent, forecast
 from fedloom.engine.state import Experiment
 from fedloom.report.comparison.question import Equal, Place
-from fedloom.runs.prepare import load, prepare
+from fedloom.runs.prepare import load_data, prepare
 from fedloom.runs.settings import Config, hash_of
 
 MOST_ROUNDS = 1_000_000  # a method that spends so little that it would need more rounds is refused
@@ -120,7 +120,7 @@ class Forecaster:
         """The experiment on a CPU, on whatever device it will run: nothing is trained here."""
         key = (repr((config.kinds["data"], config.data, config.task.is_regression)), config.basics.seed)
         if self._read is None or self._read[0] != key:
-            self._read = key, load(config, self._root)
+            self._read = key, load_data(config, self._root)
         here = config.engine.model_copy(update={"device": "cpu", "threads": None})
         return prepare(config._replace(engine=here), self._root, self._read[1]).experiment
 

@@ -57,12 +57,8 @@ def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
         raise DataError(f"{at}: labels must be in 0..{arrays.classes - 1} (got {arrays.y.min()}..{arrays.y.max()})")
     if arrays.test.all():
         raise DataError(f"{at}: every row is a test row, so there is nothing to train on")
-    train = (arrays.y if arrays.target is None else arrays.target)[~arrays.test]
-    if (train == train[0]).all() and not of_one_client:
-        what = f"all {len(train)} training rows are of one class, '{arrays.labels[arrays.y[~arrays.test][0]]}'"
-        if arrays.target is not None:
-            what = f"the label is {train[0]:g} in all {len(train)} training rows"
-        raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
+    if not of_one_client:
+        _check_variety(arrays, at)
     channels = arrays.x.shape[1] if arrays.x.ndim in (2, 4) else 1
     for name, values in (("mean", arrays.mean), ("std", arrays.std)):
         if len(values) not in (1, channels):
@@ -72,6 +68,15 @@ def checked(arrays: Arrays, *, of_one_client: bool = False) -> Arrays:
     if arrays.client is not None and arrays.client.min() < 0:
         raise DataError(f"{at}: client ids must not be negative (got {arrays.client.min()})")
     return arrays
+
+
+def _check_variety(arrays: Arrays, at: str) -> None:
+    train = (arrays.y if arrays.target is None else arrays.target)[~arrays.test]
+    if (train == train[0]).all():
+        what = f"all {len(train)} training rows are of one class, '{arrays.labels[arrays.y[~arrays.test][0]]}'"
+        if arrays.target is not None:
+            what = f"the label is {train[0]:g} in all {len(train)} training rows"
+        raise DataError(f"{at}: {what}, so there is nothing to learn (is y the right column?)")
 
 
 def _check_examples(x: NDArray[Any], at: str) -> None:

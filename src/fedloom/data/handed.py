@@ -112,7 +112,7 @@ def _called(name: str) -> str:
     return "arrays" if name == "data" else name
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """One of several data sets that are joined."""
 
     called: str
@@ -140,7 +140,7 @@ def _joined(given: Mapping[str, Any], name: str, seed: int, numbers: bool, *, sp
     return from_arrays(x, y, name=name, labels=labels, seed=seed, numbers=numbers, **more)
 
 
-def _in_common_classes(parts: Sequence[Part]) -> tuple[list[Any], list[str] | None]:
+def _in_common_classes(parts: Sequence[_Part]) -> tuple[list[Any], list[str] | None]:
     """The labels of all parts, and the names of the classes: where parts name them differently, those of any part."""
     y, named = [each for part in parts for each in part.y], [part for part in parts if part.names is not None]
     if all(part.names == named[0].names for part in named):
@@ -158,13 +158,13 @@ def _in_common_classes(parts: Sequence[Part]) -> tuple[list[Any], list[str] | No
     return codes, union
 
 
-def _part(name: str, called: str, part: Any) -> Part:
+def _part(name: str, called: str, part: Any) -> _Part:
     at = f"data '{name}', {called}"
     if isinstance(part, Dataset):
-        return Part(called, at, *examples_of(part, f"{name}, {called}"))
+        return _Part(called, at, *examples_of(part, f"{name}, {called}"))
     x, y = (array_of(values, f"{at}: {what}") for what, values in zip("xy", part, strict=True))
     if y.ndim == 0:
         raise DataError(f"{at}: its label is the single value {y}, not an array (of rows, make arrays: data=(x, y))")
     if x.ndim == 0 or len(x) != len(y):
         raise DataError(f"{at}: x and y must have equally many rows (got shapes {x.shape} and {y.shape})")
-    return Part(called, at, x, y.tolist(), None)
+    return _Part(called, at, x, y.tolist(), None)

@@ -114,9 +114,9 @@ def initialise(
         files[f"{slug}.pub"] = pair.public
         identity = NodeIdentity(name=name, server=f"{listens.host}:{listens.port}")
         settings = NodeSettings(identity, Policy(require_secure_sum=secure_sum))
-        files = keys.node_files(pair, seal) | {"ca.crt": authority.public}
+        own = keys.node_files(pair, seal) | {"ca.crt": authority.public}
         theirs = contract if shared_disk else contract._replace(config=without_folder(config))
-        write_bundle(out / slug, theirs, settings, files)
+        write_bundle(out / slug, theirs, settings, own)
     for name, data in (files | server_files(home.absolute(), listens.host, listens.port)).items():
         disk.write_bytes(home / name, data)
     write_contract(home, contract)

@@ -6,11 +6,9 @@ as in PyTorch, except that the convolutions of the deep nets follow He et al. (2
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedloom.core.errors import ConfigError, Fault, nearest
+from fedloom.core.hidden_random import hidden_generators
 from fedloom.core.own_line import said
 from fedloom.core.schema import GIVEN, Kind, when
 from fedloom.core.task import Batch, Task
@@ -222,24 +221,15 @@ def refuse_misfit(task: Task, shape: tuple[int, ...], outputs: int) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for mode, forward in passes.items():
             given = f"{mode} for inputs of shape {list(x.shape)}"
-            before = _hidden_generators(device)
+            before = hidden_generators(device)
             found = _tried(forward, given, fix)
             if not isinstance(found, Tensor) or found.shape != (_TRIED, outputs) or not found.is_floating_point():
                 raise ConfigError([Fault("model", f"the net returns {_described(found)}{given}", fix)])
-            drawn = [whose for whose, state in _hidden_generators(device).items() if state != before[whose]]
+            drawn = [whose for whose, state in hidden_generators(device).items() if state != before[whose]]
             if drawn:
                 what = f"the forward pass of the net draws from {drawn[0]} hidden generator{mode}"
                 known = "an nn.Dropout layer draws by the run's seed; F.dropout and torch.randn do not"
                 raise ConfigError([Fault("model", f"{what}, so that no seed could repeat a run", known)])
-
-
-def _hidden_generators(device: torch.device) -> dict[str, Any]:
-    """The state of every random generator that a forward pass can draw from without being given it."""
-    found: dict[str, Any] = {"torch's": torch.get_rng_state().numpy().tobytes()}
-    if device.type == "cuda":
-        found["torch's CUDA"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    name, words, *rest = np.random.get_state(legacy=True)
-    return found | {"NumPy's": (name, np.asarray(words).tobytes(), *rest), "Python's": random.getstate()}
 
 
 def _tried(forward: Callable[[], Any], given: str, fix: str) -> Any:

@@ -23,26 +23,32 @@ from fedloom.trust.noise import Key
 
 def guard_of(config: Config, fed: Federation, key: Key | None) -> Guard | None:
     """Privacy in this run: for its sampling, its rounds and its clients."""
-    how, cohort = config.privacy, config.cohort
+    how = config.privacy
     key = noise.seeded(config.basics.seed) if how.noise_from == "seed" else key or noise.fresh_key()
     if how.feature_clip is not None and how.clip is None:
         return _guard_of_sums(config, fed, how.feature_clip, key)
-    sampling = _accounted(cohort.sampling)
+    sampling = _accounted(config.cohort.sampling)
     if how.clip is None or sampling is None:  # what is not accounted for was refused
         return None
-    able = int((fed.train.sizes > 0).sum())
-    size = able if sampling == "all" else min(cohort.size or 10, able)
+    release, uses = _releases(config, fed, sampling)
+    # A sum over a Poisson sample is divided by its expected size: the size that was drawn is not public.
+    fixed = bool(release.noise) and not release.local and sampling == "poisson"
+    weight = float(release.size) if fixed else None
+    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
+    noisier = noise_factors(how, _label_counts(fed), key) if how.asks_for_labels else torch.ones(fed.clients)
+    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+
+
+def _releases(config: Config, fed: Federation, sampling: Sampling) -> tuple[Release, tuple[int, ...]]:
+    """What is released of clipped uploads, and how often before each round."""
+    how, able = config.privacy, int((fed.train.sizes > 0).sum())
+    size = able if sampling == "all" else min(config.cohort.size or 10, able)
     charged = how.histogram_epsilon if how.asks_for_labels else 0.0
     release = Release(how.multiplier, how.mechanism == "local", sampling, able, size, charged)
     uses = _local_uses(config, fed) if release.local else tuple(range(config.basics.rounds + 1))
     if how.epsilon is not None:
         release = release._replace(noise=calibrated(release, uses[-1], how.epsilon, how.delta))
-    # A sum over a Poisson sample is divided by its expected size: the size that was drawn is not public.
-    fixed = bool(release.noise) and not release.local and sampling == "poisson"
-    weight = float(size) if fixed else None
-    sums = None if how.feature_clip is None else _sums(config, how.feature_clip)
-    noisier = noise_factors(how, _label_counts(fed), key) if how.asks_for_labels else torch.ones(fed.clients)
-    return Guard(key, how.clip, noisier, release, uses, how.delta, weight, sums, how.feature_clip)
+    return release, uses
 
 
 def _accounted(sampling: str) -> Sampling | None:

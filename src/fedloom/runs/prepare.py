@@ -140,7 +140,7 @@ class Prepared(NamedTuple):
         return _digest(x.cpu().numpy() for x in task.tensors(task.w0, task.buffers0).values())
 
 
-def load(config: Config, root: Path) -> Arrays:
+def load_data(config: Config, root: Path) -> Arrays:
     """The data, with labels as the task reads them: numbers, or classes."""
     source = config.data.with_numbers() if config.task.is_regression else config.data
     return source.load(root, config.basics.seed)
@@ -149,7 +149,7 @@ def load(config: Config, root: Path) -> Arrays:
 def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     """Load the data (unless it is given) and partition it."""
     seed, partition = config.basics.seed, config.partition
-    arrays = _of_the_task(config, load(config, root) if arrays is None else arrays)
+    arrays = _of_the_task(config, load_data(config, root) if arrays is None else arrays)
     own = config.proxy.rows(arrays, needs_proxy(config.algorithm), rng.stream(seed, "proxy"))
     proxy, arrays = without(arrays, ~own), without(arrays, own)
     train = ~arrays.test

@@ -78,7 +78,7 @@ def figure_of(question: Question, results: Sequence[Result]) -> Figure:
         found.append(panel(question, place, [r for r in results if r.place == place], axes))
         if index % wide == 0:
             axes.set_ylabel(_axis_name(question), color=INK)
-    finish(found)
+    complete(found)
     for axes in panels[len(places) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -170,7 +170,7 @@ def panel(question: Question, place: Place, results: Sequence[Result], axes: Axe
 _FLAT = 1 / 8  # of the height of a panel: curves that would have less of it keep an axis of their own
 
 
-def finish(panels: Sequence[Panel]) -> None:
+def complete(panels: Sequence[Panel]) -> None:
     """Give panels of one metric the same axis, unless some curves would be flat, and mark the ends of lines."""
     drawn = [each.axes for each in panels if each.ends]
     limits = [axes.get_ylim() for axes in drawn]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.core import disk
-from fedloom.report.comparison.curves import caption, finish, panel
+from fedloom.report.comparison.curves import caption, complete, panel
 from fedloom.report.comparison.layout import CellPart, TableLayout
 from fedloom.report.comparison.question import Question, Result
 from fedloom.report.comparison.sheet import blocks_of, cell_of, values_of
@@ -41,7 +41,7 @@ def _figure(question: Question, layout: TableLayout, results: Sequence[Result]) 
             runs = {row: cell_of(question, results, where | {layout.rows: row}) for row in values[layout.rows]}
             found.append(panel(_asked(question, part, runs), (), _renamed(runs), axes))
             axes.set_title(", ".join(where.values()), loc="left", fontsize=9)
-        finish(found)
+        complete(found)
         stripe[0].set_ylabel(part.name.removeprefix(f"{part.statistic} "))
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * wide), frameon=False)

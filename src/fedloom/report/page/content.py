@@ -532,17 +532,7 @@ def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
     place = {each.line["client"]: k for k, each in enumerate(ranked)}
     own = [{line["client"]: line for line in run.clients} for run in runs]
     low = [_lowest_tenth(clients_by(column, run)) if column else frozenset() for run in runs]
-    kinds = _KINDS[_is_regression(first)]
-    heads = [
-        PageColumn(say("client")),
-        PageColumn(say("rows"), True),
-        PageColumn(say(kinds.several), True),
-        PageColumn(say(kinds.largest)),
-    ]
-    heads += [PageColumn(run.method or say(column), True) for run in runs] if column else []
-    heads += (
-        [PageColumn(say("loss"), True)] if len(runs) == 1 and column != "loss" and "loss" in first.clients[0] else []
-    )
+    heads = _client_columns(runs, column, words)
     lines = []
     for line in sorted(first.clients, key=lambda line: place.get(line["client"], len(ranked)))[:_MOST_CLIENTS]:
         worst = len(runs) == 1 and line["client"] in low[0]
@@ -557,6 +547,22 @@ def _clients(runs: Sequence[RunView], words: _Spoken) -> PageTable:
         cells += [number(_float(line.get("loss")))] if len(heads) > len(cells) else []
         lines.append(PageLine(tuple(cells), "worst" if worst else ""))
     return PageTable(tuple(heads), tuple(lines), sortable=True)
+
+
+def _client_columns(runs: Sequence[RunView], column: str, words: _Spoken) -> list[PageColumn]:
+    """The heads of the table of clients: their data, ``column`` of each method, and of one run the loss."""
+    say, first = words.say, runs[0]
+    kinds = _KINDS[_is_regression(first)]
+    heads = [
+        PageColumn(say("client")),
+        PageColumn(say("rows"), True),
+        PageColumn(say(kinds.several), True),
+        PageColumn(say(kinds.largest)),
+    ]
+    heads += [PageColumn(run.method or say(column), True) for run in runs] if column else []
+    if len(runs) == 1 and column != "loss" and "loss" in first.clients[0]:
+        heads.append(PageColumn(say("loss"), True))
+    return heads
 
 
 def _lowest_tenth(ranked: Sequence[ClientScore]) -> frozenset[str]:
