@@ -212,6 +212,6 @@ def test_a_dropout_used_at_two_places_is_replaced_at_both() -> None:
 
 
 def test_tf32_is_exact_where_there_is_none() -> None:
-    exact = Task(NETS["conv"]())
-    short = exact.to(torch.device("cpu"), lanes=False, precision="tf32")
+    task, cpu = Task(NETS["conv"]()), torch.device("cpu")
+    exact, short = task.to(cpu, lanes=False), task.to(cpu, lanes=False, precision="tf32")
     assert torch.equal(exact.grad(exact.w0, batch()), short.grad(short.w0, batch()))

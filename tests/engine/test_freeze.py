@@ -119,7 +119,7 @@ def test_a_saved_net_is_whole() -> None:
 
 def test_sixteen_bits_reach_the_frozen_part() -> None:
     short = Task(net(), frozen=("body",)).to(torch.device("cpu"), lanes=False, precision="bf16")
-    exact = Task(net(), frozen=("body",))
+    exact = Task(net(), frozen=("body",)).to(torch.device("cpu"), lanes=False)
     b = batch(exact.buffers0)
     assert torch.allclose(short.logits(short.w0, b), exact.logits(exact.w0, b), atol=0.05)
     assert not torch.equal(short.logits(short.w0, b), exact.logits(exact.w0, b))

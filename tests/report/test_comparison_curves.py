@@ -16,13 +16,13 @@ def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
     runs = [result("a", 0, [0.1, 0.5, 0.7]), result("b", 0, [0.1, *[0.4] * 5, *[0.8] * 10]), result("c", 0, [0.3])]
     asked = question(("a", "b", "c"), 1)
     axes = Figure().subplots()
-    curves.finish([curves.panel(asked, (), runs, axes)])
+    curves.complete([curves.panel(asked, (), runs, axes)])
     tails = [row.tail.mean for row in statistics.rows(asked, runs) if row.tail is not None]
     assert tails == pytest.approx([0.6, 0.8, 0.3])
     assert {text.get_text() for text in axes.texts} == {"60.0", "80.0", "30.0"}
     late = runs[0]._replace(records=runs[0].records[1:])  # a metric that there is from the first round on
     axes = Figure().subplots()
-    curves.finish([curves.panel(question(("a",), 1), (), [late], axes)])
+    curves.complete([curves.panel(question(("a",), 1), (), [late], axes)])
     assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
@@ -70,7 +70,7 @@ def test_a_comparison_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None
     texts = []
     for place in asked.places:
         axes = Figure().subplots()
-        curves.finish([curves.panel(asked, place, [r for r in runs if r.place == place], axes)])
+        curves.complete([curves.panel(asked, place, [r for r in runs if r.place == place], axes)])
         texts.append([text.get_text() for text in axes.texts])
     assert texts == [["not finished: 10 of 11 methods", "50.0"], ["no results"]]
 
@@ -103,7 +103,7 @@ def test_lines_of_the_same_colour_are_told_apart_at_their_ends(count: int) -> No
     methods = tuple(f"m{k}" for k in range(count))
     runs = [result(m, 0, [0.1, 0.1 + k / 20]) for k, m in enumerate(methods)]
     axes = Figure().subplots()
-    curves.finish([curves.panel(question(methods, 1), (), runs, axes)])
+    curves.complete([curves.panel(question(methods, 1), (), runs, axes)])
     looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines[:count]}
     assert len(looks) == count
     beside = {(line.get_color(), line.get_linestyle()) for line in axes.lines[count:]}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jvp
 
 from fedloom.core import rng, tree
+from fedloom.core.channels_last import channels_last
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
@@ -171,11 +172,12 @@ class Task:
             if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
                     parameter.data = other._short(parameter.data)
-        if lanes and (device.type == "cuda" or capture != "eager"):
+        laid_out = channels_last if not lanes else in_lanes if device.type == "cuda" or capture != "eager" else None
+        if laid_out is not None:
             if other._whole is other._eval:  # it is passed to users, and stays an ordinary net
                 other._whole = copy.deepcopy(other._eval)
-            in_lanes(other._train)
-            in_lanes(other._eval)
+            laid_out(other._train)
+            laid_out(other._eval)
         return other
 
     @property

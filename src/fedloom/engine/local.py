@@ -461,8 +461,6 @@ def _descend_one(
     for t in range(group.steps[k]):
         examples, labels = fed.examples(group.rows[k, t, : counts[t]])
         examples = augmented(examples, group.keys[k, t], fed.augment)
-        if examples.dim() == 4:
-            examples = examples.contiguous(memory_format=torch.channels_last)
         batch = Batch(
             x=examples,
             y=labels,

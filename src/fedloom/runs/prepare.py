@@ -355,7 +355,6 @@ def on_features(task: Task, fed: Federation, held: Held | None) -> tuple[Task, F
     body, rows = task.to(fed.x.device, lanes=False), torch.arange(len(fed.x), device=fed.x.device)
 
     def features(x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
         return body.features(body.w0, x, body.buffers0)
 
     with torch.no_grad():
