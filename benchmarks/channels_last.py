@@ -3,15 +3,15 @@
     python -m benchmarks.channels_last [--repeats 15]
 
 ``plain`` is the net on images with their channels first, ``inputs`` the same net on images that are channels last, and
-``fedloom`` what the executor ``loop`` and the servers that learn use. One thread; processor time, in turns, so that other
-work on the machine does not count.
+``fedloom`` what the executor ``loop`` and the servers that learn use. One thread; processor time, in turns, so that
+other work on the machine does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -39,7 +39,7 @@ def turned(batch: Batch) -> Batch:
     return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last))
 
 
-def milliseconds(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def milliseconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Processor time of one call of each, in turns."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for run in work.values():
