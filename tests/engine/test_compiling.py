@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.engine.compiling import _FUSIBLE
+from fedloom.engine.compiling import _FUSIBLE, _libraries_are_hashed
 
 aten = torch.ops.aten
 
@@ -41,3 +43,30 @@ def test_a_norm_in_64_bits_stays() -> None:
     x = torch.randn(2, 4, 3, 3, dtype=torch.float64)
     traced = make_fx(norm, decomposition_table=_FUSIBLE)(x, 2)
     assert any(node.target == aten.native_group_norm.default for node in traced.graph.nodes)
+
+
+def test_libraries_are_hashed_by_another_thread_and_their_errors_are_left_to_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import codecache
+
+    asked: list[threading.Thread] = []
+
+    def refused() -> None:
+        asked.append(threading.current_thread())
+        raise OSError("no such file")
+
+    monkeypatch.setattr(codecache, "torch_key", refused)
+    with _libraries_are_hashed():
+        pass
+    assert len(asked) == 1
+    assert asked[0] is not threading.main_thread()
+    assert not asked[0].is_alive()
+
+
+def test_the_compiler_still_asks_for_these_hashes() -> None:
+    """They are private: if a release of torch renames them, this says so."""
+    from torch._inductor import codecache
+
+    assert codecache.torch_key()
+    assert codecache.CacheBase.get_system()["hash"]

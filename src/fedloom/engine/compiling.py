@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -48,7 +50,8 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
     how: Any = {"config_patches": {"cpp.threads": 1} if small else _UNBROKEN}
     with warnings.catch_warnings():  # the compiler's advice on other settings
         warnings.simplefilter("ignore")
-        traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else _FUSIBLE)(*leaves)
+        with _libraries_are_hashed():
+            traced = make_fx(flat, decomposition_table=_AS_LOOPS if small else _FUSIBLE)(*leaves)
         if not small:
             parts = rewrite(traced.graph)
             traced.recompile()
@@ -57,6 +60,28 @@ def compiled(step: Callable[..., None], inputs: tuple[Any, ...], *, small: bool)
         fused: Any = standalone_compile(traced, split, dynamic_shapes="from_example_inputs", options=how)
         fused(*split)
     return lambda *given: fused(*in_parts(tree.leaves(given), parts))
+
+
+@contextmanager
+def _libraries_are_hashed() -> Iterator[None]:
+    """Read what the compiler's cache asks for meanwhile: the hashes of torch's files and of Triton's, 400 MB.
+
+    The compiler computes them in any case, but after the step was traced. The names are torch's own: if a release lacks
+    them, it does that as before.
+    """
+    from torch._inductor import codecache
+
+    def read() -> None:
+        with suppress(Exception):  # the compiler will meet it, too
+            codecache.torch_key()
+            codecache.CacheBase.get_system()
+
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _product(a: Tensor, b: Tensor) -> Any:
