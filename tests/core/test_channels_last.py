@@ -61,7 +61,11 @@ def test_what_is_converted() -> None:
     other = converted(net)
     assert isinstance(other, nn.Sequential)
     kinds = [type(layer) for layer in other][:3]
-    assert kinds == [ChannelsLastConv2d, nn.MaxPool2d, nn.ReLU]
+    assert kinds == [ChannelsLastConv2d, nn.ReLU, nn.MaxPool2d]
+    seen: list[torch.Size] = []
+    other[1].register_forward_hook(lambda _layer, given, _out: seen.append(given[0].shape))
+    other(torch.zeros(1, 3, 11, 9))
+    assert seen == [(1, 6, 4, 3)]  # after the pooling
     assert other.state_dict().keys() == net.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), net.state_dict().values(), strict=True))
     out = other[0](torch.zeros(2, 3, 11, 9))
@@ -72,6 +76,13 @@ def test_what_is_converted() -> None:
         """A subclass may compute something else."""
 
     assert type(converted(nn.Sequential(Own(1, 1, 1)))[0]) is Own  # type: ignore[index]
+
+
+def test_it_also_works_under_vmap_where_the_order_cannot_be_chosen() -> None:
+    net = pictures(3).double()
+    x = torch.randn(4, 2, 3, 11, 9, dtype=torch.float64)
+    expected = torch.stack([net(each) for each in x])
+    torch.testing.assert_close(torch.func.vmap(converted(net))(x), expected)
 
 
 def test_users_get_the_plain_net_and_second_derivatives_are_right() -> None:

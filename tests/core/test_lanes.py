@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedloom.core.channels_last import channels_last
 from fedloom.core.lanes import conv, ops
 from fedloom.core.lanes.conv import LaneConv2d, convolve_pooled, in_lanes
 from fedloom.core.lanes.ops import Geometry
@@ -230,11 +231,38 @@ def test_pooling_first_is_the_same_function() -> None:
         ours = copy.deepcopy(plain)
         in_lanes(ours)
         assert isinstance(ours[0], LaneConv2d)
-        assert ours[0].relu == (pool.padding == 0 and not pool.ceil_mode)
+        assert (conv._pooling(list(ours)[1:]) is not None) == (pool.padding == 0 and not pool.ceil_mode)
         w = {n: torch.randn(LANES, *p.shape, dtype=torch.float64) for n, p in plain.named_parameters()}
         x = torch.randn(LANES, IMAGES, 2, 9, 9, dtype=torch.float64)
         expected, found = (vmap(grad(loss(a)))(w, x) for a in (plain, ours))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class InParts(nn.Module):
+    """A net that calls a part of its layers, and each of them by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 5, 3), nn.ReLU(), nn.MaxPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[:2](x).mean((2, 3))
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x.mean((2, 3)))
+        return torch.cat([first, *seen], 1)
+
+
+@pytest.mark.parametrize("convert", [in_lanes, channels_last])
+def test_layers_that_a_net_calls_by_themselves_stay_what_they_are(convert: Callable[[nn.Module], None]) -> None:
+    torch.manual_seed(1)
+    plain = InParts().double()
+    ours = copy.deepcopy(plain)
+    convert(ours)
+    x = torch.randn(IMAGES, 2, 9, 9, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), plain(x))
+    assert [type(layer) for layer in plain.layers][1:] == [type(layer) for layer in ours.layers][1:]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from fedloom.algorithms.scaffold import Scaffold
 from fedloom.core import tree
 from fedloom.core.errors import DivergedError
 from fedloom.core.lanes.conv import LaneConv2d
-from fedloom.core.optim import Local
+from fedloom.core.optim import Local, Optimizer
 from fedloom.core.task import Capture
 from fedloom.engine import cuda_graphs
 from fedloom.engine.cuda_graphs import pack, width_for
@@ -177,6 +177,29 @@ def test_replayed_rounds_are_those_of_plain_lanes(
             assert torch.allclose(x, y, atol=1e-6)
         assert a.gradients == b.gradients
     assert stay in {kind[1] for tables in cuda_graphs._graphs(exp.task).held.values() for kind in tables._replays}
+
+
+class HeavyBall(Local):
+    """An optimizer whose memory is the point before, as people write it: nothing is copied."""
+
+    def make_optimizer(self) -> Optimizer:
+        return Optimizer(lambda x: x, lambda g, before, x, lr: (x - lr * g + 0.5 * (x - before), x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SIZES, (8,) * len(SIZES)], ids=["segment", "all"])
+def test_a_step_may_return_what_it_was_given_as_something_else(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of the point is overwritten first, and then copied to that of the point before."""
+    monkeypatch.setattr(cuda_graphs, "_SEGMENT", 1)
+    ends = []
+    for capture in ("graph", "eager"):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        settings: dict[str, Any] = {"capture": capture, "local": HeavyBall(batch=4, lr=0.05), "rounds": 2}
+        ends.append(in_a_row(experiment(federation(sizes), net, FedAvg(), **settings))[-1][0].server.w)
+    torch.testing.assert_close(ends[0], ends[1])
 
 
 @pytest.mark.slow

@@ -28,19 +28,33 @@ def channels_last(net: nn.Module) -> None:
     for layer in net.modules():
         if type(layer) is nn.Conv2d:
             layer.__class__ = ChannelsLastConv2d
-    for parent in list(net.modules()):
+    for parent in net.modules():
         if type(parent) is nn.Sequential:
-            _pool_first(parent)
+            parent.__class__ = PoolFirst
 
 
-def _pool_first(layers: nn.Sequential) -> None:
-    """Exchange each ReLU and the max-pooling right after it; neither has parameters."""
-    names = list(layers._modules)
-    for one, two in pairwise(names):
-        relu, pool = layers._modules[one], layers._modules[two]
-        if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices:
-            layers._modules.update({one: pool, two: relu})
+class PoolFirst(nn.Sequential):
+    """Layers one after another, but each max-pooling before the ReLU in front of it.
+
+    The layers stay where they are: a net may also call some of them, or a part of them, by itself.
+    """
+
+    only_calls_layers = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self)
+        for k, (relu, pool) in enumerate(pairwise(layers)):
+            if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices:
+                layers[k : k + 2] = pool, relu
+        for layer in layers:
+            input = layer(input)
+        return input
 
 
 def _laid_out(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images
+    if images.ndim != 4:
+        return images
+    try:
+        return images.contiguous(memory_format=torch.channels_last)
+    except RuntimeError:  # vmap knows no memory formats; then the order is as it is
+        return images

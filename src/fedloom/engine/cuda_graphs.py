@@ -390,7 +390,8 @@ class _Tables:
             if stay == "tick":
                 self._tick(near, plan, examples)
             else:
-                for row, moved in zip(tree.leaves(near.carry), self._step(near, plan, examples), strict=True):
+                rows = tree.leaves(near.carry)
+                for row, moved in zip(rows, _apart(rows, self._step(near, plan, examples)), strict=True):
                     row.copy_(moved)
             tick += 1
 
@@ -452,6 +453,12 @@ class _Tables:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+def _apart(rows: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+    """What is written into rows, in this order; copied if it is another row, such as the previous point as memory."""
+    places = [row.untyped_storage().data_ptr() for row in rows]
+    return [new.clone() if new.untyped_storage().data_ptr() in places[:k] else new for k, new in enumerate(moved)]
 
 
 def _fetched(table: Tensor, client: Tensor) -> Tensor:

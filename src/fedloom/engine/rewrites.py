@@ -90,16 +90,30 @@ def _changing(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            found |= {node, _base(node.args[0])}
+            written = [
+                each
+                for argument, each in zip(node.target._schema.arguments, node.args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            fx.map_arg(written, lambda each: found.add(_base(each)))
+            found.add(node)
     for node in graph.nodes:  # views come after what they are views of
-        if node.target in _VIEWS and node.args[0] in found:
+        if _is_view(node) and node.args[0] in found:
             found.add(node)
     return found
 
 
+def _is_view(node: Any) -> bool:
+    """Whether a node shares the memory of its first argument."""
+    if node.target in _VIEWS:
+        return True
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
 def _base(view: Any) -> fx.Node:
     """What a view is a view of."""
-    return _base(view.args[0]) if view.target in _VIEWS else view
+    return _base(view.args[0]) if _is_view(view) else view
 
 
 def _hashable(value: Any) -> Any:
@@ -113,9 +127,10 @@ def _hashable(value: Any) -> Any:
 
 def _store_once(graph: fx.Graph) -> None:
     """Store what several convolutions read: the compiler would store it once for each of them."""
+    changing = _changing(graph)
     for node in list(graph.nodes):
         readers = [user for user in node.users if str(user.target).startswith("fedloom.lane_conv")]
-        if len(readers) > 1 and _is_computed(node):
+        if len(readers) > 1 and _is_computed(node) and node not in changing:
             stored = _stored(graph, node)
             for reader in readers:
                 reader.replace_input_with(node, stored)
@@ -171,15 +186,15 @@ def _update_by_parts(graph: fx.Graph) -> None:
     longest = max(cats, key=_length, default=None)
     if longest is None or _length(longest) < _LONG:
         return
-    split = _Split(graph, _layers(longest))
+    split, changing = _Split(graph, _layers(longest)), _changing(graph)
     for node in list(graph.nodes):
-        if node in cats and _layers(node) == split.layers:
+        if node in cats and _layers(node) == split.layers and node not in changing:
             split.learn(node)
         elif not any(each in split.known for each in node.all_input_nodes):
             continue
-        elif node.target in _WRITES and not node.users:
+        elif node.target in _WRITES and not node.users and _base(node.args[0]).op == "placeholder":
             split.write(node)
-        elif _is_elementwise(node) and all(map(split.fits, (node, *node.all_input_nodes))):
+        elif node not in changing and _is_elementwise(node) and all(map(split.fits, (node, *node.all_input_nodes))):
             split.known[node] = split.applied(node)
 
 
@@ -294,7 +309,7 @@ def _reads(table: fx.Node) -> dict[fx.Node, tuple[int, int]]:
     """All uses of a table that are some of its columns, with these; empty if there are other uses."""
     found: dict[fx.Node, tuple[int, int]] = {}
     for user in table.users:
-        if user.target == aten.slice.Tensor and user.args[1] in (1, -1):
+        if user.target == aten.slice.Tensor and user.args[1] in (1, -1) and len(user.args) == 4:
             found[user] = _columns(user)
         elif user.target == aten.split_with_sizes.default and user.args[2:] in ((1,), (-1,)):
             columns = list(pairwise(accumulate(cast("list[int]", user.args[1]), initial=0)))
@@ -306,15 +321,16 @@ def _reads(table: fx.Node) -> dict[fx.Node, tuple[int, int]]:
 
 def _is_written(slice_: fx.Node) -> bool:
     """Whether a slice of columns is written to."""
-    if slice_.target != aten.slice.Tensor or slice_.args[1] not in (1, -1):
+    if slice_.target != aten.slice.Tensor or slice_.args[1] not in (1, -1) or len(slice_.args) != 4:
         return False
     return any(user.target == aten.copy_.default and user.args[0] is slice_ for user in slice_.users)
 
 
 def _columns(slice_: Any) -> tuple[int, int]:
     """The columns of a table that a slice has: the first, and the one after the last."""
-    table, _, first, end = slice_.args
-    return first, min(end, _length(table))
+    table, _, *ends = slice_.args
+    first, end, _ = slice(*ends).indices(_length(table))
+    return first, end
 
 
 def _within(columns: tuple[int, int], parts: Parts) -> int | None:
@@ -329,8 +345,9 @@ def _multiply_in_place(graph: fx.Graph) -> None:
     """
     chosen = {node: _product(node) for node in graph.nodes if node.target == aten.bmm.default}
     products = {node: product for node, product in chosen.items() if product is not None}
+    changing = _changing(graph)
     for factor in dict.fromkeys(each for node in products for each in node.all_input_nodes):
-        if _is_computed(factor) and products.keys() >= factor.users.keys():
+        if factor not in changing and _is_computed(factor) and products.keys() >= factor.users.keys():
             stored = _stored(graph, factor)
             for user in [user for user in factor.users if user in products]:
                 user.replace_input_with(factor, stored)

@@ -36,27 +36,47 @@ from fedloom.core.lanes.ops import (
 
 
 class LaneConv2d(nn.Conv2d):
-    """A convolution whose lanes, under ``vmap``, share one kernel.
-
-    It also does the work of a ReLU and a max-pooling that follow it, in the other order: the maximum is taken first,
-    so that the bias and the ReLU, which keep the order of numbers, have fewer pixels left.
-    """
+    """A convolution whose lanes, under ``vmap``, share one kernel."""
 
     sides: Pair  # of the padding
-    pool: tuple[Any, Any] | None = None  # the sides and the stride of the pooling
-    relu = False
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        (kh, kw), (sh, sw) = self.kernel_size, self.stride
-        how = Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32)
-        if _is_on_gpu(input) and self.pool == (2, 2) and min(how.windows(_sides(input))) > 0:
+        out = convolve(input, weight, self._how)
+        return out if bias is None else out + bias[:, None, None]
+
+    def pooled(self, input: Tensor, pool: nn.MaxPool2d) -> Tensor:
+        """The convolution, a ReLU and a pooling, in another order: the maximum is taken first, so that the bias and the
+        ReLU, which keep the order of numbers, have fewer pixels left.
+        """
+        weight, bias, how = self.weight, self.bias, self._how
+        pairs = [(each, each) if isinstance(each, int) else each for each in (pool.kernel_size, pool.stride)]
+        if _is_on_gpu(input) and pairs == [(2, 2), (2, 2)] and min(how.windows(_sides(input))) > 0:
             return convolve_pooled(input, weight, weight.new_zeros(len(weight)) if bias is None else bias, how)
-        out = convolve(input, weight, how)
-        if self.pool is not None:
-            out = max_pool2d(out, *self.pool)
-        if bias is not None:
-            out = out + bias[:, None, None]
-        return out.relu() if self.relu else out
+        out = max_pool2d(convolve(input, weight, how), pool.kernel_size, pool.stride)
+        return (out if bias is None else out + bias[:, None, None]).relu()
+
+    @property
+    def _how(self) -> Geometry:
+        (kh, kw), (sh, sw) = self.kernel_size, self.stride
+        return Geometry((kh, kw), (sh, sw), self.sides, not torch.backends.cudnn.allow_tf32)
+
+
+class LaneSequential(nn.Sequential):
+    """Layers one after another; a convolution, a ReLU and a max-pooling in a row are one step.
+
+    The layers stay where they are: a net may also call some of them, or a part of them, by itself.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            conv, *after = layers[:3]
+            pool = _pooling(after)
+            if isinstance(conv, LaneConv2d) and pool is not None:
+                input, layers = conv.pooled(input, pool), layers[3:]
+            else:
+                input, layers = conv(input), layers[1:]
+        return input
 
 
 def in_lanes(net: nn.Module) -> None:
@@ -67,21 +87,17 @@ def in_lanes(net: nn.Module) -> None:
             if layer.padding_mode == "zeros" and left == right and top == bottom:
                 layer.__class__ = LaneConv2d
                 layer.__dict__["sides"] = (top, left)
-    for parent in list(net.modules()):
-        if type(parent) is nn.Sequential:
-            _absorb(parent)
+        elif type(layer) is nn.Sequential:
+            layer.__class__ = LaneSequential
 
 
-def _absorb(layers: nn.Sequential) -> None:
-    """Let convolutions do the work of the ReLU and the max-pooling right after them."""
-    names = list(layers._modules)
-    for places in zip(names, names[1:], names[2:], strict=False):
-        conv, relu, pool = (layers._modules[name] for name in places)
-        if not (isinstance(conv, LaneConv2d) and type(relu) is nn.ReLU and isinstance(pool, nn.MaxPool2d)):
-            continue
-        if pool.padding == 0 and pool.dilation == 1 and not pool.ceil_mode and not pool.return_indices:
-            conv.pool, conv.relu = (pool.kernel_size, pool.stride), True
-            layers._modules.update(dict.fromkeys(places[1:], nn.Identity()))
+def _pooling(layers: list[nn.Module]) -> nn.MaxPool2d | None:
+    """The pooling, if these are a ReLU and a max-pooling of whole windows."""
+    if len(layers) < 2 or type(layers[0]) is not nn.ReLU or not isinstance(layers[1], nn.MaxPool2d):
+        return None
+    pool = layers[1]
+    within = pool.padding in (0, (0, 0)) and pool.dilation in (1, (1, 1)) and not pool.ceil_mode
+    return pool if within and not pool.return_indices else None
 
 
 # -- the three functions --------------------------------------------------------------------------
