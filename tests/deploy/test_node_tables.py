@@ -18,7 +18,7 @@ from fedloom.data.column_check import suspicions
 from fedloom.data.columns import Recipe
 from fedloom.deploy.audit import read_audit, write_audit
 from fedloom.deploy.conduct import conduct
-from fedloom.deploy.contract import read_contract
+from fedloom.deploy.contract import AgreedTerms, read_contract
 from fedloom.deploy.ends import OwnRows, rows_of_client
 from fedloom.deploy.messages import Envelope, packed
 from fedloom.deploy.node import Node, Place
@@ -220,6 +220,6 @@ def test_a_bundle_says_nothing_of_single_hospitals_or_of_the_coordinators_disk(t
         assert str(tmp_path).encode() not in path.read_bytes()
     assert str(tmp_path / "patients.csv") in (home / "experiment.toml").read_text()  # the server reads it
     contract = read_contract(home.parent / "hospital-b")
-    assert read_contract(home).parts == contract.parts
+    assert AgreedTerms.of(read_contract(home)) == AgreedTerms.of(contract)  # which every message has
     with pytest.raises(ConfigError, match=r"needs the experiment's own data, and patients.csv is not in this folder"):
         rows_for(contract, 1, "experiment", tmp_path)

@@ -78,7 +78,7 @@ class Contract(NamedTuple):
     @property
     def settings(self) -> dict[str, str]:
         """The settings of the experiment as JSON, by dotted name: they say what differs where its hash does."""
-        table = dotted(self.own.named(as_hashed(self.config)))
+        table = dotted(self.own.named(as_hashed(without_folder(self.config))))
         return {name: json.dumps(value, sort_keys=True) for name, value in table.items()}
 
 
