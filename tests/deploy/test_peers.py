@@ -254,6 +254,22 @@ def test_a_node_that_has_agreed_to_something_else_gets_an_error_that_says_what_d
         assert status_of_peer(tmp_path / "site" / network.slugs[k])["state"] == "stopped"
 
 
+def test_a_node_that_corrects_its_contract_takes_part_from_the_first_round_on(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=1))
+
+    def other(bundle: Any) -> Any:
+        form = bundle.contract.form._replace(mean=(9.0,))
+        return bundle._replace(contract=bundle.contract._replace(form=form))
+
+    threads = [network.begin(0), network.begin(1)]
+    network.begin(2, alter=other).join(600)
+    assert isinstance(network.failed.pop(2), RefusedError)
+    for k in (0, 1):  # its farewell is of no agreement that they know
+        wait_until(lambda k=k: "Cem: belongs to a different agreement" in network.said[k])  # type: ignore[misc]
+    network.ended([*threads, network.begin(2)])
+    assert [line["down"] for k in range(3) for line in network.lines(k)] == [{}, {}, {}]
+
+
 # -- refused before anything is made ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("more", "where"),

@@ -248,6 +248,10 @@ class Edges:
         elif turn > self.turn or not self.opened:
             self._bad[j] = turn, f"what was sent {why}"
 
+    def forgive(self, j: int) -> None:
+        """Forget what a neighbour sent before it agreed: it must not close the link of the next turn."""
+        self._bad.pop(j, None)
+
     def _answer_past(self, j: int, turn: int) -> None:
         """Send the decision about a past turn to a neighbour that repeats it, or is late."""
         doubt = (turn, j) in self.doubts

@@ -260,7 +260,8 @@ class Station:
             raise MessageError(what)
         news = {k: pair for k, pair in counts.items() if k not in self.rows}
         self.rows |= news
-        self.refused.pop(j, None)
+        if self.refused.pop(j, None) is not None:
+            self.edges.forgive(j)
         self.edges.at[j] = whole(frame.facts, "at")
         self.edges.left.discard(j)
         if frame.kind == "hello":
