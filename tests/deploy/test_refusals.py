@@ -75,7 +75,10 @@ def other_test_rows(place: Place) -> Place:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (other_settings, r"experiment differs \(local\.lr: here 5\.0, there 0\.\d+; copy experiment\.toml from the"),
+        (
+            other_settings,
+            r"experiment differs \(local\.lr: at this node 5\.0, at the server 0\.\d+; all sides need",
+        ),
         (other_labels, "rows are not those with which the run began, although there are as many: restore its data"),
         (other_test_rows, "rows are not those with which the run began"),
     ],
@@ -97,12 +100,12 @@ def test_settings_that_differ_are_named_and_others_are_compared_by_hash() -> Non
     theirs = AgreedTerms({"experiment": "b" * 64, "torch": "2.0"}, {"rounds": "3", "local.lr": "0.2", "seed": "1"})
     told = 'local.lr: here 0.1, there 0.2, name: here "x", there not set, seed: here not set, there 1'
     assert differences(ours, theirs._asdict()) == [
-        f"experiment differs ({told}; copy experiment.toml from the other side)"
+        f"experiment differs ({told}; all sides need the experiment.toml that `init` made)"
     ]
     assert differences(ours, ours._asdict()) == []
     assert differences(ours, {"parts": theirs.parts}) == [f"experiment differs (here {'a' * 12}, there {'b' * 12})"]
     many = theirs._replace(settings={f"s{k}": "1" for k in range(6)})
-    assert ", 6 more settings; copy" in differences(ours, many._asdict())[0]
+    assert ", 6 more settings; all sides" in differences(ours, many._asdict())[0]
 
 
 # -- a server that asks for more than was agreed ----------------------------------------------------

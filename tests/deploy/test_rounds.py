@@ -165,7 +165,7 @@ def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:
     assert answer(hello) == ""
     assert "policy.algorithms: 'fedavg' is not allowed here" in answer(hello, algorithms=("fedprox",))
     assert "policy.require_privacy" in answer(hello, require_privacy=True)
-    assert "torch differs (here" in answer(other)
+    assert "torch differs (at this node" in answer(other)
     federation.transport.nodes[0] = Node(place._replace(policy=Policy(min_cohort=4)))
     with pytest.raises(
         LostNodesError, match=r"Ada: refuses: policy\.min_cohort: the round has 3 nodes; this node requires at least 4"

@@ -30,6 +30,7 @@ from fedloom.runs.settings import Config, as_hashed, as_table, hash_of, parse, t
 from fedloom.trust.corruption import Corruption
 
 EXPERIMENT, FEDERATION = "experiment.toml", "federation.json"
+Sides = tuple[str, str]  # what messages call our side and the other
 _VERSIONS = ("fedloom", "torch", "numpy")
 _NAMED = 3  # settings that differ, at most, in one message
 
@@ -93,35 +94,41 @@ class AgreedTerms(NamedTuple):
         return cls(contract.parts, contract.settings)
 
 
-def differences(ours: AgreedTerms, facts: Mapping[str, Any]) -> list[str]:
-    """What differs on the other side, in words; ``facts``: what it has sent."""
+def differences(ours: AgreedTerms, facts: Mapping[str, Any], sides: Sides = ("here", "there")) -> list[str]:
+    """What differs on the other side, in words; ``facts``: what it has sent; ``sides``: what to call ours and it.
+
+    What is also read on the other side must name both: "here" would be the wrong one there.
+    """
     theirs, settings = _table(facts.get("parts")), _table(facts.get("settings"))
     return [
-        f"{name} differs ({_details(name, ours, theirs, settings)})"
+        f"{name} differs ({_details(name, ours, AgreedTerms(theirs, settings), sides)})"
         for name in ours.parts
         if theirs.get(name) != ours.parts[name]
     ]
 
 
-def _details(name: str, ours: AgreedTerms, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _details(name: str, ours: AgreedTerms, theirs: AgreedTerms, sides: Sides) -> str:
     """Which settings differ if the experiment does, and otherwise both hashes."""
-    changed = _changed(ours.settings, settings) if name == "experiment" else []
+    changed = _changed(ours.settings, theirs.settings) if name == "experiment" else []
     if not changed:
-        return f"here {_short(ours.parts[name])}, there {_short(str(theirs.get(name, 'nothing')))}"
-    sides = [
-        (key[:60], *(_short(str(side.get(key, "not set"))) for side in (ours.settings, settings))) for key in changed
-    ]
-    words = [f"{key}: here {here}, there {there}" for key, here, there in sides[:_NAMED]]
+        return _both(sides, ours.parts[name], theirs.parts.get(name, "nothing"))
+    pairs = [(key, *(side.settings.get(key, "not set") for side in (ours, theirs))) for key in changed[:_NAMED]]
+    words = [f"{key[:60]}: {_both(sides, mine, other)}" for key, mine, other in pairs]
     more = [f"{len(changed) - _NAMED} more settings"] if len(changed) > _NAMED else []
-    return f"{', '.join(words + more)}; copy {EXPERIMENT} from the other side"
+    return f"{', '.join(words + more)}; all sides need the {EXPERIMENT} that `init` made"
 
 
-def _changed(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
+def _both(sides: Sides, mine: str, other: str) -> str:
+    """Two values, with the side of each."""
+    return ", ".join(f"{side} {_short(str(value))}" for side, value in zip(sides, (mine, other), strict=True))
+
+
+def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """The names of settings that differ; none where the other side has sent none."""
     return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)] if theirs else []
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

@@ -133,7 +133,7 @@ class Node:
         This is checked for every message, not only for the first: either side may have started again with other files,
         and a server need not begin with a greeting.
         """
-        why = differences(self._terms, message.facts)
+        why = differences(self._terms, message.facts, ("at this node", "at the server"))
         refused = self._place.policy.refusal(self._place.contract)
         if self._place.policy.require_secure_sum and message.facts.get("secure_sum") is not True:
             refused = refused or _IN_THE_CLEAR
