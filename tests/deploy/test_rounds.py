@@ -390,6 +390,32 @@ def test_status_names_a_folder_and_a_checkpoint_only_where_there_are_any(tmp_pat
     assert killed_now()["run_dir"] == str(home / "runs" / "1")
 
 
+def test_status_does_not_count_a_round_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flwr")
+    from fedloom.cli.deploy import _print_status
+    from fedloom.deploy.serve import status_of
+
+    home = a_site(tmp_path / "site", config_of("fedavg"))
+    nodes, uploads = here(home), list[int]()
+
+    def tamper(_: int, client: int, answer: bytes) -> bytes | Failed:
+        if client == 1 and unpacked(answer, len(answer)).kind == "trained":
+            uploads.append(client)
+        return Failed("is not connected") if len(uploads) == 3 else answer
+
+    nodes.tamper = tamper
+    with pytest.raises(LostNodesError, match="round 3: 1 of 3 nodes answered"):
+        conduct(home, nodes, 1, lambda _: None)
+    found = status_of(home.parent)
+    assert (found["state"], found["round"], found["failed_round"]) == ("failed", 2, 3)
+    assert found["last_round"]["answered"] == ["Ada"]
+    _print_status(found)
+    assert "run     failed in round 3 of 3, " in capsys.readouterr().out
+    assert conduct(home, here(home), 1, lambda _: None) is not None
+    found = status_of(home.parent)
+    assert (found["state"], found["round"], "failed_round" in found) == ("completed", 3, False)
+
+
 def test_logs_are_readable_after_a_line_that_did_not_fit_on_the_disk(tmp_path: Path) -> None:
     home = a_site(tmp_path / "site", config_of("fedavg", rounds=2))
     logs = [home / "rounds.jsonl", home.parent / "ada" / "audit.jsonl"]

@@ -163,7 +163,7 @@ def _print_status(found: dict[str, Any]) -> None:
         print(f"node    {name}: {', '.join([state, *more])}")
     pace = [f"{span(found['seconds_a_round'])} a round"] if "seconds_a_round" in found else []
     left = [f"{span(found['seconds_left'])} left"] if "seconds_left" in found else []
-    print(", ".join([f"run     {found['state']}", f"round {found['round']} of {found['rounds']}", *pace, *left]))
+    print(", ".join([f"run     {_reached(found)}", *pace, *left]))
     if found.get("metrics"):
         print("        " + "  ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items()))
     last = found.get("last_round", {})
@@ -175,6 +175,13 @@ def _print_status(found: dict[str, Any]) -> None:
         print(f"why     {found['why']}")
     if found.get("run_dir"):
         print(f"folder  {found['run_dir']}")
+
+
+def _reached(found: dict[str, Any]) -> str:
+    """The state of a run and how far it is; a round that failed does not count."""
+    if "failed_round" in found:
+        return f"failed in round {found['failed_round']} of {found['rounds']}"
+    return f"{found['state']}, round {found['round']} of {found['rounds']}"
 
 
 @app.command()

@@ -311,12 +311,15 @@ def status_of(site: Path) -> dict[str, Any]:
     conducted = is_conducted(home)  # checked first: a run records how it ended before it releases its lock
     recorded = read_state(home)
     folder = home / RUNS / str(recorded.get("run"))
-    state, why = _state_of_run(recorded, conducted, flower_run, saved=bool(readable(folder / "checkpoints")))
+    saved = readable(folder / "checkpoints")
+    state, why = _state_of_run(recorded, conducted, flower_run, saved=bool(saved))
     lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
     done = max(rounds, default=0)
     found |= {"state": state, "run": recorded.get("run"), "round": done, "rounds": contract.rounds}
+    if state == "failed" and done > max(saved, default=0):  # nodes have sent, but a round is done once it is saved
+        found |= {"round": max(saved, default=0), "failed_round": done}
     if why:
         found["why"] = why
     if done:
