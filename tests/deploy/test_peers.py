@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from fedloom.cli.peers import _print_status
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, packed, unpacked
@@ -268,6 +269,18 @@ def test_a_node_that_corrects_its_contract_takes_part_from_the_first_round_on(tm
         wait_until(lambda k=k: "Cem: belongs to a different agreement" in network.said[k])  # type: ignore[misc]
     network.ended([*threads, network.begin(2)])
     assert [line["down"] for k in range(3) for line in network.lines(k)] == [{}, {}, {}]
+
+
+def a_status(**more: Any) -> dict[str, Any]:
+    found = {"node": "Ada", "state": "completed", "round": 3, "rounds": 3, "closed": {}, "skipped": 0}
+    return {**found, "neighbours": {"Bea": "ended"}, "last_round": {"down": {}, "doubt": []}, **more}
+
+
+def test_status_has_the_error_of_a_regression(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_status(a_status(last_round={"test/mae": 12.34567, "test/loss": 1.0}))
+    assert "  mean absolute error on its own held-out rows 12.3457\n" in capsys.readouterr().out
+    _print_status(a_status(last_round={"test/accuracy": 0.5, "test/loss": 1.0}))
+    assert "  accuracy on its own held-out rows 0.5000\n" in capsys.readouterr().out
 
 
 # -- refused before anything is made ---------------------------------------------------------------

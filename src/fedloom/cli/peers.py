@@ -26,6 +26,7 @@ app = typer.Typer(
     help="Run a method without a server between real machines.", no_args_is_help=True, rich_markup_mode=None
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that this node was handed.")]
+_SHOWN = {"test/accuracy": "accuracy", "test/mae": "mean absolute error"}  # by metric: how status names it
 _FINE = ("idle", "joining", "running", "waiting", "completed", "stopped")
 
 
@@ -123,8 +124,9 @@ def _print_status(found: dict[str, Any]) -> None:
         print(f"  {name}: {state}" + (f", closed in {closed} rounds" if closed else "") + (f": {why}" if why else ""))
     if found["skipped"]:
         print(f"  {found['skipped']} rounds were skipped")
-    if "test/accuracy" in last:
-        print(f"  accuracy on its own held-out rows {last['test/accuracy']:.4f}")
+    for metric, words in _SHOWN.items():
+        if metric in last:
+            print(f"  {words} on its own held-out rows {last[metric]:.4f}")
     if found.get("why"):
         print(f"  why: {found['why']}")
 
