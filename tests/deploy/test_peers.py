@@ -283,6 +283,13 @@ def test_status_has_the_error_of_a_regression(capsys: pytest.CaptureFixture[str]
     assert "  accuracy on its own held-out rows 0.5000\n" in capsys.readouterr().out
 
 
+def test_status_counts_one_round_and_several(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_status(a_status(closed={"Bea": 1}, skipped=1))
+    assert "  Bea: ended, closed in 1 round\n  skipped 1 round\n" in capsys.readouterr().out
+    _print_status(a_status(closed={"Bea": 2}, skipped=3))
+    assert "  Bea: ended, closed in 2 rounds\n  skipped 3 rounds\n" in capsys.readouterr().out
+
+
 # -- refused before anything is made ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("more", "where"),

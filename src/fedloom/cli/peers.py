@@ -116,14 +116,17 @@ def _show(found: list[dict[str, Any]], as_json: bool, *, single: bool = False) -
 
 
 def _print_status(found: dict[str, Any]) -> None:
+    from fedloom.report.words import plural
+
     print(f"{found['node']}: {found['state']}, round {found['round']} of {found['rounds']}")
     last = found.get("last_round", {})
     for name, state in found["neighbours"].items():
         closed = found["closed"].get(name, 0)
         why = last.get("down", {}).get(name, "in doubt" if name in last.get("doubt", []) else "")
-        print(f"  {name}: {state}" + (f", closed in {closed} rounds" if closed else "") + (f": {why}" if why else ""))
+        often = f", closed in {plural(closed, 'round')}" if closed else ""
+        print(f"  {name}: {state}{often}" + (f": {why}" if why else ""))
     if found["skipped"]:
-        print(f"  {found['skipped']} rounds were skipped")
+        print(f"  skipped {plural(found['skipped'], 'round')}")
     for metric, words in _SHOWN.items():
         if metric in last:
             print(f"  {words} on its own held-out rows {last[metric]:.4f}")
