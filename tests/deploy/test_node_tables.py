@@ -88,6 +88,19 @@ def test_a_column_that_means_something_else_is_refused_unless_its_owner_accepts_
     refuse_wrong_columns(rows, (column,), site / "hospital-a")
 
 
+def without(*columns: str) -> Change:
+    return lambda row: {name: cell for name, cell in row.items() if name not in columns}
+
+
+def test_what_a_table_lacks_is_said_in_the_words_of_the_contract(site: Path) -> None:
+    lost = r"mine.csv: lacks columns which the contract requires: 'age' \(.*\), 'marker' \(.*\)$"
+    with pytest.raises(DataError, match=lost):
+        own(site, without("marker", "age"))
+    other = r"mine.csv: its columns differ from those of the contract\n  column 'age': has words, but the contract has"
+    with pytest.raises(DataError, match=other):
+        own(site, lambda row: row | {"age": "old"})
+
+
 def test_a_check_prints_every_column_and_ends(site: Path) -> None:
     pytest.importorskip("flwr")
     quick = Quick()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -314,27 +314,37 @@ def _several(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------- for new rows
 
 
-def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str) -> None:
+class SaidBy(NamedTuple):
+    """Where the columns of a new table are laid down, in the words of its errors."""
+
+    needs: str
+    those: str
+    kind: str  # of a column, where {} is
+
+
+TRAINING = SaidBy("that the model was trained with", "those that the model was trained with", "but had {} in training")
+CONTRACT = SaidBy("which the contract requires", "those of the contract", "but the contract has {}")
+
+
+def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str, by: SaidBy = TRAINING) -> None:
     """One error with every column that a new table lacks."""
     lost = [f.name for f in recipe.features if f.name not in header]
     if lost:
         details = ", ".join(f"'{name}' ({nearest(name, header)})" for name in lost[:10])
         more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
-        raise DataError(f"{at}: lacks columns that the model was trained with: {details}{more}")
+        raise DataError(f"{at}: lacks columns {by.needs}: {details}{more}")
 
 
-def refuse_other_kinds(recipe: Recipe, table: RawTable) -> None:
-    """One error with every column whose kind differs from training; an empty column fits any kind."""
+def refuse_other_kinds(recipe: Recipe, table: RawTable, by: SaidBy = TRAINING) -> None:
+    """One error with every column of another kind than the recipe's; an empty column fits any kind."""
     kinds = {f.name: f.kind for f in recipe.features}
     details = [
-        f"  column '{name}': {column.fault or f'has {column.kind}, but had {kinds[name]} in training'}"
+        f"  column '{name}': {column.fault or f'has {column.kind}, {by.kind.format(kinds[name])}'}"
         for name, column in table.columns.items()
         if (column.fault or column.kind != kinds[name]) and not column.missing.all()
     ]
     if details:
-        raise DataError(
-            f"{table.at}: its columns differ from those that the model was trained with\n" + "\n".join(details)
-        )
+        raise DataError(f"{table.at}: its columns differ from {by.those}\n" + "\n".join(details))
 
 
 def with_kinds(recipe: Recipe, table: RawTable) -> RawTable:

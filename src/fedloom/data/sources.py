@@ -49,7 +49,7 @@ from fedloom.data.files import (
     words_of,
 )
 from fedloom.data.published import refuse_changed
-from fedloom.data.table import ColumnChoice, RawTable, read_csv, read_parquet
+from fedloom.data.table import ColumnChoice, RawTable, csv_header, parquet_header, read_csv, read_parquet
 from fedloom.data.targets import decoded
 
 TEST_SHARE = 0.2
@@ -367,6 +367,10 @@ class Table(File):
     def wanted(self) -> ColumnChoice:
         return ColumnChoice(self.named, self.drop, self.features, self.words, self.day_first)
 
+    def header(self) -> list[str]:
+        """The names of its columns."""
+        raise NotImplementedError
+
     def table(self) -> RawTable:
         """The table as written."""
         raise NotImplementedError
@@ -447,6 +451,10 @@ class Csv(Table):
     kind: ClassVar[str] = "csv"
 
     @override
+    def header(self) -> list[str]:
+        return csv_header(self.place)
+
+    @override
     def table(self) -> RawTable:
         return read_csv(self.place, self.wanted, self.limit)
 
@@ -455,6 +463,10 @@ class Parquet(Table):
     """A Parquet file."""
 
     kind: ClassVar[str] = "parquet"
+
+    @override
+    def header(self) -> list[str]:
+        return parquet_header(self.place)
 
     @override
     def table(self) -> RawTable:

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from fedloom.core.errors import ConfigError, DataError, Fault
 from fedloom.data.arrays import Arrays, checked
 from fedloom.data.column_check import ColumnCheck, checked_columns, refuse_wrong
-from fedloom.data.columns import Recipe, encoded, own_scalings, refuse_other_kinds, with_kinds
+from fedloom.data.columns import (
+    CONTRACT,
+    Recipe,
+    encoded,
+    own_scalings,
+    refuse_lacking,
+    refuse_other_kinds,
+    with_kinds,
+)
 from fedloom.data.files import Rows
 from fedloom.data.sources import File, Source, Table, source_for_path
 from fedloom.deploy.contract import Contract, Form
@@ -82,8 +90,9 @@ def _table_rows(source: Table, recipe: Recipe) -> tuple[Rows, Recipe, tuple[Colu
     """The rows of a table, how they were prepared, and how its columns compare with the contract's."""
     names = tuple(feature.name for feature in recipe.features)
     own = source.model_copy(update={"features": names})
+    refuse_lacking(recipe, own.header(), str(own.place), CONTRACT)  # the owner of a node has no data.features
     table = own.table()
-    refuse_other_kinds(recipe, table)
+    refuse_other_kinds(recipe, table, CONTRACT)
     table = with_kinds(recipe, table)
     raw = encoded(table, recipe.features)
     if recipe.statistics == "own":
