@@ -116,6 +116,8 @@ def test_a_check_prints_every_column_and_ends(site: Path) -> None:
         assert told.code == 2
         assert "100.0%" in told.out
         assert "1 column does not mean what the contract says" in told.err
+        told = quick(*words, "data=experiment", "--check", cwd=site.parent)  # where the coordinator's table is
+        assert told.out.endswith("its data has no columns to compare, or is a part of the experiment's own\n")
     finally:
         quick.close()
 

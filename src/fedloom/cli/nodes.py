@@ -48,7 +48,7 @@ def show_columns(own: OwnRows) -> None:
 
     print(f"{own.train} training rows and {own.test} test rows")
     if not own.checks:
-        print("its data has no columns to compare")
+        print("its data has no columns to compare, or is a part of the experiment's own")
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("column")
