@@ -252,11 +252,13 @@ def only_simulated(config: Config) -> list[Fault]:
 def unsummable(config: Config) -> list[Fault]:
     """Why the server of an experiment needs more than the sum of uploads."""
     faults, traits = [], config.algorithm.traits
-    if traits.each_upload or config.aggregation.rule != "mean":
-        what = "its server needs every upload"
-        fix = "leave out rules.secure_sum (--secure-sum), or choose a method whose uploads are summed"
-        where = "algorithm.kind" if traits.each_upload else "aggregation.rule"
-        faults.append(Fault(where, f"{what}, but a secure sum shows only their sum", fix))
+    only, leave = "but a secure sum shows only their sum", "leave out rules.secure_sum (--secure-sum)"
+    if traits.each_upload:
+        fix = f"{leave}, or choose a method whose uploads are summed"
+        faults.append(Fault("algorithm.kind", f"its server needs every upload, {only}", fix))
+    if config.aggregation.rule != "mean":
+        what = f"this rule needs every upload, {only} (got '{config.aggregation.rule}')"
+        faults.append(Fault("aggregation.rule", what, f"set aggregation.rule=mean, or {leave}"))
     if traits.size_varies:
         what = "the size of its uploads reveals something about a node's data, even with masks"
         faults.append(Fault("algorithm.kind", what, "choose a method whose uploads all have one size"))
