@@ -76,6 +76,18 @@ def slow():
 
 def error(outputs, y):
     return (outputs.sum(-1) - y) ** 2
+
+
+def rule(uploads, weights):
+    return weights @ uploads
+
+
+def sampling(rng, clients, size):
+    return rng.choice(clients, size, replace=False)
+
+
+def metric(outputs, y):
+    return 0.0
 """
 
 
@@ -252,6 +264,74 @@ def test_code_that_a_comparison_names_does_not_run_without_consent(
         done = quick("compare", old, "--trust", "--jobs", "1", "--out", "c", cwd=desk, env=world_outside)
         assert done.code == 0, done.err
         assert (desk.parent / "marker").exists()
+
+
+FUNCTIONS = {  # the settings that name a function, which is not called before a run: how a configuration names it
+    "task.loss": {"task": {"loss": "../theirs/evil.py:error"}},
+    "aggregation.rule": {"aggregation": {"rule": "../theirs/evil.py:rule"}},
+    "cohort.sampling": {"cohort": {"sampling": "../theirs/evil.py:sampling"}},
+    "evaluate.metrics": {"evaluate": {"metrics": ["../theirs/evil.py:metric"]}},
+}
+
+
+def trusted(desk: Path) -> list[str]:
+    """The list of what the user has vouched for."""
+    listed = desk.parent / "state" / "fedloom" / "trusted"
+    return listed.read_text().splitlines() if listed.exists() else []
+
+
+@pytest.mark.parametrize("key", FUNCTIONS)
+def test_a_function_that_a_comparison_or_a_search_names_does_not_run_without_consent(
+    quick: Quick, desk: Path, world_outside: dict[str, str], key: str
+) -> None:
+    (desk / "mine.py").write_text(CODE)
+    assert quick("run", *QUICK, "algorithm=mine.py:Mine", "--out", "r", cwd=desk, env=world_outside).code == 0
+    (desk.parent / "marker").unlink()
+    theirs, before, known = desk.parent / "theirs", files(desk), trusted(desk)
+    ((section, setting),) = FUNCTIONS[key].items()
+    plain, methods = {"rounds": 1}, {"algorithms": ["fedavg"], "seeds": 1}
+    named = plain | {section: setting}
+    axis = {key: [*setting.values()]}
+    old = {
+        "compare": written(theirs / "named.toml", named | {"compare": methods}),
+        "grid": written(theirs / "grid.toml", plain | {"compare": methods | {"grid": axis}}),
+        "tune": written(theirs / "tune.toml", named | {"evaluate": {"validation": 0.2, **named.get("evaluate", {})}}),
+    }
+    for words in (
+        ("compare", old["compare"], "--jobs", "1", "--out", "c"),
+        ("compare", old["grid"], "--jobs", "1", "--out", "c"),
+        ("tune", old["tune"], "local.lr=0.1,0.2", "--trials", "1", "--jobs", "1", "--out", "t"),
+    ):
+        refused(quick(*words, cwd=desk, env=world_outside), desk, key, "is code in", "evil.py", "--trust")
+    assert files(desk) == before
+    assert trusted(desk) == known == [f"{desk}/mine.py:Mine"]
+
+
+def test_who_names_a_function_in_a_comparison_or_a_search_may_run_it(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    (desk / "mine.py").write_text("def loss(outputs, y):\n    return (outputs.sum(-1) - y) ** 2\n")
+    (desk / "other.py").write_text((desk / "mine.py").read_text())
+    words = (*QUICK, "task.loss=mine.py:loss", "--jobs", "1", "--out", "c")
+    done = quick("compare", "fedavg", "--seeds", "1", *words, cwd=desk, env=world_outside)
+    assert done.code == 0, done.out + done.err
+    assert trusted(desk) == [f"{desk}/mine.py:loss"]
+    words = (*QUICK, "task.loss=cross_entropy,other.py:loss", "evaluate.validation=0.2", "--metric", "accuracy")
+    done = quick("tune", *words, "--trials", "1", "--jobs", "1", "--out", "t", cwd=desk, env=world_outside)
+    assert done.code == 0, done.out + done.err
+    assert trusted(desk) == [f"{desk}/{name}.py:loss" for name in ("mine", "other")]
+
+
+def test_a_misspelt_function_is_refused_before_anything_is_written(
+    quick: Quick, desk: Path, world_outside: dict[str, str]
+) -> None:
+    (desk / "mine.py").write_text("def loss(outputs, y):\n    return (outputs.sum(-1) - y) ** 2\n")
+    before, words = files(desk), (*QUICK, "task.loss=mine.py:los", "evaluate.validation=0.2", "--out", "o")
+    for command in (("compare", "fedavg"), ("tune", "local.lr=0.1,0.2")):
+        done = quick(*command, *words, cwd=desk, env=world_outside)
+        assert done.code == 2, done.out
+        assert "'mine.py' has no 'los' (did you mean 'loss'?)" in done.err
+        assert files(desk) == before
 
 
 def test_a_cell_runs_what_the_comparison_names_and_not_what_lies_in_its_folder(

@@ -51,6 +51,7 @@ def tune(
     from fedloom.compare.ranges import is_range, ranges_of
     from fedloom.compare.tune import InterruptedSearch, Search, checked_search
     from fedloom.compare.tune import tune as searched
+    from fedloom.core import usercode
     from fedloom.data.files import default_root
     from fedloom.engine.ranks import is_rank
 
@@ -61,7 +62,9 @@ def tune(
     given = words or []
     file, fixed = file_and_overrides([word for word in given if not is_range(word)])
     base, name = _experiment(file, fixed, trust=trust)
-    search = checked_search(Search(base, ranges_of([word for word in given if is_range(word)]), trials, metric, seeds))
+    ranges = ranges_of([word for word in given if is_range(word)])
+    usercode.vouch([each.choices for each in ranges])  # naming code on the command line is consent to run it
+    search = checked_search(Search(base, ranges, trials, metric, seeds))
     folder = out or Path("runs") / f"tune-{as_name(name)}"
     screen = ComparisonScreen(plain_console(stderr=json_, soft_wrap=True))
     screen.searching(search, folder)

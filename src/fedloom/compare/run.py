@@ -21,6 +21,7 @@ from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
 from fedloom.runs.folder import write_text
+from fedloom.runs.prepare import refuse_wrong_functions
 from fedloom.runs.tracking import refuse_missing_trackers
 
 
@@ -44,6 +45,7 @@ def run(
     if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
     planned = table if isinstance(table, ComparisonPlan) else plan(table)
+    refuse_wrong_functions(cell.config for cell in planned.cells)
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
     _find_data(planned, root)

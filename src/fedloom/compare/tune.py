@@ -34,6 +34,7 @@ from fedloom.report.tables import csv_text
 from fedloom.runs.folder import as_json, write_text
 from fedloom.runs.look import csv_lines
 from fedloom.runs.overrides import assign, without_idle
+from fedloom.runs.prepare import check_functions
 from fedloom.runs.settings import Config, as_toml, parse, read_toml
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def checked_search(search: Search) -> Search:
         for value in each.ends:
             try:
                 config = search.config(first | {each.key: value})
+                check_functions(config)
             except ConfigError as error:
                 faults |= dict.fromkeys(error.faults)
     if faults:

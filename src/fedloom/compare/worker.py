@@ -98,7 +98,8 @@ def _run(job: dict[str, Any], reporter: Reporter) -> bool:
 def _outcome(job: dict[str, Any], reporter: Reporter) -> dict[str, Any] | None:
     """Run one cell, or resume it; how it ended, None if it was stopped."""
     folder, root = Path(job["folder"]), Path(job["root"])
-    usercode.vouch(job["config"])  # the parent has loaded this code; the config.toml of a cell may name other code
+    # The parent has loaded this code, and remembers what the user named; a cell's config.toml may name other code.
+    usercode.vouch(job["config"], lasting=False)
     try:
         if (folder / "config.toml").is_file():
             resume(folder, data_root=root, alike=job["alike"], listener=reporter)

@@ -221,7 +221,7 @@ def assembled(
     config: Config, shared: Shared, federation: Federation, device: torch.device, cohort: int, key: Key | None = None
 ) -> Prepared:
     """The experiment on data that has been split; ``cohort``: how many clients train side by side at most."""
-    _check_functions(config)
+    check_functions(config)
     world = _world(config, shared, federation)
     placed = _placed(config, world, device, cohort)
     guard = guard_of(config, world.federation, key)
@@ -418,13 +418,26 @@ def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
         raise ConfigError(faults)
 
 
-def _check_functions(config: Config) -> None:
+def check_functions(config: Config) -> None:
     """The user's own functions can be found and have the arguments that are set, before anything is trained."""
-    for section in (config.aggregation, config.cohort):
+    for section in (config.aggregation, config.cohort, config.task):
         if section.is_own:
             section.own_function()
     for name in filter(usercode.is_reference, config.evaluate.metrics):
         find_function(name, "evaluate.metrics")
+
+
+def refuse_wrong_functions(configs: Iterable[Config]) -> None:
+    """The same of several experiments, whose runs may not ask for consent any more; every fault is reported once."""
+    differing = {repr((c.task, c.aggregation, c.cohort, c.evaluate.metrics)): c for c in configs}
+    faults: dict[Fault, None] = {}
+    for config in differing.values():
+        try:
+            check_functions(config)
+        except ConfigError as error:
+            faults |= dict.fromkeys(error.faults)
+    if faults:
+        raise ConfigError(faults)
 
 
 def _check_statistics(exp: Experiment) -> None:
