@@ -106,8 +106,8 @@ All but metrics may have further arguments. These are keys of the section: `task
 A **metric** is called once for the outputs `[n, C]` and labels `[n]` of all rows that are evaluated together: the
 common test set for `global/test/top3`, the rows of each client for `personal/pre_fit/test/top3`. It need not be a mean
 over rows. It is not called where an output is not finite. In regression, outputs and labels are those that the loss
-is given. Its best value is the highest, unless its name begins like that of a metric of which less is better: `loss`,
-`mae`, `rmse`, `brier` or `ece`.
+is given. Its best value is the highest, unless its name is one of the words `loss`, `mae`, `rmse`, `brier` and `ece`,
+or begins with one and then has no letter: less of `loss_top` and `rmse10` is better, and more of `lossless`.
 
 A **sampling** knows the round and draws from `rng`, whose numbers depend on the seed and the round only. So all methods
 of a comparison have the same clients in each round, which are known before the run: that is what resuming, several

@@ -108,6 +108,19 @@ def test_a_comparison_says_what_was_chosen_and_by_what(tmp_path: Path) -> None:
     assert {cell.hash for cell in again.cells} == {Path(r.hash).name for r in done.results}  # the same cells
 
 
+def test_less_of_an_error_of_the_user_s_own_is_better(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss_top(outputs, y):\n    return 1 - (outputs.argmax(1) == y).double().mean()\n"
+    )
+    evaluate = {"validation": 0.3, "metrics": [f"{tmp_path}/own.py:loss_top"]}
+    given = table(algorithms=["fedavg"], seeds=1, grid={"local.lr": [0.0001, 0.1]}, select="loss_top")
+    run(given | {"evaluate": evaluate}, tmp_path / "out", jobs=1)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    (chosen,), places = summary["selected"]["table"], summary["table"]
+    assert chosen["chosen"] == {"local.lr": "0.1"}
+    assert chosen["validation"] == min(place["validation"] for place in places) < 0.5
+
+
 def _same(cell: dict[str, str], row: dict[str, Any]) -> bool:
     return all(cell[key] == row[key] for key in ("algorithm", "local.lr", "partition.alpha"))
 

@@ -53,6 +53,8 @@ def test_names_of_a_method_that_begin_like_a_measure_are_not_one() -> None:
     less += ["hessian/top", "privacy/epsilon_simulated"]
     more = ["global/test/accuracy", "personal/pre_fit/test/accuracy_worst10", "nodes/test/accuracy_min"]
     more += ["mine/downstream_accuracy", "mine/uptake", "mine/losslessness", "mine/upper_bound", "mine/recall"]
+    less += ["global/test/loss_top", "global/test/rmse10", "personal/pre_fit/test/brier_2", "global/validation/mae-50"]
+    more += ["global/test/lossless", "global/test/maeve", "global/test/eceA", "global/test/top_loss"]
     assert [name for name in [*less, *more] if lower_is_better(name)] == less
 
 

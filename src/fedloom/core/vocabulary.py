@@ -60,6 +60,9 @@ _LESS = frozenset(
     {"hessian/top", "hessian/weights_top", "gradients/gvar_total", "gradients/gvar_coord", "gradients/gvar_rel"}
 )
 
+# How the name of a user's own error begins: with one of these words, and not of a longer one such as "lossless".
+_ERRORS = re.compile(r"(loss|mae|rmse|brier|ece)(?![a-zA-Z])")
+
 PLACES: Mapping[str, str] = {
     "global/test": "the server's model on the common test set",
     "global/train": "the server's model on all training rows",
@@ -119,7 +122,8 @@ def lower_is_better(name: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
     end = leaf(name)
     measure = _measure(end)
-    return name in _LESS or end.endswith("_std") or (measure is not None and measure.lower)
+    lower = measure.lower if measure is not None else _ERRORS.match(end) is not None
+    return name in _LESS or end.endswith("_std") or lower
 
 
 def is_share(name: str) -> bool:
