@@ -116,9 +116,10 @@ written as a method: draw the candidates here, let them report their loss, and l
 wants ([an example](write-a-method.md#what-a-method-can-do-beyond-this)). All candidates then train and send, and are
 counted as doing so.
 
-Examples of all of these functions are in [write a method](write-a-method.md#not-a-whole-method).
-init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
+An `Optimizer(init, update)` is two functions: `init(x)` returns the state before the first step, and `update(g, state,
 x, lr)` the next `(x, state)`. Its own settings are the function's arguments, and keys of the section `local`.
+
+Examples of the functions that are given data are in [write a method](write-a-method.md#not-a-whole-method).
 """
 
 DATA = """Images are kept as bytes and normalised when they are read. A row is a test row if the data marks it; else
