@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fedloom
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.data.columns import Recipe, encoded, filled_and_scaled, listed
 from fedloom.data.sources import Csv
@@ -95,6 +96,30 @@ def test_a_frame_is_the_same_table(tmp_path: Path) -> None:
     for name, column in a.columns.items():
         assert b.columns[name].kind == column.kind
         assert b.columns[name].values.tolist() == pytest.approx(column.values.tolist(), nan_ok=True)
+
+
+def test_numbers_to_learn_may_have_decimal_commas(tmp_path: Path) -> None:
+    places = {mark: tmp_path / name for mark, name in ((",", "comma.csv"), (".", "point.csv"))}
+    rows = "".join(f"{k / 8:.3f};{3 * k / 8 - 1:.3f}\n" for k in range(80))
+    scores = []
+    for mark, place in places.items():
+        place.write_text("size;price\n" + rows.replace(".", mark))
+        few = {"rounds": 1, "partition": {"clients": 4}, "model": "logistic", "checkpoint": {"curves": False}}
+        data = {"source": "csv", "path": str(place), "label": "price"}
+        fedloom.run(data=data, task="regression", out=tmp_path / place.stem, **few)
+    for folder in ("comma", "point"):
+        scores += [fedloom.load(tmp_path / folder).evaluate(place) for place in places.values()]
+    assert scores[0]["rows"] == 80
+    assert scores == scores[:1] * 4
+    for wrong in ("1,234,5", "1,", "x"):
+        places[","].write_text("size;price\n" + rows.replace("28.625", wrong))
+        with pytest.raises(DataError, match=f"must be a number .got '{wrong}'"):
+            Csv(path=str(places[","]), label="price").with_numbers().load(tmp_path, 0)
+
+
+def test_a_class_that_is_called_like_a_number_with_a_comma_keeps_its_name(tmp_path: Path) -> None:
+    path = messy(tmp_path, "size;label\n" + "".join(f"{k};{k % 2},5\n" for k in range(40)))
+    assert Csv(path=str(path)).load(tmp_path, 0).labels == ("0,5", "1,5")
 
 
 def test_data_that_names_its_clients_keeps_them_by_default(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class NewRows(NamedTuple):
     clients: tuple[str, ...] | None = None  # the client of each row, if known
     beside: Mapping[str, NDArray[Any]] = {}  # other columns, as written
     notes: tuple[str, ...] = ()  # doubts about them, such as columns that differ from those of training
+    comma: bool = False  # whether 3,5 may be a number
 
 
 class ValueRange(NamedTuple):
@@ -165,7 +166,7 @@ def _of_table(table: RawTable, recipe: Recipe) -> NewRows:
     clients = None if holders is None else tuple(str(name) for name in holders.tolist())
     x = encoded(table, recipe.features)
     notes = tuple(suspicions(checked_columns(table, recipe)))
-    return NewRows(table.at, x, table.where, table.named.get(recipe.label), clients, beside, notes)
+    return NewRows(table.at, x, table.where, table.named.get(recipe.label), clients, beside, notes, table.comma)
 
 
 def _of_array(values: Any, recipe: Recipe | None, shape: tuple[int, ...], at: str) -> NewRows:

@@ -49,7 +49,7 @@ from fedloom.data.files import (
     words_of,
 )
 from fedloom.data.published import refuse_changed
-from fedloom.data.table import ColumnChoice, RawTable, csv_header, parquet_header, read_csv, read_parquet
+from fedloom.data.table import ColumnChoice, RawTable, csv_header, parquet_header, read_csv, read_parquet, with_points
 from fedloom.data.targets import decoded
 
 TEST_SHARE = 0.2
@@ -387,7 +387,10 @@ class Table(File):
         """The content of the named columns; ``arrays_of`` reads the features."""
         where = table.where
         decode = self._decode or (lambda *of: (*coded(*of), None))
-        y, labels, target = decode(table.named[self.label], f"label (column '{self.label}')", where)
+        label = table.named[self.label]
+        if self._decode is not None and table.comma:  # numbers; a class that is called 3,5 keeps its name
+            label = with_points(label)
+        y, labels, target = decode(label, f"label (column '{self.label}')", where)
         client: Ints | None = None
         clients: tuple[str, ...] = ()
         test = None

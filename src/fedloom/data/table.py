@@ -50,6 +50,7 @@ class RawTable(NamedTuple):
     where: Place
     rows: int
     notes: tuple[str, ...] = ()  # what had to be guessed about the file
+    comma: bool = False  # whether 3,5 may be a number
 
 
 class ColumnChoice(NamedTuple):
@@ -98,6 +99,11 @@ class Dialect(NamedTuple):
 
     encoding: str
     delimiter: str
+
+    @property
+    def comma(self) -> bool:
+        """Whether 3,5 may be a number: a comma separates no cells."""
+        return self.delimiter == ";"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -209,7 +215,7 @@ class _Reader:
             if name in self._words:
                 parts.append(np.array(["" if cell in MISSING else cell for cell in cells], dtype=object))
             elif name not in self._turned:
-                numbers = as_numbers(cells, comma=self._dialect.delimiter == ";")
+                numbers = as_numbers(cells, comma=self._dialect.comma)
                 if numbers is None:
                     self._turned.add(name)
                 else:
@@ -224,10 +230,11 @@ class _Reader:
         for name, parts in self._parts.items():
             values = np.concatenate(parts) if parts else np.zeros(0)
             forced = name in self._wanted.words
-            comma = self._dialect.delimiter == ";"
-            columns[name] = typed(values, where, forced, self._wanted.day_first, comma)
+            columns[name] = typed(values, where, forced, self._wanted.day_first, self._dialect.comma)
         named = {name: words_of(cells, f"word in column '{name}'", where) for name, cells in self._named.items()}
-        return RawTable(str(self._path), columns, named, where, len(self._lines), self._dialect.notes)
+        return RawTable(
+            str(self._path), columns, named, where, len(self._lines), self._dialect.notes, self._dialect.comma
+        )
 
 
 def as_numbers(cells: Sequence[str], *, comma: bool = False) -> NDArray[np.float64] | None:
@@ -241,7 +248,16 @@ def as_numbers(cells: Sequence[str], *, comma: bool = False) -> NDArray[np.float
 def _float(cell: str, comma: bool) -> float:
     if "_" in cell:  # Python reads 0_7 as 7, but in a table it is a code
         raise ValueError(cell)
-    return float(cell.replace(",", ".") if comma and re.fullmatch(r"[-+]?\d+,\d+", cell) else cell)
+    return float(_with_point(cell) if comma else cell)
+
+
+def with_points(cells: NDArray[Any]) -> NDArray[Any]:
+    """Cells as written, but numbers with a decimal point where they have a decimal comma."""
+    return np.array([_with_point(str(cell)) for cell in cells.tolist()])
+
+
+def _with_point(cell: str) -> str:
+    return cell.replace(",", ".") if re.fullmatch(r"[-+]?\d+,\d+", cell) else cell
 
 
 # ------------------------------------------------------------------------------- the kinds of columns

@@ -23,6 +23,7 @@ from fedloom.core.quality import class_measures, confusion, number_measures
 from fedloom.data.columns import Feature, Recipe
 from fedloom.data.files import coded_as
 from fedloom.data.new_rows import NewRows, ValueRange, new_rows
+from fedloom.data.table import with_points
 from fedloom.data.targets import numbers_in
 from fedloom.models.net import NetSpec
 from fedloom.models.ready import FillAndScale, ReadyNet, Rescale
@@ -221,6 +222,7 @@ class Predictor:
             column = f"no column '{self._recipe.label}'" if self._recipe is not None else "no array 'y'"
             raise DataError(f"{rows.at}: has {column}, so there is nothing to compare with")
         if self.is_regression:
+            given = with_points(given) if y is None and rows.comma else given
             return torch.from_numpy(numbers_in(given.reshape(-1), "label", rows.where))
         return torch.from_numpy(coded_as(given, self.labels, "label", rows.where))
 
