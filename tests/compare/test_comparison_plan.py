@@ -61,6 +61,9 @@ def test_every_fault_at_once_and_nothing_written(tmp_path: Path) -> None:
         ({"grid": {"rounds": [1, 1]}}, "same label"),
         ({"grid": {"algorithm.muu": [1]}}, "no method has this setting"),
         ({"best": 1}, "compare.best: unknown key"),
+        ({"claims": [{"claim": "x"}]}, "compare.claims.0.claim: unknown key (got 'x') (known: algorithm, along, "),
+        ({"claims": [{"saus": "x"}]}, "compare.claims.0.saus: unknown key (got 'x') (did you mean 'says'?)"),
+        ({"paper": [{"seeds": 1}]}, "compare.paper.0.seeds: unknown key (got 1) (known: algorithm, "),
     ],
 )
 def test_faults_of_the_compare_table(settings: dict[str, Any], says: str) -> None:

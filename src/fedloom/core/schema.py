@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_args, get_origin
 
@@ -438,7 +438,7 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     path = [str(part) for part in item["loc"]]
     where = ".".join([at, *path]) if at else ".".join(path)
     if item["type"] == "extra_forbidden":
-        return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], cls.model_fields))
+        return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], _keys_beside(cls, path)))
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -447,6 +447,23 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     if item["type"] == "too_short" and not item["input"]:
         return Fault(where, "is empty, and needs one at least")
     return Fault(where, f"{message} (got {_short(item['input'])})")
+
+
+def _keys_beside(cls: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The keys of the table of ``cls`` in which a path ends; its parts may also be numbers in lists, and classes."""
+    tables = [cls]
+    for part in path[:-1]:
+        inner = [table for each in tables if part in each.model_fields for table in _tables_in(each.model_fields[part])]
+        tables = inner or [each for each in tables if each.__name__ == part] or tables
+    return [field.alias or name for table in tables for name, field in table.model_fields.items()]
+
+
+def _tables_in(kind: Any) -> list[type[BaseModel]]:
+    """The classes of tables in a field or a type, such as ``tuple[Claim, ...]``."""
+    kind = kind.annotation if isinstance(kind, FieldInfo) else kind
+    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+        return [kind]
+    return [table for part in get_args(kind) for table in _tables_in(part)]
 
 
 def disagreement(what: str, got: Any, *at: str) -> InitErrorDetails:
