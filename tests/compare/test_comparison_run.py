@@ -383,6 +383,21 @@ def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
     assert done.rows[1].rank is None
 
 
+def test_the_line_of_a_failed_cell_says_why(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listening(Unwatched):
+        def moved(self, standing: Standing) -> None:
+            said.append(standing.ended)
+
+    (tmp_path / "rules.py").write_text("def short(uploads, weights):\n    return uploads[0, 1:]\n")
+    wrong = table(algorithms=["fedavg"], seeds=1) | {"aggregation": {"rule": f"{tmp_path}/rules.py:short"}}
+    run(wrong, tmp_path / "c", jobs=1, watcher=Listening())
+    (line,) = filter(None, said)
+    assert line.startswith("fedavg · seed 0: failed (the configuration has 1 fault; aggregation.rule: ")
+    assert line.endswith(")")
+
+
 def test_a_diverged_cell_does_not_stop_the_others(tmp_path: Path) -> None:
     wild = {"kind": "fedopt", "label": "wild", "lr": 1e38}
     for _ in range(2):
