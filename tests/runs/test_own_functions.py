@@ -227,6 +227,23 @@ def test_a_loss_has_settings_of_its_own() -> None:
     refused(r"task.gamma: unknown key", task={"gamma": 1.0})
 
 
+@pytest.mark.parametrize(("section", "key"), [("task", "loss"), ("aggregation", "rule"), ("cohort", "sampling")])
+def test_what_is_nearly_a_function_s_name_is_refused_with_the_name(
+    section: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(rf"{section}\.{key}: .*is a file.*name a function of it: own\.py:NAME", **{section: {key: "own.py"}})
+    message = rf"{section}\.{key}: should be a name \(got the function last\) \(write '{{}}:last'\)"
+    refused(message.format(r"file\.py"), **{section: {key: last}})
+    monkeypatch.setattr(last, "__module__", "__main__")
+    refused(message.format("__main__"), **{section: {key: last}})
+
+
+def test_only_what_a_file_defines_itself_is_suggested() -> None:
+    refused(r"'own.py' has no 'npp' \(known: ", aggregation={"rule": "own.py:npp"})
+    refused(r"'own.py' has no 'torhc' \(known: ((?!torch).)*$", aggregation={"rule": "own.py:torhc"})
+    refused(r"'own.py' has no 'brokn' \(did you mean 'broken'", aggregation={"rule": "own.py:brokn"})
+
+
 # -- partitions ------------------------------------------------------------------------------------
 def test_a_partition_may_read_the_inputs() -> None:
     usercode.vouch("own.py:by_feature")

@@ -118,6 +118,8 @@ def loss_faults(task: Objective) -> list[Fault]:
     """What is wrong with the name of the loss."""
     if task.loss in ("auto", *LOSSES[task.kind]) or usercode.is_reference(task.loss):
         return []
+    if task.loss.endswith(".py"):
+        return [Fault("task.loss", f"'{task.loss}' is a file", f"name a function of it: {task.loss}:NAME")]
     other = next((kind for kind, names in LOSSES.items() if task.loss in names), None)
     fix = f"it is for {other}" if other else f"one of {', '.join(LOSSES[task.kind])}, or file.py:function"
     return [Fault("task.loss", f"there is no loss '{task.loss}' for {task.kind}", fix)]

@@ -66,6 +66,8 @@ def named_or_own(name: str, known: Iterable[str], word: str) -> str:
     """The name, if it is known or names the user's own function; else ValueError."""
     if name in known or usercode.is_reference(name):
         return name
+    if name.endswith(".py"):
+        raise ValueError(f"'{name}' is a file; name a function of it: {name}:NAME")
     raise ValueError(f"there is no {word} '{name}', {nearest(name, known)}; your own is named as file.py:function")
 
 

@@ -439,6 +439,9 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     where = ".".join([at, *path]) if at else ".".join(path)
     if item["type"] == "extra_forbidden":
         return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], _keys_beside(cls, path)))
+    if item["type"] == "string_type" and inspect.isfunction(item["input"]):
+        name, place = item["input"].__name__, "__main__" if item["input"].__module__ == "__main__" else "file.py"
+        return Fault(where, f"should be a name (got the function {name})", f"write '{place}:{name}'")
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")

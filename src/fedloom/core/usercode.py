@@ -142,9 +142,16 @@ def load_code(reference: str, at: str) -> Any:
     else:
         module = _load_module(place, at, reference, name)
     if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError([Fault(at, f"'{place}' has no '{name}'", nearest(name, public))])
+        raise ConfigError([Fault(at, f"'{place}' has no '{name}'", nearest(name, _offered(module, place)))])
     return getattr(module, name)
+
+
+def _offered(module: ModuleType, place: str) -> list[str]:
+    """The names to suggest: of a .py file what it defines itself, of a module what it exports, too."""
+    public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
+    if place.endswith(".py"):
+        return [name for name, thing in public.items() if getattr(thing, "__module__", "") == module.__name__]
+    return list(public)
 
 
 def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType:

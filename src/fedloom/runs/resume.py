@@ -124,5 +124,6 @@ def _check_rounds(path: Path, table: Mapping[str, Any], rounds: int, at: int | N
     if "epsilon" in private and "clip" in private and rounds != table["rounds"]:
         why = f"the noise of this run was calibrated for {table['rounds']} rounds (privacy.epsilon)"
         raise ConfigError([Fault("--rounds", why, f"leave it out, {_ANEW}")])
-    if at is None and rounds < max(checkpoint.saved_rounds(path / "checkpoints"), default=0):
-        raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done more", "see --from")])
+    done = max(checkpoint.saved_rounds(path / "checkpoints"), default=0)
+    if at is None and rounds < done:
+        raise ConfigError([Fault("--rounds", f"{rounds}, but this run has done {done}", "see --from")])
