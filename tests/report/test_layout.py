@@ -298,6 +298,13 @@ def test_lost_seeds_are_reported_and_do_not_compete() -> None:
     assert "never bold" in " ".join(sheet_text.legend(found))
 
 
+def test_nobody_is_the_best_of_a_column_while_the_others_are_still_to_be_run() -> None:
+    runs = [each for k, each in enumerate(everywhere("a", 0.5)) if k % 2 == 0 or k == 1]
+    found = sheet("lr", ["data"], runs, {"metric": "a/accuracy"})
+    best = [[cell[0].best for cell in line] for line in found.blocks[0].cells]
+    assert best == [[False, False], [False, True]]  # of the second column both have one seed
+
+
 def test_columns_are_printed_in_groups_that_fit() -> None:
     found = sheet("lr", ["algorithm", "data"], everywhere("a", 0.5) + everywhere("b", 0.6), {"metric": "a/accuracy"})
     lines = sheet_text.lines(found, found.blocks[0])

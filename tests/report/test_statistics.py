@@ -61,6 +61,13 @@ def test_a_method_that_lost_a_seed_is_not_ranked() -> None:
     assert text_table.sections(asked, rows)[0].lines[1][1] == "90.00 (1 diverged)"
 
 
+def test_nobody_is_first_while_the_others_are_still_to_be_run() -> None:
+    results = [result("a", 0, [0.5]), result("a", 1, [0.6]), result("b", 0, [0.9])]
+    assert [row.rank for row in statistics.rows(question(("a", "b"), 2), results)] == [None, None]
+    whole = [*results, result("b", 1, [0.7])]
+    assert [row.rank for row in statistics.rows(question(("a", "b"), 2), whole)] == [2, 1]
+
+
 def test_a_loss_ranks_the_other_way() -> None:
     name = "global/test/loss"
     results = [

@@ -140,7 +140,10 @@ def _number(layout: TableLayout, part: CellPart, own: Sequence[Result], paper: f
 
 
 def _with_best(layout: TableLayout, cells: list[list[list[Number]]]) -> list[list[list[Number]]]:
-    """The same numbers, the best of each column marked; a cell that has fewer seeds than others does not compete."""
+    """The same numbers, the best of each column marked; a cell that has fewer seeds than others does not compete.
+
+    One alone is not the best while others are still to be run.
+    """
     if len(cells) < 2:
         return cells
     out = [[list(numbers) for numbers in line] for line in cells]
@@ -148,8 +151,10 @@ def _with_best(layout: TableLayout, cells: list[list[list[Number]]]) -> list[lis
         sign = -1 if lower_is_better(layout.cell[k].metric) else 1
         here = [line[column][k] for line in cells]
         scores = [float("-inf") if mean is None else sign * mean for mean in _whole(here)]
+        run = [n.seeds + n.diverged + n.failed for n in here]
+        competes = sum(score > float("-inf") for score in scores) > 1 or min(run) == max(run)
         for line, score in zip(out, scores, strict=True):
-            line[column][k] = line[column][k]._replace(best=max(scores) == score > float("-inf"))
+            line[column][k] = line[column][k]._replace(best=competes and max(scores) == score > float("-inf"))
     return out
 
 

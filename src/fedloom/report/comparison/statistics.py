@@ -226,6 +226,9 @@ def _at(question: Question, place: Place, results: Sequence[Result]) -> list[Row
     tails = {m: _tails(question, m, results) for m in question.methods}
     plain = [_row(question, place, m, _of(m, results), tails) for m in question.methods]
     whole = [r for r in plain if r.tail is not None and r.seeds == len(question.seeds) and question.is_ranked(r.metric)]
+    run = [r.seeds + r.diverged + r.failed for r in plain]
+    if len(whole) == 1 and min(run) < len(question.seeds):  # the first of several, of which others are still to be run
+        return plain
     sign = 1 if lower_is_better(question.metric) else -1
     order = sorted(sign * r.tail.mean for r in whole if r.tail is not None)
     ranks = {r.method: 1 + order.index(sign * r.tail.mean) for r in whole if r.tail is not None}
