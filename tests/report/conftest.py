@@ -10,8 +10,7 @@ import fedloom
 from fedloom.compare.run import run as run_comparison
 from support import warm
 from support.comparisons import table
-
-EVIL = "</script><img src=x onerror=alert(1)>"  # as a class, and as a client
+from support.markup import EVIL
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from conftest import EVIL
 from fedloom.compare.look import look_at
 from fedloom.core.errors import CheckpointError, ConfigError
 from fedloom.data.arrays import Arrays
@@ -30,6 +29,7 @@ from fedloom.report.page.render import page
 from fedloom.report.view import ComparisonView, FolderView, RunView
 from fedloom.runs.prepare import one_class
 from support.comparisons import question, result
+from support.markup import EVIL
 from support.terminal import Quick
 
 HOME = Path(language.__file__).parent
