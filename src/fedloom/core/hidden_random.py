@@ -1,4 +1,4 @@
-"""The random generators that code may draw from without being given one. fedloom itself draws from none of them."""
+"""The random generators that code may draw from without being given one: no run may depend on their state."""
 
 from __future__ import annotations
 
