@@ -77,6 +77,7 @@ def together(size: int, jobs: dict[str, Job], folder: Path) -> list[dict[str, Jo
         crew.append(warm.Popen([sys.executable, "-m", "support.crew", str(folder)], env=env))
     try:
         codes = [process.wait(timeout=600) for process in crew]
+        assert not meeting.exists()  # the last to leave takes it along
     finally:
         for process in crew:
             process.kill()

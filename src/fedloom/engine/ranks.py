@@ -43,7 +43,8 @@ from fedloom.core.errors import ConfigError, Fault, FedloomError, LostRankError
 T = TypeVar("T")
 
 MEETING = "FEDLOOM_MEETING"  # the folder in which ranks of one machine meet
-SECRET = "secret"  # the rendezvous file in it
+SECRET = "secret"  # what those that were started together know
+_STORE = "store"  # the rendezvous file
 TIMEOUT = "FEDLOOM_TIMEOUT"  # seconds for which a rank waits for another
 _PATIENCE = 1800.0  # a rank may have to wait for the slowest client of another; a rank that dies is noticed at once
 
@@ -188,14 +189,14 @@ def joined(world: Mapping[str, str] = os.environ) -> Ranks:
         way = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         how: dict[str, Any] = {"timeout": timedelta(seconds=_patience())}
         if folder is not None:
-            store = dist.FileStore(str(Path(folder) / "store"), here.size)  # type: ignore[attr-defined]
+            store = dist.FileStore(str(Path(folder) / _STORE), here.size)  # type: ignore[attr-defined]
             how |= {"store": store, "rank": here.rank, "world_size": here.size}
         try:
             dist.init_process_group(way, **how)
         except (RuntimeError, ValueError) as error:
             where = folder or f"{world['MASTER_ADDR']}:{world['MASTER_PORT']}"
             raise LostRankError(f"the ranks could not meet at {where} ({_first(error)})") from error
-        atexit.register(_left, folder if here.leads else None)
+        atexit.register(_left, folder)
         if folder is not None:
             _introduced(here, secret)
     return Ranks(dist.get_rank(), dist.get_world_size())
@@ -335,8 +336,12 @@ def _patience() -> float:
 
 
 def _left(folder: str | None) -> None:
-    """Leave the group; rank 0 also removes the rendezvous folder if the launcher is gone."""
+    """Leave the group; the last rank removes the rendezvous folder, in case the launcher is gone.
+
+    The last to leave the store deletes it. Nobody may do so before: torch aborts a rank that leaves a store whose file
+    disappears meanwhile.
+    """
     with suppress(RuntimeError, AssertionError):
         dist.destroy_process_group()
-    if folder is not None:
+    if folder is not None and not (Path(folder) / _STORE).exists():
         shutil.rmtree(folder, ignore_errors=True)
