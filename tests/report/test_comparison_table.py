@@ -97,6 +97,15 @@ def test_a_mean_of_most_of_the_curve_has_a_note(counts: tuple[int, int], part: s
     assert not any(sentence_in("zh", note) == note for note in said)
 
 
+@pytest.mark.parametrize(
+    ("counts", "head"), [((9, 9), "mean of all 9"), ((9, 10), "mean of at most 10"), ((10, 12), "mean of last 10")]
+)
+def test_the_mean_says_of_how_many_evaluations_it_is(counts: tuple[int, int], head: str) -> None:
+    runs = [result(m, 0, [0.1] * (1 + count)) for m, count in zip("ab", counts, strict=True)]
+    asked = question(("a", "b"), 1)
+    assert text_table.sections(asked, statistics.rows(asked, runs))[0].header[3] == f"{head} (%)"
+
+
 @pytest.mark.parametrize(("count", "differs"), [(24, False), (26, True)])
 def test_methods_on_equal_terms_that_are_not_evaluated_equally_often_have_a_note(count: int, *, differs: bool) -> None:
     runs = [result("a", 0, [0.1] * 21), result("b", 0, [0.1] * (1 + count))]

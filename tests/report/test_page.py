@@ -311,7 +311,7 @@ def test_a_run_names_its_method_and_its_file() -> None:
     assert content_of(seen_run(**{"data.source": "digits"}), "en").facts[1] == "data: digits"
 
 
-@pytest.mark.parametrize(("rounds", "said"), [(3, "mean of all 3"), (10, "mean of the last ten")])
+@pytest.mark.parametrize(("rounds", "said"), [(3, "mean of all 3"), (10, "mean of last 10")])
 def test_a_mean_of_few_evaluations_is_called_so(rounds: int, said: str) -> None:
     found = content_of(seen_run(rounds=rounds), "en")
     assert found.results[0].columns[-1].label == said
@@ -320,7 +320,7 @@ def test_a_mean_of_few_evaluations_is_called_so(rounds: int, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("rounds", "said"),
-    [((3, 3), "mean of all 3"), ((3, 4), "mean of at most ten"), ((10, 12), "mean of the last ten")],
+    [((3, 3), "mean of all 3"), ((3, 4), "mean of at most 10"), ((10, 12), "mean of last 10")],
 )
 def test_a_mean_of_few_evaluations_is_called_so_for_several_runs(rounds: tuple[int, int], said: str) -> None:
     runs = tuple(seen_run(str(k), count) for k, count in enumerate(rounds))

@@ -75,6 +75,10 @@ def in_turn(round, clients, size):
     return [(round * size + k) % clients for k in range(size)]
 
 
+def later_twice(round, clients):
+    return [0] if round == 0 else [0, 0]
+
+
 def twice(size):
     return [0, 0]
 
@@ -133,7 +137,8 @@ def last(history: Any, name: str = "global/test/loss") -> float:
 
 def refused(message: str, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(**settings)
+        run(**settings, out="refused")
+    assert not Path("refused").exists()  # even if only the first round revealed it
 
 
 # -- aggregation -----------------------------------------------------------------------------------
@@ -205,6 +210,13 @@ def test_cohorts_of_a_sampling_are_those_of_the_run(tmp_path: Path) -> None:
     again = fedloom.resume(out, rounds=3)
     straight = run(cohort={"sampling": "own.py:in_turn", "size": 2}, rounds=3)
     assert again.records[-1]["global/test/loss"] == straight.records[-1]["global/test/loss"]
+
+
+def test_a_fault_of_a_later_round_leaves_the_rounds_before(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ConfigError, match="in round 2"):
+        run(cohort={"sampling": "own.py:later_twice"}, out=out)
+    assert [json.loads(line)["round"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 
 def test_faults_of_a_sampling_are_named() -> None:

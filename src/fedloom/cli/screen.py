@@ -19,7 +19,15 @@ from rich.text import Text
 from fedloom import __version__
 from fedloom.cli.console import harmless, plain_console
 from fedloom.cli.ranks import follows
-from fedloom.core.vocabulary import accuracies, headline, is_diagnostic, is_evaluation, is_share, is_summarised
+from fedloom.core.vocabulary import (
+    accuracies,
+    headline,
+    is_diagnostic,
+    is_evaluation,
+    is_share,
+    is_summarised,
+    last_ten,
+)
 from fedloom.report.words import as_bytes, brief, plural, short, span
 
 if TYPE_CHECKING:
@@ -209,8 +217,8 @@ class RunScreen(_Screen):
 
 def _tail(history: History) -> str:
     """The evaluations that the final mean is taken over."""
-    count = sum(line["round"] > 0 for line in history.records if is_evaluation(line))
-    return "mean of last 10" if count >= 10 else f"mean of all {count}"
+    name, count = last_ten([sum(line["round"] > 0 for line in history.records if is_evaluation(line))])
+    return name.format(count)
 
 
 def _where(prepared: Prepared, folder: Path | None) -> str:

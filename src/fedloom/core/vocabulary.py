@@ -217,3 +217,11 @@ def matching(wanted: str, names: Iterable[str]) -> Iterator[str]:
     """The names that match a pattern; a * matches one part of a name."""
     pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]+"))
     return (name for name in names if pattern.fullmatch(name))
+
+
+def last_ten(counts: Iterable[int]) -> tuple[str, int]:
+    """What to call ``mean_last_10`` of runs with so many evaluations, and the number that belongs into it."""
+    found = {min(10, count) for count in counts if count} or {10}
+    if len(found) > 1:
+        return "mean of at most 10", 10
+    return ("mean of last 10", 10) if 10 in found else ("mean of all {}", found.pop())

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -144,6 +145,11 @@ class RunFolder:
         self._cut(METRICS, keep)
         for name in _GROWING[1:]:
             self._cut(name, sum(len(line) for line, entry in self._entries(name) if entry["round"] <= done))
+
+    def withdraw(self) -> None:
+        """Remove a folder in which no round was completed, after a fault that only the first round reveals."""
+        if not any(self._entries("timings.jsonl")):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def spent(self) -> float:
         """How many seconds the rounds so far took."""

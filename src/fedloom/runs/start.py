@@ -105,4 +105,9 @@ def start(
             if folder is not None:
                 write_first_files(folder, prepared)
                 folder.seal()
-        return drive(prepared, folder, None, listener or SilentListener())
+        try:
+            return drive(prepared, folder, None, listener or SilentListener())
+        except ConfigError:  # such as one of the user's own function
+            if folder is not None:
+                folder.withdraw()
+            raise

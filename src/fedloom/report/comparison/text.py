@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fedloom.core.vocabulary import is_share
+from fedloom.core.vocabulary import is_share, last_ten
 from fedloom.report.comparison.notes import caveats_about, gain_label, marks, notes
 from fedloom.report.comparison.question import Question
 from fedloom.report.comparison.statistics import Gain, Mean, Reached, Row, gains
@@ -36,8 +36,9 @@ def sections(question: Question, table: Sequence[Row]) -> list[Section]:
 
 def _gain_line(question: Question, header: Sequence[str], gain: Gain) -> list[str]:
     """The row of gains below the methods; columns without a gain are empty."""
-    known = {"last": gain.last, "best": gain.best, "mean of last 10": gain.tail, "paper": gain.paper}
+    known = {"last": gain.last, "best": gain.best, "mean": gain.tail, "paper": gain.paper}
     stems = [name.removesuffix(" (%)") for name in header[1:]]
+    stems = ["mean" if stem.startswith("mean of") else stem for stem in stems]
     return [gain_label(question), *(percent(known[stem]) if stem in known else "" for stem in stems)]
 
 
@@ -51,13 +52,14 @@ Column = tuple[str, Callable[[Row], str]]  # its name, and what it shows of a ro
 
 def _columns(question: Question, table: Sequence[Row]) -> list[Column]:
     unit = " (%)" if is_share(question.metric) else ""
+    tail, count = last_ten(row.evaluations for row in table)
     columns: list[Column] = [("algorithm", lambda r: r.method)]
     if len(set(question.metrics.values())) > 1:
         columns.append(("metric", lambda r: r.metric))
     columns += [
         (f"last{unit}", lambda r: _score(r, r.last)),
         (f"best{unit}", lambda r: _score(r, r.best)),
-        (f"mean of last 10{unit}", lambda r: _score(r, r.tail)),
+        (f"{tail.format(count)}{unit}", lambda r: _score(r, r.tail)),
     ]
     if any(row.validation is not None for row in table):
         columns.append(("validation", lambda r: _validated(question, r)))

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedloom.core.schema import dotted
-from fedloom.core.vocabulary import is_cost, is_privacy
+from fedloom.core.vocabulary import is_cost, is_privacy, last_ten
 from fedloom.report import topology
 from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
@@ -203,10 +203,8 @@ def _metrics(run: RunView, words: _Spoken) -> PageTable:
 
 def _mean_of(runs: Sequence[RunView], words: _Spoken) -> str:
     """What the mean of the last evaluations is of: of fewer than ten, it is that of all."""
-    counts = {min(10, sum(line["round"] > 0 for line in run.evaluations)) for run in runs if run.evaluations} or {10}
-    if len(counts) > 1:
-        return words.say("mean of at most ten")
-    return words.say("mean of the last ten") if 10 in counts else words.say("mean of all {}").format(max(1, *counts))
+    name, count = last_ten(sum(line["round"] > 0 for line in run.evaluations) or 1 for run in runs if run.evaluations)
+    return words.say(name).format(count)
 
 
 def _run_progress(run: RunView, words: _Spoken) -> tuple[Card, ...]:
