@@ -257,6 +257,15 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "results" / "d").exists()
 
 
+@pytest.mark.parametrize("word", ["runs/mine", "runs/mine/compare.toml"])
+def test_a_comparison_that_ran_needs_no_other_word_than_its_folder(whole: Path, tmp_path: Path, word: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(whole)
+    done = fedloom("collect", word, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert f"12 of 12 cells, 12 of them new: results/{whole.name}" in done.out
+
+
 def test_seeds_of_two_places_meet_by_one_command_for_many_recipes(tmp_path: Path) -> None:
     """Two recipes run with a seed each in two places; an archive of one and the runs of the other are merged."""
     for place, seed in (("one", 0), ("two", 1)):

@@ -99,7 +99,14 @@ def _recipes(paths: list[Path]) -> list[Path]:
 def _folder(recipe: Path, out: Path | None, *, many: bool) -> Path:
     if out is not None and not many:
         return out
+    if _is_of_folder(recipe):
+        return (out or Path("results")) / recipe.resolve().parent.name
     return (out or Path("results")) / recipe.resolve().parent.name / recipe.stem
+
+
+def _is_of_folder(recipe: Path) -> bool:
+    """Whether this is the file that compare writes beside its tables."""
+    return recipe.name == "compare.toml"
 
 
 def _collected(
@@ -118,7 +125,8 @@ def _collected(
 
     planned = _planned(recipe, settings, trust=trust)
     usual = Path("runs") / f"compare-{as_name(planned.base.get('name') or recipe.stem)}"
-    places = [place for place in (usual, Path(planned.spec.cells or usual)) if place.is_dir()]
+    own = [recipe.parent] if _is_of_folder(recipe) else []
+    places = [place for place in (*own, usual, Path(planned.spec.cells or usual)) if place.is_dir()]
     found = list(sources.values()) or [look(place) for place in dict.fromkeys(places)]
     return gather(planned, out, found, data_root=data_root, replace=replace)
 
