@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -548,6 +549,50 @@ def test_a_comparison_from_python(desk: Path) -> None:
     assert repr(done).startswith("<Comparison in c>\n\n| algorithm | last")
     with pytest.raises(ConfigError, match=r"numpy\.savez"):
         fedloom.compare("fedavg", data=(x, y))
+
+
+PROGRAM = """
+import fedloom
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+
+
+class Mine(fedloom.FedAvg):
+    far: float = 1.0
+
+
+def right(outputs, y):
+    return (outputs.argmax(1) == y).double().mean()
+
+
+def main():
+    asked = {"evaluate": {"metrics": ["__main__:right"]}, "options": {"metric": "global/test/right"}}
+    done = fedloom.compare("fedavg", Mine, Mine(far=2), model=Net, rounds=1, seeds=1, jobs=1, out="c", **asked)
+    print([(row.method, row.seeds) for row in done.rows])
+
+
+"""
+
+
+@pytest.mark.slow
+def test_a_comparison_of_what_the_program_defines(desk: Path) -> None:
+    """Every cell is a process that imports the program; one that would then start again says so."""
+    Path("mine.py").write_text(PROGRAM + 'if __name__ == "__main__":\n    main()\n')
+    Path("bare.py").write_text(PROGRAM + "main()\n")
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    done = run([sys.executable, "mine.py"])
+    methods = [("fedavg", 1), ("mine.py:Mine", 1), ("mine.py:Mine (far=2.0)", 1)]
+    assert done.stdout.splitlines()[-1:] == [str(methods)], done.stderr
+    bare = run([sys.executable, "bare.py"])
+    assert "bare.py: calls fedloom.compare while it is being imported (put the call below: if __name" in bare.stderr
+    prompt = run([sys.executable, "-"], input=PROGRAM + "main()")
+    assert "'__main__:Net' is defined at a prompt or in a notebook" in prompt.stderr
+    with pytest.raises(ConfigError, match="model: a comparison starts its own processes, which cannot be passed a net"):
+        fedloom.compare("fedavg", model=torch.nn.Linear(2, 2))
 
 
 def test_methods_of_a_comparison_are_not_a_list() -> None:

@@ -48,8 +48,10 @@ def run(
     messages are Python warnings. ``on_round(progress)`` is called after each round,
     ``on_evaluate(round, metrics)`` after each evaluation, ``on_end(history)`` at the end.
     """
+    from fedloom.core import usercode
     from fedloom.runs.start import run as quietly
 
+    usercode.refuse_while_loading("fedloom.run")
     given: dict[str, Any] = {"data": data, "out": out, "data_root": data_root}
     given |= {"on_round": on_round, "on_evaluate": on_evaluate, "on_end": on_end, **settings}
     return _followed(lambda hears: quietly(algorithm, listener=hears, **given), progress, listener)
@@ -148,7 +150,7 @@ def _warn(note: str) -> None:
 
 
 def compare(
-    *algorithms: str,
+    *algorithms: str | Mapping[str, Any] | AnyAlgorithm | type[AnyAlgorithm],
     out: str | Path | None = None,
     seeds: int | Sequence[int] = 3,
     grid: Mapping[str, Sequence[Any]] | None = None,
@@ -163,14 +165,18 @@ def compare(
 
     ``jobs`` processes run cells side by side; ``together`` runs of a method share the steps of one process, on a GPU.
     ``grid={"local.lr": [0.01, 0.1]}`` has an axis for each key; ``options`` are further keys of the ``[compare]``
-    table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Data is named, by a
-    source or a path, since every cell is a separate process.
+    table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Every cell is a
+    separate process: data is named, by a source or a path, and a program whose own classes or functions are used
+    calls this below ``if __name__ == "__main__":``.
     """
     from fedloom.compare.run import run as compared
+    from fedloom.core import usercode
     from fedloom.core.errors import ConfigError, Fault
-    from fedloom.runs.in_memory import is_handed_over
+    from fedloom.runs.find import named
+    from fedloom.runs.in_memory import GivenNet, is_handed_over
     from fedloom.runs.start import handed_net
 
+    usercode.refuse_while_loading("fedloom.compare")
     if any(isinstance(each, list | tuple) for each in algorithms):
         fix = "as in fedloom.compare('fedavg', 'fedprox')"
         raise ConfigError([Fault("algorithms", f"are separate arguments, not a list (got {algorithms!r})", fix)])
@@ -179,9 +185,12 @@ def compare(
         raise ConfigError([Fault("data", what, "save it, as with numpy.savez, and give the path")])
     if "model" in settings:
         settings["model"] = handed_net(settings["model"])
-    chosen = {"algorithms": list(algorithms), "seeds": _plain(seeds)}
+    if isinstance(settings.get("model"), GivenNet):
+        what = "a comparison starts its own processes, which cannot be passed a net"
+        raise ConfigError([Fault("model", what, "pass its class, or a class that builds it")])
+    chosen = {"algorithms": [named(each) for each in algorithms], "seeds": _plain(seeds)}
     axes = {"grid": {key: _plain(values) for key, values in grid.items()}} if grid else {}
-    table = {**settings, "compare": {**chosen, **axes, **(options or {})}}
+    table = usercode.importable({**settings, "compare": {**chosen, **axes, **(options or {})}})
     folder = Path(out) if out is not None else None
     if not _is_shown(progress):
         return compared(table, folder, data_root=data_root, jobs=jobs, together=together)

@@ -37,6 +37,7 @@ _MAIN = "__main__"  # the user's own program: it is running already
 
 # Names that the user has given to this process, with the working folder then, and whether to remember them.
 _vouched: dict[tuple[str, str], bool] = {}
+_loading: list[str] = []  # the files that are being loaded now
 _files: dict[str, dict[str, str]] = {}  # the files that were loaded for each such name, with their hashes
 
 
@@ -146,6 +147,30 @@ def load_code(reference: str, at: str) -> Any:
     return getattr(module, name)
 
 
+def importable(value: Any) -> Any:
+    """The same settings; what the running program defines is named by its file, where other processes find it, too."""
+    if isinstance(value, Mapping):
+        return {key: importable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [importable(each) for each in value]
+    if not isinstance(value, str) or not value.startswith(f"{_MAIN}:"):
+        return value
+    file = getattr(sys.modules[_MAIN], "__file__", None)
+    if file is None or not file.endswith(".py"):
+        what = f"'{value}' is defined at a prompt or in a notebook, where other processes cannot find it"
+        raise ConfigError([Fault("fedloom.compare", what, "move it into a .py file, and name it file.py:NAME")])
+    path = Path(file).resolve()
+    place = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{place}:{value.removeprefix(f'{_MAIN}:')}"
+
+
+def refuse_while_loading(call: str) -> None:
+    """Refuse a run that begins while another process, or this one, imports the program for what it defines."""
+    if _loading:
+        what = f"calls {call} while it is being imported"
+        raise ConfigError([Fault(_loading[-1], what, "put the call below: if __name__ == '__main__':")])
+
+
 def _offered(module: ModuleType, place: str) -> list[str]:
     """The names to suggest: of a .py file what it defines itself, of a module what it exports, too."""
     public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
@@ -169,12 +194,17 @@ def load_file(place: str, at: str, *, called: str, name: str = "") -> ModuleType
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _extend_path(path.parent)
+    _loading.append(place)
     try:
         # Without a .pyc file, which could be stale, and would clutter the user's folder.
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[spec.name]
+        if isinstance(error, ConfigError) and error.faults[0].where in _loading:
+            raise
         raise ConfigError([_failed(place, at, error)]) from error
+    finally:
+        _loading.pop()
     _files[called] = _sources(module)
     return module
 

@@ -97,6 +97,15 @@ def name_of(cls: type[AnyAlgorithm]) -> str:
     return name if package == _PACKAGE else f"{cls.__module__}:{cls.__qualname__}"
 
 
+def named(algorithm: Any) -> Any:
+    """An algorithm that was passed in Python as what another process can read: its name, or a table with settings."""
+    if _is_kind_of(algorithm, Algorithm):
+        return name_of(algorithm)
+    if isinstance(algorithm, Algorithm):
+        return {"kind": name_of(type(algorithm)), **algorithm.model_dump(mode="json", exclude_defaults=True)}
+    return algorithm
+
+
 def _is_kind_of(thing: Any, base: type[Any]) -> bool:
     """Whether ``thing`` is a subclass of ``base`` that can be instantiated."""
     return inspect.isclass(thing) and issubclass(thing, base) and thing is not base and not inspect.isabstract(thing)
