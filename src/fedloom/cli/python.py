@@ -172,7 +172,7 @@ def compare(
     from fedloom.compare.run import run as compared
     from fedloom.core import usercode
     from fedloom.core.errors import ConfigError, Fault
-    from fedloom.runs.find import named
+    from fedloom.runs.find import as_choice
     from fedloom.runs.in_memory import GivenNet, is_handed_over
     from fedloom.runs.start import handed_net
 
@@ -188,7 +188,7 @@ def compare(
     if isinstance(settings.get("model"), GivenNet):
         what = "a comparison starts its own processes, which cannot be passed a net"
         raise ConfigError([Fault("model", what, "pass its class, or a class that builds it")])
-    chosen = {"algorithms": [named(each) for each in algorithms], "seeds": _plain(seeds)}
+    chosen = {"algorithms": [as_choice(each) for each in algorithms], "seeds": _plain(seeds)}
     axes = {"grid": {key: _plain(values) for key, values in grid.items()}} if grid else {}
     table = usercode.importable({**settings, "compare": {**chosen, **axes, **(options or {})}})
     folder = Path(out) if out is not None else None

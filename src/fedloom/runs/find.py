@@ -97,7 +97,7 @@ def name_of(cls: type[AnyAlgorithm]) -> str:
     return name if package == _PACKAGE else f"{cls.__module__}:{cls.__qualname__}"
 
 
-def named(algorithm: Any) -> Any:
+def as_choice(algorithm: Any) -> Any:
     """An algorithm that was passed in Python as what another process can read: its name, or a table with settings."""
     if _is_kind_of(algorithm, Algorithm):
         return name_of(algorithm)
