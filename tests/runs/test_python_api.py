@@ -595,6 +595,14 @@ def test_a_comparison_of_what_the_program_defines(desk: Path) -> None:
         fedloom.compare("fedavg", model=torch.nn.Linear(2, 2))
 
 
+def test_what_another_program_defined_is_said_to_be_its_own(desk: Path) -> None:
+    ran = "import fedloom\nfedloom.run(model=Net, rounds=1, out='r')\n"
+    Path("mine.py").write_text(PROGRAM.partition("def main")[0] + ran)
+    subprocess.run([sys.executable, "mine.py"], check=True)
+    with pytest.raises(ConfigError, match=r"'Net' was defined by a program .* name it file\.py:Net\)"):
+        fedloom.resume("r", rounds=2)
+
+
 def test_methods_of_a_comparison_are_not_a_list() -> None:
     with pytest.raises(ConfigError, match=r"separate arguments, not a list .*fedloom\.compare\('fedavg', 'fedprox'\)"):
         fedloom.compare(["fedavg", "fedprox"], rounds=1)  # type: ignore[arg-type]

@@ -142,6 +142,9 @@ def load_code(reference: str, at: str) -> Any:
         module = load_file(place, at, called=reference, name=name)
     else:
         module = _load_module(place, at, reference, name)
+    if not hasattr(module, name) and place == _MAIN:
+        fix = f"call this from that program, or move it into a .py file and name it file.py:{name}"
+        raise ConfigError([Fault(at, f"'{name}' was defined by a program that is not running now", fix)])
     if not hasattr(module, name):
         raise ConfigError([Fault(at, f"'{place}' has no '{name}'", nearest(name, _offered(module, place)))])
     return getattr(module, name)
