@@ -22,7 +22,7 @@ from fedloom.deploy.wire import CUT_OFF, RECORD
 from fedloom.engine.local import release_at_once
 
 _LOOK = 0.5  # seconds between two checks for answers
-_UNAVAILABLE = 5  # Flower's code for a node that has left
+_INCOMPLETE, _UNAVAILABLE = 3, 5  # Flower's codes for an answer of which parts are missing, and a node that has left
 _TOO_MUCH = Failed("sent more than its answer can have, and was cut off")
 
 app = ServerApp()
@@ -130,8 +130,11 @@ class FlowerTransport:
 
 def _content(reply: Any) -> bytes | Failed | None:
     if reply.has_error():
-        gone = reply.error.code == _UNAVAILABLE
-        return None if gone else Failed(f"failed: {str(reply.error.reason)[:500]}")
+        if reply.error.code == _UNAVAILABLE:
+            return None
+        if reply.error.code == _INCOMPLETE:
+            return Failed("was cut off while it sent its answer")
+        return Failed(f"failed: {str(reply.error.reason)[:500]}")
     try:
         return bytes(reply.content[RECORD][RECORD].data)
     except (KeyError, AttributeError, TypeError):
