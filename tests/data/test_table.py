@@ -106,6 +106,8 @@ def test_numbers_to_learn_may_have_decimal_commas(tmp_path: Path) -> None:
         place.write_text("size;price\n" + rows.replace(".", mark))
         few = {"rounds": 1, "partition": {"clients": 4}, "model": "logistic", "checkpoint": {"curves": False}}
         data = {"source": "csv", "path": str(place), "label": "price"}
+        with pytest.raises((ConfigError, DataError), match="to learn numbers: task=regression"):
+            fedloom.run(data=data, **few)
         fedloom.run(data=data, task="regression", out=tmp_path / place.stem, **few)
     for folder in ("comma", "point"):
         scores += [fedloom.load(tmp_path / folder).evaluate(place) for place in places.values()]

@@ -430,7 +430,7 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
         for index, number in enumerate(numbers):
             if not isinstance(number, int):
                 row = int(np.argmax(codes == index))
-                raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got '{distinct[index]}')")
+                raise DataError(f"{where(row)}: {_not_whole(what, repr(str(distinct[index])))}")
         _refuse_two_spellings(distinct.tolist(), numbers, what, lambda index: where(int(np.argmax(codes == index))))
         values = sorted({number for number in numbers if isinstance(number, int)})
         rank = {value: index for index, value in enumerate(values)}
@@ -508,6 +508,12 @@ def number_of(word: str) -> int | float | None:
     return int(number) if math.isfinite(number) and number.is_integer() else number
 
 
+def _not_whole(what: str, got: str) -> str:
+    """What is wrong with a number that names no class."""
+    fix = " (to learn numbers: task=regression)" if what.startswith("label") and "nan" not in got else ""
+    return f"the {what} must be a whole number or a word (got {got}){fix}"
+
+
 def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any]:
     """The column, if it consists of whole numbers of any type and size."""
     column = _of_objects(column, what, where)
@@ -515,7 +521,7 @@ def _whole_numbers(column: NDArray[Any], what: str, where: Place) -> NDArray[Any
         bad = ~np.isfinite(column) | (column != np.floor(column))
         if bad.any():
             row = int(np.argmax(bad))
-            raise DataError(f"{where(row)}: the {what} must be a whole number or a word (got {column[row]})")
+            raise DataError(f"{where(row)}: {_not_whole(what, str(column[row]))}")
     elif column.dtype.kind not in "bui":
         raise DataError(f"{where(0)}: the {what} must be a whole number or a word (got {column.dtype})")
     return column

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedloom.data.files import Place, number_of, refuse_empty
 _BINS = 10
 _MANY = 20  # more distinct integers than this, with few rows each, are probably not classes
 _ROWS = 10
+_DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d+$)")
 
 
 def numbers_in(column: NDArray[Any], what: str, where: Place) -> NDArray[np.float64]:
@@ -62,6 +64,6 @@ def looks_like_numbers(arrays: Arrays) -> str:
     """Why classes are probably regression targets, in words; empty if they are not."""
     rows = int((~arrays.test).sum())
     few = arrays.classes > _MANY and rows < _ROWS * arrays.classes
-    if not few or any(not isinstance(number_of(label), int) for label in arrays.labels):
+    if not few or any(number_of(_DECIMAL_COMMA.sub(".", label)) is None for label in arrays.labels):
         return ""
     return f"the label has {arrays.classes} different numbers in {len(arrays.y)} rows, too many to be classes"
