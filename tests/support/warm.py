@@ -258,6 +258,9 @@ def _clock(folder: Path) -> dict[str, str]:
 # -- the server ------------------------------------------------------------------------------------
 def serve(path: str) -> None:
     """Fork a process for every job that comes in, and report its exit code, until stdin is closed."""
+    # libuv, which uvicorn prefers, remembers the numbers of its pipe, and closes them in whatever is forked: there they
+    # may be what was opened for the new process to write to. Without it uvicorn runs on asyncio.
+    sys.modules["uvloop"] = None  # type: ignore[assignment]
     _import_all()
     _address.append(path)
     subprocess.Popen = Popen  # type: ignore[misc]  # of processes that the forked ones start
