@@ -351,20 +351,28 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="what is measured, fedloom's and floors")
     parser.add_argument("--profile", type=Path, help="also write where the time of rounds goes into this folder")
-    parser.add_argument("--algorithms", nargs="+", choices=SERVED, help="only print what these cost against FedAvg")
+    parser.add_argument("--algorithms", nargs="+", choices=SERVED, help="only what these cost against FedAvg")
     parser.add_argument("--kinds", nargs="*", default=[], help="of the profiles, such as pfl-bf16; all if not given")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     if chosen.algorithms:
-        print(algorithms_of(("fedavg", *chosen.algorithms), chosen.turns))
+        _keep(
+            "+".join(("algorithms/fedavg", *chosen.algorithms)),
+            algorithms_of(("fedavg", *chosen.algorithms), chosen.turns),
+        )
         return
     if chosen.profile:
         profiles(chosen.profile, chosen.kinds)
     for name in chosen.work:
         found = WORK[name](How(chosen.turns, tuple(chosen.ways)))
-        print(name, found, flush=True)
-        print(write("lanes", read("lanes") | {name: found | {"commit": commit()}}))
+        _keep(name if set(chosen.ways) == set(WAYS) else f"{name}/{'+'.join(chosen.ways)}", found)
+
+
+def _keep(name: str, found: dict[str, Any]) -> None:
+    """Print a result and add it to the file; a part of the columns stands beside all of them, not in their place."""
+    print(name, found, flush=True)
+    print(write("lanes", read("lanes") | {name: found | {"commit": commit()}}))
 
 
 def _over(seconds: dict[str, float], against: str) -> dict[str, float]:
