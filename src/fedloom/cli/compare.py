@@ -55,6 +55,13 @@ KeptBelow = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Do not run cells whose results are kept in this folder: see fedloom collect."),
 ]
+OnlyCells = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Run only cells of this method (algorithm=NAME) or value of an axis (may be repeated).",
+    ),
+]
 Budget = Annotated[float | None, typer.Option(help="The budget itself, in gradients or in MB, instead of a reference.")]
 
 
@@ -75,6 +82,7 @@ def compare(
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells side by side; by default as many as fit.")] = None,
     together: Together = 1,
     kept: KeptBelow = None,
+    only: OnlyCells = None,
     watch: WithPage = False,
     json_: JsonResult = False,
     trust: Trust = False,
@@ -90,18 +98,14 @@ def compare(
     fedloom compare runs/first runs/second
     """
     from fedloom.compare.plan import plan
-    from fedloom.engine.ranks import is_rank
 
-    if is_rank():
-        why = "a comparison starts its own processes"
-        raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
     _refuse_options(seeds, seed, select)
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
     options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
     given = {k: v for k, v in options.items() if v is not None}
     words = words or []
-    if _are_results(words, given, grid, out, jobs, together > 1, kept, watch):
+    if _are_results(words, given, grid, out, jobs, together > 1, kept, only, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
     try:
@@ -111,7 +115,14 @@ def compare(
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
         planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
-    how = {"data_root": data_root, "jobs": jobs, "together": together, "kept": kept, "trust": trust}
+    how = {
+        "data_root": data_root,
+        "jobs": jobs,
+        "together": together,
+        "kept": kept,
+        "only": _only(only or []),
+        "trust": trust,
+    }
     done = _shown(planned, folder, how, as_json=json_, watch=watch)
     if json_:
         print(json.dumps(done.as_json()))
@@ -130,8 +141,26 @@ def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
     ]
 
 
+def _only(pairs: list[str]) -> dict[str, list[str]]:
+    """The values of ``--only KEY=VALUE`` by their keys."""
+    chosen: dict[str, list[str]] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(
+                [Fault("--only", f"is not of the form key=value (got '{pair}')", "as in algorithm=fedavg")]
+            )
+        chosen.setdefault(key.strip(), []).append(value.strip())
+    return chosen
+
+
 def _refuse_options(seeds: int | None, seed: list[int] | None, select: str | None) -> None:
-    """Refuse options that contradict each other, or that lack their value."""
+    """Refuse options that contradict each other or lack their value, and torchrun."""
+    from fedloom.engine.ranks import is_rank
+
+    if is_rank():
+        why = "a comparison starts its own processes"
+        raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     if seeds is not None and seed:
         raise ConfigError([Fault("--seed", "cannot be combined with --seeds", "leave one of them out")])
     if select is not None and select.startswith("-"):  # the option after it, taken for its value

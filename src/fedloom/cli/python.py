@@ -157,6 +157,7 @@ def compare(
     data_root: str | Path | None = None,
     jobs: int | None = None,
     together: int = 1,
+    only: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -164,6 +165,7 @@ def compare(
     """Compare algorithms over seeds and a grid of settings, as ``fedloom compare`` does.
 
     ``jobs`` processes run cells side by side; ``together`` runs of a method share the steps of one process, on a GPU.
+    ``only={"algorithm": "fedavg"}`` runs only the cells of these methods or values of axes.
     ``grid={"local.lr": [0.01, 0.1]}`` has an axis for each key; ``options`` are further keys of the ``[compare]``
     table, such as ``metric`` or ``baseline``; other keywords are the sections of an experiment. Every cell is a
     separate process: data is named, by a source or a path, and a program whose own classes or functions are used
@@ -192,13 +194,17 @@ def compare(
     axes = {"grid": {key: _plain(values) for key, values in grid.items()}} if grid else {}
     table = usercode.importable({**settings, "compare": {**chosen, **axes, **(options or {})}})
     folder = Path(out) if out is not None else None
+    chosen_cells = {
+        key: values if isinstance(values, list | tuple) else [values] for key, values in (only or {}).items()
+    }
+    how: dict[str, Any] = {"data_root": data_root, "jobs": jobs, "together": together, "only": chosen_cells}
     if not _is_shown(progress):
-        return compared(table, folder, data_root=data_root, jobs=jobs, together=together)
+        return compared(table, folder, **how)
     from fedloom.cli.console import plain_console
     from fedloom.cli.screen import ComparisonScreen
 
     with closing(ComparisonScreen(plain_console(soft_wrap=True))) as screen:
-        done = compared(table, folder, data_root=data_root, jobs=jobs, together=together, watcher=screen)
+        done = compared(table, folder, **how, watcher=screen)
     screen.ended(done)
     return done
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.compare.cells import Cell
 from fedloom.compare.folder import state_of
@@ -20,9 +20,14 @@ _PARTITION = {"sha256": str, "data_sha256": str, "notes": list}
 _PRIVACY = {"unit": str, "relation": str, "delta": float}
 
 
-def read_results(
-    planned: ComparisonPlan, cells: Path, left_out: Collection[str] = ()
-) -> tuple[list[Result], dict[str, str]]:
+class LeftOut(NamedTuple):
+    """The hashes of cells that were not run, and why they were not."""
+
+    hashes: Collection[str]
+    why: str
+
+
+def read_results(planned: ComparisonPlan, cells: Path, without: LeftOut) -> tuple[list[Result], dict[str, str]]:
     """The result of every cell; cells whose files have changed count as failed, with the reason.
 
     Cells that were left out have no result unless they were run here before.
@@ -30,7 +35,7 @@ def read_results(
     results, damaged = [], {}
     for cell in planned.cells:
         home = cells / cell.hash
-        if cell.hash in left_out and not state_of(home):
+        if cell.hash in without.hashes and not state_of(home):
             results.append(as_result(cell, "missing"))
             continue
         try:

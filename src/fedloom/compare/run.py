@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedloom.compare import gpu
 from fedloom.compare.cells import counted_alike
-from fedloom.compare.collect import kept_below
 from fedloom.compare.crew import Crew, InterruptedComparison, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
 from fedloom.compare.folder import cells_of, locked, move_stale_aside, refuse_another, state_of, storage_errors
+from fedloom.compare.left_out import Only, left_out
 from fedloom.compare.memory import default_jobs, on_gpu
 from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
-from fedloom.core.errors import ConfigError, Fault
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
 from fedloom.runs.folder import write_text
@@ -33,14 +33,16 @@ def run(
     jobs: int | None = None,
     together: int = 1,
     kept: str | Path | None = None,
+    only: Only = MappingProxyType({}),
     trust: bool = False,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Run the missing cells of a comparison in the folder ``out``, and write its tables and curves.
 
     ``table`` is an experiment with an additional ``compare`` table. ``together``: runs of a method whose clients train
-    in the same steps. ``kept``: a folder of collected results, whose cells are not run. ``trust``: run code that a
-    comparison in this folder names even if you have never run it.
+    in the same steps. ``kept``: a folder of collected results, whose cells are not run. ``only``: the methods and
+    values of axes to which cells are restricted. ``trust``: run code that a comparison in this folder names even if
+    you have never run it.
     """
     if not isinstance(table, ComparisonPlan):
         usercode.vouch(table)
@@ -52,7 +54,7 @@ def run(
     for cell in planned.cells:
         refuse_missing_trackers(cell.config)
     planned = equalised(planned, root)
-    left_out = _left_out(planned, kept)
+    without = left_out(planned, kept, only)
     with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
@@ -60,18 +62,11 @@ def run(
             planned = planned._replace(notes=(*planned.notes, *move_stale_aside(planned, folder, cells, root)))
             tables = TablesAsCellsEnd(planned, folder, cells, watcher or Unwatched())
             try:
-                failures = _run_missing(planned, folder, cells, root, (jobs, together), tables, left_out)
+                failures = _run_missing(planned, folder, cells, root, (jobs, together), tables, without.hashes)
             except InterruptedComparison:
                 tables.write()
                 raise
-            return write_results(planned, folder, cells, failures, left_out)
-
-
-def _left_out(planned: ComparisonPlan, kept: str | Path | None) -> Collection[str]:
-    """The hashes of cells whose results are kept below a folder."""
-    if kept is not None and not Path(kept).is_dir():
-        raise ConfigError([Fault("--kept", f"there is no folder {kept}", "the one that fedloom collect writes")])
-    return () if kept is None else kept_below(planned, Path(kept))
+            return write_results(planned, folder, cells, failures, without)
 
 
 def _find_data(planned: ComparisonPlan, root: Path) -> None:
@@ -88,14 +83,14 @@ def _run_missing(
     root: Path,
     side_by_side: tuple[int | None, int],
     watcher: Watcher,
-    left_out: Collection[str],
+    without: Collection[str],
 ) -> dict[str, str]:
     """Run every cell that has not ended yet and is not left out; the failures by the name of their cell.
 
     ``side_by_side``: processes, as many as fit if None, and cells of each.
     """
     # Finished cells count, too: whether steps are compiled must not depend on when a comparison was interrupted.
-    wanted = counted_alike([cell for cell in planned.cells if cell.hash not in left_out])
+    wanted = counted_alike([cell for cell in planned.cells if cell.hash not in without])
     by_hash = {cell.hash: cell for cell in reversed(wanted)}  # two labels may have the same config
     missing = [c for c in wanted if by_hash[c.hash] is c and not state_of(cells / c.hash)]
     jobs, together = side_by_side

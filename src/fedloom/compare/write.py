@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.compare.claims import claims_of
 from fedloom.compare.grid import chosen_over, versus
 from fedloom.compare.plan import ComparisonPlan
-from fedloom.compare.read import read_results
+from fedloom.compare.read import LeftOut, read_results
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.vocabulary import is_share, matching
 from fedloom.report.comparison import (
@@ -81,13 +81,13 @@ class Comparison(NamedTuple):
 
 
 def write_results(
-    planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str], left_out: Collection[str] = ()
+    planned: ComparisonPlan, folder: Path, cells: Path, failures: dict[str, str], without: LeftOut
 ) -> Comparison:
-    """Read the cells, and write tables and curves into ``folder``; ``left_out``: hashes of cells that were not run."""
-    results, damaged = read_results(planned, cells, left_out)
+    """Read the cells, and write tables and curves into ``folder``."""
+    results, damaged = read_results(planned, cells, without)
     lacking = len({result.hash for result in results if result.state == "missing"})
     every = len({cell.hash for cell in planned.cells})
-    remarks = [f"{lacking} of {every} cells were left out, since their results are kept elsewhere"] if lacking else []
+    remarks = [f"{lacking} of {every} cells were left out: {without.why}"] if lacking else []
     comparison = drawn(planned, folder, cells, results, failures | damaged, remarks)
     write_tables(planned, comparison)
     return comparison
