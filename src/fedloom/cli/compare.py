@@ -97,8 +97,6 @@ def compare(
     fedloom compare fedavg fedprox --seeds 3 --grid partition.alpha=0.1,1.0 rounds=30
     fedloom compare runs/first runs/second
     """
-    from fedloom.compare.plan import plan
-
     refuse_user_code(no_user_code)
     _refuse_options(seeds, seed, select)
     options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
@@ -108,13 +106,10 @@ def compare(
     if _are_results(words, given, grid, out, jobs, together > 1, kept, only, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
-    try:
-        planned = plan(table)
-    except ConfigError as error:
-        raise ConfigError(_with_grid(error.faults, words)) from error
+    planned = _planned(table, words)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
     if seed and (others := _seeds_in(folder) - set(seed)):
-        planned = plan({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}})
+        planned = _planned({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}}, words)
     how = {
         "data_root": data_root,
         "jobs": jobs,
@@ -128,6 +123,16 @@ def compare(
         print(json.dumps(done.as_json()))
     if done.failures:
         raise typer.Exit(1)
+
+
+def _planned(table: dict[str, Any], words: list[str]) -> ComparisonPlan:
+    """The comparison as a plan; its faults with advice for what was typed."""
+    from fedloom.compare.plan import plan
+
+    try:
+        return plan(table)
+    except ConfigError as error:
+        raise ConfigError(_with_grid(error.faults, words)) from error
 
 
 def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
