@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fedloom
 from fedloom.core.channels_last import ChannelsLastConv2d, channels_last
+from fedloom.core.lanes.conv import in_lanes
 from fedloom.core.task import Batch, Task
 from fedloom.models.net import Net
+
+CPU = torch.device("cpu")
 
 
 def pictures(channels: int, *, padded: bool = False) -> nn.Sequential:
@@ -63,8 +69,11 @@ def test_what_is_converted() -> None:
     kinds = [type(layer) for layer in other][:3]
     assert kinds == [ChannelsLastConv2d, nn.ReLU, nn.MaxPool2d]
     seen: list[torch.Size] = []
-    other[1].register_forward_hook(lambda _layer, given, _out: seen.append(given[0].shape))
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda layer, given: seen.append(given[0].shape) if layer is other[1] else None
+    )
     other(torch.zeros(1, 3, 11, 9))
+    handle.remove()
     assert seen == [(1, 6, 4, 3)]  # after the pooling
     assert other.state_dict().keys() == net.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), net.state_dict().values(), strict=True))
@@ -98,3 +107,96 @@ def test_users_get_the_plain_net_and_second_derivatives_are_right() -> None:
     torch.testing.assert_close(task.hvp(plain.w0, batch, plain.w0), plain.hvp(plain.w0, batch, plain.w0))
     assert task.work_above(0) == plain.work_above(0) == 1.0
     assert task.work_above(plain.size // 2) == plain.work_above(plain.size // 2)
+
+
+@pytest.mark.parametrize("convert", [channels_last, in_lanes])
+def test_a_hook_sees_what_it_would_see_in_the_plain_net(convert: Callable[[nn.Module], None]) -> None:
+    """So does one that changes what a layer gets, or gives."""
+    net = pictures(3).double()
+    x = torch.randn(2, 3, 11, 9, dtype=torch.float64)
+    net(x)
+    expected = torch.nn.Sequential(net[0], nn.ReLU())(x)
+    other = copy.deepcopy(net)
+    convert(other)
+    assert isinstance(other, nn.Sequential)
+    seen: list[Tensor] = []
+    other[1].register_forward_hook(lambda _layer, _given, out: seen.append(out))
+    torch.testing.assert_close(other(x), net(x))
+    torch.testing.assert_close(seen, [expected])
+
+
+# -- nets with code of the user's own ----------------------------------------------------------------
+class Viewing(nn.Module):
+    """The end of a net's body as most people write it: it fails if pixels lie in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.head = nn.Linear(6 * 4 * 3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.conv(x).relu(), 2)
+        x = x.view_as(x)
+        logits: Tensor = self.head(x.view(x.size(0), -1))
+        return logits
+
+
+class Striding(Viewing):
+    """It reads the memory itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.conv(x).relu(), 2)
+        logits: Tensor = self.head(x.as_strided((len(x), 72), (72, 1)))
+        return logits
+
+
+def inputs(task: Task) -> Batch:
+    one = torch.ones(())
+    x = torch.randn(3, 2, 10, 8, generator=torch.Generator().manual_seed(0))
+    return Batch(x, torch.tensor([1, 3, 0]), torch.ones(3), one.long(), one, one, task.buffers0)
+
+
+@pytest.mark.parametrize(("kind", "converted"), [(Viewing, True), (Striding, False)])
+def test_a_net_that_reads_images_in_its_own_way_computes_the_same(kind: type[nn.Module], converted: bool) -> None:
+    torch.manual_seed(0)
+    plain = Task(kind(), shape=(2, 10, 8))
+    batch = inputs(plain)
+    expected = plain.grad(plain.w0, batch)
+    task = plain.to(CPU, lanes=False)
+    assert task.channels_last is converted
+    torch.testing.assert_close(task.grad(task.w0, batch), expected)
+    torch.testing.assert_close(task.apply(task.w0, batch.x, batch.buffers), plain.logits(plain.w0, batch))
+    assert task.work_above(0) == 1.0
+    assert task.work_above(plain._sizes[0] + plain._sizes[1]) == pytest.approx(72 * 4 / (72 * 4 + 8 * 6 * 6 * 18))
+
+
+def test_such_a_net_would_fail_without_help() -> None:
+    net = Viewing()
+    channels_last(net)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        net(torch.randn(3, 2, 10, 8))
+
+
+def test_lanes_of_such_a_net_compute_the_same() -> None:
+    """In lanes whose steps are recorded, as they are on a GPU."""
+    torch.manual_seed(0)
+    plain = Task(Viewing(), shape=(2, 10, 8))
+    task = plain.to(CPU, lanes=True, capture="graph")
+    rows = torch.stack([plain.w0, 2 * plain.w0])
+    batch = inputs(plain)
+    found = torch.func.vmap(lambda w: task.grad(w, batch))(rows)
+    torch.testing.assert_close(found, torch.stack([plain.grad(w, batch) for w in rows]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Viewing, Striding])
+def test_whole_runs_of_such_nets_are_the_same_in_both_executors(kind: type[nn.Module]) -> None:
+    numbers = np.random.default_rng(0)
+    data = (numbers.normal(size=(80, 2, 10, 8)).astype("f"), numbers.integers(0, 4, 80))
+    losses = []
+    for executor in ("loop", "lanes"):
+        torch.manual_seed(0)
+        engine = {"executor": executor}
+        history = fedloom.run("fedavg", data=data, model=kind(), rounds=2, partition={"clients": 4}, engine=engine)
+        losses.append(history.summary["global/test/loss"].last)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -3,14 +3,21 @@
 Both compute the same function. A max-pooling compares pixels of one channel; with channels side by side it compares
 those of many at once. A ReLU after the pooling, instead of before it, has fewer pixels left: it keeps the order of
 numbers, so that the largest is the same, and so are the places where no gradient passes.
+
+A user's own code may depend on how pixels lie in memory. ``x.view(len(x), -1)`` would fail, so it is a ``reshape``
+(``ViewsReshape``). A net that does not compute the same in this order stays as it is (``computes_the_same``).
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 class ChannelsLastConv2d(nn.Conv2d):
@@ -44,11 +51,62 @@ class PoolFirst(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
         for k, (relu, pool) in enumerate(pairwise(layers)):
-            if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices:
+            plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
+            if plain and not has_hooks(relu, pool):
                 layers[k : k + 2] = pool, relu
         for layer in layers:
             input = layer(input)
         return input
+
+
+def has_hooks(*layers: nn.Module) -> bool:
+    """Whether something watches or changes what goes into these layers and comes out of them."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, kind) for layer in layers for kind in kinds)
+
+
+# -- code of the user's own --------------------------------------------------------------------------
+def has_own_code(net: nn.Module) -> bool:
+    """Whether a part of the net is neither torch's nor fedloom's."""
+    return any(not type(layer).__module__.startswith(("torch.nn.", "fedloom.")) for layer in net.modules())
+
+
+class ViewsReshape(TorchFunctionMode):
+    """``view`` with a shape is ``reshape``: the same numbers, copied where their order in memory makes it necessary."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.view and not kwargs and not isinstance(args[1], torch.dtype):
+            func = Tensor.reshape
+        elif func is Tensor.view_as:
+            func = Tensor.reshape_as
+        return func(*args, **(kwargs or {}))
+
+
+def computes_the_same(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
+    """Whether a net in evaluation mode computes the same with channels last, as two inputs of this shape can tell.
+
+    Layers of torch and of fedloom always do.
+    """
+    if not has_own_code(net):
+        return True
+    if shape is None:
+        return False
+    other = copy.deepcopy(net)
+    channels_last(other)
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *shape, generator=numbers).to(device)
+    try:
+        with torch.no_grad(), ViewsReshape():
+            expected, found = net(x), other(_laid_out(x))
+        size = float(expected.abs().max())
+        return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever the user's code does: a net that fails in both orders is refused elsewhere
+        return False
 
 
 def _laid_out(images: Tensor) -> Tensor:
@@ -56,5 +114,7 @@ def _laid_out(images: Tensor) -> Tensor:
         return images
     try:
         return images.contiguous(memory_format=torch.channels_last)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # vmap knows no memory formats; then the order is as it is
         return images

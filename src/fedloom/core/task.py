@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jvp
 
 from fedloom.core import rng, tree
-from fedloom.core.channels_last import channels_last
+from fedloom.core.channels_last import ViewsReshape, channels_last, computes_the_same, has_own_code
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
@@ -100,6 +101,8 @@ class Task:
         self.criterion = CLASSES
         self.precision: Precision = "fp32"
         self.capture: Capture = "eager"
+        self.channels_last = False  # whether images may lie in memory channels last
+        self._reading: AbstractContextManager[Any] = nullcontext()  # of images, by the user's own code
         self._shares: dict[int, float] = {}
         self._frozen = tuple(name.removesuffix(".") for name in frozen)
         self._is_tied = _is_tied(net)
@@ -172,12 +175,17 @@ class Task:
             if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
                     parameter.data = other._short(parameter.data)
-        laid_out = channels_last if not lanes else in_lanes if device.type == "cuda" or capture != "eager" else None
-        if laid_out is not None:
+        other.channels_last = self.has_convolutions and computes_the_same(self._whole, self._shape)
+        if other.channels_last:
             if other._whole is other._eval:  # it is passed to users, and stays an ordinary net
                 other._whole = copy.deepcopy(other._eval)
-            laid_out(other._train)
-            laid_out(other._eval)
+            for net in (other._train, other._eval):
+                if not lanes:
+                    channels_last(net)
+                elif device.type == "cuda" or capture != "eager":
+                    in_lanes(net)
+            if has_own_code(other._whole):
+                other._reading = ViewsReshape()
         return other
 
     @property
@@ -209,8 +217,7 @@ class Task:
     def apply(self, w: Weights, x: Tensor, buffers: Tensor) -> Tensor:
         """The logits at ``w`` in evaluation mode.  ``[B, classes]``"""
         held = {**self._unflat(w), **self._unflat_buffers(buffers)}
-        out: Tensor = functional_call(self._eval, held, (x,), tie_weights=self._is_tied)
-        return out
+        return self._called(self._eval, held, x)
 
     def logits(self, w: Weights, batch: Batch) -> Tensor:
         """The logits at ``w`` in training mode.  ``[B, classes]``"""
@@ -236,8 +243,7 @@ class Task:
         """The features of the net's ``body``, in training mode or, if ``frozen``, in evaluation mode."""
         body = self._encoder(frozen=frozen)
         inside = {n.removeprefix("body."): x for n, x in self._held(w, batch).items() if n.startswith("body.")}
-        out: Tensor = functional_call(body, inside, (self._short(batch.x),))
-        return self._full(out.flatten(1))
+        return self._full(self._called(body, inside, self._short(batch.x)).flatten(1))
 
     def _encoder(self, *, frozen: bool) -> nn.Module:
         body = getattr(self._eval if frozen else self._train, "body", None)
@@ -255,8 +261,7 @@ class Task:
             raise ConfigError([Fault("model.kind", "the net has no part called 'body', the encoder", "name it so")])
         held = {**self._unflat(w), **self._unflat_buffers(buffers)}
         inside = {n.removeprefix("body."): v for n, v in held.items() if n.startswith("body.")}
-        out: Tensor = functional_call(body, inside, (x,))
-        return out.flatten(1)
+        return self._called(body, inside, x).flatten(1)
 
     @property
     def linear_head(self) -> nn.Linear:
@@ -337,7 +342,7 @@ class Task:
         first = next(k for k in range(len(self._sizes)) if sum(self._sizes[:k]) >= below)
         top = {name.rpartition(".")[0] for name in self.names[first:]}
         x = torch.zeros(1, *self._shape, device=self.w0.device)
-        with torch.no_grad():
+        with torch.no_grad(), self._reading:
             counts, total = _work_of_layers(self._eval, x) or _work_by_torch(self._eval, x)
         return float(sum(n for name, n in counts if name in top) / max(total, 1))
 
@@ -374,8 +379,14 @@ class Task:
 
     def _forward(self, w: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
         held = self._held(w, batch)
-        logits: Tensor = functional_call(self._train, held, (self._short(batch.x),), tie_weights=self._is_tied)
+        logits = self._called(self._train, held, self._short(batch.x))
         return self._full(logits), _flat(held[n] for n in self._buffer_names) if self._buffer_names else batch.buffers
+
+    def _called(self, net: nn.Module, held: dict[str, Tensor], x: Tensor) -> Tensor:
+        """What a part of the net computes with these tensors."""
+        with self._reading:
+            out: Tensor = functional_call(net, held, (x,), tie_weights=self._is_tied)
+        return out
 
     def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
         """All tensors of the net during one forward pass."""

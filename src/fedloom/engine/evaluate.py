@@ -173,7 +173,7 @@ def _answers(
 def _logits_of(exp: Experiment, w: Tensor, buffers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The logits of one model for these rows, in one forward pass, and the true classes."""
     x, y = exp.federation.examples(rows)
-    if x.dim() == 4 and exp.task.has_convolutions:  # also of lanes, of which this is not one
+    if x.dim() == 4 and exp.task.channels_last:  # also of lanes, of which this is not one
         x = x.contiguous(memory_format=torch.channels_last)
     return exp.task.apply(w, x, buffers), y
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from fedloom.core.channels_last import has_hooks
 from fedloom.core.lanes.ops import (
     Geometry,
     Pair,
@@ -38,13 +39,18 @@ from fedloom.core.lanes.ops import (
 class LaneConv2d(nn.Conv2d):
     """A convolution whose lanes, under ``vmap``, share one kernel."""
 
+    only_calls_layers = True
     sides: Pair  # of the padding
+
+    def forward(self, input: Tensor, pool: nn.MaxPool2d | None = None) -> Tensor:
+        """The convolution, or all of it with a ReLU and a pooling."""
+        return super().forward(input) if pool is None else self._pooled(input, pool)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = convolve(input, weight, self._how)
         return out if bias is None else out + bias[:, None, None]
 
-    def pooled(self, input: Tensor, pool: nn.MaxPool2d) -> Tensor:
+    def _pooled(self, input: Tensor, pool: nn.MaxPool2d) -> Tensor:
         """The convolution, a ReLU and a pooling, in another order: the maximum is taken first, so that the bias and the
         ReLU, which keep the order of numbers, have fewer pixels left.
         """
@@ -67,13 +73,15 @@ class LaneSequential(nn.Sequential):
     The layers stay where they are: a net may also call some of them, or a part of them, by itself.
     """
 
+    only_calls_layers = True
+
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
         while layers:
             conv, *after = layers[:3]
             pool = _pooling(after)
-            if isinstance(conv, LaneConv2d) and pool is not None:
-                input, layers = conv.pooled(input, pool), layers[3:]
+            if isinstance(conv, LaneConv2d) and pool is not None and not has_hooks(conv, *after):
+                input, layers = conv(input, pool), layers[3:]
             else:
                 input, layers = conv(input), layers[1:]
         return input
@@ -93,7 +101,7 @@ def in_lanes(net: nn.Module) -> None:
 
 def _pooling(layers: list[nn.Module]) -> nn.MaxPool2d | None:
     """The pooling, if these are a ReLU and a max-pooling of whole windows."""
-    if len(layers) < 2 or type(layers[0]) is not nn.ReLU or not isinstance(layers[1], nn.MaxPool2d):
+    if len(layers) < 2 or type(layers[0]) is not nn.ReLU or type(layers[1]) is not nn.MaxPool2d:
         return None
     pool = layers[1]
     within = pool.padding in (0, (0, 0)) and pool.dilation in (1, (1, 1)) and not pool.ceil_mode
