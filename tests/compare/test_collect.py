@@ -305,6 +305,12 @@ def test_a_folder_grows_seed_by_seed_and_a_list_says_what_is_missing(tmp_path: P
         left = ["fedavg · seed 0", "fedprox · seed 0"] if seed == 1 else []
         assert found.json == {"a.toml": {"cells": 4, "there": 4 - len(left), "missing": left}}
     assert len(list((tmp_path / "elsewhere" / "cells").iterdir())) == 2
+    for words in ((), ("--seed", 0), ("--only", "algorithm=fedavg")):
+        done = fedloom("compare", "a.toml", *words, "--kept", "results", "--out", "third", cwd=tmp_path)
+        assert (done.code, done.err, (tmp_path / "third").exists()) == (0, "", False)
+        assert done.out.startswith("nothing to run: no cell is left (their results are kept elsewhere")
+    again = fedloom("compare", "a.toml", "--kept", "results", "--out", "elsewhere", "--json", cwd=tmp_path)
+    assert (again.code, again.json["cells"]) == (0, 4)  # it has cells of its own
     wrong = fedloom("compare", "a.toml", "--kept", "nowhere", cwd=tmp_path)
     assert (wrong.code, "--kept: there is no folder nowhere" in wrong.err) == (2, True)
 

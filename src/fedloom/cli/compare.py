@@ -11,7 +11,7 @@ import typer
 from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_user_code
 from fedloom.cli.show import show
 from fedloom.core.disk import as_name
-from fedloom.core.errors import ConfigError, Fault
+from fedloom.core.errors import ConfigError, Fault, NothingToRunError
 
 if TYPE_CHECKING:
     from fedloom.compare.plan import ComparisonPlan
@@ -118,7 +118,11 @@ def compare(
         "only": _only(only or []),
         "trust": trust,
     }
-    done = _shown(planned, folder, how, as_json=json_, watch=watch)
+    try:
+        done = _shown(planned, folder, how, as_json=json_, watch=watch)
+    except NothingToRunError as nothing:
+        print(json.dumps({"folder": None, "cells": 0}) if json_ else nothing)
+        return
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:

@@ -48,14 +48,19 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def cells_folder(planned: ComparisonPlan, folder: Path) -> Path:
+    """Where the cells are: in the comparison's own folder, or in one that it shares with other comparisons."""
+    return Path(planned.spec.cells or folder / "cells")
+
+
 @contextmanager
 def cells_of(planned: ComparisonPlan, folder: Path) -> Iterator[Path]:
-    """The folder of the cells: in the comparison's own folder, or one that it shares with other comparisons."""
+    """The folder of the cells, for this process alone."""
+    shared = cells_folder(planned, folder)
     if not planned.spec.cells:
-        disk.make_folder(folder / "cells")
-        yield folder / "cells"
+        disk.make_folder(shared)
+        yield shared
         return
-    shared = Path(planned.spec.cells)
     _refuse_other_files(shared)
     with alone(shared, "compare.cells"):
         yield shared

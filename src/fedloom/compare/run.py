@@ -11,13 +11,23 @@ from fedloom.compare import gpu
 from fedloom.compare.cells import counted_alike
 from fedloom.compare.crew import Crew, InterruptedComparison, Unwatched, Watcher
 from fedloom.compare.equal_terms import equalised
-from fedloom.compare.folder import cells_of, locked, move_stale_aside, refuse_another, state_of, storage_errors
+from fedloom.compare.folder import (
+    cells_folder,
+    cells_of,
+    locked,
+    move_stale_aside,
+    refuse_another,
+    state_of,
+    storage_errors,
+)
 from fedloom.compare.left_out import Only, left_out
 from fedloom.compare.memory import default_jobs, on_gpu
 from fedloom.compare.partial import TablesAsCellsEnd
 from fedloom.compare.plan import ComparisonPlan, plan
+from fedloom.compare.read import LeftOut
 from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
+from fedloom.core.errors import NothingToRunError
 from fedloom.data.files import default_root, places_below
 from fedloom.data.sources import PublishedSet
 from fedloom.runs.folder import write_text
@@ -50,11 +60,12 @@ def run(
     refuse_wrong_functions(cell.config for cell in planned.cells)
     folder = Path(out) if out is not None else Path("runs") / f"compare-{planned.name}"
     root = Path(data_root) if data_root is not None else default_root()
+    planned = equalised(planned, root)
+    without = left_out(planned, kept, only)
+    _refuse_to_run_nothing(planned, cells_folder(planned, folder), without)
     _find_data(planned, root)
     for cell in planned.cells:
         refuse_missing_trackers(cell.config)
-    planned = equalised(planned, root)
-    without = left_out(planned, kept, only)
     with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
@@ -67,6 +78,13 @@ def run(
                 tables.write()
                 raise
             return write_results(planned, folder, cells, failures, without)
+
+
+def _refuse_to_run_nothing(planned: ComparisonPlan, cells: Path, without: LeftOut) -> None:
+    """Say so if all cells were left out and none was run here: there would be nothing in the tables."""
+    if all(cell.hash in without.hashes and not state_of(cells / cell.hash) for cell in planned.cells):
+        why = f"no cell is left ({without.why})"
+        raise NothingToRunError(f"nothing to run: {why}; fedloom collect draws the tables of results that are kept")
 
 
 def _find_data(planned: ComparisonPlan, root: Path) -> None:

@@ -33,6 +33,12 @@ class ConfigError(FedloomError):
         super().__init__(f"the configuration has {count}\n" + "\n".join(f"  {fault}" for fault in self.faults))
 
 
+class NothingToRunError(FedloomError):
+    """Everything that was asked for has a result already."""
+
+    exit_code = 0
+
+
 class DataError(FedloomError):
     """Data that is missing, damaged or not as described."""
 
