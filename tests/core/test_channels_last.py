@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,18 +157,135 @@ def inputs(task: Task) -> Batch:
     return Batch(x, torch.tensor([1, 3, 0]), torch.ones(3), one.long(), one, one, task.buffers0)
 
 
-@pytest.mark.parametrize(("kind", "converted"), [(Viewing, True), (Striding, False)])
-def test_a_net_that_reads_images_in_its_own_way_computes_the_same(kind: type[nn.Module], converted: bool) -> None:
+class ZeroGate(Viewing):
+    """It writes through a view; at its first weights nobody sees that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.max_pool2d(self.conv(x), 2)
+        rest = h.clone()
+        rest.view(len(rest), -1).sub_(h.mean())
+        logits: Tensor = self.head((h + self.gate * rest).flatten(1))
+        return logits
+
+
+class OnlyInTraining(Viewing):
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.max_pool2d(self.conv(x), 2)
+        if self.training:
+            h = h * 1.0
+            h.view(-1)[::3] = 0
+        logits: Tensor = self.head(h.flatten(1))
+        return logits
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return (g.view(len(g), -1) * 2).view(g.shape)
+
+
+class OwnGradient(Viewing):
+    """A gradient of its own views what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(nn.functional.max_pool2d(Twice.apply(self.conv(x)), 2).flatten(1))  # type: ignore[no-untyped-call]
+        return logits
+
+
+def of_layers(change: Callable[[nn.Sequential], object] = lambda _net: None, *, inplace: bool = False) -> nn.Module:
+    layers = nn.Conv2d(2, 6, 3), nn.ReLU(inplace), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6 * 4 * 3, 4)
+    net = nn.Sequential(*layers)
+    change(net)
+    return net
+
+
+def doubled(net: nn.Sequential) -> None:
+    net[0].register_forward_hook(lambda _layer, _given, out: (out.view(len(out), -1) * 2).view(out.shape))
+
+
+def patched(net: nn.Sequential) -> None:
+    net[1].forward = lambda x: -x  # type: ignore[method-assign]
+
+
+def added(net: nn.Sequential) -> None:
+    """What a hook has kept is overwritten by the layer that follows, in the net as it is written."""
+    kept: list[Tensor] = []
+    net[0].register_forward_hook(lambda _layer, _given, out: kept.append(out))
+    net[3].register_forward_pre_hook(lambda _layer, given: given[0] + kept.pop().mean())
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "views": (Viewing, True),
+    "strides": (Striding, False),
+    "writes where its weights begin at zero": (ZeroGate, False),
+    "writes in training": (OnlyInTraining, False),
+    "has a gradient of its own": (OwnGradient, False),
+    "has a hook that views": (lambda: of_layers(doubled), True),
+    "has a layer that was patched": (lambda: of_layers(patched), True),
+    "has a hook on what is overwritten": (lambda: of_layers(added, inplace=True), True),
+}
+
+
+@pytest.mark.parametrize(("make", "converted"), NETS.values(), ids=NETS)
+def test_a_net_that_reads_images_in_its_own_way_computes_the_same(
+    make: Callable[[], nn.Module], converted: bool
+) -> None:
     torch.manual_seed(0)
-    plain = Task(kind(), shape=(2, 10, 8))
+    plain = Task(make(), shape=(2, 10, 8))
     batch = inputs(plain)
-    expected = plain.grad(plain.w0, batch)
+    w = plain.w0 + 0.1 * torch.randn(plain.size)
+    expected, seen = plain.grad(w, batch), plain.apply(w, batch.x, batch.buffers)
     task = plain.to(CPU, lanes=False)
     assert task.channels_last is converted
-    torch.testing.assert_close(task.grad(task.w0, batch), expected)
-    torch.testing.assert_close(task.apply(task.w0, batch.x, batch.buffers), plain.logits(plain.w0, batch))
+    torch.testing.assert_close(task.grad(w, batch), expected)
+    torch.testing.assert_close(task.apply(w, batch.x, batch.buffers), seen)
     assert task.work_above(0) == 1.0
-    assert task.work_above(plain._sizes[0] + plain._sizes[1]) == pytest.approx(72 * 4 / (72 * 4 + 8 * 6 * 6 * 18))
+    lanes = plain.to(CPU, lanes=True)
+    torch.testing.assert_close(lanes.apply(w, batch.x.contiguous(), batch.buffers), seen)
+
+
+def test_the_work_of_such_a_net_is_counted() -> None:
+    task = Task(Viewing(), shape=(2, 10, 8)).to(CPU, lanes=False)
+    assert task.work_above(6 * 18 + 6) == pytest.approx(72 * 4 / (72 * 4 + 8 * 6 * 6 * 18))
+
+
+def test_a_relu_in_place_is_not_moved_where_others_have_its_input() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.after = nn.Conv2d(2, 6, 3), nn.Sequential(nn.ReLU(inplace=True), nn.MaxPool2d(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x)
+            return self.after(h).flatten(1).sum(1) + h.flatten(1).mean(1)  # type: ignore[no-any-return]
+
+    net = Aside()
+    x = torch.randn(3, 2, 10, 8)
+    torch.testing.assert_close(converted(net)(x), net(x))
+
+
+def test_images_without_a_batch_are_convolved_in_lanes() -> None:
+    class OneByOne(Viewing):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.stack([self.conv(image) for image in x])
+            logits: Tensor = self.head(nn.functional.max_pool2d(h, 2).flatten(1))
+            return logits
+
+    plain = Task(OneByOne(), shape=(2, 10, 8))
+    task, batch = plain.to(CPU, lanes=True, capture="graph"), inputs(plain)
+    found = torch.func.vmap(lambda w: task.grad(w, batch))(torch.stack([plain.w0, 2 * plain.w0]))
+    torch.testing.assert_close(found[1], plain.grad(2 * plain.w0, batch))
 
 
 def test_such_a_net_would_fail_without_help() -> None:

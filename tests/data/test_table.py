@@ -9,6 +9,7 @@ import pytest
 
 import fedloom
 from fedloom.core.errors import ConfigError, DataError
+from fedloom.data.column_check import checked_columns, suspicions
 from fedloom.data.columns import Recipe, encoded, filled_and_scaled, listed
 from fedloom.data.sources import Csv
 from fedloom.data.table import ColumnChoice, read_csv, table_of_frame
@@ -129,3 +130,55 @@ def test_data_that_names_its_clients_keeps_them_by_default(tmp_path: Path) -> No
     assert parse({"data": data}).kinds["partition"] == "natural"
     assert parse({"data": data, "partition": {"clients": 2}}).kinds["partition"] == "natural"
     assert parse({"data": data, "partition": "iid"}).kinds["partition"] == "iid"
+
+
+def test_a_gap_where_training_had_none_is_filled_with_the_median_too(tmp_path: Path) -> None:
+    rows = "".join(
+        f"{age},2024-02-{day:02d},{'no' if age < 60 else 'yes'}\n" for day, age in enumerate((50, 70, 58, 90), 1)
+    )
+    (tmp_path / "whole.csv").write_text("age,seen,label\n" + rows)
+    for statistics, fill in (("all", 64.0), ("sums", 67.0)):
+        source = Csv(path=str(tmp_path / "whole.csv"), test=0, statistics=statistics)  # type: ignore[arg-type]
+        recipe = source.load(tmp_path, 0).recipe
+        days = (np.datetime64("2024-02-01") - np.datetime64("1970-01-01")).astype(int) + 1.5
+        assert recipe.scaling.fill == (fill, days)
+        (tmp_path / "gaps.csv").write_text("age,seen,label\n,2024-02-02,a\n60,,a\n")
+        table = read_csv(tmp_path / "gaps.csv", source.wanted)
+        x = filled_and_scaled(encoded(table, recipe.features), recipe, None)
+        mean, std = recipe.scaling.mean, recipe.scaling.std
+        assert x[0, 0] == pytest.approx((fill - mean[0]) / std[0], abs=1e-6)
+        assert x[1, 1] == pytest.approx(0, abs=1e-3)
+        age, _ = suspicions(checked_columns(table, recipe))
+        assert age == "column 'age': 50% of its values are missing, of which none was missing before"
+
+
+def column(tmp_path: Path, cells: list[str], beside: str = "1.5", mark: str = ";") -> str:
+    """What is said of a column with these cells, next to one with another number; empty if nothing is."""
+    lines = [mark.join((beside, cell, "ab"[k % 2])) for k, cell in enumerate(cells)]
+    (tmp_path / "c.csv").write_text("\n".join([mark.join(("x", "v", "label")), *lines]))
+    try:
+        Csv(path=str(tmp_path / "c.csv"), features=("x", "v")).load(tmp_path, 0)
+    except DataError as error:
+        return str(error).partition("column 'v': ")[2].partition("\n")[0].replace(f"{tmp_path}/", "")
+    return ""
+
+
+def test_numbers_with_thousands_separators_are_refused(tmp_path: Path) -> None:
+    mixed = ["728", "1.753", "2.141", "808"] * 8
+    assert column(tmp_path, mixed, "1,5") == (
+        "a point may separate thousands where other columns have decimal commas (got '1.753'); write 1753 or 1,753"
+    )
+    assert column(tmp_path, mixed, "1.5") == ""  # a decimal point, as elsewhere in the file
+    assert column(tmp_path, [*mixed, "0.5"], "1,5") == ""
+    german = [f"{k}.280,5" for k in range(1, 40)]
+    assert column(tmp_path, german) == "c.csv, line 2: has numbers or dates with thousands separators (got '1.280,5')"
+    english = [f'"{k},234"' for k in range(1, 40)]
+    assert column(tmp_path, english, mark=",").endswith("with thousands separators (got '1,234')")
+
+
+def test_many_numbers_with_a_unit_and_dates_without_a_century_are_refused(tmp_path: Path) -> None:
+    assert column(tmp_path, [f"{k} mg" for k in range(40)]).endswith("has numbers or dates with a unit (got '0 mg')")
+    short = [f"{k % 28 + 1:02d}.03.{20 + k % 5}" for k in range(40)]
+    assert column(tmp_path, short).endswith("has numbers or dates with years of two digits (got '01.03.20')")
+    for words in ([f"{k % 4}0 mg" for k in range(40)], [f"{k % 30}{'ABC'[k % 3]}" for k in range(60)]):
+        assert column(tmp_path, words) == ""  # doses and codes are categories

@@ -230,7 +230,7 @@ def read_recipe(folder: Path) -> Recipe:
 def test_a_bundle_says_nothing_of_single_hospitals_or_of_the_coordinators_disk(tmp_path: Path, statistics: str) -> None:
     home = a_hospital_site(tmp_path, statistics=statistics)
     recipe = read_recipe(home.parent / "hospital-b")
-    assert (recipe.own, {feature.missing for feature in recipe.features}) == ({}, {0})
+    assert (recipe.own, {feature.missing for feature in recipe.features}) == ({}, {None})
     for path in (home.parent / "hospital-b").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes()
     assert str(tmp_path / "patients.csv") in (home / "experiment.toml").read_text()  # the server reads it

@@ -243,6 +243,17 @@ def test_equal_operations_are_computed_once_unless_something_is_written_between_
     assert torch.equal(found, expected)
 
 
+def test_zeros_of_different_signs_are_different_numbers() -> None:
+    def signs(x: Tensor) -> Tensor:
+        return torch.copysign(x, 0.0) + 2 * torch.copysign(x, -0.0)
+
+    x = torch.tensor([-0.8, 0.5])
+    traced = make_fx(signs)(x)
+    rewrite(traced.graph)
+    traced.recompile()
+    assert traced(x).tolist() == signs(x).tolist()
+
+
 def test_a_table_is_given_in_the_parts_in_which_it_is_written() -> None:
     """The layers that are read are found in the parts; a table that is also used as a whole is given whole."""
 

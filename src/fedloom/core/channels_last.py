@@ -11,7 +11,8 @@ A user's own code may depend on how pixels lie in memory. ``x.view(len(x), -1)``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -51,24 +52,31 @@ class PoolFirst(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
         for k, (relu, pool) in enumerate(pairwise(layers)):
-            plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
-            if plain and not has_hooks(relu, pool):
-                layers[k : k + 2] = pool, relu
+            if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not are_changed(relu, pool):
+                plain = not pool.return_indices and pool.dilation in (1, (1, 1))
+                if plain and (not relu.inplace or _is_fresh(layers[:k])):
+                    layers[k : k + 2] = pool, relu
         for layer in layers:
             input = layer(input)
         return input
 
 
-def has_hooks(*layers: nn.Module) -> bool:
-    """Whether something watches or changes what goes into these layers and comes out of them."""
+def _is_fresh(before: Sequence[nn.Module]) -> bool:
+    """Whether nothing but the next layer has what these layers give, so that nobody sees it being overwritten."""
+    return bool(before) and isinstance(before[-1], nn.Conv2d | nn.GroupNorm) and not are_changed(before[-1])
+
+
+def are_changed(*layers: nn.Module) -> bool:
+    """Whether a hook sees what goes into these layers and comes out of them, or one has a ``forward`` of its own."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, kind) for layer in layers for kind in kinds)
+    return any("forward" in vars(layer) or any(getattr(layer, kind) for kind in kinds) for layer in layers)
 
 
 # -- code of the user's own --------------------------------------------------------------------------
 def has_own_code(net: nn.Module) -> bool:
-    """Whether a part of the net is neither torch's nor fedloom's."""
-    return any(not type(layer).__module__.startswith(("torch.nn.", "fedloom.")) for layer in net.modules())
+    """Whether anything in the net is neither torch's nor fedloom's: a layer, a hook, the ``forward`` of one layer."""
+    ours = ("torch.nn.", "fedloom.")
+    return any(not type(layer).__module__.startswith(ours) or are_changed(layer) for layer in net.modules())
 
 
 class ViewsReshape(TorchFunctionMode):
@@ -85,28 +93,47 @@ class ViewsReshape(TorchFunctionMode):
 
 
 def computes_the_same(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
-    """Whether a net in evaluation mode computes the same with channels last, as two inputs of this shape can tell.
+    """Whether outputs and gradients of a net are the same with channels last, as far as a few inputs can tell.
 
-    Layers of torch and of fedloom always do.
+    Layers of torch and of fedloom alone always give the same.
     """
     if not has_own_code(net):
         return True
     if shape is None:
         return False
-    other = copy.deepcopy(net)
-    channels_last(other)
-    device = next((p.device for p in net.parameters()), torch.device("cpu"))
-    numbers = torch.Generator().manual_seed(0)
-    x = torch.randn(2, *shape, generator=numbers).to(device)
     try:
-        with torch.no_grad(), ViewsReshape():
-            expected, found = net(x), other(_laid_out(x))
-        size = float(expected.abs().max())
-        return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True))
+        return all(_agree(net, shape, training) for training in (False, True))
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever the user's code does: a net that fails in both orders is refused elsewhere
         return False
+
+
+def _agree(net: nn.Module, shape: tuple[int, ...], training: bool) -> bool:
+    plain = copy.deepcopy(net).train(training)
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in plain.parameters():  # a part whose weights begin at zero would hide what comes before it
+            p.add_(0.1 * torch.randn(p.shape, generator=numbers).to(p))
+    other = copy.deepcopy(plain)
+    channels_last(other)
+    device = next((p.device for p in plain.parameters()), torch.device("cpu"))
+    x = torch.randn(3, *shape, generator=numbers).to(device)
+    expected = _outputs_and_gradients(plain, x.clone(), nullcontext())
+    found = _outputs_and_gradients(other, _laid_out(x), ViewsReshape())
+    each = zip(found, expected, strict=True)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()), equal_nan=True) for a, b in each)
+
+
+def _outputs_and_gradients(net: nn.Module, x: Tensor, reading: AbstractContextManager[Any]) -> list[Tensor]:
+    """Of the parameters that are trained; the backward pass runs as it does in training, outside of ``reading``."""
+    with torch.enable_grad():
+        with reading:
+            out = net(x)
+        along = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        found = torch.autograd.grad((out * along).sum(), trained, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *found]
 
 
 def _laid_out(images: Tensor) -> Tensor:

@@ -470,7 +470,10 @@ def _work_by_torch(net: nn.Module, x: Tensor) -> Arithmetic:
     with FlopCounterMode(display=False) as counter:
         net(x)
     counts = {place: sum(ops.values()) for place, ops in counter.get_flop_counts().items()}
-    return [(place.partition(".")[2], n) for place, n in counts.items()], counts["Global"]
+    total = counts.pop("Global")
+    # A part that has parameters and parts of its own is counted with these parts, which are counted themselves.
+    inner = {place: sum(n for other, n in counts.items() if other.rpartition(".")[0] == place) for place in counts}
+    return [(place.partition(".")[2], max(0, n - inner[place])) for place, n in counts.items()], total
 
 
 def _on(criterion: Criterion, device: torch.device) -> Criterion:

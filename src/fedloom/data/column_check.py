@@ -24,6 +24,7 @@ class ColumnCheck(NamedTuple):
     name: str
     kind: ColumnKind
     missing: float  # share of the rows
+    gaps_are_new: bool = False  # no row that the recipe was fitted on had a gap here
     unknown: float = 0.0  # share of the words that the recipe does not know
     words: tuple[str, ...] = ()  # the most frequent of these
     known: tuple[str, ...] = ()  # the words of the recipe
@@ -40,8 +41,9 @@ class ColumnCheck(NamedTuple):
     def suspicion(self) -> str:
         """What is suspicious; empty if nothing is."""
         found = []
-        if self.missing > _HALF:
-            found.append(f"{_percent(self.missing)} of its values are missing")
+        if self.missing > _HALF or (self.missing and self.gaps_are_new):
+            before = ", of which none was missing before" if self.gaps_are_new else ""
+            found.append(f"{_percent(self.missing)} of its values are missing{before}")
         if self.unknown:
             known = ", ".join(self.known[:5]) + (", ..." if len(self.known) > 5 else "")
             words = ", ".join(f"'{word}'" for word in self.words)
@@ -87,11 +89,11 @@ def _checked_words(feature: Feature, column: Column) -> ColumnCheck:
         strange.clear()
     first = tuple(word for word, _ in strange.most_common(_SHOWN))
     unknown = strange.total() / max(1, given.total())
-    return ColumnCheck(feature.name, feature.kind, missing, unknown, first, feature.words)
+    return ColumnCheck(feature.name, feature.kind, missing, feature.missing == 0, unknown, first, feature.words)
 
 
 def _checked_numbers(feature: Feature, column: Column, recipe: Recipe, at: int) -> ColumnCheck:
-    check = ColumnCheck(feature.name, feature.kind, _share_missing(column))
+    check = ColumnCheck(feature.name, feature.kind, _share_missing(column), feature.missing == 0)
     values = column.values[~column.missing]
     if not len(values):
         return check

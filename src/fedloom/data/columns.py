@@ -32,7 +32,7 @@ class Feature(BaseModel):
 
     name: str
     kind: ColumnKind
-    missing: int = 0  # in training rows
+    missing: int | None = 0  # in training rows; None: not known
     words: tuple[str, ...] = ()  # each has a column of 0 and 1; a word that is not here has 0 in all of them
     rare: int = 0  # further words, too many to have a column each
     fill: str = ""  # the word that replaces a missing one
@@ -84,7 +84,7 @@ class Recipe(BaseModel):
     @property
     def agreed(self) -> Recipe:
         """What clients have to agree on: nothing that was counted or fitted on the rows of a single one."""
-        features = tuple(f.model_copy(update={"missing": 0}) for f in self.features)
+        features = tuple(f.model_copy(update={"missing": None}) for f in self.features)
         return self.model_copy(update={"features": features, "own": {}})
 
     def of_client(self, name: str) -> Recipe:
@@ -213,17 +213,18 @@ def _filled(values: NDArray[Any], fill: str) -> NDArray[Any]:
 def learned_scaling(
     x: NDArray[np.float32], features: Sequence[Feature], train: NDArray[np.bool_], how: StatisticsBy, scale: bool
 ) -> Scaling:
-    """The values that fill and scale numbers, from the training rows; columns of words are not scaled."""
+    """The values that fill and scale numbers, from the training rows; columns of words are not scaled.
+
+    Columns without a gap have such a value, too: rows that come later may have gaps there.
+    """
     numeric = np.array([f.kind != "words" for f in features for _ in range(f.width)], np.bool_)
     rows = x[train].astype(np.float64)
-    gaps = np.isnan(rows)
     fill = np.zeros(x.shape[1])
-    if gaps.any():
-        for column in np.flatnonzero(gaps.any(0)):
-            there = rows[~gaps[:, column], column]
-            if len(there):
-                fill[column] = np.mean(there) if how == "sums" else np.median(there)
-        rows = np.where(gaps, fill.astype(np.float32), rows)
+    for column in np.flatnonzero(numeric):
+        there = rows[~np.isnan(rows[:, column]), column]
+        if len(there):
+            fill[column] = np.mean(there) if how == "sums" else np.median(there)
+    rows = np.where(np.isnan(rows), fill.astype(np.float32), rows)
     if not scale or not len(rows):
         return Scaling(fill=tuple(fill), mean=(0.0,) * x.shape[1], std=(1.0,) * x.shape[1])
     constant = rows.max(0) == rows.min(0)

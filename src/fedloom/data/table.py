@@ -190,6 +190,9 @@ class _Reader:
         self._named: dict[str, list[str]] = {name: [] for name in wanted.named}
         self._lines: list[int] = []
         self._turned: set[str] = set()  # columns in which a cell is not a number
+        self._has_commas = False  # whether some number has a decimal comma
+        self._pointed: dict[str, str] = {}  # columns whose only points may be those of thousands, and a cell of each
+        self._decimal: set[str] = set()  # columns with a decimal point or comma
 
     def all(self) -> set[str]:
         """Read every row; returns the columns that turned out to contain words and must be read again."""
@@ -220,9 +223,23 @@ class _Reader:
                     self._turned.add(name)
                 else:
                     parts.append(numbers)
+                    if self._dialect.comma:
+                        self._look_at_points(name, cells)
         for name, column in self._named.items():
             column.extend(row[self._header.index(name)].strip() for row in block)
         within(self._limit, 8 * len(self._lines) * len(self._features), str(self._path))
+
+    def _look_at_points(self, name: str, cells: Sequence[str]) -> None:
+        """Remember whether 1.753 may mean 1753 in this column."""
+        for cell in cells:
+            if "," in cell:
+                self._has_commas = True
+                self._decimal.add(name)
+            elif "." in cell and name not in self._decimal:
+                if _POINTED.fullmatch(cell):
+                    self._pointed.setdefault(name, cell)
+                else:
+                    self._decimal.add(name)
 
     def table(self) -> RawTable:
         where: Place = lambda row: f"{self._path}, line {self._lines[row]}"  # noqa: E731
@@ -231,6 +248,10 @@ class _Reader:
             values = np.concatenate(parts) if parts else np.zeros(0)
             forced = name in self._wanted.words
             columns[name] = typed(values, where, forced, self._wanted.day_first, self._dialect.comma)
+            if self._has_commas and name in self._pointed and name not in self._decimal:
+                cell = self._pointed[name]
+                why = f"a point may separate thousands where other columns have decimal commas (got {cell!r})"
+                columns[name] = columns[name]._replace(fault=f"{why}; write {cell.replace('.', '')} or {_comma(cell)}")
         named = {name: words_of(cells, f"word in column '{name}'", where) for name, cells in self._named.items()}
         return RawTable(
             str(self._path), columns, named, where, len(self._lines), self._dialect.notes, self._dialect.comma
@@ -286,7 +307,37 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
             row, word = odd[0]
             more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
             return Column("words", values, f"{where(row)}: is not a {what} (got {word!r}{more})")
+    if what := _written_for_people([word for _, word in present], comma):
+        row, word = no_numbers[0]
+        return Column("words", values, f"{where(row)}: has numbers or dates with {what} (got {word!r})")
     return Column("words", values)
+
+
+# Numbers that are written for people.
+_POINTED = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")
+_WRITTEN = {
+    "thousands separators": re.compile(r"[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?"),
+    "a unit": re.compile(r"[-+]?\d+([.,]\d+)? ?[a-zA-Zµ%°/]{1,8}"),
+    "years of two digits": re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2}"),
+}
+_MANY_WORDS = 20  # categories such as 10 mg and 20 mg are fewer
+
+
+def _written_for_people(words: Sequence[str], comma: bool) -> str:
+    """What keeps a column of numbers, or dates, from being one; empty if its words are words."""
+    distinct = set(words)
+    odd = {word for word in distinct if as_numbers([word], comma=comma) is None}
+    if len(distinct) <= _MANY_WORDS or not odd:
+        return ""
+    if len({word.lstrip("+-0123456789.,' ") for word in odd}) > 2:  # 12A, 7B and 31C are codes
+        return ""
+    return next((what for what, form in _WRITTEN.items() if all(map(form.fullmatch, odd))), "")
+
+
+def _comma(number: str) -> str:
+    """A number whose last point becomes a decimal comma."""
+    whole, _, rest = number.rpartition(".")
+    return f"{whole.replace('.', '')},{rest}"
 
 
 _ISO = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?Z?)?")

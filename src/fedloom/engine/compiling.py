@@ -105,7 +105,8 @@ def _group_norm(
 ) -> Any:
     """``native_group_norm`` without weights, whose sums over pixels are those of channels, which lie side by side.
 
-    They are of distances from the first pixel, so that large means do not hide small differences.
+    They are of distances from the first pixel, so that large means do not hide small differences. Digits are lost where
+    that pixel alone is far from all others: an error of 6e-5 at a thousand deviations, in an image of 32 x 32.
     """
     if weight is not None or bias is not None or x.dtype == torch.float64:
         return NotImplemented

@@ -122,7 +122,7 @@ def _hashable(value: Any) -> Any:
         return tuple((k, _hashable(v)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_hashable, value))
-    return type(value), value
+    return type(value), repr(value) if isinstance(value, float) else value  # 0.0 equals -0.0
 
 
 def _store_once(graph: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedloom.core.channels_last import has_hooks
+from fedloom.core.channels_last import are_changed
 from fedloom.core.lanes.ops import (
     Geometry,
     Pair,
@@ -47,6 +47,8 @@ class LaneConv2d(nn.Conv2d):
         return super().forward(input) if pool is None else self._pooled(input, pool)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if input.ndim == 3:  # an image without a batch
+            return conv2d(input, weight, bias, self.stride, self.padding)
         out = convolve(input, weight, self._how)
         return out if bias is None else out + bias[:, None, None]
 
@@ -80,7 +82,7 @@ class LaneSequential(nn.Sequential):
         while layers:
             conv, *after = layers[:3]
             pool = _pooling(after)
-            if isinstance(conv, LaneConv2d) and pool is not None and not has_hooks(conv, *after):
+            if isinstance(conv, LaneConv2d) and pool is not None and not are_changed(conv, *after):
                 input, layers = conv(input, pool), layers[3:]
             else:
                 input, layers = conv(input), layers[1:]

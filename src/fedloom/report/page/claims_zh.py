@@ -71,6 +71,11 @@ CHINESE_CLAIMS = {
     "{} converges in the fewest rounds ({}), then {} ({}), fixed weights ({}), {} and {}": (
         "{0} 收敛所需轮数最少（{1}），其次是 {2}（{3}）、固定权重（{4}）、{5} 和 {6}"
     ),
+    "{}'s speed depends less on the setting than {}'s at {}": "在 {2} 时，{0} 的收敛速度比 {1} 更少依赖设置",
+    "{} ends closer together in the {} settings than {} at {}": "在 {3} 时，{0} 在{1}种设置下的最终结果比 {2} 更接近",
+    "{} sends less than the {} other methods until it has learned (here: until {} %)": (
+        "{0} 在学会之前（此处：达到 {2} % 之前）发送的数据少于其余{1}种方法"
+    ),
     "{} converges in fewer rounds than the {} other methods": "{0} 收敛所需轮数少于其余{1}种方法",
     "{} converges faster than all {} other methods on {} at {}": "{0} 在 {2} 上、{3} 时比其余全部{1}种方法收敛更快",
     "{} converges faster than all {} other methods at {}": "{0} 在 {2} 时比其余全部{1}种方法收敛更快",

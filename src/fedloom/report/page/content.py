@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from fedloom.core.schema import dotted
-from fedloom.core.vocabulary import is_cost, is_privacy, last_ten
+from fedloom.core.vocabulary import is_cost, is_extra, is_privacy, last_ten, leaf
 from fedloom.report import topology
 from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
@@ -418,7 +418,7 @@ def _comparison_progress(view: ComparisonView, words: _Spoken) -> tuple[Card, ..
 def _folder(view: FolderView, words: _Spoken) -> Content:
     runs, say = view.runs, words.say
     blank = _blank(runs, of_runs(runs), words)
-    tables = [_listed(runs, words)] if runs else []
+    tables = [_listed(runs, words), *_also_measured(runs, words)] if runs else []
     tables += [_listed_comparisons(view.comparisons, words)] if view.comparisons else []
     unfinished = [run for run in runs if run.state == "unfinished"]
     return blank._replace(
@@ -444,6 +444,21 @@ def _listed(runs: Sequence[RunView], words: _Spoken) -> PageTable:
         cells += [PageCell(say(run.state), mark=run.state), number(run.seed), number(run.round), PageCell(own or "–")]
         lines.append(PageLine((*cells, *(number(value, own) for value in of or (None,) * 3))))
     return PageTable(tuple(heads), tuple(lines), sortable=True)
+
+
+def _also_measured(runs: Sequence[RunView], words: _Spoken) -> list[PageTable]:
+    """What else says how good the models of the first table are, such as ``evaluate.metrics``, side by side."""
+    place = standing_for(runs).rpartition("/")[0]
+    names = [name for name in recorded_metrics(runs) if is_extra(name) and name.rpartition("/")[0] == place]
+    if not names:
+        return []
+    lines = []
+    for run in runs:
+        found = [summary_of_run(run, name) for name in names]
+        means = (number(of and of.mean_last_10, name) for of, name in zip(found, names, strict=True))
+        lines.append(PageLine((PageCell(run.name), *means)))
+    heads = (PageColumn(words.say("name")), *(PageColumn(leaf(name), True) for name in names))
+    return [PageTable(heads, tuple(lines), f"{place}: {_mean_of(runs, words)}", sortable=True)]
 
 
 def _listed_comparisons(found: Sequence[ComparisonView], words: _Spoken) -> PageTable:
