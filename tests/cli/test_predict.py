@@ -89,6 +89,8 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     assert "\noutputs: logits (before softmax) of no, yes\n" in exported
     assert "\ndate: days since 1970-01-01\nmissing number or date: NaN\n" in exported
     assert "\nmissing word: set the column of its fill (sex=" in exported
+    told = quick("export", "r", "--client", "Hospital A", "--out", "new.csv", cwd=tmp_path)
+    assert (told.code, told.err.count("\n"), (tmp_path / "new.csv").read_text()) == (2, 2, text)
     told = quick("predict", "r", "new.csv", "--out", "made/for/it.csv", cwd=tmp_path)
     assert (tmp_path / "made/for/it.csv").is_file()
     told = quick("predict", "r", "new.csv", "--out", "new.csv/p.csv", cwd=tmp_path)
