@@ -49,6 +49,9 @@ REFUSED = {
     "a long folder": (["--out", LONG], "a name in this path is too long (choose a shorter one)"),
     "a long name": ([f"name={LONG}"], "name: String should have at most 200 characters"),
     "a long source": ([f"data={LONG}"], "data.source: there is no data source"),
+    "a spreadsheet": (["data=t.xlsx"], "t.xlsx: files of Excel and other spreadsheets are not read (save the table as"),
+    "no spreadsheet": (["data=none.xlsx"], "none.xlsx: no such file or folder"),
+    "a file of another type": (["data=deep.toml"], "deep.toml: is not of a supported type"),
     "a long path": ([f"data={LONG}.npz"], "no such file"),
     "nobody's home": (["data=~nosuchuser/x.npz"], "cannot be resolved"),
     "many brackets": (["seed=" + 3000 * "["], "seed: should be a valid integer"),
@@ -67,6 +70,7 @@ def test_a_run_that_cannot_be_is_refused(quick: Quick, tmp_path: Path, words: li
     (tmp_path / "deep.toml").write_text("a = " + 3000 * "[" + 3000 * "]")
     (tmp_path / "digits.toml").write_text("seed = " + 5000 * "9")
     (tmp_path / "hex.toml").write_text("seed = 0x" + 5000 * "f")
+    (tmp_path / "t.xlsx").write_bytes(b"PK")
     (tmp_path / "somewhere").mkdir()
     (tmp_path / "earlier").mkdir()
     (tmp_path / "earlier" / "config.toml").write_text("rounds = 1")

@@ -89,6 +89,8 @@ def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     assert "\noutputs: logits (before softmax) of no, yes\n" in exported
     assert "\ndate: days since 1970-01-01\nmissing number or date: NaN\n" in exported
     assert "\nmissing word: set the column of its fill (sex=" in exported
+    told = quick("export", "r", "--client", "Hospital A", "--out", "new.csv", cwd=tmp_path)
+    assert (told.code, told.err.count("\n"), (tmp_path / "new.csv").read_text()) == (2, 2, text)
     told = quick("predict", "r", "new.csv", "--out", "made/for/it.csv", cwd=tmp_path)
     assert (tmp_path / "made/for/it.csv").is_file()
     told = quick("predict", "r", "new.csv", "--out", "new.csv/p.csv", cwd=tmp_path)
@@ -106,6 +108,46 @@ def test_a_rare_class_is_a_note_and_no_repair(quick: Quick, tmp_path: Path) -> N
     assert "note: 90% of the rows are 'no', so accuracy hides the rest" in run.out
     exported = quick("export", "r", "--out", "r.pt2", cwd=tmp_path)
     assert "input: float32 [rows, 1]: a\n" in exported.out
+
+
+def test_rows_of_one_class_have_a_note(quick: Quick, tmp_path: Path) -> None:
+    rows = [f"{k},{'yes' if k % 2 else 'no'}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,ill", *rows]) + "\n")
+    words = ("data=t.csv", "data.label=ill", "partition.clients=2", "model=logistic")
+    assert quick("run", *words, "rounds=1", "--out", "r", cwd=tmp_path).code == 0
+    assert quick("evaluate", "r", "t.csv", cwd=tmp_path).err == ""
+    (tmp_path / "one.csv").write_text("a,ill\n1,yes\n2,yes\n")
+    note = "note: all rows are of the class 'yes': auc is not defined, and balanced_accuracy is only the share of them"
+    assert note in quick("evaluate", "r", "one.csv", cwd=tmp_path).err
+    with pytest.warns(UserWarning, match="all rows are of the class 'yes'"):
+        fedloom.load(tmp_path / "r").evaluate(tmp_path / "one.csv")
+
+
+def test_no_column_of_predictions_occurs_twice(quick: Quick, tmp_path: Path) -> None:
+    rows = [f"{k},{'yes' if k % 2 else 'no'}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,ill", *rows]) + "\n")
+    words = ("data=t.csv", "data.label=ill", "partition.clients=2", "model=logistic")
+    assert quick("run", *words, "rounds=1", "--out", "r", cwd=tmp_path).code == 0
+    (tmp_path / "new.csv").write_text("row,a,prediction,p(no),row (input)\n7,1,x,y,z\n")
+    told = quick("predict", "r", "new.csv", "--out", "p.csv", cwd=tmp_path)
+    assert told.out == "1 row predicted by the common model: p.csv\n"
+    header, line = csv.reader((tmp_path / "p.csv").open())
+    copied = ["row (input) (input)", "prediction (input)", "p(no) (input)", "row (input)"]
+    assert header == ["row", *copied, "prediction", "p(no)", "p(yes)"]
+    assert line[:5] == ["1", "7", "x", "y", "z"]
+
+
+def test_predicted_numbers_are_as_short_as_they_can_be(quick: Quick, tmp_path: Path) -> None:
+    rows = [f"{k},{3.7 * k}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,dose", *rows]) + "\n")
+    words = ("data=t.csv", "data.label=dose", "partition.clients=2", "model=logistic", "task=regression")
+    assert quick("run", *words, "rounds=1", "--out", "r", cwd=tmp_path).code == 0
+    told = quick("predict", "r", "t.csv", "--out", "p.csv", cwd=tmp_path)
+    assert told.out == "60 rows predicted by the common model: p.csv\n"
+    said = [line["prediction"] for line in csv.DictReader((tmp_path / "p.csv").open())]
+    exact = fedloom.load(tmp_path / "r").predict(tmp_path / "t.csv")
+    assert np.array_equal(np.array(said, dtype=np.float32), exact)
+    assert max(map(len, said)) <= 12
 
 
 def test_pixels_in_another_unit_are_refused_or_noted(quick: Quick, tmp_path: Path) -> None:

@@ -137,6 +137,14 @@ def test_a_path_names_its_kind(tmp_path: Path) -> None:
             source_for_path(bad)
 
 
+def test_a_spreadsheet_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "t.xlsx").write_bytes(b"PK\3\4")
+    with pytest.raises(DataError, match=r"files of Excel .* are not read \(save the table as CSV\)"):
+        source_for_path(str(tmp_path / "t.xlsx"))
+    with pytest.raises(DataError, match="no such file"):
+        source_for_path(str(tmp_path / "none.xlsx"))
+
+
 def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "d"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
@@ -478,6 +486,22 @@ def test_whole_number_labels_keep_their_order(tmp_path: Path) -> None:
     assert a.y.tolist() == [2, 1, 2, 0]
 
 
+def test_the_first_label_that_is_no_class_is_named(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "t.csv", {"a": [1, 2, 3, 4], "label": ["3", "247.5", "152.3", "247.5"]})
+    assert "line 3: the label (column 'label') must be a whole number or a word (got '247.5')" in refusal(
+        Csv(path=path)
+    )
+
+
+def test_a_table_without_a_label_says_which_setting_names_it(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "t.csv", {"a": [1, 2], "ill": ["x", "y"]})
+    fix = "; data.label=COLUMN names the column to predict"
+    assert refusal(Csv(path=path)).endswith(f"has no column 'label' (known: a, ill){fix}")
+    assert "COLUMN" not in refusal(Csv(path=path, label="label"))  # such as that of a contract, which nobody can change
+    (tmp_path / "nameless.csv").write_text(",a\n1,2\n")
+    assert "COLUMN" not in refusal(Csv(path=str(tmp_path / "nameless.csv")))
+
+
 def test_codes_with_an_underscore_are_words(tmp_path: Path) -> None:
     """Python takes 1_0 for 10."""
     table = {"a": ["0_7", "2_3", "0_7", "2_3"], "label": ["1_0", "10", "1_0", "10"]}
@@ -527,7 +551,9 @@ def test_an_empty_target_is_refused_with_the_number_of_its_rows() -> None:
 
 def test_a_csv_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"a,label\n1,\x81\x8d\n")  # neither UTF-8 nor Windows-1252
-    assert "is not UTF-8 text" in refusal(Csv(path=str(tmp_path / "t.csv")))
+    told = refusal(Csv(path=str(tmp_path / "t.csv")))
+    assert told.endswith("or of another type (save a table as CSV, in UTF-8)")
+    assert "codec" not in told
     assert "no such file" in refusal(Csv(path=str(tmp_path / "none.csv")))
     assert "is a folder" in refusal(Csv(path=str(tmp_path)))
 

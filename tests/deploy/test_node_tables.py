@@ -96,6 +96,10 @@ def test_what_a_table_lacks_is_said_in_the_words_of_the_contract(site: Path) -> 
     lost = r"mine.csv: lacks columns which the contract requires: 'age' \(.*\), 'marker' \(.*\)$"
     with pytest.raises(DataError, match=lost):
         own(site, without("marker", "age"))
+    with pytest.raises(DataError, match=r"requires: 'marker' \(did you mean 'markers'\?\)$"):
+        own(site, lambda row: without("marker")(row) | {"markers": row["marker"]})
+    with pytest.raises(DataError, match=r"requires: 'marker'$"):  # all others are required themselves
+        own(site, without("marker", "patient"))
     other = r"mine.csv: its columns differ from those of the contract\n  column 'age': has words, but the contract has"
     with pytest.raises(DataError, match=other):
         own(site, lambda row: row | {"age": "old"})

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.core.errors import ConfigError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import AgreedTerms, differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import Envelope, packed, unpacked
 from fedloom.deploy.node import Node, Place, Policy
-from fedloom.deploy.site import SERVER_TOML
+from fedloom.deploy.site import SERVER_TOML, slugs_of
 from support.federation import Federation, a_site, config_of, contract_of, here, weights
 
 Change = Callable[[Envelope], Envelope]
@@ -93,6 +94,22 @@ def test_a_node_that_starts_again_with_something_else_is_refused(
         federation.advanced(state, rounds=1)
     federation.restart(1)
     federation.advanced(state, rounds=1)
+
+
+UNFIT = {
+    "twice": (["A", "A", "B"], "'A' is taken twice"),
+    "alike": (["Ward 1", "ward-1"], "'Ward 1' and 'ward-1' would have the same folder, ward-1"),
+    "reserved": (["A", "Server"], "'Server' is reserved for a folder of the federation's own"),
+    "empty": (["A", " ", ""], "a name is empty"),
+}
+
+
+@pytest.mark.parametrize(("names", "told"), UNFIT.values(), ids=list(UNFIT))
+def test_names_that_nodes_cannot_have_are_refused_once(names: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slugs_of(names)
+    assert [*map(str, caught.value.faults)] == [f"--nodes: {told} (choose another name)"]
+    assert slugs_of(["Ada", "Bea B"]) == ["ada", "bea-b"]
 
 
 def test_settings_that_differ_are_named_and_others_are_compared_by_hash() -> None:

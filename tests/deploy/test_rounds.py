@@ -383,10 +383,10 @@ def test_status_names_a_folder_and_a_checkpoint_only_where_there_are_any(tmp_pat
         write_state(home, 1, "running")  # what a run that was killed leaves: nobody holds its lock
         return status_of(home.parent)
 
-    gone = "the process of the run is gone; "
-    assert killed_now()["why"] == f"{gone}nothing was saved before: fedloom deploy resume"
+    gone = f"the process of the run is gone; fedloom deploy resume {home.parent} continues it"
+    assert killed_now()["why"] == f"{gone} from the beginning, since nothing was saved before"
     assert conduct(home, here(home), 1, print) is not None
-    assert killed_now()["why"] == f"{gone}its last checkpoint stays: fedloom deploy resume"
+    assert killed_now()["why"] == f"{gone} from its last checkpoint"
     assert killed_now()["run_dir"] == str(home / "runs" / "1")
 
 

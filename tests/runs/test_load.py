@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.core.errors import CheckpointError, DataError
+from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import read_digits
 from fedloom.data.new_rows import NewRows
-from fedloom.runs.export import ABOUT, agree, export
+from fedloom.runs.export import ABOUT, agree, export, format_of
 from fedloom.runs.find import algorithms
 from fedloom.runs.overrides import without_idle
 from support.blobs import blobs
@@ -124,6 +124,17 @@ def test_exported_nets_say_the_same(tmp_path: Path) -> None:
     assert export(models, tmp_path / "m.onnx", "onnx") <= 1e-4
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     assert np.allclose(session.run(None, {"rows": rows.numpy()})[0], said.numpy(), atol=1e-3)
+
+
+def test_the_name_of_an_exported_file_fits_its_format() -> None:
+    assert format_of(None, None) == "pt2"
+    assert format_of("onnx", None) == format_of("onnx", Path("/dev/null")) == "onnx"
+    assert format_of(None, Path("m.onnx")) == format_of("onnx", Path("m.ONNX")) == "onnx"
+    assert format_of(None, Path("m.pt2")) == format_of("pt2", Path("m.pt2")) == "pt2"
+    with pytest.raises(ConfigError, match=r"--out: new.csv does not end in \.pt2 or \.onnx \(such as new\.pt2\)"):
+        format_of(None, Path("new.csv"))
+    with pytest.raises(ConfigError, match=r"x\.onnx does not end in \.pt2, as --format pt2 does \(such as x\.pt2\)"):
+        format_of("pt2", Path("x.onnx"))
 
 
 def test_an_exported_file_describes_itself_and_the_example_in_the_documents_predicts_the_same(tmp_path: Path) -> None:

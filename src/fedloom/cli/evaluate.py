@@ -22,13 +22,15 @@ def evaluate(
 
     The labels are in the column that the run was trained on.
     """
+    from fedloom.runs.load import note_of_one_class
     from fedloom.runs.origin import learned_from
 
     refuse_user_code(no_user_code)
     models = chosen(run, client, by_client=by_client, trust=trust)
     rows = models.rows(data)
     found = models.evaluate(rows, by_client=each_by_its_client(models, rows, client, by_client))
-    print_notes(rows)
+    of_one = note_of_one_class(models.labels, found["confusion"]) if "confusion" in found else ""
+    print_notes((*rows.notes, of_one) if of_one else rows.notes)
     if json_:
         from fedloom.runs.folder import as_json
 

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 def export(
     run: Run,
     format_: Annotated[
-        Literal["pt2", "onnx"], typer.Option("--format", help="torch.export's archive, or ONNX (an optional extra).")
-    ] = "pt2",
-    out: Annotated[Path | None, typer.Option(help="The file; by default model.pt2 or model.onnx in RUN.")] = None,
+        Literal["pt2", "onnx"] | None,
+        typer.Option("--format", help="torch.export's archive (default), or ONNX (an optional extra)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file, .pt2 or .onnx; by default model.pt2 or model.onnx in RUN.")
+    ] = None,
     client: Client = None,
     trust: Trust = False,
     no_user_code: NoUserCode = False,
@@ -32,14 +35,16 @@ def export(
     The file is loaded again, and its outputs are compared with the original's.
     """
     from fedloom.runs.export import export as write
+    from fedloom.runs.export import format_of
     from fedloom.runs.look import refuse_file_of_run
 
     refuse_user_code(no_user_code)
+    kind = format_of(format_, out)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that no net here needs
     models = chosen(run, client, by_client=False, trust=trust)
-    path = out or run / f"model.{format_}"
+    path = out or run / f"model.{kind}"
     refuse_file_of_run(path)
-    apart = write(models, path, format_)
+    apart = write(models, path, kind)
     shape = ", ".join(["rows", *map(str, models.record.shape)])
     takes = f"[{shape}]" + (f": {', '.join(models.inputs)}" if models.inputs else "")
     takes += f", values of {models.values}" if models.values is not None else ""

@@ -6,6 +6,8 @@ import csv
 import io
 import os
 import sys
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +47,7 @@ def predict(
     refuse_user_code(no_user_code)
     if os.path.realpath(out) == os.path.realpath(data):  # which a link to itself does not upset
         raise ConfigError([Fault("--out", f"{out} is the file to predict", "choose another")])
+    from fedloom.report.words import plural
     from fedloom.runs.look import refuse_file_of_run
 
     refuse_file_of_run(out)
@@ -54,13 +57,13 @@ def predict(
     lines = predicted_lines(models, rows, by_client=by_client)
     disk.write_result(out, as_csv(lines).encode())
     whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
-    print(f"{len(lines) - 1:,} rows predicted by {whose}: {out}")
-    print_notes(rows)
+    print(f"{plural(len(lines) - 1, 'row')} predicted by {whose}: {out}")
+    print_notes(rows.notes)
 
 
-def print_notes(rows: NewRows) -> None:
-    """Print what is suspicious about the columns of new rows; not to stdout, which may be read by a program."""
-    for note in rows.notes:
+def print_notes(notes: Sequence[str]) -> None:
+    """Print what is suspicious about new rows; not to stdout, which may be read by a program."""
+    for note in notes:
         print(f"note: {harmless(note)}", file=sys.stderr)
 
 
@@ -83,11 +86,24 @@ def predicted_lines(models: Predictor, rows: NewRows, *, by_client: bool) -> lis
     """A header, and for each row its copied columns, its class, and the probability of every class."""
     words = models.predict(rows, by_client=by_client)
     chances = [()] * len(words) if models.is_regression else models.predict_proba(rows, by_client=by_client)
-    lines: list[list[Any]] = [["row", *rows.beside, "prediction", *(f"p({label})" for label in models.labels)]]
-    for index, (word, each) in enumerate(zip(words.tolist(), chances, strict=True)):
+    said = [str(number) for number in words.astype("float32")] if models.is_regression else words.tolist()
+    ours = ["prediction", *(f"p({label})" for label in models.labels)]
+    lines: list[list[Any]] = [["row", *copied_names([*rows.beside], {"row", *ours}), *ours]]
+    for index, (word, each) in enumerate(zip(said, chances, strict=True)):
         known = [cells[index] for cells in rows.beside.values()]
         lines.append([index + 1, *known, word, *(f"{p:.6f}" for p in each)])
     return lines
+
+
+def copied_names(names: Sequence[str], ours: AbstractSet[str]) -> list[str]:
+    """The names of copied columns; one that is also a name of ours is marked, since no name may occur twice."""
+    found: list[str] = []
+    for name in names:
+        new = name
+        while new in ours or (new != name and new in {*names, *found}):
+            new += " (input)"
+        found.append(new)
+    return found
 
 
 def as_csv(lines: list[list[Any]]) -> str:

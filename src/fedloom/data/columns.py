@@ -331,7 +331,9 @@ def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str, by: SaidBy = 
     """One error with every column that a new table lacks."""
     lost = [f.name for f in recipe.features if f.name not in header]
     if lost:
-        details = ", ".join(f"'{name}' ({nearest(name, header)})" for name in lost[:10])
+        needed = {recipe.label, recipe.client, recipe.split, *(f.name for f in recipe.features)}
+        spare = [name for name in header if name not in needed]  # one of these may be a lost one under another name
+        details = ", ".join(f"'{name}'" + (f" ({nearest(name, spare)})" if spare else "") for name in lost[:10])
         more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
         raise DataError(f"{at}: lacks columns {by.needs}: {details}{more}")
 

@@ -25,6 +25,7 @@ from fedloom.data.arrays import Ints
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Place: TypeAlias = Callable[[int], str]  # the place of a row, in words
+SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods")
 _WHOLE_PART = re.compile(r"\.0*$")  # what comes after the whole part of a number that is whole
 
 
@@ -427,10 +428,10 @@ def coded(column: NDArray[Any], what: str, where: Place) -> tuple[Ints, tuple[st
         numbers = [number_of(word) for word in distinct.tolist()]
         if any(number is None for number in numbers):
             return codes.reshape(-1).astype(np.int64), tuple(distinct.tolist())
-        for index, number in enumerate(numbers):
-            if not isinstance(number, int):
-                row = int(np.argmax(codes == index))
-                raise DataError(f"{where(row)}: {_not_whole(what, repr(str(distinct[index])))}")
+        bad = np.array([not isinstance(number, int) for number in numbers])[codes.reshape(-1)]
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise DataError(f"{where(row)}: {_not_whole(what, repr(str(words.reshape(-1)[row])))}")
         _refuse_two_spellings(distinct.tolist(), numbers, what, lambda index: where(int(np.argmax(codes == index))))
         values = sorted({number for number in numbers if isinstance(number, int)})
         rank = {value: index for index, value in enumerate(values)}
@@ -668,6 +669,12 @@ def existing(path: Path) -> Path:
     return path
 
 
+def refuse_spreadsheet(path: Path) -> None:
+    """Refuse what a spreadsheet saves unless it is told otherwise, with the way out."""
+    if path.suffix.lower() in SPREADSHEETS and is_file(path):
+        raise DataError(f"{path}: files of Excel and other spreadsheets are not read (save the table as CSV)")
+
+
 def within(limit: float, size: int, at: str) -> None:
     """Refuse data that unpacks to more than ``limit`` bytes, before memory is allocated for it."""
     if size > limit:
@@ -700,7 +707,8 @@ def reading(path: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: damaged: {error} ({path.stat().st_size} bytes)") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text: {error}") from error
+        what = "has bytes that are not text, so it is damaged or of another type"
+        raise DataError(f"{path}: {what} (save a table as CSV, in UTF-8)") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedloom.core.errors import DataError
 from fedloom.data.column_check import checked_columns, suspicions
 from fedloom.data.columns import Recipe, encoded, refuse_lacking, refuse_other_kinds, with_kinds
-from fedloom.data.files import Place, as_examples, is_folder, npz_arrays, place_of, read_pictures
+from fedloom.data.files import Place, as_examples, is_folder, npz_arrays, place_of, read_pictures, refuse_spreadsheet
 from fedloom.data.table import (
     ColumnChoice,
     RawTable,
@@ -141,6 +141,7 @@ def _of_path(path: Path, recipe: Recipe | None, shape: tuple[int, ...], *, image
         return found._replace(y=held.get("y"), clients=holders)
     readers = {".csv": (csv_header, read_csv), ".parquet": (parquet_header, read_parquet)}
     if suffix not in readers:
+        refuse_spreadsheet(path)
         raise DataError(f"{at}: new rows must be .csv, .parquet or .npz" + (", or a folder of images" * images))
     if recipe is None:
         raise DataError(f"{at}: is a table, but the model learned from arrays of shape {shape} (use .npz)")

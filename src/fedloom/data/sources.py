@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -45,6 +46,7 @@ from fedloom.data.files import (
     read_npz,
     read_published,
     refuse_deep,
+    refuse_spreadsheet,
     rows_of_arrays,
     words_of,
 )
@@ -375,6 +377,16 @@ class Table(File):
         """The table as written."""
         raise NotImplementedError
 
+    @contextmanager
+    def _label_explained(self) -> Iterator[None]:
+        """An error about a table without the column of the label says how to name another, if nobody named one."""
+        try:
+            yield
+        except DataError as error:
+            if "label" in self.model_fields_set or f"has no column '{self.label}'" not in str(error):
+                raise
+            raise DataError(f"{error}; data.label=COLUMN names the column to predict") from error
+
     @override
     def read(self, root: Path) -> Rows:
         return self.rows_of(self.table())
@@ -459,7 +471,8 @@ class Csv(Table):
 
     @override
     def table(self) -> RawTable:
-        return read_csv(self.place, self.wanted, self.limit)
+        with self._label_explained():
+            return read_csv(self.place, self.wanted, self.limit)
 
 
 class Parquet(Table):
@@ -473,7 +486,8 @@ class Parquet(Table):
 
     @override
     def table(self) -> RawTable:
-        return read_parquet(self.place, self.wanted, self.limit)
+        with self._label_explained():
+            return read_parquet(self.place, self.wanted, self.limit)
 
 
 def source_for_path(path: str) -> tuple[str, dict[str, str]]:
@@ -484,6 +498,7 @@ def source_for_path(path: str) -> tuple[str, dict[str, str]]:
         return "images", {"path": path}
     if suffix in (".npz", ".csv", ".parquet"):
         return suffix[1:], {"path": path}
+    refuse_spreadsheet(place)
     problem = "is not of a supported type" if is_file(place) else f"no such file or folder ({place.absolute()})"
     raise DataError(f"{path}: {problem} (.npz, .csv, .parquet, or a folder of images)")
 

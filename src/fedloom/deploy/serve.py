@@ -6,6 +6,7 @@ import datetime
 import errno
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -312,7 +313,7 @@ def status_of(site: Path) -> dict[str, Any]:
     recorded = read_state(home)
     folder = home / RUNS / str(recorded.get("run"))
     saved = readable(folder / "checkpoints")
-    state, why = _state_of_run(recorded, conducted, flower_run, saved=bool(saved))
+    state, why = _state_of_run(recorded, conducted, flower_run, _gone(site, saved=bool(saved)))
     lines = [line for line in read_rounds(home) if line["run"] == recorded.get("run")]
     trained = [line for line in lines if line["kind"] == "train"]
     rounds = {line["round"] + 1: line for line in trained}
@@ -357,20 +358,23 @@ def _heard(home: Path, names: tuple[str, ...]) -> dict[str, float]:
     return {name: round(max(0.0, time.time() - times[key]), 1) for name, key in known.items() if key in times}
 
 
-def _state_of_run(
-    recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any], *, saved: bool
-) -> tuple[str, str]:
+def _gone(site: Path, *, saved: bool) -> str:
+    """What has become of a run whose process is gone, and how it goes on; ``saved``: whether it has a checkpoint."""
+    left = "from its last checkpoint" if saved else "from the beginning, since nothing was saved before"
+    return f"the process of the run is gone; fedloom deploy resume {shlex.quote(str(site))} continues it {left}"
+
+
+def _state_of_run(recorded: dict[str, Any], conducted: bool, flower_run: dict[str, Any], gone: str) -> tuple[str, str]:
     """The state of the last run and why: from what it wrote itself, whether its process lives, and what Flower says.
 
-    ``saved``: whether it has a checkpoint.
+    ``gone``: why it has failed if its process does not live.
     """
     own, flowers, details = (
         recorded.get("state", "idle"),
         flower_run.get("status", ""),
         flower_run.get("status-details", ""),
     )
-    left = "its last checkpoint stays" if saved else "nothing was saved before"
-    found, why = "failed", f"the process of the run is gone; {left}: fedloom deploy resume"
+    found, why = "failed", gone
     if own in ENDED or own == "idle":
         found, why = own, str(recorded.get("why", ""))
     elif conducted:

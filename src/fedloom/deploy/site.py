@@ -158,12 +158,26 @@ def slugs_of(names: list[str]) -> list[str]:
     faults = []
     if len(names) < 2:
         faults.append(Fault("--nodes", f"a federation has at least two nodes (got {len(names)})"))
+    by_slug: dict[str, list[str]] = {}
     for name, slug in zip(names, slugs, strict=True):
-        if slug in (SERVER, AUTHORITY, CONTRACT, "run") or slugs.count(slug) > 1 or not name.strip():
-            faults.append(Fault("--nodes", f"'{name}' is empty, taken twice or reserved", "choose another name"))
+        by_slug.setdefault(slug, []).append(name)
+    wrong = [_unfit(slug, alike) for slug, alike in by_slug.items()]
+    faults += [Fault("--nodes", what, "choose another name") for what in wrong if what]
     if faults:
         raise ConfigError(faults)
     return slugs
+
+
+def _unfit(slug: str, names: list[str]) -> str:
+    """Why the nodes of these names cannot have the folder ``slug``; empty if one can."""
+    first, *others = names
+    if not first.strip():
+        return "a name is empty"
+    if slug in (SERVER, AUTHORITY, CONTRACT, "run"):
+        return f"'{first}' is reserved for a folder of the federation's own"
+    if set(others) - {first}:
+        return f"{' and '.join(repr(name) for name in dict.fromkeys(names))} would have the same folder, {slug}"
+    return f"'{first}' is taken twice" if others else ""
 
 
 def read_rules(home: Path) -> Rules:

@@ -6,7 +6,7 @@ import io
 import json
 import warnings
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,24 @@ Format: TypeAlias = Literal["pt2", "onnx"]
 ABOUT = "fedloom.json"  # the name of the description: an extra file in .pt2, a key of the metadata in ONNX
 DATE_UNIT = "days since 1970-01-01"
 _CLOSE = 1e-4  # tolerated difference of the exported net's outputs, relative to the largest output if that is above 1
+
+
+def format_of(asked: Format | None, out: Path | None) -> Format:
+    """The format that was asked for, or that the name of the file means.
+
+    A file of another name is refused: it may be a table of the user's own, which would be lost. Devices and pipes,
+    which cannot be lost, have any name.
+    """
+    kinds: tuple[Format, ...] = get_args(Format) if asked is None else (asked,)
+    if out is None or out.is_char_device() or out.is_fifo():
+        return kinds[0]
+    suffix = out.suffix.lower().removeprefix(".")
+    found = next((kind for kind in kinds if kind == suffix), kinds[0])
+    if suffix != found:
+        ends = " or ".join(f".{kind}" for kind in kinds)
+        by = "" if asked is None else f", as --format {asked} does"
+        raise ConfigError([Fault("--out", f"{out} does not end in {ends}{by}", f"such as {out.stem}.{found}")])
+    return found
 
 
 def export(models: Predictor, path: Path, kind: Format) -> float:

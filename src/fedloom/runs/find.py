@@ -23,7 +23,7 @@ from fedloom.core.own_function import arguments_among, call_by_name, called
 from fedloom.core.own_line import said
 from fedloom.core.schema import defined_in, kinds, module_names
 from fedloom.data.arrays import Arrays, Ints
-from fedloom.data.files import is_folder
+from fedloom.data.files import SPREADSHEETS, is_file, is_folder
 from fedloom.data.handed import from_anything
 from fedloom.data.partition import Assignment, Inputs, Partition
 from fedloom.data.sources import Source
@@ -243,4 +243,5 @@ def is_path(name: str) -> bool:
     """Whether this name is a file or folder; ``mnist`` is the published set even if a folder has its name."""
     if name in kinds(*_HOMES["data"]) or (".py:" in name and usercode.is_reference(name)):
         return False
-    return name.endswith((".npz", ".csv", ".parquet")) or os.sep in name or is_folder(name)
+    is_named_so = name.endswith((".npz", ".csv", ".parquet", *SPREADSHEETS)) or os.sep in name
+    return is_named_so or is_folder(name) or is_file(name)

@@ -169,7 +169,10 @@ class Predictor:
             "loss": float(nn.functional.cross_entropy(logits.double(), truth)),
             **class_measures(logits, truth),
         }
-        return found | {"confusion": confusion(truth, predicted, len(self.labels)).tolist()}
+        found["confusion"] = confusion(truth, predicted, len(self.labels)).tolist()
+        if note := note_of_one_class(self.labels, found["confusion"]):
+            self._on_note(note)
+        return found
 
     def rows(self, data: Any) -> NewRows:
         """Data as the models take it."""
@@ -250,6 +253,15 @@ class Predictor:
             return self._weights.common
         assert self._weights.personal is not None
         return _personal(self._weights.personal, self.clients.index(name), self._record)
+
+
+def note_of_one_class(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
+    """What measures of rows of a single class do not say; empty if there are several, from the confusion matrix."""
+    there = [label for label, line in zip(labels, counts, strict=True) if any(line)]
+    if len(there) != 1:
+        return ""
+    recall = "balanced_accuracy is only the share of them that is recognised"
+    return f"all rows are of the class '{there[0]}': auc is not defined, and {recall}"
 
 
 def _as_values(labels: Sequence[str]) -> NDArray[Any]:
