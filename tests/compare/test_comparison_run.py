@@ -470,3 +470,15 @@ def test_own_data_is_not_taken_for_changed(task: str, tmp_path: Path) -> None:
     assert "2 of 2 cells are done already" in again.out
     np.savez(tmp_path / "mine.npz", x=x + 1, y=y)
     assert "since the data has changed" in fedloom(*words, cwd=tmp_path).out
+
+
+@pytest.mark.slow
+def test_methods_with_different_splits_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partition that draws from the clock, say, is new in each process."""
+    monkeypatch.chdir(tmp_path)
+    draw = "return np.random.default_rng().integers(0, clients, len(y))"
+    Path("anew.py").write_text(f"import numpy as np\n\n\ndef own(y, clients):\n    {draw}\n")
+    table = {"rounds": 1, "partition": {"kind": "anew.py:own", "clients": 3}, "model": "logistic"}
+    done = run(table | {"compare": {"algorithms": ["fedavg", "fedprox"], "seeds": 2}}, tmp_path / "c", jobs=1)
+    said = next(note for note in done.question.remarks if "different splits" in note)
+    assert said.startswith("fedavg and fedprox have different splits of the data with seed 0, and in 1 more cases")

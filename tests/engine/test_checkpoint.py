@@ -314,3 +314,13 @@ def test_nothing_is_shared_with_the_state_that_was_saved(saved: Saved) -> None:
     for leaf in tree.leaves(saved.state.server):
         leaf.zero_()
     assert equal(before, state.server)
+
+
+def test_parts_of_a_state_may_share_memory(tmp_path: Path) -> None:
+    """As a server's model, and a stack of models that has it, too."""
+    stack = torch.arange(6.0).view(2, 3)
+    tensors = {"w": stack[0], "all": stack, "again": stack, "none": torch.zeros(0), "nothing": torch.zeros(0)}
+    checkpoint.write_tensors(tmp_path / "x.safetensors", tensors)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

@@ -23,6 +23,7 @@ from fedloom.runs.find import algorithms
 from fedloom.runs.overrides import without_idle
 from support.blobs import blobs
 from support.patients import patients
+from support.terminal import fedloom as fedloom_command
 
 pytestmark = pytest.mark.slow
 
@@ -284,3 +285,44 @@ def test_what_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     (tmp_path / "r" / "model.json").write_text(text.replace("north", "nord"))
     with pytest.raises(CheckpointError, match="has changed since the run wrote it"):
         fedloom.load(tmp_path / "r")
+
+
+_TWO_FILES = {
+    "net.py": """
+from layers import Wide
+from torch import nn
+
+
+class Own(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), Wide(64, classes))
+
+    def forward(self, x):
+        return self.layers(x)
+""",
+    "layers.py": "from torch import nn\n\n\nclass Wide(nn.Linear):\n    pass\n",
+}
+
+
+@pytest.mark.slow
+def test_a_net_of_the_users_own_is_found_wherever_it_is_loaded(tmp_path: Path) -> None:
+    """In the folder where the run began; else in the copies that the run keeps, which need trust as any new code."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    for name, text in _TWO_FILES.items():
+        (tmp_path / "here" / name).write_text(text)
+    began = fedloom_command("run", "model=net.py:Own", "rounds=1", "--out", "r", cwd=tmp_path / "here")
+    assert began.code == 0, began.err
+    x = np.zeros((3, 1, 8, 8), np.float32)
+    np.savez(tmp_path / "there" / "new.npz", x=x)
+    said = fedloom_command("predict", "../here/r", "new.npz", "--out", "a.csv", cwd=tmp_path / "there")
+    assert (said.code, said.err) == (0, "")
+    shutil.copytree(tmp_path / "here" / "r", tmp_path / "there" / "copy")
+    shutil.rmtree(tmp_path / "here")
+    refused = fedloom_command("predict", "copy", "new.npz", cwd=tmp_path / "there")
+    assert refused.code == 2
+    assert "code/net.py that you have not run before (if you trust it, add --trust" in refused.err
+    again = fedloom_command("predict", "copy", "new.npz", "--trust", "--out", "b.csv", cwd=tmp_path / "there")
+    assert again.code == 0, again.err
+    assert (tmp_path / "there" / "a.csv").read_text() == (tmp_path / "there" / "b.csv").read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -312,3 +314,59 @@ def test_a_file_of_someone_else_is_refused_when_it_would_run(settings: dict[str,
     Path("theirs.py").write_text(OWN)
     with pytest.raises(ConfigError, match=r"code .* that you have not run before"):
         prepare(parse(settings), Path())
+
+
+HIDDEN = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def drawn(y, clients):
+    torch.rand(1)
+    return np.random.permutation(np.arange(len(y)) % clients)
+
+
+def some(clients, size):
+    return random.sample(range(clients), size)
+
+
+def rows():
+    x = np.random.normal(size=(60, 4)).astype("f")
+    return x, np.arange(60) % 3
+
+
+class Own(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(np.random.normal(size=(shape[0], classes)), dtype=torch.float32))
+
+    def forward(self, x):
+        return x @ self.w
+"""
+
+
+def test_code_that_is_given_no_numbers_still_draws_the_same_for_the_same_seed() -> None:
+    """What else the program draws does not depend on it."""
+    Path("hidden.py").write_text(HIDDEN)
+    settings: dict[str, Any] = {
+        "data": {"source": "hidden.py:rows"},
+        "partition": {"kind": "hidden.py:drawn", "clients": 4},
+        "cohort": {"sampling": "hidden.py:some", "size": 2},
+        "model": {"kind": "hidden.py:Own"},
+    }
+
+    def losses(seed: int) -> list[float]:
+        history = fedloom.run("fedavg", rounds=3, seed=seed, **settings)
+        return [line["global/test/loss"] for line in history.records]
+
+    np.random.seed(5)
+    before = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()
+    first = losses(0)
+    assert (np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()) == before
+    np.random.seed(6)
+    random.seed(6)
+    assert losses(0) == first
+    assert losses(1) != first

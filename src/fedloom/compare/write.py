@@ -103,7 +103,8 @@ def drawn(
 ) -> Comparison:
     """The tables of these results, followed by ``remarks``."""
     question = _question(planned, results, remarks)
-    question = question._replace(remarks=(*table_notes.about_partitions(question, results), *question.remarks))
+    remarks = (*_about_other_splits(planned, results), *table_notes.about_partitions(question, results))
+    question = question._replace(remarks=(*remarks, *question.remarks))
     rows = statistics.rows(question, results)
     layout, wanted = planned.spec.layout, planned.spec.select
     selection = None
@@ -113,6 +114,25 @@ def drawn(
     sheet = sheet_of(question, layout, results, _of_layout(planned, layout)) if layout is not None else None
     decided = tuple(claims.decide(question, results, claims_of(planned, question)))
     return Comparison(folder, cells, question, rows, results, failures or {}, sheet, decided, selection)
+
+
+def _about_other_splits(planned: ComparisonPlan, results: Sequence[Result]) -> list[str]:
+    """Where methods with the same settings of data and partition were given different splits: code drew them anew."""
+    splits: dict[tuple[Place, int, str], dict[str, list[str]]] = {}
+    for cell, result in zip(planned.cells, results, strict=True):
+        config = cell.config
+        settings = repr((config.data, config.partition, config.proxy, config.evaluate.validation))
+        if result.partition:
+            by_split = splits.setdefault((cell.place, cell.seed, settings), {})
+            by_split.setdefault(result.partition, []).append(cell.method.label)
+    apart = [(seed, methods) for (_, seed, _), methods in splits.items() if len(methods) > 1]
+    if not apart:
+        return []
+    seed, methods = apart[0]
+    named = " and ".join(labels[0] for labels in methods.values())
+    where = f"with seed {seed}" + (f", and in {len(apart) - 1} more cases" if len(apart) > 1 else "")
+    why = "its partition, or its data, draws random numbers that no seed sets: draw from the rng that it is given"
+    return [f"{named} have different splits of the data {where}, so they cannot be compared; {why}"]
 
 
 def _selected(selection: Selection) -> dict[str, Any]:

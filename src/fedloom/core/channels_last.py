@@ -110,11 +110,8 @@ def computes_the_same(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
 
 
 def _agree(net: nn.Module, shape: tuple[int, ...], training: bool) -> bool:
-    plain = copy.deepcopy(net).train(training)
     numbers = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in plain.parameters():  # a part whose weights begin at zero would hide what comes before it
-            p.add_(0.1 * torch.randn(p.shape, generator=numbers).to(p))
+    plain = perturbed(net, numbers).train(training)
     other = copy.deepcopy(plain)
     channels_last(other)
     device = next((p.device for p in plain.parameters()), torch.device("cpu"))
@@ -123,6 +120,15 @@ def _agree(net: nn.Module, shape: tuple[int, ...], training: bool) -> bool:
     found = _outputs_and_gradients(other, _laid_out(x), ViewsReshape())
     each = zip(found, expected, strict=True)
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()), equal_nan=True) for a, b in each)
+
+
+def perturbed(net: nn.Module, numbers: torch.Generator) -> nn.Module:
+    """A copy at other weights: a part whose weights begin at zero would hide what comes before it."""
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=numbers).to(p))
+    return other
 
 
 def _outputs_and_gradients(net: nn.Module, x: Tensor, reading: AbstractContextManager[Any]) -> list[Tensor]:

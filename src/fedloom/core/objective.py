@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, log_softmax
 
 from fedloom.core import usercode
+from fedloom.core.batch_effects import loss_mixes_rows
 from fedloom.core.errors import ConfigError, Fault
 from fedloom.core.optim import TAKES_STEPS
 from fedloom.core.own_function import MayNameFunction
@@ -58,6 +59,7 @@ class Criterion(NamedTuple):
     weights: Tensor | None = None  # [C] the weight of a row of each class in training
     regression: bool = False
     unit: float = 1.0  # regression: the deviation of the target over the training rows
+    mixes_rows: bool = False  # whether the loss of a row depends on the other rows of a batch
 
     def weighted(self, loss: Tensor, y: Tensor) -> Tensor:
         """The weighted losses of rows in training.  ``[B]``"""
@@ -83,7 +85,10 @@ def criterion_of(task: Objective, y: NDArray[np.int64], classes: int, unit: floa
     if task.class_weights == "balanced" and not task.is_regression:
         counts = np.bincount(y, minlength=classes)
         weights = torch.tensor(len(y) / (max(1, (counts > 0).sum()) * np.maximum(counts, 1)), dtype=torch.float32)
-    return Criterion(_row_loss(task, classes), weights, task.is_regression, unit)
+    loss = _row_loss(task, classes)
+    own = usercode.is_reference(task.loss)
+    mixes = own and loss_mixes_rows(loss, classes, regression=task.is_regression)
+    return Criterion(loss, weights, task.is_regression, unit, mixes)
 
 
 def _row_loss(task: Objective, outputs: int) -> RowLoss:

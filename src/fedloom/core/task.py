@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jvp
 
 from fedloom.core import rng, tree
+from fedloom.core.batch_effects import net_mixes_rows
 from fedloom.core.channels_last import ViewsReshape, channels_last, computes_the_same, has_own_code
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
@@ -110,6 +111,7 @@ class Task:
         for name, part in self._train.named_modules():
             if self._is_frozen(name):
                 part.eval()
+        self._mixes_rows = net_mixes_rows(self._train, shape)
         self._whole = self._eval  # with the body, also if the inputs are its features
         parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
@@ -153,6 +155,10 @@ class Task:
     @property
     def has_statistics(self) -> bool:
         """Whether examples of one batch influence each other in training, as in BatchNorm."""
+        return self.has_batch_norm or self._mixes_rows
+
+    @property
+    def has_batch_norm(self) -> bool:
         layers = self._train.named_modules()
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not self._is_frozen(n) for n, m in layers)
 

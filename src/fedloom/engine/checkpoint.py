@@ -253,7 +253,7 @@ def _tensors(state: RunState) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
     """Write a safetensors file durably; the same tensors and notes give the same bytes."""
-    plain = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    plain = _apart({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
     try:
         # safetensors stores several notes in no particular order, so there is only one
         save_file(plain, path, metadata={"fedloom": json.dumps(notes)} if notes else None)
@@ -264,6 +264,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] 
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     disk.sync(path)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, each in its own memory: a method may keep a model and, in a stack of models, the same one again."""
+    known: set[int] = set()
+    found = {}
+    for name, x in tensors.items():
+        where = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if where in known else x
+        known.add(where)
+    return found
 
 
 def _forget(checkpoint: Path) -> None:

@@ -91,7 +91,9 @@ class Outcome(NamedTuple):
 def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
     """The executor for this net, device and cohort by a fixed rule, and the reason in words."""
     if task.has_statistics:
-        return "loop", "the net has BatchNorm"
+        return "loop", "the net has BatchNorm" if task.has_batch_norm else "rows of a batch meet in the net"
+    if task.criterion.mixes_rows:
+        return "loop", "rows of a batch meet in the loss"
     if cohort < 2:
         return "loop", "one client at a time"
     if device.type != "cpu":
@@ -457,7 +459,7 @@ def _descend_one(
 ) -> tuple[Carry, Tensor]:
     buffers = given.buffers
     counts = group.mask[k].sum(-1).long().tolist()
-    has_statistics = alg.task.has_statistics
+    task, has_statistics = alg.task, alg.task.has_statistics
     for t in range(group.steps[k]):
         examples, labels = fed.examples(group.rows[k, t, : counts[t]])
         examples = augmented(examples, group.keys[k, t], fed.augment)
@@ -475,9 +477,11 @@ def _descend_one(
             continue
         try:
             if phase.keeps_statistics:
-                buffers = alg.task.statistics(model_of(alg, at.x), batch)
+                buffers = task.statistics(model_of(alg, at.x), batch)
             at = phase.step(at, batch, given.down, given.mine)
         except ValueError as error:  # torch's message for a batch without a variance
+            if not task.has_batch_norm:
+                raise
             what = f"client {int(group.ids[k])} has a batch of {counts[t]}, which BatchNorm cannot normalise"
             fix = "try local.drop_last=true, another local.batch or partition.min_size, or a net without BatchNorm"
             raise ConfigError([Fault("model", what, fix)]) from error

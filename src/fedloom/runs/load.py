@@ -29,6 +29,7 @@ from fedloom.models.net import NetSpec
 from fedloom.models.ready import FillAndScale, ReadyNet, Rescale
 from fedloom.runs.folder import verify
 from fedloom.runs.models import COLUMNS, COMMON, PERSONAL, RECORD, ModelRecord
+from fedloom.runs.origin import beside_its_code
 from fedloom.runs.settings import net_spec_of
 
 _CHUNK = 1024  # rows of one forward pass
@@ -309,7 +310,7 @@ def load(
     verify(path, (RECORD, COLUMNS, COMMON, PERSONAL))
     record = _read(path / RECORD, ModelRecord)
     recipe = _read(path / COLUMNS, Recipe) if (path / COLUMNS).is_file() else None
-    net = model if model is not None else _net(record, trust=trust)
+    net = model if model is not None else _net(record, path, trust=trust)
     common = _tensors_at(path / COMMON) if (path / COMMON).is_file() else None
     personal = path / PERSONAL if (path / PERSONAL).is_file() else None
     return Predictor(record, recipe, net, ModelFiles(common, personal), on_note)
@@ -345,11 +346,12 @@ def _tensors_at(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _net(record: ModelRecord, *, trust: bool) -> nn.Module:
-    table = dict(record.model)
-    if trust:
-        usercode.vouch(table)
-    model: NetSpec = net_spec_of(table)
+def _net(record: ModelRecord, run: Path, *, trust: bool) -> nn.Module:
     if not record.labels and record.task == "classification":
         raise ConfigError([Fault(RECORD, "names no classes")])
-    return model.model_copy(update={"weights": ""}).net(record.shape, len(record.labels) or 1)
+    table = dict(record.model)
+    with beside_its_code(run):
+        if trust:
+            usercode.vouch(table)
+        model: NetSpec = net_spec_of(table)
+        return model.model_copy(update={"weights": ""}).net(record.shape, len(record.labels) or 1)

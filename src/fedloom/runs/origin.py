@@ -34,6 +34,17 @@ def from_its_folder(run: Path) -> Iterator[Path]:
         yield run
 
 
+@contextmanager
+def beside_its_code(run: Path) -> Iterator[None]:
+    """In the folder with the user's own code of a run: the current one, the one where it began, or the run's copies."""
+    files = read_environment(run).get("files", {})
+    names = [str(name) for name in files if str(name).endswith(".py")] if isinstance(files, dict) else []
+    home = Path(str(read_environment(run).get("folder", "")))
+    places = [Path.cwd(), *([home] if home.is_absolute() else []), run.absolute() / "code"]
+    with chdir(next((place for place in places if all((place / name).is_file() for name in names)), places[0])):
+        yield
+
+
 def learned_from(run: Path, data: Path) -> bool:
     """Whether this is the file that a run learned from."""
     home = Path(str(read_environment(run).get("folder", "")))

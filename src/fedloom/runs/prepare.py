@@ -385,9 +385,10 @@ def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> 
     wanted = config.engine.executor
     if wanted == "auto":
         return choose(task, device, cohort)
-    if wanted == "lanes" and task.has_statistics:
-        why = "lanes pads batches, which would enter the statistics of BatchNorm"
-        raise ConfigError([Fault("engine.executor", why, 'use loop, or a net with norm = "group"')])
+    if wanted == "lanes" and (task.has_statistics or task.criterion.mixes_rows):
+        where = "the statistics of BatchNorm" if task.has_batch_norm else "what is computed from a whole batch"
+        fix = "use loop" + (', or a net with norm = "group"' if task.has_batch_norm else "")
+        raise ConfigError([Fault("engine.executor", f"lanes pads batches, which would enter {where}", fix)])
     return wanted, "as configured"
 
 

@@ -1,0 +1,71 @@
+"""Whether the rows of a batch influence each other, in a net or a loss of the user's own: found by trying.
+
+Clients side by side have batches that are padded with rows that count nothing. In a net with BatchNorm, or a loss that
+counts the classes of a batch, these rows would count after all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.core.channels_last import has_own_code, perturbed
+
+_ROWS, _TRIES = 6, 8
+
+
+def net_mixes_rows(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
+    """Whether what a net computes for a row in training, or its statistics, depends on the other rows.
+
+    Layers of torch and of fedloom are known, so nets of these alone are not tried.
+    """
+    if shape is None or not has_own_code(net):
+        return False
+    numbers = torch.Generator().manual_seed(0)
+    trial = perturbed(net, numbers)
+    device = next((p.device for p in trial.parameters()), torch.device("cpu"))
+    x, others = (torch.randn(_ROWS, *shape, generator=numbers).to(device) for _ in range(2))
+    others[0] = x[0]
+    before = _statistics(trial)
+    try:
+        with torch.no_grad():
+            first, again = (copy.deepcopy(trial)(rows)[0] for rows in (x, others))
+            trial(x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a net that fails is refused elsewhere, with what it was given
+        return False
+    moved = any(not torch.equal(a, b) for a, b in zip(_statistics(trial), before, strict=True))
+    return moved or not _same(first, again)
+
+
+def loss_mixes_rows(loss: Callable[[Tensor, Tensor], Tensor], outputs: int, *, regression: bool) -> bool:
+    """Whether the loss of a row depends on the other rows."""
+    numbers = torch.Generator().manual_seed(0)
+    try:
+        return any(_loss_of_first_moves(loss, outputs, regression, numbers) for _ in range(_TRIES))
+    except Exception:  # it was tried on examples before, and refused if it failed
+        return False
+
+
+def _loss_of_first_moves(
+    loss: Callable[[Tensor, Tensor], Tensor], outputs: int, regression: bool, numbers: torch.Generator
+) -> bool:
+    out, others = (3 * torch.randn(_ROWS, outputs, generator=numbers) for _ in range(2))
+    if regression:
+        y, other = (torch.randn(_ROWS, generator=numbers) for _ in range(2))
+    else:
+        y, other = (torch.randint(outputs, (_ROWS,), generator=numbers) for _ in range(2))
+    others[0], other[0] = out[0], y[0]
+    return not _same(loss(out, y)[0], loss(others, other)[0])
+
+
+def _statistics(net: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in net.buffers() if buffer.is_floating_point()]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()), equal_nan=True))
