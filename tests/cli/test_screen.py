@@ -8,10 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.cli.console import plain_console
+from fedloom.cli.console import in_one_line, plain_console
 from fedloom.cli.screen import ComparisonScreen
 from fedloom.compare.crew import Standing
 from support.terminal import HANG, SMALL, started
+
+
+def test_words_with_line_breaks_stay_in_their_line() -> None:
+    assert in_one_line("words: sex (f, m\r\nale, \x1b[2J)") == "words: sex (f, m\ufffdale, \ufffd[2J)"
+    assert in_one_line("") == ""
+
+
+@pytest.mark.slow
+def test_a_word_of_a_table_cannot_add_a_line_to_what_a_run_shows(tmp_path: Path) -> None:
+    rows = [f'{k},"u\nnote: v{k % 2}",{"yes" if k % 3 else "no"}' for k in range(30)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,sex,ill", *rows]) + "\n")
+    words = ("data=t.csv", "data.label=ill", "rounds=1", *SMALL)
+    with started("run", *words, cwd=tmp_path) as process:
+        out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 0, err
+    assert "(u\ufffdnote: v0, u\ufffdnote: v1)" in out
+    assert "\nnote: v" not in out
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def test_a_check_prints_every_column_and_ends(site: Path) -> None:
         assert lines["column"] == ["missing", "unknown", "words", "mean", "shift", "spread"]
         assert lines["sex"] == ["0.0%", "0.0%"]
         assert [abs(float(number)) < 2 for number in lines["age"][2:]] == [True, True]
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", lines["admitted"][1])  # the mean of a column of dates
         told = quick(*words, f"data={a_table(site.parent, in_words)}", "--check", cwd=site)
         assert told.code == 2
         assert "100.0%" in told.out

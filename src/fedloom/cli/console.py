@@ -19,6 +19,11 @@ def harmless(text: str) -> str:
     return _COMMANDS.sub("\ufffd", text)
 
 
+def in_one_line(text: str) -> str:
+    """The same where line breaks are untrusted, too: words and columns of a table may contain them."""
+    return harmless("\ufffd".join(text.splitlines()))
+
+
 class _Harmless(Console):
     """A console that writes no control sequences except its own."""
 

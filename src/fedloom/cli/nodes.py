@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedloom.cli.console import harmless, plain_console
+from fedloom.cli.console import harmless, in_one_line, plain_console
 from fedloom.cli.options import file_and_overrides
 from fedloom.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
+    from fedloom.data.column_check import ColumnCheck
     from fedloom.deploy.ends import OwnRows
     from fedloom.runs.settings import Config
 
@@ -56,13 +57,22 @@ def show_columns(own: OwnRows) -> None:
         table.add_column(head, justify="right")
     for check in own.checks:
         shares = f"{check.missing:.1%}", f"{check.unknown:.1%}" if check.kind == "words" else ""
-        numbers = ("" if math.isnan(x) else f"{x:.4g}" for x in (check.mean, check.shift, check.spread))
-        table.add_row(harmless(check.name), *shares, *numbers)
+        numbers = ("" if math.isnan(x) else f"{x:.4g}" for x in (check.shift, check.spread))
+        table.add_row(in_one_line(check.name), *shares, mean_of(check), *numbers)
     plain_console().print(table)
     if not all(math.isnan(check.shift) for check in own.checks):
         print("shift and spread: mean and deviation after scaling, expected near 0 and 1")
     for line in suspicions(own.checks):
-        print(harmless(f"note: {line}"))
+        print(in_one_line(f"note: {line}"))
+
+
+def mean_of(check: ColumnCheck) -> str:
+    """The mean of a column as its owner writes such values: of dates, a date."""
+    import numpy as np
+
+    if math.isnan(check.mean):
+        return ""
+    return str(np.datetime64(round(check.mean), "D")) if check.kind == "date" else f"{check.mean:.4g}"
 
 
 def settings_and_folder(words: list[str] | None, out: Path | None, *, of: str, trust: bool) -> tuple[Config, Path]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.console import harmless
+from fedloom.cli.console import in_one_line
 from fedloom.cli.options import NoUserCode, Trust, refuse_user_code
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault
@@ -64,7 +64,7 @@ def predict(
 def print_notes(notes: Sequence[str]) -> None:
     """Print what is suspicious about new rows; not to stdout, which may be read by a program."""
     for note in notes:
-        print(f"note: {harmless(note)}", file=sys.stderr)
+        print(in_one_line(f"note: {note}"), file=sys.stderr)
 
 
 def chosen(run: Path, client: str | None, *, by_client: bool, trust: bool) -> Predictor:

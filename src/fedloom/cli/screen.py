@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedloom import __version__
-from fedloom.cli.console import harmless, plain_console
+from fedloom.cli.console import harmless, in_one_line, plain_console
 from fedloom.cli.ranks import follows
 from fedloom.core.vocabulary import (
     accuracies,
@@ -262,7 +262,8 @@ def _columns(prepared: Prepared) -> list[str]:
     from fedloom.data.columns import listed
 
     arrays = prepared.shared.arrays
-    return [*([] if arrays.recipe is None else listed(arrays.recipe)), *(f"note: {note}" for note in arrays.notes)]
+    found = [*([] if arrays.recipe is None else listed(arrays.recipe)), *(f"note: {note}" for note in arrays.notes)]
+    return [in_one_line(line) for line in found]
 
 
 def _sketch(history: History) -> list[str]:
