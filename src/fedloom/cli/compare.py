@@ -118,11 +118,7 @@ def compare(
         "only": _only(only or []),
         "trust": trust,
     }
-    try:
-        done = _shown(planned, folder, how, as_json=json_, watch=watch)
-    except NothingToRunError as nothing:
-        print(json.dumps({"folder": None, "cells": 0}) if json_ else nothing)
-        return
+    done = _shown(planned, folder, how, as_json=json_, watch=watch)
     if json_:
         print(json.dumps(done.as_json()))
     if done.failures:
@@ -209,6 +205,9 @@ def _shown(planned: ComparisonPlan, folder: Path, how: dict[str, Any], *, as_jso
     try:
         with watched(screen, watch) as watcher:
             done = run(planned, folder, **how, watcher=watcher)
+    except NothingToRunError as nothing:
+        print(json.dumps({"folder": None, "cells": 0}) if as_json else nothing)
+        raise typer.Exit(0) from nothing
     except InterruptedComparison as stop:
         screen.close()
         screen.say(f"stopped and saved with {stop.done} of {stop.cells} cells done; repeat the command to continue")

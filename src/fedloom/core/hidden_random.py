@@ -12,7 +12,7 @@ import torch
 
 
 @contextmanager
-def seeded(number: int, *, with_torch: bool = True) -> Iterator[None]:
+def from_a_seed(number: int, *, with_torch: bool = True) -> Iterator[None]:
     """Within this block these generators begin from a number; afterwards they are what they were.
 
     ``with_torch``: torch's, too; initial models draw from it by the run's seed in any case.
@@ -30,7 +30,7 @@ def seeded(number: int, *, with_torch: bool = True) -> Iterator[None]:
         random.setstate(pythons)
 
 
-def number_of(generator: np.random.Generator) -> int:
+def seed_of(generator: np.random.Generator) -> int:
     """A number that belongs to this generator, without drawing from it."""
     sequence = generator.bit_generator.seed_seq
     return int(sequence.generate_state(1)[0]) if isinstance(sequence, np.random.SeedSequence) else 0

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from fedloom.algorithm import Phase, Work
 from fedloom.core import rng, tree
 from fedloom.core.errors import ConfigError, Fault
-from fedloom.core.hidden_random import number_of, seeded
+from fedloom.core.hidden_random import from_a_seed, seed_of
 from fedloom.core.optim import Local
 from fedloom.core.own_function import MayNameFunction, arguments_among, called, named_or_own
 from fedloom.core.schema import other_than, when
@@ -150,7 +150,7 @@ def _own_choice(
     """The clients that the user's function draws, in order."""
     offered = {"round": round_, "rng": chance, "clients": len(sizes), "size": size, "sizes": sizes.copy()}
     function, at = cohort.own_function(), "cohort.sampling"
-    with seeded(number_of(chance)):
+    with from_a_seed(seed_of(chance)):
         ids = np.asarray(called(function, cohort.sampling, at, **arguments_among(function, offered)))
     ids = ids.astype(np.int64) if ids.shape == (0,) else ids
     what = ""

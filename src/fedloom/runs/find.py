@@ -20,7 +20,7 @@ from torch import nn
 from fedloom.algorithm import Algorithm, AnyAlgorithm
 from fedloom.core import usercode
 from fedloom.core.errors import ConfigError, Fault, FedloomError, nearest
-from fedloom.core.hidden_random import number_of, seeded
+from fedloom.core.hidden_random import from_a_seed, seed_of
 from fedloom.core.own_function import arguments_among, call_by_name, called
 from fedloom.core.own_line import said
 from fedloom.core.schema import defined_in, kinds, module_names
@@ -149,7 +149,7 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
         def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
             offered = {"shape": shape, "classes": classes}
             try:
-                with seeded(torch.initial_seed(), with_torch=False):
+                with from_a_seed(torch.initial_seed(), with_torch=False):
                     net: nn.Module = call_by_name(thing, self.__pydantic_extra__ or {}, offered, "model", name)
             except FedloomError:
                 raise
@@ -178,7 +178,7 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
             if "x" in arguments_among(thing, {"x": x}) and x is not None:
                 offered["x"] = x()
             given = (thing, self.__pydantic_extra__ or {}, offered, "partition", name)
-            with seeded(number_of(rng)):
+            with from_a_seed(seed_of(rng)):
                 owner = np.asarray(called(call_by_name, name, "partition.kind", *given))
             if owner.shape != y.shape or owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= self.clients:
                 what = f"'{name}' must return for each of the {len(y)} rows a client in 0..{self.clients - 1}"
@@ -202,7 +202,7 @@ def _wrap_source(thing: Any, name: str) -> type[Source] | None:
 
         def load(self, root: Path, seed: int) -> Arrays:
             offered = {"root": root, "seed": seed}
-            with seeded(seed):
+            with from_a_seed(seed):
                 result = call_by_name(thing, self.__pydantic_extra__ or {}, offered, "data", name)
             return from_anything(result, name=name, seed=seed, numbers=self._decode is not None)
 
