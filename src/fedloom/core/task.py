@@ -158,6 +158,11 @@ class Task:
         return self.has_batch_norm or self._mixes_rows
 
     @property
+    def has_running_statistics(self) -> bool:
+        """Whether it then also keeps statistics of the batches that it has seen, for evaluation."""
+        return self.has_statistics and self.buffers0.numel() > 0
+
+    @property
     def has_batch_norm(self) -> bool:
         layers = self._train.named_modules()
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not self._is_frozen(n) for n, m in layers)

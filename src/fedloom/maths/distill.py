@@ -169,6 +169,6 @@ def last_student(task: Task, w: Tensor, x: Tensor, target: Tensor, how: Lessons,
 
 def refuse_statistics(task: Task) -> None:
     """Refuse BatchNorm: a server that runs its clients' models would need their running statistics."""
-    if task.has_statistics:
+    if task.has_running_statistics:
         what = "the server runs each client's model, but does not know its running statistics"
         raise ConfigError([Fault("model", what, 'use a net without BatchNorm, such as one with norm = "group"')])

@@ -167,7 +167,7 @@ class LawAFL(
         bound, task = super().bind(setup), setup.task
         check_head(task, self.bias)
         bound._parts = parts_of(task)
-        if task.has_statistics and self.trains:
+        if task.has_running_statistics and self.trains:
             what = "the server would need the running statistics of a body that is trained, which it does not see"
             raise ConfigError([Fault("model.norm", what, "use norm = 'group', or schedule = 'frozen'")])
         return bound
