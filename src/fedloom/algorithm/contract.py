@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
 
 import torch
-from pydantic import ConfigDict, PrivateAttr, model_validator
+from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
 from torch import Tensor
 
 from fedloom.algorithm import own_class, renamed
@@ -43,13 +43,31 @@ from fedloom.algorithm.capabilities import CAPABILITIES
 from fedloom.algorithm.returned import check_returned
 from fedloom.algorithm.traits import Family, Traits
 from fedloom.algorithm.values import C, Carry, Inbox, Model, S, Setup, U, Update, Work, like
-from fedloom.core.errors import Fault, OwnCodeError
+from fedloom.core.errors import ConfigError, Fault, OwnCodeError
 from fedloom.core.optim import Optimizer
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, read
 from fedloom.core.task import Batch, Task
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(Spec)
 
-class Algorithm(Spec, Generic[S, C, U]):
+
+class _Reports(ModelMetaclass):
+    """How a method is made in Python: wrong settings are reported as those of a configuration are."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *given: Any, **settings: Any) -> Any:
+            try:
+                return super().__call__(*given, **settings)
+            except ValidationError as error:
+                faults = read(self, settings, self.__name__)[1]
+                raise ConfigError(faults) from error
+
+
+class Algorithm(Spec, Generic[S, C, U], metaclass=_Reports):
     """The base of all methods; functions that a method does not override are those of FedAvg."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from types import CodeType
 from typing import Any
 
 from fedloom.algorithm.capabilities import CAPABILITIES
 from fedloom.core.errors import Fault, OwnCodeError
-from fedloom.core.own_line import code_of, place_of
+from fedloom.core.own_line import undecorated, written_at
 
 _NOT_OVERRIDDEN = ("bind", "setup", "task", "optimizer")
 _SIMILAR = 0.75  # as difflib measures it
@@ -59,7 +62,7 @@ def _is_code(thing: Any) -> bool:
 def _faults(cls: type[Any], written: list[type[Any]], known: dict[str, Any]) -> Iterator[Fault]:
     if settings := settings_instead(cls):
         fix = f"leave it out, and write in the class: {settings}"
-        yield Fault(place_of(vars(cls)["__init__"]), "a method has no __init__; its settings are fields", fix)
+        yield Fault(written_at(vars(cls)["__init__"]), "a method has no __init__; its settings are fields", fix)
     for name, thing in vars(cls).items():
         if name.startswith("_") or not _is_code(thing):
             continue
@@ -67,39 +70,52 @@ def _faults(cls: type[Any], written: list[type[Any]], known: dict[str, Any]) -> 
             yield from _misfits(name, thing, known[name])
         elif not any(hasattr(base, name) for base in cls.__bases__) and (meant := _meant(name, cls, written, known)):
             fix = f"did you mean '{meant}'? Otherwise begin its name with an underscore"
-            yield Fault(place_of(thing), f"nothing calls '{name}'", fix)
+            yield Fault(written_at(thing), f"nothing calls '{name}'", fix)
 
 
 def _misfits(name: str, thing: Any, base: Any) -> Iterator[Fault]:
     """Whether a function that overrides one of the contract is called with what it takes."""
     if isinstance(base, property):
         if not isinstance(thing, property):
-            yield Fault(place_of(thing), f"'{name}' is a property", "write @property above it")
+            yield Fault(written_at(thing), f"'{name}' is a property", "write @property above it")
         return
     if isinstance(thing, property):
-        yield Fault(place_of(thing), f"'{name}' is a function", "leave out @property")
+        yield Fault(written_at(thing), f"'{name}' is a function", "leave out @property")
         return
-    wanted = list(inspect.signature(base).parameters)
+    if not _takes_the_same(thing, base):
+        has, wanted = (", ".join(inspect.signature(each).parameters) for each in (thing, base))
+        yield Fault(written_at(thing), f"has the arguments ({has})", f"write def {name}({wanted})")
+
+
+def _takes_the_same(thing: Any, base: Any) -> bool:
+    """Whether it can be called as ``base`` is; a property as a property."""
+    if isinstance(thing, property) or isinstance(base, property):
+        return isinstance(thing, property) and isinstance(base, property)
     try:
-        inspect.signature(thing).bind(*wanted)
+        inspect.signature(thing).bind(*inspect.signature(base).parameters)
     except TypeError:
-        has = ", ".join(inspect.signature(thing).parameters)
-        call = ", ".join(wanted)
-        yield Fault(place_of(thing), f"has the arguments ({has})", f"write def {name}({call})")
+        return False
+    return True
 
 
 def _meant(name: str, cls: type[Any], written: list[type[Any]], known: dict[str, Any]) -> str:
     """The function of the contract whose name is misspelt; empty for a function that other code of the class uses."""
-    free = [each for each in known if each not in vars(cls)]
+    free = [each for each in known if each not in vars(cls) and _takes_the_same(vars(cls)[name], known[each])]
     close = difflib.get_close_matches(name.lower(), free, 1, cutoff=_SIMILAR)
-    if not close or any(name in _names(code) for each in written for code in _codes(each)):
-        return ""
-    return close[0]
+    return close[0] if close and not _is_used(name, cls, written) else ""
+
+
+def _is_used(name: str, cls: type[Any], written: list[type[Any]]) -> bool:
+    """Whether the class, or anything else in its file, reads this name of an object."""
+    with suppress(OSError, TypeError):  # written at a prompt
+        if re.search(rf"[.\"']{name}\b", inspect.getsource(sys.modules[cls.__module__])):
+            return True
+    return any(name in _names(code) for each in written for code in _codes(each))
 
 
 def _codes(cls: type[Any]) -> Iterator[CodeType]:
     for thing in vars(cls).values():
-        function = code_of(thing) if _is_code(thing) else None
+        function = undecorated(thing) if _is_code(thing) else None
         if inspect.isfunction(function):
             yield function.__code__
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm.own_class import is_own
 from fedloom.core import tree
 from fedloom.core.errors import Fault, OwnCodeError
-from fedloom.core.own_line import place_of
+from fedloom.core.own_line import written_at
 
 
 def check_returned(cls: type[Any]) -> None:
@@ -29,7 +29,7 @@ def _checked(function: Callable[..., Any], check: Callable[..., tuple[str, str]]
         found = function(*given, **named)
         what, fix = check(found, *given[1:])
         if what:
-            raise OwnCodeError([Fault(place_of(function), what, fix)])
+            raise OwnCodeError([Fault(written_at(function), what, fix)])
         return found
 
     return call

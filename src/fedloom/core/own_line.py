@@ -48,15 +48,15 @@ def own_lines(error: BaseException) -> list[str]:
     return [f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames]
 
 
-def code_of(thing: Any) -> Any:
+def undecorated(thing: Any) -> Any:
     """The function as it was written, under its decorators, or the class."""
     function: Any = thing.fget if isinstance(thing, property) else thing
     return inspect.unwrap(function)
 
 
-def place_of(thing: Any) -> str:
+def written_at(thing: Any) -> str:
     """Where a function or class of the user is written, as ``file.py, line 6, in Mine.update``."""
-    thing = code_of(thing)
+    thing = undecorated(thing)
     try:
         file, line = inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]
     except (OSError, TypeError):  # written at a prompt
