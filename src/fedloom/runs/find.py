@@ -160,7 +160,7 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
 
 
 def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
-    """A user's function as a partition: ``f(y, clients, rng, x, ...)`` returns each row's client, or each client's rows."""
+    """A user's function as a partition: ``f(y, clients, ...)`` returns the client of each row, or the rows of each."""
     if not usercode.is_written(thing, name):
         return None
 
