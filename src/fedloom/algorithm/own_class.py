@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -107,8 +106,9 @@ def _meant(name: str, cls: type[Any], written: list[type[Any]], known: dict[str,
 
 def _is_used(name: str, cls: type[Any], written: list[type[Any]]) -> bool:
     """Whether the class, or anything else in its file, reads this name of an object."""
+    module: Any = inspect.getmodule(cls)
     with suppress(OSError, TypeError):  # written at a prompt
-        if re.search(rf"[.\"']{name}\b", inspect.getsource(sys.modules[cls.__module__])):
+        if re.search(rf"[.\"']{name}\b", inspect.getsource(module)):
             return True
     return any(name in _names(code) for each in written for code in _codes(each))
 
