@@ -87,8 +87,9 @@ its folder, unless an installed module has that name. Code that a file or folder
 | section | what the name refers to |
 |---|---|
 | `data.source` | a function that returns `(x, y)` arrays; it may have the parameters `root` and `seed` |
-| `partition.kind` | a function that returns the client of each row; it may have the parameters `y`, \
-`clients` and `classes` (their numbers), `rng`, `x` and `client` (of each row, if the data names clients) |
+| `partition.kind` | a function that returns the client of each row, or a list with the rows of each client; \
+it may have the parameters `y`, `clients` and `classes` (their numbers), `rng`, `x` and `client` (of each row, \
+if the data names clients) |
 | `model.kind` | an `nn.Module` class; it may have the parameters `shape` and `classes` |
 | `local.optimizer` | a function of settings that returns a `fedloom.core.optim.Optimizer`: see below |
 | `task.loss` | a function `f(outputs, y, ...)` of outputs `[B, C]` and labels `[B]` that returns \

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from fedloom.algorithm import Inbox, Update
 from fedloom.algorithms.fedopt import FedOpt
+from fedloom.core.errors import ConfigError
 
 
 def by_hand(rule: str, moves: np.ndarray, lr: float, b1: float, b2: float, tau: float) -> np.ndarray:
@@ -74,5 +74,5 @@ def test_only_the_model_is_sent() -> None:
 
 def test_a_tau_whose_square_is_no_float_is_refused() -> None:
     FedOpt(tau=1e18).init(torch.zeros(3))
-    with pytest.raises(ValidationError, match="less than or equal to"):
+    with pytest.raises(ConfigError, match="less than or equal to"):
         FedOpt(tau=1e30)

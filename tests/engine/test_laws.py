@@ -230,3 +230,15 @@ def test_the_fix_for_random_numbers_works() -> None:
 @pytest.mark.slow
 def test_a_class_that_is_not_fedavg_gets_an_error_that_names_what_it_inherits() -> None:
     assert "it inherits fedavg_when: set fedavg_when = None" in laws.verdict(laws.neutral_is_fedavg, Keyed)
+
+
+class Undressed(FedAvg):
+    """Uploads what is not a tree."""
+
+    def finish(self, x, down, mine, work):
+        return {"dw": x - down.w}, mine
+
+
+@pytest.mark.parametrize("law", [laws.batched_is_alone, laws.frozen_parts_stay])
+def test_a_wrong_result_is_said_as_in_a_run(law) -> None:
+    assert "in Undressed.finish: returned a dict of 'dw' as the upload (write" in laws.verdict(law, Undressed)

@@ -106,6 +106,46 @@ def by_feature(x, y, clients, rng):
     return np.argsort(np.argsort(x.reshape(len(x), -1).mean(1))) * clients // len(y)
 
 
+def rows_of_each(y, clients):
+    return [np.arange(k, len(y), clients) for k in range(clients)]
+
+
+def lists_of_each(y, clients):
+    return [rows.tolist() for rows in rows_of_each(y, clients)]
+
+
+def by_number(y, clients):
+    return dict(enumerate(rows_of_each(y, clients)))
+
+
+def owner_of_each(y, clients):
+    return np.arange(len(y)) % clients
+
+
+def row_twice(y, clients):
+    return [[0, *rows] for rows in rows_of_each(y, clients)]
+
+
+def row_beyond(y, clients):
+    return [rows + 1 for rows in rows_of_each(y, clients)]
+
+
+def too_few(y, clients):
+    return rows_of_each(y, clients)[1:]
+
+
+def by_name(y, clients):
+    return {"a": [0], "b": [1]}
+
+
+def in_numpy(outputs, y):
+    return np.zeros(len(y))
+
+
+def forgotten(outputs, y):
+    focal(outputs, y)
+
+
 def outside(y, clients):
     return np.arange(len(y)) % (clients + 3) - 1
 
@@ -370,3 +410,33 @@ def test_code_that_is_given_no_numbers_still_draws_the_same_for_the_same_seed() 
     random.seed(6)
     assert losses(0) == first
     assert losses(1) != first
+
+
+@pytest.mark.parametrize("name", ["rows_of_each", "lists_of_each", "by_number"])
+def test_a_partition_may_return_the_rows_of_each_client(name: str) -> None:
+    usercode.vouch([f"own.py:{name}", "own.py:owner_of_each"])
+    ours, same = (
+        share(parse({"partition": {"kind": f"own.py:{each}", "clients": 7}}), Path()).owner
+        for each in (name, "owner_of_each")
+    )
+    assert ours.tolist() == same.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("row_twice", r"must give each of the \d+ rows to one client \(row 0 has 6\)"),
+        ("row_beyond", r"must return rows in 0..\d+ \(got 1 to \d+\)"),
+        ("too_few", r"must return for each of the \d+ rows a client in 0..4 .*or a list of 5 arrays"),
+        ("by_name", "returned neither the rows of each client nor the client of rows"),
+    ],
+)
+def test_rows_that_cannot_be_dealt_out_are_refused(name: str, said: str) -> None:
+    refused(said, partition={"kind": f"own.py:{name}", "clients": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("in_numpy", "got a numpy.ndarray.*compute with torch"), ("forgotten", "got nothing.*return")]
+)
+def test_a_loss_that_is_no_tensor_is_refused(name: str, said: str) -> None:
+    refused(said, task={"loss": f"own.py:{name}"})

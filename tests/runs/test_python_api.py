@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 import fedloom
 from fedloom import FedAvg, History, Model, Update
 from fedloom.algorithms.fedopt import FedOpt
+from fedloom.algorithms.fedprox import FedProx
 from fedloom.core.errors import CheckpointError, ConfigError, DataError
 from fedloom.data.handed import from_anything
 from fedloom.data.sources import Digits, from_arrays
@@ -93,6 +94,31 @@ def test_metrics_are_a_table(history: History) -> None:
     assert "5 rows" in repr(table)
     with pytest.raises(KeyError, match=r"no column 'accuracy' \(there are: round, global/test/accuracy"):
         table["accuracy"]
+
+
+def test_the_summary_lists_its_metrics(history: History) -> None:
+    with pytest.raises(KeyError, match=r"no metric 'accuracy' \(there are: global/test/accuracy"):
+        history.summary["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "fix"),
+    [
+        ("fedprox", {"mu": 1.0}, "write fedloom.run({'kind': 'fedprox', 'mu': 1.0})"),
+        ({"kind": "fedprox"}, {"mu": 1.0}, "write fedloom.run({'kind': 'fedprox', 'mu': 1.0})"),
+        (FedProx(), {"mu": 1.0}, "write FedProx(mu=1.0)"),
+        ("fedavg", {"lr": 0.1}, "write local={'lr': 0.1}"),
+        ("fedavg", {"clients": 3}, "write partition={'clients': 3}"),
+    ],
+)
+def test_a_bare_setting_gets_the_words_for_python(algorithm: Any, given: Any, fix: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(fix)):
+        fedloom.run(algorithm, **given)
+
+
+def test_a_wrong_setting_of_a_method_is_said_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"FedProx.mmu: unknown key \(got 2.0\) \(did you mean 'mu'\?\)$"):
+        FedProx(mmu=2.0)  # type: ignore[call-arg]
 
 
 def test_the_summary_says_last_best_and_mean(history: History) -> None:
@@ -451,6 +477,23 @@ def test_a_comparison_takes_numpys_numbers(monkeypatch: pytest.MonkeyPatch) -> N
         fedloom.compare("fedavg", seeds=seeds, grid={"local.epochs": np.arange(1, 3)}, progress=False)
     assert [each["seeds"] for each in asked] == [2, [0, 1], [0, 1]]
     assert all(type(value) is int for each in asked for value in each["grid"]["local.epochs"])
+
+
+class Words(nn.Module):
+    """A net that looks up its inputs, which are numbers of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_up, self.last = nn.Embedding(20, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.look_up(x).flatten(1))
+        return out
+
+
+def test_a_net_of_words_is_told_that_inputs_are_floats() -> None:
+    with pytest.raises(ConfigError, match=r"inputs reach a net as float32: write x.long\(\)"):
+        fedloom.run(data=blobs(), rounds=1, **(SMALL | {"model": Words()}))
 
 
 class Drawing(TwoLayers):

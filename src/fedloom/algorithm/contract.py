@@ -30,23 +30,44 @@ a pass over all data first or training in phases, by inheriting from a class of 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
 
 import torch
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
 from torch import Tensor
 
-from fedloom.algorithm import renamed
+from fedloom.algorithm import own_class, renamed
 from fedloom.algorithm.capabilities import CAPABILITIES
+from fedloom.algorithm.returned import check_returned
 from fedloom.algorithm.traits import Family, Traits
 from fedloom.algorithm.values import C, Carry, Inbox, Model, S, Setup, U, Update, Work, like
+from fedloom.core.errors import ConfigError, Fault, OwnCodeError
 from fedloom.core.optim import Optimizer
-from fedloom.core.schema import Spec
+from fedloom.core.schema import Spec, read
 from fedloom.core.task import Batch, Task
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(Spec)
 
-class Algorithm(Spec, Generic[S, C, U]):
+
+class _Reports(ModelMetaclass):
+    """How a method is made in Python: wrong settings are reported as those of a configuration are."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *given: Any, **settings: Any) -> Any:
+            try:
+                return super().__call__(*given, **settings)
+            except ValidationError as error:
+                faults = read(self, settings, self.__name__)[1]
+                raise ConfigError(faults) from error
+
+
+class Algorithm(Spec, Generic[S, C, U], metaclass=_Reports):
     """The base of all methods; functions that a method does not override are those of FedAvg."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -143,8 +164,32 @@ class Algorithm(Spec, Generic[S, C, U]):
         if hidden:
             raise TypeError(f"{cls.__name__}: the setting '{hidden[0]}' hides the function of that name; rename it")
         renamed.check(cls)
+        check_returned(cls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_written_well(cls, given: Any) -> Any:
+        """Here and not where the class is made: a mistake in one class of a file leaves the others usable."""
+        own_class.refuse_mistakes(cls, Algorithm)
+        return given
 
     if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                super().__setattr__(name, value)
+                return
+            if settings := own_class.settings_instead(type(self)):
+                fix = f"leave out __init__, and write in the class: {settings}"
+            else:
+                fix = (
+                    "what the server remembers is a field of its state: a NamedTuple that init returns, and update "
+                    "changes by server._replace; what a client remembers is returned by join and finish"
+                )
+            caller = inspect.stack(context=0)[1]
+            where = f"{caller.filename}, line {caller.lineno}, in {type(self).__name__}.{caller.function}"
+            what = f"sets self.{name}, but a method cannot change itself: a resumed run would have forgotten it"
+            raise OwnCodeError([Fault(where, what, fix)])
 
         def __getattr__(self, name: str) -> Any:
             if name in renamed.MEMBERS:

@@ -16,6 +16,8 @@ def check(
     no_user_code: NoUserCode = False,
 ) -> None:
     """Test an algorithm against the laws that every method obeys."""
+    from fedloom.algorithm import Algorithm
+    from fedloom.algorithm.own_class import refuse_mistakes
     from fedloom.core import usercode
     from fedloom.engine import laws
     from fedloom.runs.find import find_algorithm
@@ -23,6 +25,7 @@ def check(
     refuse_user_code(no_user_code)
     usercode.vouch(algorithm)
     cls = find_algorithm(algorithm, "algorithm")
+    refuse_mistakes(cls, Algorithm)
     verdicts = [(law, laws.verdict(law, cls)) for law in laws.LAWS]
     broken = [law for law, fault in verdicts if fault]
     if json_:

@@ -39,7 +39,7 @@ from fedloom.cli.help import repair
 from fedloom.cli.ranks import follows
 from fedloom.cli.startup import wait_passively
 from fedloom.core.errors import FedloomError
-from fedloom.core.own_line import own_line, remedy
+from fedloom.core.own_line import own_line, own_lines, remedy
 from fedloom.runs.launch import follow_parent
 
 repair()
@@ -119,6 +119,9 @@ def _advise_setting(option: str) -> None:
 
 def _unexpected(error: Exception) -> int:
     """Print what is known about an error that fedloom did not raise, the user's own line first; the exit code."""
+    whole = os.environ.get(_WHOLE, "") not in ("", "0")
+    if whole:
+        traceback.print_exc()
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
         print(f"error: there is not enough memory ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
@@ -128,11 +131,30 @@ def _unexpected(error: Exception) -> int:
     if said := remedy(error):
         print(harmless(f"error: {said}"), file=sys.stderr)
         return 2
-    traceback.print_exc()
-    if line := own_line(error):
-        print(f"\nin your code: {line}\n{type(error).__name__}: {error}", file=sys.stderr)
-    print(_advice(error), file=sys.stderr)
+    if lines := own_lines(error):
+        print(harmless("\n".join([f"error: {type(error).__name__}: {error}", *_shortened(lines)])), file=sys.stderr)
+        print(f"({_WHOLE}=1 prints the whole traceback){_of_rank()}", file=sys.stderr)
+        return 2
+    if not whole:
+        traceback.print_exc()
+    print(_advice(), file=sys.stderr)
     return 1
+
+
+_WHOLE = "FEDLOOM_TRACEBACK"  # the environment variable that asks for whole tracebacks
+_MOST_LINES = 8  # of the user's code; a recursion has thousands
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """The lines of the user's code in a traceback, without those in the middle of many."""
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} more ...", *lines[-half:]]
+    return [f"  {line}" for line in lines]
+
+
+def _of_rank() -> str:
+    return f"\nthis was rank {os.environ['RANK']}" if follows() else ""
 
 
 _NO_MEMORY = (
@@ -154,13 +176,12 @@ def _unusable_path(error: Exception) -> str:
     return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}"
 
 
-def _advice(error: Exception) -> str:
+def _advice() -> str:
     """What to do about an unexpected error."""
-    loop = "\nif steps cannot be vectorised across clients, set engine.executor=loop" if "vmap" in str(error) else ""
     if follows():
-        return f"{loop}\nthis was rank {os.environ['RANK']}"
+        return _of_rank()
     return (
-        f"{loop}\nthis is a bug in fedloom or in your code;\n"
+        "\nthis is a bug in fedloom or in your code;\n"
         "if you wrote the algorithm, `fedloom check FILE.py` shows which law it breaks"
     )
 

@@ -33,6 +33,14 @@ class ConfigError(FedloomError):
         super().__init__(f"the configuration has {count}\n" + "\n".join(f"  {fault}" for fault in self.faults))
 
 
+class OwnCodeError(ConfigError):
+    """The user's own code does something with which no run is possible."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        super().__init__(faults)
+        self.args = ("your code cannot be used\n" + "\n".join(f"  {fault}" for fault in self.faults),)
+
+
 class NothingToRunError(FedloomError):
     """Everything that was asked for has a result already."""
 

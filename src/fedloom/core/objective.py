@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -107,14 +107,19 @@ def _own_loss(task: Objective, outputs: int) -> RowLoss:
     own: RowLoss = task.own_function()
     y = torch.zeros(2) if task.is_regression else torch.zeros(2, dtype=torch.int64)
     try:
-        shape = tuple(own(torch.zeros(2, outputs), y).shape)
+        found: Any = own(torch.zeros(2, outputs), y)
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             [Fault("task.loss", f"'{task.loss}' fails on outputs [2, {outputs}] and y [2]: {first}")]
         ) from error
-    if shape != (2,):
-        what = f"'{task.loss}' should return one loss for each row (got the shape {list(shape)} for 2 rows)"
+    if not isinstance(found, Tensor):
+        got = "nothing" if found is None else f"a {type(found).__module__}.{type(found).__name__}"
+        fix = "compute with torch, not NumPy: training needs its gradient"
+        what = f"'{task.loss}' should return a tensor with one loss for each row (got {got})"
+        raise ConfigError([Fault("task.loss", what, fix if found is not None else "is the return missing?")])
+    if tuple(found.shape) != (2,):
+        what = f"'{task.loss}' should return one loss for each row (got the shape {list(found.shape)} for 2 rows)"
         raise ConfigError([Fault("task.loss", what, "leave out the mean, as with reduction='none'")])
     return own
 

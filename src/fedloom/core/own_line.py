@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -12,10 +14,24 @@ _BRANCHES = (
     "this reads the value of a tensor, or branches on it, but clients train side by side: write "
     "torch.where(condition, a, b) instead, or train one client after another with engine.executor=loop"
 )
+_ONE_HOT = (
+    "one_hot looks at the values of y, but clients train side by side: write "
+    "(y[:, None] == torch.arange(C)).float() for C classes, or train one client after another with engine.executor=loop"
+)
+_ONE_BY_ONE = "this works only where clients train one after another: set engine.executor=loop"
+# What torch says where it cannot map what it does itself, so that the user's line may be missing from the traceback.
+_UNMAPPED = (
+    "Batching rule not implemented",
+    "torch.utils.checkpoint: A different number of tensors",
+    "with different metadata than during the forward pass",
+)
 # What torch says, and what to do about it.
 _REMEDIES = {
     "data-dependent control flow": _BRANCHES,
     "calling .item() on a Tensor": _BRANCHES,
+    "Tensor.requires_grad_()": "clients train side by side, where a gradient is a function: override loss, or write "
+    "return self.task.differentiate(lambda v: the loss at v, x), or train one client after another with "
+    "engine.executor=loop",
     "called random operation": "this draws random numbers that would differ when the run is repeated: use "
     "rng.unit(rng.fold(batch.key, torch.arange(n))) of fedloom.core.rng instead, n numbers from 0 to 1",
 }
@@ -23,11 +39,29 @@ _REMEDIES = {
 
 def own_line(error: BaseException) -> str:
     """The last line of the user's code in a traceback, as ``file.py, line 6, in loss: if x > 1:``."""
+    return lines[-1] if (lines := own_lines(error)) else ""
+
+
+def own_lines(error: BaseException) -> list[str]:
+    """All lines of the user's code in a traceback, the one that raised the error last."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f"{last.filename}, line {last.lineno}, in {last.name}: {last.line}"
+    return [f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames]
+
+
+def undecorated(thing: Any) -> Any:
+    """The function as it was written, under its decorators, or the class."""
+    function: Any = thing.fget if isinstance(thing, property) else thing
+    return inspect.unwrap(function)
+
+
+def written_at(thing: Any) -> str:
+    """Where a function or class of the user is written, as ``file.py, line 6, in Mine.update``."""
+    thing = undecorated(thing)
+    try:
+        file, line = inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):  # written at a prompt
+        return str(thing.__qualname__)
+    return f"{file}, line {line}, in {thing.__qualname__}"
 
 
 def said(error: BaseException) -> str:
@@ -39,9 +73,13 @@ def said(error: BaseException) -> str:
 
 def remedy(error: BaseException) -> str:
     """What an error of torch means in code that is mapped over clients, with the line and the fix; or empty."""
+    line, text = own_line(error), str(error)
     for sign, fix in _REMEDIES.items():
-        if sign in str(error) and (line := own_line(error)):
-            return f"{line}\n{fix}"
+        if sign in text and line:
+            return f"{line}\n{_ONE_HOT if 'one_hot(' in line else fix}"
+    if any(sign in text for sign in _UNMAPPED) or (line and "vmap" in text):
+        first = next(iter(text.splitlines()), "")
+        return f"{line or type(error).__name__}\n{_ONE_BY_ONE} ({first})"
     return ""
 
 

@@ -22,7 +22,7 @@ from fedloom.algorithm import AnyAlgorithm, Carry, Held, Noise, Setup, Work
 from fedloom.algorithm.capabilities import defaults_of, memory_of, private_sums, survey_of
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
-from fedloom.core.errors import ConfigError, FedloomError
+from fedloom.core.errors import ConfigError, FedloomError, OwnCodeError
 from fedloom.core.optim import Local
 from fedloom.core.own_line import own_line, remedy
 from fedloom.core.task import Batch, Capture, Task
@@ -215,6 +215,8 @@ def frozen_parts_stay(cls: type[AnyAlgorithm]) -> None:
     """With a frozen body the algorithm trains the rest of the net, and only that; or it says that it cannot."""
     try:
         world = _world(cls, frozen=("body",))
+    except OwnCodeError:
+        raise
     except ConfigError:
         return
     state, store = begin(world), _store(world)
@@ -274,6 +276,8 @@ def verdict(law: Callable[[type[AnyAlgorithm]], None], cls: type[AnyAlgorithm]) 
         law(cls)
     except BrokenLawError as broken:
         return str(broken)
+    except OwnCodeError as error:
+        return "\n".join(map(str, error.faults))
     except Exception as error:  # an algorithm that raises is as broken as one with wrong results
         line = f" ({where})" if (where := own_line(error)) else ""
         return remedy(error) or f"raised {type(error).__name__}: {error}{line}"

@@ -237,7 +237,14 @@ def _tried(forward: Callable[[], Any], given: str, fix: str) -> Any:
     try:
         return forward()
     except Exception as error:  # whatever the user's own net does
-        raise ConfigError([Fault("model", f"the net fails{given}: {said(error)}", fix)]) from error
+        raise ConfigError([Fault("model", f"the net fails{given}: {said(error)}", _remedy(error) or fix)]) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do where a net takes its inputs for row numbers or words, which are float32 like all inputs."""
+    if "scalar types: Long, Int" in str(error) or "tensors used as indices must be" in str(error):
+        return "inputs reach a net as float32: write x.long() where they are numbers of words or rows"
+    return ""
 
 
 def _described(found: Any) -> str:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -163,7 +163,7 @@ def _wrap_module(thing: Any, name: str) -> type[NetSpec] | None:
 
 
 def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
-    """A user's function as a partition: ``f(y, clients, rng, x, ...)`` returns the owner of each row."""
+    """A user's function as a partition: ``f(y, clients, ...)`` returns the client of each row, or the rows of each."""
     if not usercode.is_written(thing, name):
         return None
 
@@ -179,16 +179,59 @@ def _wrap_partition(thing: Any, name: str) -> type[Partition] | None:
                 offered["x"] = x()
             given = (thing, self.__pydantic_extra__ or {}, offered, "partition", name)
             with from_a_seed(seed_of(rng)):
-                owner = np.asarray(called(call_by_name, name, "partition.kind", *given))
-            if owner.shape != y.shape or owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= self.clients:
-                what = f"'{name}' must return for each of the {len(y)} rows a client in 0..{self.clients - 1}"
-                got = f"got {owner.dtype} of shape {owner.shape}"
-                if owner.shape == y.shape and owner.dtype.kind in "iu":
-                    got = f"got {owner.min()} to {owner.max()}"
-                raise ConfigError([Fault("partition.kind", f"{what} ({got})")])
+                returned = called(call_by_name, name, "partition.kind", *given)
+            owner = _owners(returned, len(y), self.clients, name)
             return Assignment(owner.astype(np.int64), self.clients, ())
 
     return Own
+
+
+def _owners(found: Any, rows: int, clients: int, name: str) -> Ints:
+    """The client of each row, from what a user's function returned: that, or the rows of each client."""
+    if isinstance(found, Mapping):
+        return _dealt([found.get(k, ()) for k in range(clients)] if _is_complete(found, clients) else [], rows, name)
+    if isinstance(found, np.ndarray) and (found.ndim == 2 or found.dtype == object):
+        found = list(found)
+    if isinstance(found, list | tuple) and len(found) == clients and any(np.ndim(part) for part in found[:1]):
+        return _dealt(found, rows, name)
+    try:
+        owner = np.asarray(found)
+    except ValueError:  # lists of different lengths
+        owner = np.empty(len(found), dtype=object)
+    if owner.shape == (rows,) and owner.dtype.kind in "iu" and owner.min() >= 0 and owner.max() < clients:
+        return owner.astype(np.int64)
+    got = f"got {owner.dtype} of shape {owner.shape}"
+    if owner.shape == (rows,) and owner.dtype.kind in "iu":
+        got = f"got {owner.min()} to {owner.max()}"
+    what = f"'{name}' must return for each of the {rows} rows a client in 0..{clients - 1}"
+    fix = f"or a list of {clients} arrays: the rows of each client"
+    raise ConfigError([Fault("partition.kind", f"{what} ({got})", fix)])
+
+
+def _is_complete(found: Mapping[Any, Any], clients: int) -> bool:
+    """Whether the keys of a table are numbers of clients."""
+    return all(isinstance(key, int | np.integer) and 0 <= key < clients for key in found)
+
+
+def _dealt(parts: Sequence[Any], rows: int, name: str) -> Ints:
+    """The client of each row, from the rows of each client."""
+    at, given = "partition.kind", [np.asarray(part) for part in parts]
+    if not given or any(part.ndim != 1 or (len(part) and part.dtype.kind not in "iu") for part in given):
+        fix = "a list with one array of row numbers for each client, or the client of each row"
+        raise ConfigError([Fault(at, f"'{name}' returned neither the rows of each client nor the client of rows", fix)])
+    every = np.concatenate([part.astype(np.int64) for part in given])
+    if len(every) and (every.min() < 0 or every.max() >= rows):
+        what = f"'{name}' must return rows in 0..{rows - 1} (got {every.min()} to {every.max()})"
+        raise ConfigError([Fault(at, what)])
+    counts = np.bincount(every, minlength=rows)
+    if (counts != 1).any():
+        row = int(np.argmax(counts != 1))
+        what = f"'{name}' must give each of the {rows} rows to one client (row {row} has {counts[row]})"
+        raise ConfigError([Fault(at, what)])
+    owner = np.empty(rows, dtype=np.int64)
+    for client, part in enumerate(given):
+        owner[part.astype(np.int64)] = client
+    return owner
 
 
 def _wrap_source(thing: Any, name: str) -> type[Source] | None:

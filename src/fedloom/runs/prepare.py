@@ -445,7 +445,7 @@ def _check_statistics(exp: Experiment) -> None:
     """A mean of running statistics needs uploads that arrive together."""
     if exp.is_asynchronous and exp.task.has_running_statistics and not exp.keeps_buffers:
         name = type(exp.algorithm).__name__
-        what = f"the server of {name} does not wait for clients, so it cannot average running statistics, such as those of BatchNorm"
+        what = f"the server of {name} does not wait for clients, so it cannot average running statistics"
         raise ConfigError([Fault("model.buffers", what, "set model.buffers=local, or use a net with norm = 'group'")])
 
 

@@ -56,6 +56,13 @@ class Frame:
         return "\n".join([*lines, f"[{self._rows} rows x {len(self.columns)} columns]"])
 
 
+class Summaries(dict[str, Summary]):
+    """The summary of each metric by its name."""
+
+    def __missing__(self, name: str) -> Summary:
+        raise KeyError(f"no metric '{name}' (there are: {', '.join(self)})")
+
+
 class History(NamedTuple):
     """A finished run.
 
@@ -87,7 +94,7 @@ class History(NamedTuple):
             for line in self.records
         ]
         names = dict.fromkeys(name for line in once_trained(lines) for name in line if name != "round")
-        return {name: found for name in names if (found := summary_of_records(name, lines)) is not None}
+        return Summaries({name: found for name in names if (found := summary_of_records(name, lines)) is not None})
 
     def __repr__(self) -> str:
         found = self.summary

@@ -16,14 +16,14 @@ from fedloom.data.files import default_root
 from fedloom.engine.ranks import joined
 from fedloom.runs.callbacks import Calling, OnEvaluate, OnRound
 from fedloom.runs.entry import write_first_files
-from fedloom.runs.find import name_of
+from fedloom.runs.find import KEYS, name_of
 from fedloom.runs.folder import RunFolder, create, held, storage, unused
 from fedloom.runs.in_memory import GivenNet, as_arrays, is_handed_over, section_of
 from fedloom.runs.loop import Listener, SilentListener, drive
 from fedloom.runs.overrides import override
 from fedloom.runs.prepare import prepare_on_ranks
 from fedloom.runs.result import History
-from fedloom.runs.settings import Config, as_toml, parse, read_toml
+from fedloom.runs.settings import SECTIONS, Basics, Config, as_toml, full_name, parse, read_toml
 from fedloom.runs.tracking import refuse_missing_trackers
 
 
@@ -48,6 +48,7 @@ def run(
     usercode.vouch(table)
     if isinstance(table["algorithm"], Algorithm):
         usercode.adopt(name_of(type(table["algorithm"])))
+    _refuse_bare_settings(settings, table["algorithm"])
     config, folder = parse(table), Path(out) if out is not None else None
     arrays = as_arrays(data, config.basics.seed, numbers=config.task.is_regression)
     history = start(
@@ -60,6 +61,30 @@ def run(
     if on_end is not None:
         on_end(history)
     return history
+
+
+def _refuse_bare_settings(settings: Mapping[str, Any], algorithm: Any) -> None:
+    """Refuse keywords that are settings of a section, with what to write in Python."""
+    known = (*Basics.model_fields, *SECTIONS, *KEYS)
+    meant = {key: full_name(key) for key in settings if key not in known}
+    faults = [
+        Fault(key, f"unknown key (got {settings[key]!r})", f"write {_in_python(name, settings[key], algorithm)}")
+        for key, name in meant.items()
+        if "." in name
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _in_python(name: str, value: Any, algorithm: Any) -> str:
+    """How to give ``fedloom.run`` a setting of a section."""
+    section, _, key = name.partition(".")
+    if section != "algorithm":
+        return f"{section}={{'{key}': {value!r}}}"
+    if isinstance(algorithm, Algorithm):
+        return f"{type(algorithm).__name__}({key}={value!r})"
+    kind = algorithm.get("kind", "fedavg") if isinstance(algorithm, Mapping) else algorithm
+    return f"fedloom.run({{'kind': {kind!r}, '{key}': {value!r}}})"
 
 
 def handed_net(model: Any) -> Any:
