@@ -100,13 +100,13 @@ def test_the_whole_traceback_is_there_for_the_asking(quick: Quick, desk: Path) -
     assert "engine/star.py" in done.err
 
 
-@pytest.mark.parametrize("name", ["Spectral", "Recomputed"])
-def test_a_net_that_cannot_be_mapped_gets_the_advice_to_train_one_by_one(quick: Quick, desk: Path, name: str) -> None:
-    said = failed(quick, desk, f"model=own.py:{name}")
+def test_a_net_that_cannot_be_mapped_gets_the_advice_to_train_one_by_one(quick: Quick, desk: Path) -> None:
+    said = failed(quick, desk, "model=own.py:Recomputed")
     assert "train one after another: set engine.executor=loop" in said
     assert "fedloom check" not in said
-    words = ("engine.executor=loop", "rounds=1", "partition.clients=3")
-    assert quick("run", f"model=own.py:{name}", *words, cwd=desk).code == 0
+    words = ("rounds=1", "partition.clients=3")
+    assert quick("run", "model=own.py:Recomputed", "engine.executor=loop", *words, cwd=desk).code == 0
+    assert quick("run", "model=own.py:Spectral", *words, cwd=desk).code == 0  # its statistics change with every batch
 
 
 def test_one_hot_in_a_loss(quick: Quick, desk: Path) -> None:
