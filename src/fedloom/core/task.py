@@ -560,10 +560,8 @@ def _refuse_hidden_state(net: nn.Module) -> None:
         inner = isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0
         if draws or inner:
             what = f"{type(layer).__name__} at '{name}' draws from torch's hidden generator"
-            fix = "only nn.Dropout can be repeated: " + (
-                "set dropout=0 there, and put one beside it" if inner else "use it"
-            )
-            faults.append(Fault("model.kind", what, fix))
+            instead = "set dropout=0 there, and put one before or after it" if inner else "use it"
+            faults.append(Fault("model.kind", what, f"nn.Dropout is the dropout that can be repeated: {instead}"))
         elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
             what = f"{type(layer).__name__} at '{name}' has no momentum, and so counts batches across clients"
             faults.append(Fault("model.kind", what, "give it one, such as momentum=0.1"))
