@@ -643,7 +643,7 @@ def _is_regression(run: RunView) -> bool:
 _PARTITION = {
     "clients": "{clients:,}",
     "rows": "{rows:,}",
-    "rows per client": "{size_min:,} to {size_max:,}, median {size_median:g}",
+    "rows per client": "{size_min:,} to {size_max:,}, median {size_median:,g}",
     "inequality of sizes (Gini)": "{size_gini:.2f}",
     "classes per client": "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}",
     "effective classes per client": "{effective_classes:.2f}",

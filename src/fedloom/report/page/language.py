@@ -172,7 +172,7 @@ _CHINESE = {
     # partition and topology
     "rows per client": "每个客户端的样本数",
     "inequality of sizes (Gini)": "样本数不均衡度（基尼系数）",
-    "{size_min:,} to {size_max:,}, median {size_median:g}": "{size_min:,} 至 {size_max:,}，中位数 {size_median:g}",
+    "{size_min:,} to {size_max:,}, median {size_median:,g}": "{size_min:,} 至 {size_max:,}，中位数 {size_median:,g}",
     "classes per client": "每个客户端的类别数",
     "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}": (
         "{classes_min} 至 {classes_max}（共 {classes} 个），平均 {classes_mean:.1f}"
