@@ -131,4 +131,4 @@ def test_clients_that_were_not_measured_are_neither_worst_nor_best(tmp_path: Pat
     assert "the 5 worst and the 5 best of 20 clients (run)" in Quick()("show", "run", cwd=tmp_path).out
     for name in ("summary.json", "clients.csv"):
         (tmp_path / "run" / name).unlink()
-    assert "the 5 first and the 5 last of 20 clients (run)" in Quick()("show", "run", cwd=tmp_path).out
+    assert "the first 5 and the last 5 of 20 clients (run)" in Quick()("show", "run", cwd=tmp_path).out

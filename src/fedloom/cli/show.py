@@ -88,8 +88,8 @@ def _ends(split: Split) -> PageTable:
     """The first and the last clients of a table, which may lack the best of very many."""
     lines, whole = split.table.lines, len(split.table.lines) == split.clients
     first, last = lines[:_ENDS], lines[_ENDS:][-_ENDS:] if whole else ()
-    ends = ("worst", "best") if split.ranked else ("first", "last")
-    which = " and ".join(f"the {_ENDS} {end}" for end in (ends if whole else ends[:1]))
+    ends = (f"the {_ENDS} worst", f"the {_ENDS} best") if split.ranked else (f"the first {_ENDS}", f"the last {_ENDS}")
+    which = " and ".join(ends if whole else ends[:1])
     by = f" with {split.method}" if split.ranked and split.method else ""
     said = f"{which} of {split.clients:,} clients{by}" if split.clients > 2 * _ENDS else "clients"
     return split.table._replace(lines=(*first, *last), caption=f"{said} ({split.label})")
